@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where Python writes no byte code, each of them compiles the product again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-async demo-verl test test-fast test-slow test-floors test-python coverage soak faults fuzz bench dist docs lint format proto clean setup
+.PHONY: async-client demo demo-async demo-verl test test-fast test-slow test-floors test-python coverage soak faults fuzz bench dist docs lint format proto clean setup
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -158,6 +158,9 @@ lint: setup ## ruff, mypy strict, import floors
 format: setup ## let ruff rewrite
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+async-client: setup ## generate dataplane/client/async_calls.py, the calls of the async client, from client.py
+	@$(BIN)/python tools/async_calls.py
 
 proto: ## generate dataplane/protocol/pb from proto/ (tools in an environment of their own: they pin an old protobuf)
 	@test -x .venv-proto/bin/python || { $(PYTHON) -m venv .venv-proto && .venv-proto/bin/pip install -q $(PIP_ARGS) grpcio-tools==1.71.2; }

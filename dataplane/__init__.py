@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from dataplane.client.columns import read_columns as read_columns
     from dataplane.client.columns import write_columns as write_columns
     from dataplane.client.events import OpEvent as OpEvent
+    from dataplane.client.operations.claim import ClaimConditions as ClaimConditions
+    from dataplane.client.operations.claim import ClaimOptions as ClaimOptions
     from dataplane.config import DataPlaneConfig as DataPlaneConfig
     from dataplane.core.schema import ADVANTAGES as ADVANTAGES
     from dataplane.core.schema import ELEM_COUNTS_PER_GB as ELEM_COUNTS_PER_GB
@@ -94,6 +96,7 @@ if TYPE_CHECKING:
     from dataplane.errors import WaitTimeoutError as WaitTimeoutError
     from dataplane.service import Server as Server
     from dataplane.service import serve as serve
+    from dataplane.training.client_sampler import ClientSampler as ClientSampler
     from dataplane.training.data_loader import MicroBatch as MicroBatch
     from dataplane.training.data_loader import StreamingDataLoader as StreamingDataLoader
     from dataplane.training.dynamic_sampling import DynamicSampler as DynamicSampler
@@ -121,8 +124,11 @@ _HOME = {
     "CheckpointInfo": "dataplane.client.checkpoint",
     "CheckpointWriteError": "dataplane.errors",
     "ChecksumError": "dataplane.errors",
+    "ClaimConditions": "dataplane.client.operations.claim",
+    "ClaimOptions": "dataplane.client.operations.claim",
     "ClaimTimeoutError": "dataplane.errors",
     "ClientClosedError": "dataplane.errors",
+    "ClientSampler": "dataplane.training.client_sampler",
     "DataPlaneClient": "dataplane.client.client",
     "DataPlaneConfig": "dataplane.config",
     "DataPlaneError": "dataplane.errors",

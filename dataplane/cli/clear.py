@@ -40,7 +40,7 @@ def clear(
         if not wanted and not yes:
             typer.confirm(_question(found), abort=True, err=True)
         named = c.Samples(ids=wanted) if wanted else None
-        count = ask(channel, c.Clear(partition=partition, samples=named), c.Cleared).count
+        count = ask(channel, c.Clear(partition=partition, samples=named)).count
     if json:
         print_json({"partition": partition, "cleared": count})
     else:

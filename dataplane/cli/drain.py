@@ -70,7 +70,7 @@ def _find(config: DataPlaneConfig, unit: str, *, undo: bool) -> c.UnitStats:
     with session(config) as channel:
         found = unit_stats(channel, unit)
         if undo:
-            ask(channel, c.Drain(unit=found.unit, undo=True), c.Done)
+            ask(channel, c.Drain(unit=found.unit, undo=True))
         return found
 
 

@@ -30,7 +30,7 @@ def drop(
 
     with session(target.config("drop")) as channel:
         found = unit_stats(channel, unit)
-        ask(channel, c.Forget(unit=found.unit, force=force), c.Done)
+        ask(channel, c.Forget(unit=found.unit, force=force))
     if json:
         print_json({"unit": found.unit, "name": found.name, "live_bytes": found.live_bytes})
     else:

@@ -72,8 +72,8 @@ def _partition(part: c.PartitionStats) -> tuple[object, ...]:
 def _samples(channel: ControllerChannel, partition: str, limit: int, json: bool) -> None:
     from dataplane.ledger import commands as c
 
-    ids = ask(channel, c.List(partition=partition, limit=limit), c.Listed).ids
-    total = ask(channel, c.Describe(partition=partition), c.Described).live
+    ids = ask(channel, c.List(partition=partition, limit=limit)).ids
+    total = ask(channel, c.Describe(partition=partition)).live
     found = [sample for sample in (_look(channel, partition, name) for name in ids) if sample is not None]
     if json:
         rows = [_as_dict(sample) for sample in found]
@@ -103,7 +103,7 @@ def _look(channel: ControllerChannel, partition: str, name: str) -> c.Shown | No
     from dataplane.ledger import commands as c
 
     try:
-        return ask(channel, c.Show(partition=partition, samples=c.Samples(ids=(name,))), c.Shown)
+        return ask(channel, c.Show(partition=partition, samples=c.Samples(ids=(name,))))
     except NotFoundError:
         return None
 

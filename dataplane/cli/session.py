@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from dataplane.cli.formatting import shown
 
@@ -32,18 +32,17 @@ def session(config: DataPlaneConfig) -> Iterator[ControllerChannel]:
         channel.close()
 
 
-def ask(channel: ControllerChannel, command: c.Command, kind: type[R]) -> R:
+def ask(channel: ControllerChannel, command: c.Answered[R]) -> R:
     """The answer to a command. Raises the error that it got."""
     _, result = channel.call(command)
-    assert isinstance(result, kind)
-    return result
+    return cast("R", result)
 
 
 def stats(channel: ControllerChannel, limit: int = PARTITIONS) -> c.StatsReport:
     """What the service holds; of its partitions the oldest `limit`, 0 for all."""
     from dataplane.ledger import commands as c
 
-    return ask(channel, c.Stats(limit=limit), c.StatsReport)
+    return ask(channel, c.Stats(limit=limit))
 
 
 def not_shown(report: c.StatsReport) -> str:
@@ -55,7 +54,7 @@ def waits(channel: ControllerChannel, partition: str = "", task: str = "") -> c.
     """The `WAITS` calls that wait longest, for anything or for what is named."""
     from dataplane.ledger import commands as c
 
-    return ask(channel, c.Waits(partition=partition, task=task, limit=WAITS), c.WaitList)
+    return ask(channel, c.Waits(partition=partition, task=task, limit=WAITS))
 
 
 def waits_not_shown(found: c.WaitList) -> str:
@@ -71,7 +70,7 @@ def partition_stats(channel: ControllerChannel, name: str) -> c.PartitionStats:
     """What one partition holds. `PartitionNotFoundError` if it is not there."""
     from dataplane.ledger import commands as c
 
-    return ask(channel, c.Stats(partitions=(name,)), c.StatsReport).partitions[0]
+    return ask(channel, c.Stats(partitions=(name,))).partitions[0]
 
 
 def unit_stats(channel: ControllerChannel, unit: str) -> c.UnitStats:

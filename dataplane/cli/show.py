@@ -36,7 +36,7 @@ def show(
     from dataplane.ledger import commands as c
 
     with session(target.config("show")) as channel:
-        found = ask(channel, c.Show(partition=partition or "", samples=c.Samples(ids=(sample,))), c.Shown)
+        found = ask(channel, c.Show(partition=partition or "", samples=c.Samples(ids=(sample,))))
         units = {unit.unit: unit.name for unit in stats(channel, 1).units}
     if json:
         print_json(found)

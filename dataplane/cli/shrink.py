@@ -16,7 +16,7 @@ def shrink(*, address: Address = None, target: TargetFlags, json: Json = False) 
     from dataplane.ledger import commands as c
 
     with session(target.config("shrink", address)) as channel:
-        done = ask(channel, c.Shrink(), c.Shrunken)
+        done = ask(channel, c.Shrink())
     if json:
         print_json(done)
     for unit in () if json else done.units:

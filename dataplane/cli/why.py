@@ -66,7 +66,7 @@ def why(
             group_size=group_size,
             max_lag=max_lag,
         )
-        found = ask(channel, command, c.Blocked)
+        found = ask(channel, command)
         mine = waits(channel, partition, task)
     if json:
         print_json({"fields": wanted, "blocked": found, "waits": mine.waits, "total": mine.total, "now": mine.now})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Protocol, Self
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, Unpack
 
 import torch
 from tensordict import TensorDict
@@ -13,15 +13,15 @@ from tensordict import TensorDict
 from dataplane.client.checkpoint import CheckpointInfo, checkpoint, restore
 from dataplane.client.events import EventEmitter, OnEvent
 from dataplane.client.operations import claim, drain_unit, get, partitions, put
+from dataplane.client.operations.claim import ClaimConditions, ClaimOptions
 from dataplane.client.operations.drain_unit import Drained, OnProgress
 from dataplane.client.operations.sample_names import Names
 from dataplane.client.operations.steps import Operation, T
 from dataplane.client.session import Connection, ForkLocal
 from dataplane.client.session_state import SessionState
 from dataplane.config import DataPlaneConfig
-from dataplane.core.schema import WEIGHT_VERSION, Layout
+from dataplane.core.schema import Layout
 from dataplane.data.batch import BatchedDataDict
-from dataplane.data.conditions import Where
 from dataplane.data.meta import KVBatchMeta
 from dataplane.ledger import commands as c
 
@@ -233,19 +233,9 @@ class DataPlaneClient:
         blocking: bool = True,
         timeout_s: float = 60.0,
         *,
-        min_batch_size: int | None = None,
-        where: Where = (),
-        group_by: str = "group",
-        group_size: int | None = None,
-        order: str = "oldest",
-        lease_s: float | None = None,
         dp_world: int | None = None,
         step: int | None = None,
-        sampler: str | None = None,
-        max_lag: int | None = None,
-        version_tag: str = WEIGHT_VERSION,
-        partial_after_s: float | None = None,
-        partial: str = "release",
+        **options: Unpack[ClaimOptions],
     ) -> KVBatchMeta:
         """Move the task's cursor over `batch_size` samples whose `required_fields` are all produced and which the
         task has not claimed, oldest first; each sample goes to one claim of a task only.
@@ -255,10 +245,7 @@ class DataPlaneClient:
         `timeout_s` (finite) raises TimeoutError saying what was missing, having claimed nothing. `blocking=False`
         returns what is ready, possibly none.
 
-        where: conditions on tags: a text as "reward > 0.5", or a list of such texts or (tag, operator, value), with
-        == != < <= > >= in. group_size: take whole groups only, samples with equal tag `group_by`. order: "oldest" or
-        "freshest". lease_s: samples not acknowledged with `ack` (or cleared) in time may be claimed again. Unknown
-        partition or task: KeyError at once.
+        options: see `ClaimOptions`. Unknown partition or task: KeyError at once.
 
         dp_rank with dp_world and step: the rank's share of one selection of `batch_size` samples, fixed by the first
         rank that asks for the step; the others get theirs whenever they ask, in any order. `batch_size` is that of the
@@ -271,45 +258,18 @@ class DataPlaneClient:
         Shares nobody asked for go back after `lease_s` (600 s if None); cleared samples are left out. Steps are
         remembered for the last 256 of a task. Without the other two, `dp_rank` is only recorded. Either way it is
         `extra_info["dp_rank"]`.
-
-        max_lag: only samples whose tag `version_tag` is at least the partition's version (`set_version`) less this;
-        which version that is is looked up whenever the claim is judged, so that a waiting claim follows the trainer.
-        What is too old is passed over and holds up no tail; a sample without the tag may still get it.
-
-        partial_after_s: what becomes of a group that never gets whole, because its producer died or a field was never
-        written: from this long after the oldest of its unclaimed samples was put (by the service's clock) while fewer
-        than `group_size` of them are ready, it is, with partial="release", claimed like a whole one with those that are
-        (`batch_size` then counts groups: the meta is shorter), or with partial="drop", cleared, for all tasks; the ids
-        dropped since the task's last claim are `extra_info["dropped_samples"]`, their number is in `stats()`. Claims
-        wait for this at the tail of a complete partition. Groups all of whose samples fail `where` or `max_lag` are
-        let be.
-
-        sampler: how the selection is made and dealt: "sequential" (in order; rank 0 gets the first ones), "group-n"
-        (the same with whole groups), "length-balanced" (so that sums of the tag `input_lengths` are about equal over
-        the ranks; in order if a sample lacks it), "rank-aware" (to the ranks in turns). None: "length-balanced" for
-        shares, else "group-n" with `group_size`, else "sequential".
         """
         command = claim.claim_command(
             partition_id,
             task_name,
             required_fields,
             batch_size,
-            min_batch_size=min_batch_size,
-            blocking=blocking,
-            timeout_s=timeout_s,
-            where=where,
-            group_by=group_by,
-            group_size=group_size,
-            order=order,
-            lease_s=lease_s,
             dp_rank=dp_rank,
             dp_world=dp_world,
             step=step,
-            sampler=sampler,
-            max_lag=max_lag,
-            version_tag=version_tag,
-            partial_after_s=partial_after_s,
-            partial=partial,
+            blocking=blocking,
+            timeout_s=timeout_s,
+            **options,
         )
         return self.perform(claim.claim, command, dp_rank)
 
@@ -361,28 +321,13 @@ class DataPlaneClient:
         partition_id: str,
         task_name: str,
         required_fields: Sequence[str] = (),
-        *,
-        where: Where = (),
-        group_by: str = "group",
-        group_size: int | None = None,
-        max_lag: int | None = None,
-        version_tag: str = WEIGHT_VERSION,
+        **conditions: Unpack[ClaimConditions],
     ) -> c.Blocked:
         """Why such a claim would wait now: which fields, groups and samples are missing, how many samples are ready,
         leased, held, or turned away by each predicate, and which sessions wrote last and how long ago. `why` says it in
-        a sentence. The same facts are attributes of every claim's TimeoutError. KeyError for an unknown partition or
-        task."""
-        return self.perform(
-            claim.why_blocked,
-            partition_id,
-            task_name,
-            required_fields,
-            where=where,
-            group_by=group_by,
-            group_size=group_size,
-            max_lag=max_lag,
-            version_tag=version_tag,
-        )
+        a sentence. The same facts are attributes of every claim's TimeoutError. conditions: see
+        `ClaimConditions`. KeyError for an unknown partition or task."""
+        return self.perform(claim.why_blocked, partition_id, task_name, required_fields, **conditions)
 
     def checkpoint(self, path: str | os.PathLike[str], partitions: Sequence[str] | None = None) -> CheckpointInfo:
         """Save partitions (None: all) into a directory, as they are together at one instant, while everyone else goes

@@ -28,7 +28,7 @@ from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
 from dataplane.storage.arena import MappedArena
 from dataplane.storage.client import Received, UnitConnection
 from dataplane.storage.session_lock import SessionLock
-from dataplane.storage.transport.mooncake.engine_transport import EngineTransport
+from dataplane.storage.transport.registry import client_transport
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class UnitConnections:
         self._lock = lock
         self._memory = memory
         self._copier = copier
-        self._transport = EngineTransport(config)
+        self._transport = client_transport(config)
         self._infos: dict[int, c.UnitInfo] = {}
         self._connections: dict[int, UnitConnection] = {}
         self._left: dict[int, int] = {}
@@ -415,7 +415,8 @@ class UnitConnections:
         for connection in connections:
             connection.close()
         self._together.close()
-        self._transport.close()
+        if self._transport is not None:
+            self._transport.close()
 
 
 def _unlisted(unit: int) -> StorageUnitError:

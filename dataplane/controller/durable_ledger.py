@@ -37,11 +37,6 @@ IMAGE_AFTER_BYTES = 64 << 20
 """Otherwise a process of its own makes it when the log has grown by so much, which takes seconds to go through."""
 NICE = 10
 
-_PASSING: tuple[type[c.Input | c.Command], ...] = (
-    *(c.Tick, c.Heartbeat, c.SessionAlive, c.Locate, c.Release, c.List, c.Stats, c.WhyBlocked, c.Units),
-    *c.LOOKS,
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerSettings:
@@ -323,8 +318,8 @@ def _is_told_again(item: c.Input) -> bool:
     """Whether nobody would miss the input in an epoch after the machine's end: it changes nothing that outlives this.
     What a call names as confirmed its client does not name again once it is answered."""
     if isinstance(item, c.Call):
-        return not item.confirmed and isinstance(item.command, _PASSING)
-    return isinstance(item, _PASSING)
+        return not item.confirmed and not item.command.lasting
+    return isinstance(item, c.Tick | c.Heartbeat | c.SessionAlive)
 
 
 def _may_lack_its_end(journal: Journal) -> bool:

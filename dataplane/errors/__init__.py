@@ -81,8 +81,12 @@ from dataplane.errors.storage import StateDirError as StateDirError
 class BadRequestError(DataPlaneError, ValueError):
     """The request was understood and refused; nothing changed."""
 
+    grpc_status = "INVALID_ARGUMENT"
+
 
 class SampleExistsError(BadRequestError):
+    grpc_status = "ALREADY_EXISTS"
+
     def __init__(self, *, partition: str, samples: Sequence[str], total: int | None = None) -> None:
         count = len(samples) if total is None else total
         super().__init__(
@@ -95,6 +99,8 @@ class SampleExistsError(BadRequestError):
 
 
 class PartitionExistsError(BadRequestError):
+    grpc_status = "ALREADY_EXISTS"
+
     def __init__(self, *, partition: str) -> None:
         super().__init__(
             f"partition {partition!r} exists already; clear it, restore others only (partitions=), or restore over it "
@@ -106,6 +112,8 @@ class PartitionExistsError(BadRequestError):
 class CheckpointError(BadRequestError):
     """A checkpoint that cannot be used: `file` is the path that is wrong, `why` says how. Nothing was restored, or
     written."""
+
+    grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, *, file: str, why: str) -> None:
         super().__init__(f"checkpoint file {file}: {why}", file=file, why=why)
@@ -133,6 +141,8 @@ class SchemaError(BadRequestError):
 class StaleSchemaError(BadRequestError):
     """A column was encoded as the kind that the schema named when the writer asked, and the schema names none now."""
 
+    grpc_status = "ABORTED"
+
     def __init__(self, *, partition: str, field: str) -> None:
         super().__init__(
             f"field {field!r} of partition {partition!r} was encoded for a schema that no longer holds: the field was "
@@ -151,6 +161,8 @@ class InvalidRequestError(BadRequestError):
 class RowsChangedError(BadRequestError):
     """Rows are not what a writer who builds on them had read."""
 
+    grpc_status = "ABORTED"
+
     def __init__(self, *, partition: str, field: str, samples: Sequence[str], total: int | None = None) -> None:
         count = len(samples) if total is None else total
         super().__init__(
@@ -166,6 +178,8 @@ class RowsChangedError(BadRequestError):
 class ShareConflictError(BadRequestError):
     """Part of a rank's share went back to the pool (its hold or lease ended, or its claim was given back) and was
     claimed by another since."""
+
+    grpc_status = "FAILED_PRECONDITION"
 
     def __init__(
         self, *, partition: str, task: str, step: int, rank: int, samples: Sequence[str], total: int | None = None
@@ -185,6 +199,8 @@ class ShareConflictError(BadRequestError):
 
 
 class PartitionSealedError(BadRequestError):
+    grpc_status = "FAILED_PRECONDITION"
+
     def __init__(self, *, partition: str, samples: Sequence[str], total: int | None = None) -> None:
         count = len(samples) if total is None else total
         super().__init__(
@@ -197,6 +213,8 @@ class PartitionSealedError(BadRequestError):
 
 
 class PartitionDroppedError(BadRequestError):
+    grpc_status = "ABORTED"
+
     def __init__(self, *, partition: str, waiting: str) -> None:
         super().__init__(
             f"partition {partition!r} was dropped while {waiting} waited on it", partition=partition, waiting=waiting
@@ -204,6 +222,8 @@ class PartitionDroppedError(BadRequestError):
 
 
 class RequestTooLargeError(BadRequestError):
+    grpc_status = "OUT_OF_RANGE"
+
     def __init__(self, *, wanted_bytes: int, limit_bytes: int, what: str, hint: str = "") -> None:
         way = hint or "Put fewer rows at a time or start the service with a larger --capacity."
         super().__init__(
@@ -218,6 +238,8 @@ class RequestTooLargeError(BadRequestError):
 class LimitError(BadRequestError):
     """`got` of `what` where the service takes `limit` at most; `hint` says what to do."""
 
+    grpc_status = "RESOURCE_EXHAUSTED"
+
     def __init__(self, *, what: str, got: int, limit: int, hint: str) -> None:
         super().__init__(
             f"{what}: {got:,}, and the limit is {limit:,}. {hint}", what=what, got=got, limit=limit, hint=hint
@@ -225,6 +247,8 @@ class LimitError(BadRequestError):
 
 
 class StaleCallError(BadRequestError):
+    grpc_status = "FAILED_PRECONDITION"
+
     def __init__(self, *, session: int, number: int, watermark: int) -> None:
         super().__init__(
             f"call {number} of session {session} was answered or given up before (the watermark is {watermark}), and "
@@ -236,11 +260,15 @@ class StaleCallError(BadRequestError):
 
 
 class ClientClosedError(BadRequestError):
+    grpc_status = "FAILED_PRECONDITION"
+
     def __init__(self, *, why: str = "close() was called") -> None:
         super().__init__(f"this client is closed: {why}", why=why)
 
 
 class RolloutAbortedError(BadRequestError):
+    grpc_status = "FAILED_PRECONDITION"
+
     def __init__(self, *, samples: Sequence[str], why: str) -> None:
         named = list(samples)
         super().__init__(f"samples {first_few(named)} are not wanted any more: {why}", samples=named, why=why)
@@ -251,6 +279,8 @@ class RolloutAbortedError(BadRequestError):
 
 class UnsupportedValueError(DataPlaneError, TypeError):
     """A value that no column kind can carry; names field, row (or None) and type."""
+
+    grpc_status = "INVALID_ARGUMENT"
 
     def __init__(self, *, field: str, row: int | None, got: str, hint: str) -> None:
         where = f"field {field!r}" if row is None else f"field {field!r}, row {row}"
@@ -263,12 +293,16 @@ class UnsupportedValueError(DataPlaneError, TypeError):
 class WaitTimeoutError(DataPlaneError, TimeoutError):
     """A wait reached its deadline; nothing was taken or changed."""
 
+    grpc_status = "DEADLINE_EXCEEDED"
+
 
 class CapacityTimeoutError(WaitTimeoutError):
     """`holders` are (who, bytes) pairs, largest first: partitions, then reservations and pins by session. With
     `partition` it is that partition's budget, of `budget_bytes`, that is used up. `arena` says why an arena did not get
     memory that it may have. With `fragments` bytes enough are free, but in so many pieces, of which the largest has
     `largest_free_bytes`. `behind` is the earlier put that this one had to wait for, though there was room for it."""
+
+    grpc_status = "RESOURCE_EXHAUSTED"
 
     def __init__(
         self,
@@ -351,6 +385,8 @@ class CallTimeoutError(WaitTimeoutError):
 class ServiceError(DataPlaneError, ConnectionError):
     """The service could not be reached, or would not serve this client."""
 
+    grpc_status = "UNAVAILABLE"
+
 
 class ServiceUnavailableError(ServiceError):
     """`why` names the remedy, too, which depends on the cause."""
@@ -360,6 +396,8 @@ class ServiceUnavailableError(ServiceError):
 
 
 class AuthenticationError(ServiceError):
+    grpc_status = "UNAUTHENTICATED"
+
     def __init__(self, *, peer: str, why: str) -> None:
         super().__init__(
             f"{peer} refused this client: {why}. Pass the service's token (config.token or --token-file).",
@@ -371,11 +409,15 @@ class AuthenticationError(ServiceError):
 class TlsError(ServiceError):
     """One end speaks TLS and the other does not, or one does not take the other's certificate."""
 
+    grpc_status = "UNAUTHENTICATED"
+
     def __init__(self, *, address: str, why: str) -> None:
         super().__init__(f"no secure connection to {address}: {why}", address=address, why=why)
 
 
 class ProtocolVersionError(ServiceError):
+    grpc_status = "UNIMPLEMENTED"
+
     def __init__(self, *, client_version: int, service_version: int) -> None:
         super().__init__(
             f"client speaks protocol version {client_version}, the service speaks {service_version}; "
@@ -386,6 +428,8 @@ class ProtocolVersionError(ServiceError):
 
 
 class SessionExpiredError(ServiceError):
+    grpc_status = "FAILED_PRECONDITION"
+
     def __init__(self, *, session: int, why: str) -> None:
         super().__init__(
             f"session {session} is over: {why}. What it had claimed or reserved went back.", session=session, why=why
@@ -394,6 +438,8 @@ class SessionExpiredError(ServiceError):
 
 class ServiceRestartedError(ServiceError):
     """`lost` says what went with the epoch that was expected; empty where it is not known to be lost."""
+
+    grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, *, expected_epoch: int, got_epoch: int, what: str, lost: str = "") -> None:
         since = f"it began anew, without what it held: {lost}" if lost else "that process was restarted since"
@@ -412,6 +458,8 @@ class StorageUnitError(ServiceError):
 
 
 class CallCancelledError(ServiceError):
+    grpc_status = "CANCELLED"
+
     def __init__(self, *, session: int, number: int) -> None:
         super().__init__(
             f"call {number} of session {session} was withdrawn before it took effect", session=session, number=number
@@ -420,6 +468,8 @@ class CallCancelledError(ServiceError):
 
 class PortTakenError(DataPlaneError, OSError):
     """Nothing can listen on `address`. `holder`: who does, or has another socket there; "" if that is not known."""
+
+    grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, *, address: str, holder: str = "", hint: str = "") -> None:
         by = f" by {holder}" if holder else ""
@@ -431,6 +481,8 @@ class PortTakenError(DataPlaneError, OSError):
 
 
 class InternalError(DataPlaneError, RuntimeError):
+    grpc_status = "INTERNAL"
+
     def __init__(self, *, what: str) -> None:
         super().__init__(
             f"internal error in the service: {what}. Its log has the command; please report it.", what=what

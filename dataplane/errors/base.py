@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 SHOWN = 5
 
@@ -20,7 +20,10 @@ def rebuild(cls: Callable[..., DataPlaneError], facts: dict[str, Any]) -> DataPl
 
 
 class DataPlaneError(Exception):
-    """Root of the tree. `facts` are the keyword arguments the error was made with; each is an attribute too."""
+    """Root of the tree. `facts` are the keyword arguments the error was made with; each is an attribute too.
+    `grpc_status` is the name of the gRPC status that it travels as."""
+
+    grpc_status: ClassVar[str]
 
     def __init__(self, message: str, /, **facts: Any) -> None:
         super().__init__(message)

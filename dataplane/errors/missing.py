@@ -11,6 +11,8 @@ from dataplane.errors.base import SHOWN, DataPlaneError, first_few
 class NotFoundError(DataPlaneError, KeyError):
     """Something the call named does not exist (any more)."""
 
+    grpc_status = "NOT_FOUND"
+
 
 class PartitionNotFoundError(NotFoundError):
     def __init__(self, *, partition: str, known: Sequence[str] = ()) -> None:

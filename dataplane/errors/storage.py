@@ -11,6 +11,8 @@ class ChecksumError(DataPlaneError, OSError):
     """A row's bytes do not have the checksum that its writer gave it. `total` rows of the field differ, `sample` is the
     first of them."""
 
+    grpc_status = "DATA_LOSS"
+
     def __init__(
         self, *, partition: str, sample: str, field: str, unit: int, expected: int, got: int, total: int = 1
     ) -> None:
@@ -33,6 +35,8 @@ class ChecksumError(DataPlaneError, OSError):
 class DrainError(DataPlaneError, RuntimeError):
     """A storage unit could not be emptied: `cells` are left there, in bytes by partition (`live`), and what puts under
     way have reserved. Nothing is lost; `why` says what was in the way. `marked`: it takes nothing new all the same."""
+
+    grpc_status = "FAILED_PRECONDITION"
 
     def __init__(
         self,
@@ -68,6 +72,8 @@ class DrainError(DataPlaneError, RuntimeError):
 class ArenaSpaceError(DataPlaneError, OSError):
     """Too little memory behind the arena's directory. Sizes in bytes."""
 
+    grpc_status = "RESOURCE_EXHAUSTED"
+
     def __init__(self, *, directory: str, found_bytes: int, wanted_bytes: int, limit: str = "") -> None:
         bound = f" ({limit})" if limit else ""
         super().__init__(
@@ -81,6 +87,8 @@ class ArenaSpaceError(DataPlaneError, OSError):
 
 
 class StateDirError(DataPlaneError, OSError):
+    grpc_status = "UNAVAILABLE"
+
     def __init__(self, *, directory: str, why: str, hint: str = "") -> None:
         text = f"the state directory {directory}: {why}"
         super().__init__(f"{text}. {hint}" if hint else text, directory=directory, why=why, hint=hint)
@@ -88,6 +96,8 @@ class StateDirError(DataPlaneError, OSError):
 
 class CheckpointWriteError(DataPlaneError, OSError):
     """The file system did not take a checkpoint; an older one at its path is whole."""
+
+    grpc_status = "RESOURCE_EXHAUSTED"
 
     def __init__(self, *, file: str, why: str) -> None:
         super().__init__(

@@ -15,46 +15,6 @@ from dataplane.errors import InternalError, InvalidRequestError
 from dataplane.ledger import commands as c
 from dataplane.protocol.converters import message_type, plan_of
 
-RESULTS: dict[type[c.Command], type[c.Result]] = {
-    c.Bye: c.Done,
-    c.Units: c.UnitList,
-    c.Register: c.Done,
-    c.Seal: c.Done,
-    c.Describe: c.Described,
-    c.Allocate: c.Allocated,
-    c.Preallocate: c.Preallocated,
-    c.Abort: c.Done,
-    c.Commit: c.Committed,
-    c.Locate: c.Located,
-    c.Release: c.Done,
-    c.Claim: c.Claimed,
-    c.Unclaim: c.Done,
-    c.Ack: c.ClaimsSettled,
-    c.Nack: c.ClaimsSettled,
-    c.Extend: c.ClaimsSettled,
-    c.CheckConsumption: c.Consumption,
-    c.Clear: c.Cleared,
-    c.SetTags: c.Done,
-    c.SetVersion: c.Done,
-    c.List: c.Listed,
-    c.Stats: c.StatsReport,
-    c.Shrink: c.Shrunken,
-    c.WhyBlocked: c.Blocked,
-    c.Inspect: c.Matrix,
-    c.Show: c.Shown,
-    c.MapMemory: c.MemoryMap,
-    c.Waits: c.WaitList,
-    c.Save: c.Saved,
-    c.ReadSaved: c.SavedRows,
-    c.Stage: c.Done,
-    c.Publish: c.Done,
-    c.Drain: c.Done,
-    c.FindCells: c.FoundCells,
-    c.Move: c.Moved,
-    c.Forget: c.Done,
-}
-"""What answers each command."""
-
 REPORTS: tuple[type[c.Input], ...] = (
     c.OpenSession,
     c.Heartbeat,
@@ -79,23 +39,29 @@ OUTPUTS: tuple[type[c.Output], ...] = (c.Opened, c.UnitAdded, c.UnitDropped, *ge
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One command: its name on both servers, the type of its request, and the type of its result."""
+    """One command: its name on both servers, and the type of its request."""
 
     name: str
-    command: type[c.Command]
+    command: type[c.Answered[Any]]
     request: type[Message]
-    result: type[c.Result]
+
+    @property
+    def result(self) -> type[c.Result]:
+        """What answers it."""
+        return self.command.answer()
 
 
 METHODS: dict[str, Method] = {
-    command.__name__: Method(name=command.__name__, command=command, request=message_type(command), result=result)
-    for command, result in RESULTS.items()
+    command.__name__: Method(name=command.__name__, command=command, request=message_type(command))
+    for command in c.Answered.__subclasses__()
 }
 """Every command by name."""
 
 _REPORTS = {report.__name__: report for report in REPORTS}
 
-_PLANS = {value_type: plan_of(value_type) for value_type in (*RESULTS, *RESULTS.values(), *REPORTS, *OUTPUTS)}
+_COMMANDS = [method.command for method in METHODS.values()]
+_RESULTS = [method.result for method in METHODS.values()]
+_PLANS = {value_type: plan_of(value_type) for value_type in (*_COMMANDS, *_RESULTS, *REPORTS, *OUTPUTS)}
 
 
 def to_pb(value: c.Value) -> Message:

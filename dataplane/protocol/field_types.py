@@ -28,13 +28,7 @@ _WIRE_UNSIGNED = np.dtype("<u4")
 _WIRE_REAL = np.dtype("<f8")
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 
-_KINDS: tuple[FieldKind | None, ...] = (
-    None,
-    FieldKind.DENSE,
-    FieldKind.JAGGED,
-    FieldKind.RAGGED,
-    FieldKind.OBJECT,
-)
+_KINDS: tuple[FieldKind | None, ...] = (None, *FieldKind)
 """By their number in the enum `FieldKind` of the protocol."""
 _KIND_NUMBERS: dict[FieldKind | None, Any] = {kind: number for number, kind in enumerate(_KINDS)}
 

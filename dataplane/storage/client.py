@@ -32,8 +32,7 @@ from dataplane.storage.arena import MappedArena
 from dataplane.storage.endpoints import candidates
 from dataplane.storage.session_lock import SessionLock
 from dataplane.storage.transport.connection import Wire, WireLostError, WireSilentError
-from dataplane.storage.transport.interface import ArrivedPayload, ClientPayloads, SentPayload
-from dataplane.storage.transport.mooncake.engine_transport import EngineTransport
+from dataplane.storage.transport.interface import ArrivedPayload, ClientPayloads, ClientTransport, SentPayload
 from dataplane.storage.transport.request_chunks import (
     Buffer,
     Bytes,
@@ -112,7 +111,7 @@ class UnitConnection:
         timeout_s: float = 10.0,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         memory: BufferPool | None = None,
-        transport: EngineTransport | None = None,
+        transport: ClientTransport | None = None,
     ) -> None:
         self.info = info
         self.local = False

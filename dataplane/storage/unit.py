@@ -41,7 +41,7 @@ from dataplane.storage.controller_link import UnitLink
 from dataplane.storage.metrics import BulkCounts, BulkMetrics, UnitFacts
 from dataplane.storage.server import BulkServer
 from dataplane.storage.session_lock import DEFAULT_LOCK_DIRECTORY, lock_directories
-from dataplane.storage.transport.mooncake.engine_transport import UnitEngine
+from dataplane.storage.transport.registry import unit_payloads
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class StorageUnit:
             token=config.secret(),
             insecure=config.insecure,
             keys=keys,
-            engine=UnitEngine.open(config),
+            engine=unit_payloads(config),
             tcp_host=config.host,
             tcp_port=config.port,
             advertise_host=reachable_host(config.host),

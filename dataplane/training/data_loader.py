@@ -10,17 +10,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, Unpack
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dataplane.client.client import DataPlaneClient
-from dataplane.core.durations import seconds, seconds_if_any
+from dataplane.client.operations.claim import ClaimOptions, checked
+from dataplane.core.durations import seconds
 from dataplane.core.failpoints import hit
-from dataplane.core.schema import WEIGHT_VERSION, Layout, round_up
+from dataplane.core.schema import Layout, round_up
 from dataplane.data.batch import BatchedDataDict, materialize
-from dataplane.data.conditions import Where
 from dataplane.data.meta import KVBatchMeta
 from dataplane.errors import (
     CallTimeoutError,
@@ -79,10 +79,9 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
 
     layout, pad_value_dict: see `materialize`; padded per-token columns are as wide as the micro-batch's longest sample
     (by the tag `input_lengths`, else each by its longest row), rounded up to `pad_to_multiple`. device: where the
-    tensors end. min_batch_size, where, order, group_by, group_size, max_lag, version_tag, partial_after_s, partial: see
-    `claim_meta`. lease_s: micro-batches are leased from the moment they are handed out, acknowledged when the next is
-    asked for (or by clearing the samples), and otherwise come back to the pool; `StaleSampleError` where the next was
-    asked for after the lease, even if the samples were cleared in time.
+    tensors end. options: see `ClaimOptions`. lease_s: micro-batches are leased from the moment they are handed out,
+    acknowledged when the next is asked for (or by clearing the samples), and otherwise come back to the pool;
+    `StaleSampleError` where the next was asked for after the lease, even if the samples were cleared in time.
 
     dp_rank, dp_world: micro-batch k is this rank's share of step k, of `batch_size * dp_world` samples, dealt so that
     tokens balance; all ranks stream with the same arguments, from the same `first_step` on. Without them every rank
@@ -108,20 +107,11 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
         pad_value_dict: Mapping[str, Any] | None = None,
         pad_to_multiple: int = 1,
         device: torch.device | str | None = None,
-        min_batch_size: int | None = None,
-        where: Where = (),
-        order: str = "oldest",
-        group_by: str = "group",
-        group_size: int | None = None,
-        max_lag: int | None = None,
-        version_tag: str = WEIGHT_VERSION,
-        partial_after_s: float | None = None,
-        partial: str = "release",
-        lease_s: float | None = None,
         dp_rank: int | None = None,
         dp_world: int | None = None,
         first_step: int = 0,
         replicas: Replicas | None = None,
+        **options: Unpack[ClaimOptions],
     ) -> None:
         if num_workers:
             raise ValueError(f"num_workers={num_workers}: a stream is read by a thread of this process; see prefetch")
@@ -130,8 +120,7 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
         if (dp_world is not None) != (dp_rank is not None):
             raise ValueError(f"{dp_rank=}, {dp_world=}: a share needs both")
         timeout_s = seconds("timeout_s", timeout_s)
-        lease_s = seconds_if_any("lease_s", lease_s, positive=True)
-        partial_after_s = seconds_if_any("partial_after_s", partial_after_s)
+        lease_s = checked(ClaimOptions, options).get("lease_s")
         form = _Form(tuple(fields), layout, pad_value_dict, pad_to_multiple, device)
         claims = _Claims(
             client,
@@ -140,18 +129,10 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
                 "task_name": task_name,
                 "required_fields": list(fields if required_fields is None else required_fields),
                 "batch_size": batch_size * (dp_world or 1),
-                "min_batch_size": min_batch_size,
-                "where": where,
-                "order": order,
-                "group_by": group_by,
-                "group_size": group_size,
-                "max_lag": max_lag,
-                "version_tag": version_tag,
-                "partial_after_s": partial_after_s,
-                "partial": partial,
-                "lease_s": lease_s,
+                **options,
                 **({} if dp_world is None else {"dp_rank": dp_rank, "dp_world": dp_world}),
             },
+            lease_s=lease_s,
             read=form.read if replicas is None else form.read_jagged,
             step=None if dp_world is None else first_step,
         )
@@ -261,8 +242,8 @@ class _Form:
 class _Claims:
     """Claims one micro-batch after another and reads it. For one thread at a time.
 
-    claim: the arguments of each `claim_meta`. read: the columns of what was claimed. step: of the first share, None
-    where the claims are no shares.
+    claim: the arguments of each `claim_meta`. lease_s: of its leases, None where there are none. read: the columns of
+    what was claimed. step: of the first share, None where the claims are no shares.
     """
 
     def __init__(
@@ -270,13 +251,14 @@ class _Claims:
         client: DataPlaneClient,
         claim: dict[str, Any],
         *,
+        lease_s: float | None,
         read: Callable[[DataPlaneClient, KVBatchMeta], BatchedDataDict[Any]],
         step: int | None,
     ) -> None:
         self.client = client
         self.partition: str = claim["partition_id"]
         self.task: str = claim["task_name"]
-        self.lease_s: float | None = claim["lease_s"]
+        self.lease_s = lease_s
         self._claim = claim
         self._read = read
         self._step = step

@@ -51,8 +51,8 @@ ARGUMENTS: dict[str, Any] = {
 }
 METHODS = [
     name
-    for name, method in vars(AsyncDataPlaneClient).items()
-    if inspect.iscoroutinefunction(method) and not name.startswith("_") and name not in ("close", "perform")
+    for name, method in inspect.getmembers(AsyncDataPlaneClient, inspect.iscoroutinefunction)
+    if not name.startswith("_") and name not in ("close", "perform")
 ]
 
 
@@ -74,8 +74,9 @@ def sessions(client: DataPlaneClient) -> int:
 
 def calling(client: AsyncDataPlaneClient, name: str) -> Callable[[], Coroutine[Any, Any, Any]]:
     method = getattr(client, name)
-    wanted = [p for p in inspect.signature(method).parameters.values() if p.default is p.empty]
-    return lambda: method(**{parameter.name: ARGUMENTS[parameter.name] for parameter in wanted})
+    parameters = inspect.signature(method).parameters.values()
+    wanted = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    return lambda: method(**{name: ARGUMENTS[name] for name in wanted})
 
 
 async def refused(call: Callable[[], Coroutine[Any, Any, Any]]) -> None:

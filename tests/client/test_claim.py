@@ -83,3 +83,24 @@ def test_nothing_is_asked_for_no_samples() -> None:
     with pytest.raises(StopIteration) as done:
         next(claim.about_claimed(DESK, c.Ack, meta().slice(0, 0)))
     assert done.value.value == []
+
+
+def test_options_are_the_fields_of_the_commands() -> None:
+    """So that an option that is in one of the two only is found."""
+    arguments = {"partition", "task", "fields", "batch_size", "blocking", "timeout_s", "dp_rank", "dp_world", "step"}
+    own = {"samples", "peek"}
+    assert set(c.Claim.__struct_fields__) - arguments - own == set(claim.ClaimOptions.__annotations__)
+    assert set(c.WhyBlocked.__struct_fields__) - arguments == set(claim.ClaimConditions.__annotations__)
+
+
+@pytest.mark.parametrize("kind", [claim.ClaimConditions, claim.ClaimOptions])
+def test_the_contract_of_every_option_is_written(kind: type) -> None:
+    text = f"{claim.ClaimConditions.__doc__} {claim.ClaimOptions.__doc__}"
+    assert [name for name in kind.__annotations__ if name not in text] == []
+
+
+def test_an_option_that_there_is_not_is_named() -> None:
+    with pytest.raises(TypeError, match="group_sise"):
+        claim.claim_command("p", "train", ["x"], 2, group_sise=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="peek"):
+        claim.claim_command("p", "train", ["x"], 2, peek=True)  # type: ignore[call-arg]

@@ -89,7 +89,8 @@ def of_hint(hint: Any) -> st.SearchStrategy[Any]:
 def of_type(value_type: type[c.Value]) -> st.SearchStrategy[Any]:
     """Values of one type of command, report, output or result; an output's error is left out."""
     hints = typing.get_type_hints(value_type)
-    parts = {name: of_hint(hint) for name, hint in hints.items() if "Error" not in str(hint)}
+    fields = ((name, hints[name]) for name in value_type.__struct_fields__)
+    parts = {name: of_hint(hint) for name, hint in fields if "Error" not in str(hint)}
     return st.builds(value_type, **parts)
 
 

@@ -6,8 +6,8 @@ Like `operations`, generators of steps; the docstrings of `DataPlaneClient` are 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
@@ -23,6 +23,60 @@ from dataplane.errors import InvalidRequestError, UnsupportedValueError
 from dataplane.ledger import commands as c
 
 Choice = TypeVar("Choice", bound=enum.StrEnum)
+
+
+class ClaimConditions(TypedDict, total=False):
+    """Which samples a claim takes.
+
+    where: conditions on tags: a text as "reward > 0.5", or a list of such texts or (tag, operator, value), with
+    == != < <= > >= in. group_size: take whole groups only, samples with equal tag `group_by` (default: "group").
+
+    max_lag: only samples whose tag `version_tag` (default: "weight_version") is at least the partition's version
+    (`set_version`) less this; which version that is is looked up whenever the claim is judged, so that a waiting claim
+    follows the trainer. What is too old is passed over and holds up no tail; a sample without the tag may still get it.
+    """
+
+    where: Where
+    group_by: str
+    group_size: int | None
+    max_lag: int | None
+    version_tag: str
+
+
+class ClaimOptions(ClaimConditions, total=False):
+    """`ClaimConditions`, and how a claim takes samples.
+
+    min_batch_size: how many ready samples end the wait (default: `batch_size`). order: "oldest" (the default) or
+    "freshest". lease_s: samples not acknowledged with `ack` (or cleared) in time may be claimed again.
+
+    partial_after_s: what becomes of a group that never gets whole, because its producer died or a field was never
+    written: from this long after the oldest of its unclaimed samples was put (by the service's clock) while fewer
+    than `group_size` of them are ready, it is, with partial="release" (the default), claimed like a whole one with
+    those that are (`batch_size` then counts groups: the meta is shorter), or with partial="drop", cleared, for all
+    tasks; the ids dropped since the task's last claim are `extra_info["dropped_samples"]`, their number is in
+    `stats()`. Claims wait for this at the tail of a complete partition. Groups all of whose samples fail `where` or
+    `max_lag` are let be.
+
+    sampler: how the selection is made and dealt: "sequential" (in order; rank 0 gets the first ones), "group-n"
+    (the same with whole groups), "length-balanced" (so that sums of the tag `input_lengths` are about equal over
+    the ranks; in order if a sample lacks it), "rank-aware" (to the ranks in turns). None: "length-balanced" for
+    shares, else "group-n" with `group_size`, else "sequential".
+    """
+
+    min_batch_size: int | None
+    order: str
+    lease_s: float | None
+    partial_after_s: float | None
+    partial: str
+    sampler: str | None
+
+
+def checked(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as fields of the command. TypeError for one that `kind`, a TypedDict, does not have."""
+    for name in options:
+        if name not in kind.__annotations__:
+            raise TypeError(f"unexpected option {name!r}: expected some of {', '.join(kind.__annotations__)}")
+    return {name: _FIELDS[name](value) if name in _FIELDS else value for name, value in options.items()}
 
 
 def claim(session_state: SessionState, command: c.Claim, dp_rank: int | None) -> Operation[KVBatchMeta]:
@@ -54,34 +108,25 @@ def claim_command(
     required_fields: Sequence[str],
     batch_size: int,
     *,
-    where: Where = (),
-    order: str = "oldest",
-    partial: str = "release",
     dp_rank: int | None = None,
     dp_world: int | None = None,
     step: int | None = None,
+    blocking: bool = True,
     timeout_s: float = 60.0,
-    lease_s: float | None = None,
-    partial_after_s: float | None = None,
-    **more: Any,
+    **options: Unpack[ClaimOptions],
 ) -> c.Claim:
-    """The command of a claim, its predicates, order and times checked. A rank without the rest of a share is left
-    out."""
+    """The command of a claim, its options checked. A rank without the rest of a share is left out."""
     return c.Claim(
         partition=partition,
         task=task,
         fields=name_tuple("required_fields", required_fields),
         batch_size=batch_size,
-        where=_predicates(where),
-        order=_one_of(c.Order, "order", order),
-        partial=_one_of(c.Partial, "partial", partial),
         dp_rank=None if dp_world is None and step is None else dp_rank,
         dp_world=dp_world,
         step=step,
+        blocking=blocking,
         timeout_s=seconds("timeout_s", timeout_s),
-        lease_s=seconds_if_any("lease_s", lease_s, positive=True),
-        partial_after_s=seconds_if_any("partial_after_s", partial_after_s),
-        **more,
+        **checked(ClaimOptions, options),
     )
 
 
@@ -100,6 +145,16 @@ def _predicate(number: int, tag: str, op: str, value: Any) -> c.Predicate:
     if op == "in":
         return c.Predicate(tag=tag, op=op, value=tuple(scalar(tag, row, item) for row, item in enumerate(value)))
     return c.Predicate(tag=tag, op=op, value=scalar(tag, number, value))
+
+
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "where": _predicates,
+    "order": lambda value: _one_of(c.Order, "order", value),
+    "partial": lambda value: _one_of(c.Partial, "partial", value),
+    "lease_s": lambda value: seconds_if_any("lease_s", value, positive=True),
+    "partial_after_s": lambda value: seconds_if_any("partial_after_s", value),
+}
+"""How options become fields of the command, where the two differ."""
 
 
 def about_claimed(
@@ -138,16 +193,13 @@ def why_blocked(
     partition: str,
     task: str,
     fields: Sequence[str],
-    *,
-    where: Where,
-    **more: Any,
+    **conditions: Unpack[ClaimConditions],
 ) -> Operation[c.Blocked]:
     """Why a claim would wait now."""
     command = c.WhyBlocked(
         partition=partition,
         task=task,
         fields=name_tuple("required_fields", fields),
-        where=_predicates(where),
-        **more,
+        **checked(ClaimConditions, conditions),
     )
     return (yield Send(command)).result  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ dashboards show; giving memory back."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from dataplane.client.operations.sample_names import (
     Names,
@@ -22,6 +22,8 @@ from dataplane.data.columns import declared_specs
 from dataplane.data.meta import KVBatchMeta
 from dataplane.errors import InvalidRequestError
 from dataplane.ledger import commands as c
+
+R = TypeVar("R", bound=c.Result)
 
 
 def register(
@@ -85,34 +87,34 @@ def set_tags(
 
 def stats(session_state: SessionState) -> Operation[c.StatsReport]:
     """What the service holds."""
-    return (yield Send(c.Stats())).result  # type: ignore[no-any-return]
+    return (yield from ask(session_state, c.Stats()))
 
 
 def shrink(session_state: SessionState, timeout_s: float) -> Operation[c.Shrunken]:
     """Memory goes back to the machine."""
-    return (yield Send(c.Shrink(timeout_s=seconds("timeout_s", timeout_s)))).result  # type: ignore[no-any-return]
+    return (yield from ask(session_state, c.Shrink(timeout_s=seconds("timeout_s", timeout_s))))
 
 
-def ask(session_state: SessionState, command: c.Command) -> Operation[Any]:
+def ask(session_state: SessionState, command: c.Answered[R]) -> Operation[R]:
     """Send one command and return its result."""
-    return (yield Send(command)).result
+    return (yield Send(command)).result  # type: ignore[no-any-return]
 
 
 def matrix(session_state: SessionState, partition: str, columns: int) -> Operation[c.Matrix]:
     """What of a partition is produced and consumed."""
-    return (yield Send(c.Inspect(partition=partition, columns=columns))).result  # type: ignore[no-any-return]
+    return (yield from ask(session_state, c.Inspect(partition=partition, columns=columns)))
 
 
 def show_sample(session_state: SessionState, sample: str, partition: str | None) -> Operation[c.Shown]:
     """Everything about one sample, in the first partition that has it if none is named."""
-    return (yield Send(c.Show(partition=partition or "", samples=samples_of([sample])))).result  # type: ignore[no-any-return]
+    return (yield from ask(session_state, c.Show(partition=partition or "", samples=samples_of([sample]))))
 
 
 def memory_map(session_state: SessionState, unit: int, cells: int) -> Operation[c.MemoryMap]:
     """What the bytes of a unit's arena are."""
-    return (yield Send(c.MapMemory(unit=unit, cells=cells))).result  # type: ignore[no-any-return]
+    return (yield from ask(session_state, c.MapMemory(unit=unit, cells=cells)))
 
 
 def waits(session_state: SessionState) -> Operation[c.WaitList]:
     """Who waits for what."""
-    return (yield Send(c.Waits())).result  # type: ignore[no-any-return]
+    return (yield from ask(session_state, c.Waits()))

@@ -328,19 +328,8 @@ class Claims:
         task = partition.task(command.task)
         for predicate in command.where:
             _check_predicate(predicate)
-        claim = c.Claim(
-            partition=command.partition,
-            task=command.task,
-            fields=command.fields,
-            batch_size=1,
-            where=command.where,
-            group_by=command.group_by,
-            group_size=command.group_size,
-            max_lag=command.max_lag,
-            version_tag=command.version_tag,
-        )
         interest = ReadyIndex(task, tuple(sorted(set(command.fields))), 0)
-        return blocked(self.state, partition, interest, claim)
+        return blocked(self.state, partition, interest, command)
 
     def _named_claimed(self, command: c.Ack | c.Nack | c.Extend, claims: Int64s | None) -> _Named:
         self.state.check_samples(command.samples)

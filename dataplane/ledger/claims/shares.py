@@ -100,20 +100,19 @@ def remember(task: Task, step: int, selection: Selection, most: int) -> None:
         del task.selections[min(task.selections)]
 
 
+_OWN = frozenset({"partition", "task", "dp_rank", "step", "blocking", "timeout_s", "lease_s", "samples", "peek"})
+"""Fields of a claim in which the ranks of a step may differ."""
+
+
 def terms_of(command: Claim) -> Terms:
     """What the claims of all ranks of a step have in common."""
+    given = {name: str(getattr(command, name)) for name in command.__struct_fields__ if name not in _OWN}
     return {
-        "batch_size": str(command.batch_size),
-        "min_batch_size": str(command.min_batch_size),
+        **given,
         "fields": str(sorted(set(command.fields))),
         "where": " and ".join(f"{p.tag!r} {p.op} {p.value!r}" for p in command.where) or "nothing",
-        "max_lag": str(command.max_lag),
         "version_tag": repr(None if command.max_lag is None else command.version_tag),
         "group_by": repr(command.group_by if command.group_size is not None else None),
-        "group_size": str(command.group_size),
-        "partial_after_s": str(command.partial_after_s),
         "partial": str(None if command.partial_after_s is None else command.partial),
-        "order": str(command.order),
         "sampler": sampler_of(command),
-        "dp_world": str(command.dp_world),
     }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dataplane.errors import first_few
-from dataplane.ledger.commands import Blocked, Claim, Int64s, Predicate, Writer
+from dataplane.ledger.commands import Blocked, Claim, Int64s, Predicate, WhyBlocked, Writer
 from dataplane.ledger.state.arrays import Bools
 from dataplane.ledger.state.claim_terms import conditions
 from dataplane.ledger.state.partition import Partition
@@ -18,7 +18,7 @@ NAMED = 5
 """Partial groups and writers that are told of by name."""
 
 
-def blocked(state: State, partition: Partition, interest: ReadyIndex, command: Claim) -> Blocked:
+def blocked(state: State, partition: Partition, interest: ReadyIndex, command: Claim | WhyBlocked) -> Blocked:
     """The facts about a claim as things stand."""
     task, fields = interest.task, interest.fields
     rows = partition.rows.in_order()
@@ -67,7 +67,7 @@ def _text(predicate: Predicate) -> str:
 
 
 def _groups(
-    partition: Partition, command: Claim, rows: Int64s, has_all: Bools
+    partition: Partition, command: Claim | WhyBlocked, rows: Int64s, has_all: Bools
 ) -> tuple[int | None, int | None, dict[str, int]]:
     """Whole and partial groups among the unclaimed, and how many ready members the first partial ones have. A claim
     without groups has none of all that."""

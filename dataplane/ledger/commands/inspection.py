@@ -7,15 +7,8 @@ import enum
 
 from dataplane.core.types import FieldSpec, Scalar
 from dataplane.ledger.commands.parts import Int64s, Samples, Value
-from dataplane.ledger.commands.requests import Command
+from dataplane.ledger.commands.requests import Answered
 from dataplane.ledger.commands.results import Result
-
-
-class Inspect(Command, frozen=True, kw_only=True):
-    """What of a partition is produced and consumed, in `columns` parts at most, by age. Answered `Matrix`."""
-
-    partition: str
-    columns: int
 
 
 class TaskMatrix(Value, frozen=True, kw_only=True):
@@ -42,12 +35,12 @@ class Matrix(Result, frozen=True, kw_only=True):
     tasks: tuple[TaskMatrix, ...]
 
 
-class Show(Command, frozen=True, kw_only=True):
-    """Everything about one sample of `partition`, or of the first that has it ("": in the order of registration; it is
-    named by its id then). Answered `Shown`."""
+class Inspect(Answered[Matrix], frozen=True, kw_only=True):
+    """What of a partition is produced and consumed, in `columns` parts at most, by age. Answered `Matrix`."""
 
-    partition: str = ""
-    samples: Samples
+    lasting = False
+    partition: str
+    columns: int
 
 
 class TaskState(enum.StrEnum):
@@ -99,11 +92,13 @@ class Shown(Result, frozen=True, kw_only=True):
     tasks: tuple[ShownTask, ...]
 
 
-class MapMemory(Command, frozen=True, kw_only=True):
-    """What the bytes of a unit's arena are, in `cells` equal parts at most. Answered `MemoryMap`."""
+class Show(Answered[Shown], frozen=True, kw_only=True):
+    """Everything about one sample of `partition`, or of the first that has it ("": in the order of registration; it is
+    named by its id then). Answered `Shown`."""
 
-    unit: int
-    cells: int
+    lasting = False
+    partition: str = ""
+    samples: Samples
 
 
 class MemoryMap(Result, frozen=True, kw_only=True):
@@ -124,13 +119,12 @@ class MemoryMap(Result, frozen=True, kw_only=True):
     extents: int
 
 
-class Waits(Command, frozen=True, kw_only=True):
-    """Who waits for what, longest first: for `partition` ("": any), claims of `task` ("": of any, and puts), at most
-    `limit` (0: all). Answered `WaitList`."""
+class MapMemory(Answered[MemoryMap], frozen=True, kw_only=True):
+    """What the bytes of a unit's arena are, in `cells` equal parts at most. Answered `MemoryMap`."""
 
-    partition: str = ""
-    task: str = ""
-    limit: int = 0
+    lasting = False
+    unit: int
+    cells: int
 
 
 class WaitKind(enum.StrEnum):
@@ -165,5 +159,11 @@ class WaitList(Result, frozen=True, kw_only=True):
     total: int
 
 
-LOOKS: tuple[type[Command], ...] = (Inspect, Show, MapMemory, Waits)
-"""All of them; none changes anything."""
+class Waits(Answered[WaitList], frozen=True, kw_only=True):
+    """Who waits for what, longest first: for `partition` ("": any), claims of `task` ("": of any, and puts), at most
+    `limit` (0: all). Answered `WaitList`."""
+
+    lasting = False
+    partition: str = ""
+    task: str = ""
+    limit: int = 0

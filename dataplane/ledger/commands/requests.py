@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Generic, TypeVar, get_args
+
 from dataplane.core.types import FieldSpec
 from dataplane.ledger.commands.parts import (
     ColumnSizes,
@@ -19,21 +21,62 @@ from dataplane.ledger.commands.parts import (
     Value,
     WhenFull,
 )
+from dataplane.ledger.commands.results import (
+    Allocated,
+    Blocked,
+    Claimed,
+    ClaimsSettled,
+    Cleared,
+    Committed,
+    Consumption,
+    Described,
+    Done,
+    FoundCells,
+    Listed,
+    Located,
+    Moved,
+    Preallocated,
+    Result,
+    Saved,
+    SavedRows,
+    Shrunken,
+    StatsReport,
+    UnitList,
+)
+
+R = TypeVar("R", bound=Result)
 
 
 class Command(Value, frozen=True, kw_only=True):
-    """Base of what a `Call` carries. `timeout_s` of those that can park counts from the ledger's last `Tick`."""
+    """Base of what a `Call` carries. `timeout_s` of those that can park counts from the ledger's last `Tick`.
+
+    lasting: whether it changes what an epoch after the machine's end still has.
+    """
+
+    lasting: ClassVar[bool] = True
 
 
-class Bye(Command, frozen=True, kw_only=True):
+class Answered(Command, Generic[R], frozen=True, kw_only=True):
+    """A command that is answered by an `R`. Its subclasses are the methods of the protocol."""
+
+    @classmethod
+    def answer(cls) -> type[Result]:
+        """The type of its result."""
+        (found,) = get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]
+        return found  # type: ignore[no-any-return]
+
+
+class Bye(Answered[Done], frozen=True, kw_only=True):
     """Ends the session. Answered `Done`. Bytes still pinned by living views stay until the units prove them gone."""
 
 
-class Units(Command, frozen=True, kw_only=True):
+class Units(Answered[UnitList], frozen=True, kw_only=True):
     """Asks for all storage units. Answered `UnitList`."""
 
+    lasting = False
 
-class Register(Command, frozen=True, kw_only=True):
+
+class Register(Answered[Done], frozen=True, kw_only=True):
     """Declares a partition, or replaces schema, expected size and tasks of a live one (rows, tags and the cursors of
     tasks that stay are kept; a new count begins: live rows plus ids born since; a seal is lifted). Answered `Done`.
 
@@ -59,19 +102,19 @@ class Register(Command, frozen=True, kw_only=True):
     extend: bool = False
 
 
-class Seal(Command, frozen=True, kw_only=True):
+class Seal(Answered[Done], frozen=True, kw_only=True):
     """No new ids from now on. Answered `Done`."""
 
     partition: str
 
 
-class Describe(Command, frozen=True, kw_only=True):
+class Describe(Answered[Described], frozen=True, kw_only=True):
     """Answered `Described`: what a writer must know to encode a put."""
 
     partition: str
 
 
-class Allocate(Command, frozen=True, kw_only=True):
+class Allocate(Answered[Allocated], frozen=True, kw_only=True):
     """Reserves room; the reservation is named by this call's number. Answered `Allocated`; parks while there is no room
     (`on_full`), first come first served within new rows (`update=False`) and within updates, but for puts that wait for
     a free piece that is large enough: those hold up nobody.
@@ -97,7 +140,7 @@ class Allocate(Command, frozen=True, kw_only=True):
     samples: Samples | None = None
 
 
-class Preallocate(Command, frozen=True, kw_only=True):
+class Preallocate(Answered[Preallocated], frozen=True, kw_only=True):
     """Reserves `nbytes` in one piece for small puts to come, in a unit that proved the session local to it: each of
     their commits cuts its part off, so that it is their only command. Answered `Preallocated`.
 
@@ -109,14 +152,14 @@ class Preallocate(Command, frozen=True, kw_only=True):
     nbytes: int
 
 
-class Abort(Command, frozen=True, kw_only=True):
+class Abort(Answered[Done], frozen=True, kw_only=True):
     """Gives the reservation of call `reservation` back (also when that call is parked, lost or not yet seen: then it
     will never execute). The client sends it only after every copy into the bytes has ended. Answered `Done`."""
 
     reservation: int
 
 
-class Commit(Command, frozen=True, kw_only=True):
+class Commit(Answered[Committed], frozen=True, kw_only=True):
     """Makes rows visible: validates everything, then switches all, or changes nothing and frees the reservation.
 
     `columns` are those of the Allocate, in its order; none (and `reservation` None) for a tags-only put.
@@ -142,7 +185,7 @@ class Commit(Command, frozen=True, kw_only=True):
     listed: bool = False
 
 
-class Locate(Command, frozen=True, kw_only=True):
+class Locate(Answered[Located], frozen=True, kw_only=True):
     """Where the fields of the samples are, and a pin on them named by this call's number. Answered `Located`.
 
     With `missing_ok`, unknown fields, cells that were not produced and ids that do not live (row -1, generation 0) are
@@ -151,6 +194,7 @@ class Locate(Command, frozen=True, kw_only=True):
     may be gone when the answer comes.
     """
 
+    lasting = False
     partition: str
     samples: Samples
     fields: tuple[str, ...]
@@ -159,13 +203,14 @@ class Locate(Command, frozen=True, kw_only=True):
     unpinned: bool = False
 
 
-class Release(Command, frozen=True, kw_only=True):
+class Release(Answered[Done], frozen=True, kw_only=True):
     """Unpins what call `located` pinned (also when that call was lost or not yet seen). Answered `Done`."""
 
+    lasting = False
     located: int
 
 
-class Claim(Command, frozen=True, kw_only=True):
+class Claim(Answered[Claimed], frozen=True, kw_only=True):
     """Moves the task's cursor over up to `batch_size` samples whose `fields` are all produced. Answered `Claimed`.
 
     Parks until `min_batch_size` (default: batch_size) samples are ready, or the partition is complete and all of the
@@ -212,14 +257,14 @@ class Claim(Command, frozen=True, kw_only=True):
     peek: bool = False
 
 
-class Unclaim(Command, frozen=True, kw_only=True):
+class Unclaim(Answered[Done], frozen=True, kw_only=True):
     """Withdraws the claim of call `claimed`: parked, it ends; answered, its samples go back; not yet seen, it will
     never execute. For a claim whose answer nobody will use. Answered `Done`."""
 
     claimed: int
 
 
-class Ack(Command, frozen=True, kw_only=True):
+class Ack(Answered[ClaimsSettled], frozen=True, kw_only=True):
     """The task is done with these leased samples. `claims` has for each the id of the claim that it is of (see
     `Claimed`). Answered `ClaimsSettled`.
 
@@ -233,7 +278,7 @@ class Ack(Command, frozen=True, kw_only=True):
     claims: Int64s
 
 
-class Nack(Command, frozen=True, kw_only=True):
+class Nack(Answered[ClaimsSettled], frozen=True, kw_only=True):
     """These claimed samples go back to the pool: those that their claim (see `Ack`) holds, on lease or not, and has not
     acknowledged. What is in the pool already stays there; others as with `Ack`. Answered `ClaimsSettled`.
 
@@ -247,7 +292,7 @@ class Nack(Command, frozen=True, kw_only=True):
     claims: Int64s | None = None
 
 
-class Extend(Command, frozen=True, kw_only=True):
+class Extend(Answered[ClaimsSettled], frozen=True, kw_only=True):
     """The leases of these samples now end `lease_s` from now; claims and others as with `Ack`. Answered
     `ClaimsSettled`."""
 
@@ -258,7 +303,7 @@ class Extend(Command, frozen=True, kw_only=True):
     claims: Int64s
 
 
-class CheckConsumption(Command, frozen=True, kw_only=True):
+class CheckConsumption(Answered[Consumption], frozen=True, kw_only=True):
     """Whether the partition is complete and each task has consumed every live sample: claimed it and, where the claim
     was on lease, acknowledged it. Answered `Consumption`."""
 
@@ -266,7 +311,7 @@ class CheckConsumption(Command, frozen=True, kw_only=True):
     tasks: tuple[str, ...]
 
 
-class Clear(Command, frozen=True, kw_only=True):
+class Clear(Answered[Cleared], frozen=True, kw_only=True):
     """Drops these samples (unknown ids and stale handles are ignored), or with `samples=None` the whole partition,
     schema and all (an unknown partition is ignored too). Answered `Cleared`."""
 
@@ -274,7 +319,7 @@ class Clear(Command, frozen=True, kw_only=True):
     samples: Samples | None
 
 
-class SetTags(Command, frozen=True, kw_only=True):
+class SetTags(Answered[Done], frozen=True, kw_only=True):
     """Merges tags into live samples. Answered `Done`."""
 
     partition: str
@@ -282,7 +327,7 @@ class SetTags(Command, frozen=True, kw_only=True):
     tags: tuple[TagColumn, ...]
 
 
-class SetVersion(Command, frozen=True, kw_only=True):
+class SetVersion(Answered[Done], frozen=True, kw_only=True):
     """The partition's version, from which `max_lag` of claims counts, is this now (it may go back; until it is set,
     they count from 0). Answered `Done`."""
 
@@ -290,32 +335,35 @@ class SetVersion(Command, frozen=True, kw_only=True):
     version: int
 
 
-class List(Command, frozen=True, kw_only=True):
+class List(Answered[Listed], frozen=True, kw_only=True):
     """All live samples, oldest first, up to `limit`; or with `samples` exactly those. Answered `Listed`."""
 
+    lasting = False
     partition: str
     samples: Samples | None = None
     limit: int | None = None
 
 
-class Stats(Command, frozen=True, kw_only=True):
+class Stats(Answered[StatsReport], frozen=True, kw_only=True):
     """Of these partitions (none named: of all), at most `limit`, the oldest (0: all of them). Answered
     `StatsReport`."""
 
+    lasting = False
     partitions: tuple[str, ...] = ()
     limit: int = 0
 
 
-class Shrink(Command, frozen=True, kw_only=True):
+class Shrink(Answered[Shrunken], frozen=True, kw_only=True):
     """Every connected unit gives the memory above its highest used byte back to the machine. Answered `Shrunken` when
     all have, or at the deadline. Puts make them grow again."""
 
     timeout_s: float = 30.0
 
 
-class WhyBlocked(Command, frozen=True, kw_only=True):
+class WhyBlocked(Answered[Blocked], frozen=True, kw_only=True):
     """Why a claim of `fields` by `task` would wait now; the rest as in `Claim`. Answered `Blocked`."""
 
+    lasting = False
     partition: str
     task: str
     fields: tuple[str, ...] = ()
@@ -326,7 +374,7 @@ class WhyBlocked(Command, frozen=True, kw_only=True):
     version_tag: str = "weight_version"
 
 
-class Save(Command, frozen=True, kw_only=True):
+class Save(Answered[Saved], frozen=True, kw_only=True):
     """Takes what these partitions (none named: all that are not staged) are at this instant, and pins every byte of it,
     until `Release` of this call's number. Answered `Saved`; `ReadSaved` asks for the rest, part by part.
 
@@ -337,7 +385,7 @@ class Save(Command, frozen=True, kw_only=True):
     partitions: tuple[str, ...] = ()
 
 
-class ReadSaved(Command, frozen=True, kw_only=True):
+class ReadSaved(Answered[SavedRows], frozen=True, kw_only=True):
     """Samples [first, last), oldest first, of a partition as call `saved` took it: with `names` their ids and tags, and
     where their cells of `fields` are. Answered `SavedRows`."""
 
@@ -349,14 +397,14 @@ class ReadSaved(Command, frozen=True, kw_only=True):
     names: bool = False
 
 
-class Stage(Command, frozen=True, kw_only=True):
+class Stage(Answered[Done], frozen=True, kw_only=True):
     """Makes a partition without schema or tasks that is this session's and goes with it, until a `Publish`. It is like
     any other, but for `Save`. Answered `Done`; `PartitionExistsError` if there is one of that name."""
 
     partition: str
 
 
-class Publish(Command, frozen=True, kw_only=True):
+class Publish(Answered[Done], frozen=True, kw_only=True):
     """Partitions that this session staged become those of `partitions` (same order): name, schema, tasks with what each
     has claimed, size, seal and version, all at once or none. Answered `Done`.
 
@@ -369,7 +417,7 @@ class Publish(Command, frozen=True, kw_only=True):
     replace: bool = False
 
 
-class Drain(Command, frozen=True, kw_only=True):
+class Drain(Answered[Done], frozen=True, kw_only=True):
     """The unit gets nothing new from now on, and is to be emptied with `FindCells` and `Move`; with `undo`, it is as
     any other again. Commits into room that was reserved there before still happen. Refused with a `DrainError` where no
     other unit has room for new rows, unless it is drained already or with `force`. Answered `Done`."""
@@ -379,7 +427,7 @@ class Drain(Command, frozen=True, kw_only=True):
     force: bool = False
 
 
-class FindCells(Command, frozen=True, kw_only=True):
+class FindCells(Answered[FoundCells], frozen=True, kw_only=True):
     """Some cells of one field that lie on the unit, by address, and a pin on them named by this call's number. Answered
     `FoundCells`.
 
@@ -396,7 +444,7 @@ class FindCells(Command, frozen=True, kw_only=True):
     timeout_s: float = 0.0
 
 
-class Move(Command, frozen=True, kw_only=True):
+class Move(Answered[Moved], frozen=True, kw_only=True):
     """Points cells at copies of their bytes, which lie in the room that call `reservation` (an `Allocate` with
     `moving`) reserved, and releases call `located`, the `FindCells` that found and pinned them. Answered `Moved`.
 
@@ -417,7 +465,7 @@ class Move(Command, frozen=True, kw_only=True):
     reservation: int
 
 
-class Forget(Command, frozen=True, kw_only=True):
+class Forget(Answered[Done], frozen=True, kw_only=True):
     """Forgets a storage unit; with live rows on it only under `force`, which clears those rows. Answered `Done`."""
 
     unit: int

@@ -13,9 +13,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from dataplane.ledger.commands import inputs, inspection, requests
-from dataplane.ledger.commands.inputs import Call, Input
-from dataplane.ledger.commands.requests import Command
+from dataplane.ledger.commands import Answered, Call, Input
 from dataplane.ledger.encoding.image import dump, load
 
 assert sys.byteorder == "little", "records hold arrays as they are in memory"
@@ -70,8 +68,7 @@ _content = msgspec.msgpack.Decoder(bytes)
 _text = msgspec.msgpack.Decoder(str)
 _place = msgspec.msgpack.Decoder(tuple[int, int, int, tuple[int, ...]])
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    name: msgspec.msgpack.Decoder(kind, dec_hook=_array)
-    for module, base in ((inputs, Input), (requests, Command), (inspection, Command))
-    for name, kind in vars(module).items()
-    if isinstance(kind, type) and issubclass(kind, base) and kind not in (Call, Input, Command)
+    kind.__name__: msgspec.msgpack.Decoder(kind, dec_hook=_array)
+    for kind in (*Input.__subclasses__(), *Answered.__subclasses__())
+    if kind is not Call
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataplane.ledger.commands import Claim, Predicate
+from dataplane.ledger.commands import Claim, Predicate, WhyBlocked
+from dataplane.ledger.state.tasks import ReadyIndex
 
 
 def least_of(command: Claim) -> int:
@@ -12,7 +13,16 @@ def least_of(command: Claim) -> int:
     return least // unit * unit
 
 
-def conditions(version: int | None, command: Claim) -> tuple[Predicate, ...]:
+def kind_of(interest: ReadyIndex, command: Claim) -> str:
+    """Claims of one kind wait for the same, if not for as many."""
+    version = None if command.max_lag is None else (command.max_lag, command.version_tag)
+    groups = None
+    if command.group_size is not None:
+        groups = command.group_by, command.group_size, command.partial_after_s
+    return repr((interest.task.name, interest.fields, command.where, version, groups))
+
+
+def conditions(version: int | None, command: Claim | WhyBlocked) -> tuple[Predicate, ...]:
     """All that a sample's tags must fulfil while the partition is at this version."""
     if command.max_lag is None:
         return command.where

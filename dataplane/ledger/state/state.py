@@ -15,6 +15,7 @@ from dataplane.errors import (
     PartitionNotFoundError,
 )
 from dataplane.ledger.commands import Answer, Int64s, Notice, Output, Result, Samples
+from dataplane.ledger.state.claim_terms import kind_of
 from dataplane.ledger.state.extents import Extents
 from dataplane.ledger.state.limits import SPLIT, Limits, check_limit
 from dataplane.ledger.state.partition import Partition
@@ -32,7 +33,7 @@ from dataplane.ledger.state.sessions import (
 from dataplane.ledger.state.tasks import Leases, Task
 from dataplane.ledger.state.units import Unit
 from dataplane.ledger.state.wait_queues import Line, Lines
-from dataplane.ledger.state.watches import Watch, kind_of
+from dataplane.ledger.state.watches import Watch
 
 BIRTHS_APART_NS = 1000
 """Epochs are times in nanoseconds: a state has a million generations per second before it comes to a later one's."""

@@ -14,22 +14,13 @@ import numpy.typing as npt
 from dataplane.core.types import Scalar
 from dataplane.ledger.commands import Claim
 from dataplane.ledger.state.arrays import Bools, Int64s, grown, room_for
-from dataplane.ledger.state.claim_terms import least_of
+from dataplane.ledger.state.claim_terms import conditions, least_of
 from dataplane.ledger.state.tasks import ReadyIndex
 
 HIT, OPEN = 1, 2
 """A claim may take the row now; it cannot now, but may yet."""
 NEVER = float("inf")
 Key = tuple[str, Scalar]
-
-
-def kind_of(interest: ReadyIndex, command: Claim) -> str:
-    """Claims of one kind wait for the same, if not for as many."""
-    version = None if command.max_lag is None else (command.max_lag, command.version_tag)
-    groups = None
-    if command.group_size is not None:
-        groups = command.group_by, command.group_size, command.partial_after_s
-    return repr((interest.task.name, interest.fields, command.where, version, groups))
 
 
 class Watch:
@@ -44,7 +35,7 @@ class Watch:
         self.waiters: dict[tuple[int, int], None] = {}
         self.leasts: dict[int, int] = {}
         self.next_at = NEVER
-        plain = not conditions_of(command) and command.group_size is None
+        plain = not conditions(None, command) and command.group_size is None
         self.counts = None if plain else Counts(command)
 
     def join(self, key: tuple[int, int], command: Claim) -> None:
@@ -68,11 +59,6 @@ class Watch:
         """Any row may have changed."""
         if self.counts is not None:
             self.counts.stale = True
-
-
-def conditions_of(command: Claim) -> bool:
-    """Whether a sample's tags decide."""
-    return bool(command.where) or command.max_lag is not None
 
 
 class Counts:

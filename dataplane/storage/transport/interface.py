@@ -65,6 +65,17 @@ class ClientPayloads(Protocol):
         """The payload of the reply just received. Blocks for a bounded time; errors as in `Wire.payload`."""
 
 
+class ClientTransport(Protocol):
+    """What a client's connections have in common. Thread-safe."""
+
+    def to(self, unit: pb.Memory, endpoint: str, *, closing: Callable[[], bool]) -> ClientPayloads:
+        """The half of the connection to a unit that answers at `endpoint` and may be tried by `unit`. closing: whether
+        the connection's calls are to end."""
+
+    def close(self) -> None:
+        """When no connection uses it any more. Idempotent."""
+
+
 Fill = Callable[[memoryview, list[int], list[int]], None]
 """Puts a payload that the unit has into ranges (arena, offsets, sizes), once."""
 
