@@ -15,7 +15,7 @@ from dataplane.controller.requests import Facts, Reply, heartbeat_reply, message
 from dataplane.core.addresses import resolve_host
 from dataplane.core.limited_log import Complaints
 from dataplane.core.ports import cannot_listen
-from dataplane.core.zmq_io import NOBLOCK, readable, receive, send
+from dataplane.core.zmq_io import NOBLOCK, bind_tcp, readable, receive, send
 from dataplane.errors import DataPlaneError, InternalError, InvalidRequestError
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
@@ -85,15 +85,10 @@ class ZmqServer:
         )
 
     def _bind_tcp(self, host: str, port: int) -> int:
-        ip = resolve_host(host)
-        if ":" in ip:
-            self.socket.set(zmq.IPV6, 1)
         try:
-            self.socket.bind(f"tcp://[{ip}]:{port or '*'}" if ":" in ip else f"tcp://{ip}:{port or '*'}")
+            return bind_tcp(self.socket, resolve_host(host), port)
         except zmq.ZMQError as error:
             raise cannot_listen(host, port, error.errno) from error
-        bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        return int(bound.rpartition(":")[2])
 
     def introduce(self, facts: Facts) -> None:
         """What the server tells of the service; before `serve`."""

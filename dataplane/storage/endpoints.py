@@ -11,6 +11,7 @@ import zmq
 
 from dataplane.core.addresses import bracketed, require_guard_beyond_loopback, resolve_host
 from dataplane.core.ports import cannot_listen
+from dataplane.core.zmq_io import bind_tcp
 from dataplane.errors import ServiceUnavailableError
 
 log = logging.getLogger(__name__)
@@ -55,19 +56,15 @@ def _bind_ipc(router: zmq.Socket[bytes]) -> tuple[str, ...]:
 def _bind_tcp(router: zmq.Socket[bytes], host: str, port: int, advertise: str | None, guarded: bool) -> tuple[str, ...]:
     require_guard_beyond_loopback(host, guarded=guarded)
     ip = resolve_host(host)
-    if ":" in ip:
-        router.set(zmq.IPV6, 1)
     router.set(zmq.TCP_KEEPALIVE, 1)
     router.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
     try:
-        router.bind(f"tcp://{bracketed(ip)}:{port or '*'}")
+        bound = bind_tcp(router, ip, port)
     except zmq.ZMQError as error:
         if port:
             raise cannot_listen(host, port, error.errno) from error
         raise ServiceUnavailableError(address=f"tcp://{host}", why=f"cannot bind: {error}") from error
-    bound = router.last_endpoint
-    assert isinstance(bound, bytes)
-    return (f"tcp://{bracketed(advertise or ip)}:{bound.decode().rpartition(':')[2]}",)
+    return (f"tcp://{bracketed(advertise or ip)}:{bound}",)
 
 
 def candidates(endpoints: tuple[str, ...], *, same_host: bool) -> list[str]:

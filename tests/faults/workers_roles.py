@@ -27,13 +27,14 @@ from tests.faults.acting import Actor, begin
 from tests.faults.board import LANES, board
 from workers.channels import Channel, ChannelLostError
 from workers.channels.connection import UNCONFIRMED
-from workers.channels.endpoint import Endpoint
 from workers.channels.errors import ChannelTimeoutError
 from workers.channels.hosted import HostedBroker
 from workers.directory import Directory, DirectoryClient
 from workers.directory.address import WorkerAddress
 from workers.errors import DirectoryLostError, MessageTimeoutError, NameInUseError, NameNotFoundError, WorkerLostError
-from workers.messages import Messenger, deliveries, pickling
+from workers.messages import Messenger, deliveries
+from workers.transport import pickling
+from workers.transport.endpoint import Endpoint
 
 GROUP = "w"
 WORKERS = ("near", "far", "aside")
@@ -219,10 +220,10 @@ def _stop_where_told(shared: memoryview, *, alone: bool) -> None:
             shared[1] += 1
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    def stopping_unpack(skeleton_from: int, segments: Any, memory: Any, *rest: Any, **more: Any) -> Any:
+    def stopping_unpack(layout: pickling.Layout, *rest: Any, **more: Any) -> Any:
         if alone or not more.get("own"):
-            stop(places.STOP_IN_RECV, memory.size)
-        return unpack(skeleton_from, segments, memory, *rest, **more)
+            stop(places.STOP_IN_RECV, layout.nbytes)
+        return unpack(layout, *rest, **more)
 
     def stopping_write(packed: pickling.Packed, memory: Any) -> None:
         stop(places.STOP_IN_SEND, packed.nbytes)

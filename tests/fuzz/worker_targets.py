@@ -10,20 +10,22 @@ from workers.channels import wire as channels
 from workers.directory import wire as directory
 from workers.messages import wire as messages
 from workers.messages.options import CollectiveGroupOptions
-from workers.messages.pickling import Segment
+from workers.transport import framing
+from workers.transport.encoding import encode, error_of
+from workers.transport.pickling import Layout, Segment
 
 DEFECTS = (msgspec.DecodeError, ValueError)
 
 
 def channel_streams(data: bytes) -> None:
     """What a broker reads of a client, or a client of a broker, in whatever pieces it comes."""
-    feed, splitter = Feed(data), channels.Splitter()
+    feed, splitter = Feed(data), framing.Splitter()
     decode = (channels.decode_request, channels.decode_answer)[feed.number(2)]
     while feed:
         splitter.feed(feed.take(1 + feed.number(64)))
         while (message := splitter.next()) is not None:
             decoded = decode(message.body)
-            if decode(channels.encode(decoded)[channels.HEADER.size :]) != decoded:
+            if decode(channels.encode(decoded)[framing.HEADER.size :]) != decoded:
                 raise FindingError(f"{decoded!r} changes when it is written again")
 
 
@@ -53,7 +55,7 @@ def directory_messages(data: bytes) -> None:
         return
     reply = directory.decode_reply(feed.rest())
     if isinstance(reply, directory.Failed):
-        raise directory.error_of(reply)
+        raise error_of(reply)
 
 
 def directory_seeds() -> list[bytes]:
@@ -69,7 +71,7 @@ def directory_seeds() -> list[bytes]:
     ]
     failed = directory.Failed(3, "NameNotFoundError", {"kind": "group", "name": "g", "waited_s": 0.5})
     replies = [directory.Found(1, (entry,)), directory.Gone(entry), failed, directory.Unknown("gone")]
-    return [b"\1" + directory.encode(r) for r in requests] + [b"\0" + directory.encode(r) for r in replies]
+    return [b"\1" + encode(r) for r in requests] + [b"\0" + encode(r) for r in replies]
 
 
 def message_heads(data: bytes) -> None:
@@ -80,7 +82,7 @@ def message_heads(data: bytes) -> None:
         return
     answer = messages.decode_answer(feed.rest())
     if isinstance(answer, messages.RefusedMessage):
-        raise messages.error_of(answer)
+        raise error_of(answer)
 
 
 def message_seeds() -> list[bytes]:
@@ -92,9 +94,7 @@ def message_seeds() -> list[bytes]:
         receiver=3,
         form=messages.TensorForm("torch.int64", (2, 3)),
         options=CollectiveGroupOptions(),
-        segments=(Segment(0, 48, "torch.int64", (2, 3)),),
-        skeleton_from=48,
-        nbytes=48,
+        layout=Layout((Segment(0, 48, "torch.int64", (2, 3)),), 48, 48),
         slab=messages.Slab("h", 1, 2, 3, 64),
         settling=True,
         serial=4,
@@ -113,7 +113,7 @@ def message_seeds() -> list[bytes]:
         messages.Absent(source="a:0", stream=b"", number=1),
         messages.RefusedMessage(stream=b"", number=1, error="NoSuchError", facts={"a": 1}),
     ]
-    return [b"\1" + messages.encode(r) for r in requests] + [b"\0" + messages.encode(a) for a in answers]
+    return [b"\1" + encode(r) for r in requests] + [b"\0" + encode(a) for a in answers]
 
 
 TARGETS = [

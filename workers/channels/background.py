@@ -14,14 +14,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from dataplane.core.wakeup import Waker
+from dataplane.core.wakeup import poll_ms
 from workers.channels import wire
-from workers.channels.connection import CONFIRM_S, GRACE_S, LOG_EVERY_S, UNCONFIRMED, ArrivedItems, Line
+from workers.channels.connection import CONFIRM_S, GRACE_S, UNCONFIRMED, ArrivedItems, Line
 from workers.channels.errors import ChannelClosedError, ChannelTimeoutError
 from workers.channels.items import Parcel
-from workers.channels.stream import StreamLostError, StreamSilentError
 from workers.channels.wire import NOWHERE
-from workers.messages.async_work import forbid_waiting
+from workers.transport import waiting
+from workers.transport.poll_thread import PollThread
+from workers.transport.stream import StreamLostError, StreamSilentError
 
 log = logging.getLogger(__name__)
 
@@ -96,13 +97,13 @@ class Pump:
         self._confirming: dict[int, _Confirming] = {}
         self._heard = -math.inf
         self._unwanted: deque[int] = deque()
-        self._waker = Waker()
-        # Reentrant: a finalizer may come while its thread is here already.
-        self._waking = threading.RLock()
         self._retiring = False
-        self._stopping = False
         self.ended: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="tq-channel", daemon=True)
+        poll = select.poll()
+        poll.register(line.stream.sock, select.POLLIN)
+        self._thread = PollThread(
+            "tq-channel", poll, self._turn, self._over, patience_ms=self._patience_ms, completes=True
+        )
         self._thread.start()
 
     # --- from any thread
@@ -153,29 +154,21 @@ class Pump:
     def drop(self, number: int) -> None:
         """Nobody wants the answer to a get any more. Only enqueues: also for finalizers."""
         self._unwanted.append(number)
-        self._wake()
+        self._thread.wake()
 
     def retire(self) -> None:
         """End by itself once nothing is under way."""
         self._retiring = True
-        self._wake()
+        self._thread.wake()
 
     def close(self) -> None:
         """End now: whatever is under way fails with `ChannelClosedError`. Blocks until the thread has ended."""
-        self._stopping = True
-        self._wake()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_S)
+        self._thread.close(CLOSE_S)
 
     def forget(self) -> None:
         """In a forked child, where there is no such thread: close this copy of its connection."""
         self._line.close()
-        self._waker.close()
-
-    def _wake(self) -> None:
-        """Never after the waker was closed, when its descriptor may be another's."""
-        with self._waking:
-            self._waker.wake()
+        self._thread.forget()
 
     def _check(self) -> None:
         if self.ended is not None:
@@ -186,13 +179,13 @@ class Pump:
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         entry = self._open[number] = _Open(future, what, now, until)
-        self._look(number, min(until, now + LOG_EVERY_S))
+        self._look(number, min(until, now + waiting.LOG_EVERY_S))
         return entry
 
     def _look(self, number: int, at: float) -> None:
         heapq.heappush(self._looks, (at, number))
         if at < self._next_look:
-            self._wake()
+            self._thread.wake()
 
     def _write(self, write: Callable[[], None]) -> None:
         """What goes wrong here is what the thread finds too, and says to all."""
@@ -200,7 +193,7 @@ class Pump:
             write()
         except (StreamLostError, StreamSilentError) as error:
             self.ended = self.ended or error
-            self._wake()
+            self._thread.wake()
 
     def _send(self, data: bytes) -> None:
         self._line.stream.send([data], time.monotonic() + GRACE_S)
@@ -248,24 +241,14 @@ class Pump:
 
     # --- the thread
 
-    def _run(self) -> None:
-        forbid_waiting()
-        poll = select.poll()
-        poll.register(self._line.stream.sock, select.POLLIN)
-        poll.register(self._waker.fd, select.POLLIN)
-        error: BaseException | None = None
-        try:
-            while error is None:
-                poll.poll(self._patience_ms())
-                self._waker.clear()
-                with self._guard:
-                    error, done = self._turn()
-                for complete in done:
-                    complete()
-        except BaseException as caught:
-            log.exception("the thread of channel %r failed", self._channel)
-            error = caught
-        self._end(error)
+    def _turn(self, _: object) -> None:
+        with self._guard:
+            error, done = self._take_in()
+        for complete in done:
+            complete()
+        if error is not None:
+            self.ended = error
+            self._thread.stop()
 
     def _patience_ms(self) -> int | None:
         with self._guard:
@@ -275,19 +258,19 @@ class Pump:
                 self._looks = [look for look in self._looks if self._awaits(look[1])]
                 heapq.heapify(self._looks)
             self._next_look = self._looks[0][0] if self._looks else float("inf")
-            if self._unwanted or self._stopping or self.ended is not None or self._over():
+            if self._unwanted or self.ended is not None or self._done():
                 return 0
             if not self._looks:
                 return None
-            return max(0, int((self._next_look - time.monotonic()) * 1000) + 1)
+            return poll_ms(self._next_look - time.monotonic())
 
     def _awaits(self, number: int) -> bool:
         return number in self._open or number in self._confirming
 
-    def _over(self) -> bool:
+    def _done(self) -> bool:
         return self._retiring and not (self._open or self._arrived or self._confirming)
 
-    def _turn(self) -> tuple[BaseException | None, list[Callable[[], None]]]:
+    def _take_in(self) -> tuple[BaseException | None, list[Callable[[], None]]]:
         """Take in what has come, and see to what is due. Why to end, or None; and the futures to complete."""
         done: list[Callable[[], None]] = []
         try:
@@ -305,8 +288,8 @@ class Pump:
             self._look_after(time.monotonic(), done)
         except (StreamLostError, StreamSilentError) as error:
             return error, done
-        if self.ended is None and (self._stopping or self._over()):
-            self.ended = ChannelClosedError(channel=self._channel, why="this handle let it go")
+        if self.ended is None and self._done():
+            self.ended = self._let_go()
         return self.ended, done
 
     def _settle(self, request: wire.AckItems | wire.NackItems) -> Future[None] | None:
@@ -324,7 +307,7 @@ class Pump:
                 self._write(lambda: self._send(wire.encode(request)))
             ended = self.ended
         if self._retiring:
-            self._wake()
+            self._thread.wake()
         if confirming is not None:
             return confirming.future
         if ended is not None:
@@ -380,7 +363,7 @@ class Pump:
             if now < entry.until:
                 waited_s, left_s = now - entry.begun, entry.until - now
                 log.warning("%s: waiting since %.0f s, another %.0f s at most", entry.what, waited_s, left_s)
-                self._look(number, min(entry.until, now + LOG_EVERY_S))
+                self._look(number, min(entry.until, now + waiting.LOG_EVERY_S))
             elif entry.cancelled:
                 self._look_again(number, now, GRACE_S, now, StreamSilentError())
             elif not self._give_up_later(number, entry, done):
@@ -407,16 +390,19 @@ class Pump:
                     return True
         return False
 
-    def _end(self, error: BaseException) -> None:
+    def _let_go(self) -> ChannelClosedError:
+        return ChannelClosedError(channel=self._channel, why="this handle let it go")
+
+    def _over(self, defect: BaseException | None) -> None:
+        if defect is not None:
+            log.error("the thread of channel %r failed", self._channel, exc_info=defect)
         with self._guard:
-            self.ended = error
+            self.ended = error = defect or self.ended or self._let_go()
             left, self._open = list(self._open.values()), {}
             confirming, self._confirming = list(self._confirming.values()), {}
             self._puts.clear()
             self._later.clear()
             self._line.close()
-            with self._waking:
-                self._waker.close()
         for unconfirmed in confirming:
             why = error if isinstance(error, ChannelClosedError) else StreamLostError(UNCONFIRMED)
             unconfirmed.future.set_exception(self._unsettled(why))

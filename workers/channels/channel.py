@@ -32,10 +32,11 @@ from workers.channels.keys import key_bytes
 from workers.channels.local import LocalLink
 from workers.channels.preview import CANNOT_SHOW, SHOW_S, SHOWN_ITEMS, shown
 from workers.channels.settings import ChannelSettings, as_maxsize, as_node_rank, check_name, node_rank_here
-from workers.channels.stream import StreamSilentError
 from workers.directory import DirectoryClient, Kind
 from workers.errors import DirectoryLostError, NameInUseError
-from workers.messages.async_work import AsyncWork, refuse_waiting
+from workers.messages.async_work import AsyncWork
+from workers.transport.poll_thread import refuse_waiting
+from workers.transport.stream import StreamSilentError
 
 DEFAULT_KEY = "default_queue"
 TIMEOUT_S = 1800.0

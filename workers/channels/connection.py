@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.core.addresses import boot_id, split_address
 from dataplane.core.buffer_pool import BufferPool
 from workers.channels import items, wire
-from workers.channels.endpoint import Endpoint
 from workers.channels.errors import ChannelLostError, ChannelTimeoutError
 from workers.channels.items import Parcel
-from workers.channels.stream import Stream, StreamLostError, StreamSilentError
-from workers.channels.wire import NOWHERE, Message
+from workers.channels.wire import NOWHERE
 from workers.errors import NotSerializableError
-from workers.messages import pickling
-from workers.messages.pickling import Bytes, Unpacked
+from workers.transport import pickling, waiting
+from workers.transport.endpoint import Endpoint
+from workers.transport.framing import Message
+from workers.transport.pickling import Bytes, Unpacked
+from workers.transport.stream import Stream, StreamLostError, StreamSilentError
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ GRACE_S = 10.0
 CONFIRM_S = 30.0
 """The same for items that arrived from another host. A lost network is noticed sooner, by the kernel."""
 UNCONFIRMED = "it did not confirm that what it gave has arrived, which is gone, or will be given again"
-LOG_EVERY_S = 30.0
 
 Settle = Callable[[wire.AckItems | wire.NackItems], Future[None] | None]
 """Says so to the broker; what comes back is done once it has confirmed what it is to confirm, None for at once."""
@@ -155,7 +154,7 @@ class Line:
         self.local = False
         self.remote = True
         until = time.monotonic() + CONNECT_S
-        self.stream = _connect(endpoint)
+        self.stream = Stream.connect(endpoint, CONNECT_S)
         try:
             self._shake_hands(endpoint, until)
         except BaseException:
@@ -248,7 +247,7 @@ class Line:
         while True:
             now = time.monotonic()
             try:
-                message = self.stream.receive(min(until, now + LOG_EVERY_S))
+                message = self.stream.receive(min(until, now + waiting.LOG_EVERY_S))
                 break
             except StreamSilentError:
                 now = time.monotonic()
@@ -287,22 +286,6 @@ class Line:
         self.local = False
         self._arena = None
         self.stream.close()
-
-
-def _connect(endpoint: Endpoint) -> Stream:
-    if endpoint.host == boot_id():
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(CONNECT_S)
-            sock.connect("\0" + endpoint.name)
-            return Stream(sock)
-        except ConnectionRefusedError:
-            # Also where the broker is in another network namespace of this machine.
-            sock.close()
-        except BaseException:
-            sock.close()
-            raise
-    return Stream(socket.create_connection(split_address(endpoint.address), CONNECT_S))
 
 
 def lost(what: str, endpoint: Endpoint, error: BaseException) -> ChannelLostError:

@@ -16,13 +16,13 @@ from dataplane.core.buffer_pool import BufferPool
 from workers.channels import wire
 from workers.channels.background import Pump, PumpEndedError
 from workers.channels.connection import GRACE_S, ArrivedItems, Line, lost
-from workers.channels.endpoint import Endpoint
 from workers.channels.errors import ChannelClosedError, ChannelTimeoutError
 from workers.channels.items import Parcel
-from workers.channels.stream import StreamLostError, StreamSilentError
 from workers.channels.wire import NOWHERE
 from workers.errors import OpenFilesError
-from workers.messages.async_work import refuse_waiting
+from workers.transport.endpoint import Endpoint
+from workers.transport.poll_thread import refuse_waiting
+from workers.transport.stream import StreamLostError, StreamSilentError
 
 IDLE_LINES = 8
 """Connections kept for the next call."""

@@ -12,8 +12,9 @@ import numpy as np
 
 from dataplane.core.buffer_pool import BufferPool
 from workers.channels import wire
-from workers.messages import pickling
-from workers.messages.pickling import Bytes, Packed, Segment, Unpacked
+from workers.transport import pickling
+from workers.transport.encoding import encode
+from workers.transport.pickling import Bytes, Layout, Packed, Unpacked
 
 CARRIED_BYTES = 16 << 10
 """Items up to this size travel within their message: cheaper than a room."""
@@ -21,16 +22,7 @@ CARRIED_BYTES = 16 << 10
 OUTLINED = 4
 """So many tensors of an item are named."""
 
-
-class _Head(msgspec.Struct, frozen=True, array_like=True):
-    """segments: where tensors and buffers lie in an item's bytes; skeleton_from: what is pickled lies from there on."""
-
-    segments: tuple[Segment, ...]
-    skeleton_from: int
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_heads: msgspec.msgpack.Decoder[_Head] = msgspec.msgpack.Decoder(_Head)
+_layouts: msgspec.msgpack.Decoder[Layout] = msgspec.msgpack.Decoder(Layout)
 
 
 def as_weight(what: str, value: object) -> float:
@@ -54,7 +46,7 @@ class Parcel(NamedTuple):
     def of(cls, value: object, what: str) -> Parcel:
         """`NotSerializableError` naming `what`."""
         packed = pickling.pack(value, what)
-        return cls(_encode(_Head(packed.segments, packed.skeleton_from)), packed.nbytes, packed)
+        return cls(encode(packed.layout), packed.nbytes, packed)
 
     @property
     def carried(self) -> bool:
@@ -84,15 +76,13 @@ class Parcel(NamedTuple):
         return self._replace(packed=pickling.NOTHING, own=own)
 
 
-def outline(head: bytes, nbytes: int) -> str:
+def outline(head: bytes) -> str:
     """What is known of an item without its bytes: its tensors and its size."""
-    tensors = [
-        f"{each.dtype.removeprefix('torch.')} {list(each.shape)}" for each in _heads.decode(head).segments if each.dtype
-    ]
-    return f"<{', '.join([*tensors[:OUTLINED], f'{nbytes:,} bytes'])}>"
+    layout = _layouts.decode(head)
+    tensors = [f"{each.dtype.removeprefix('torch.')} {list(each.shape)}" for each in layout.segments if each.dtype]
+    return f"<{', '.join([*tensors[:OUTLINED], f'{layout.nbytes:,} bytes'])}>"
 
 
 def unpack(head: bytes, memory: Bytes, warm: BufferPool, *, own: bool) -> Unpacked:
     """An item's values, of all its bytes. own: see `pickling.unpack`."""
-    known = _heads.decode(head)
-    return pickling.unpack(known.skeleton_from, known.segments, memory, warm, own=own)
+    return pickling.unpack(_layouts.decode(head), memory, warm, own=own)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from workers.channels import wire
-from workers.channels.connection import LOG_EVERY_S
 from workers.channels.errors import ChannelClosedError, ChannelTimeoutError
 from workers.channels.queues import Broker, Effects
-
-log = logging.getLogger(__name__)
+from workers.transport.waiting import done_within
 
 _US = 0
 
@@ -66,23 +62,16 @@ class LocalLink:
         """The answer to one request, waited for until then: after that `ChannelTimeoutError`, and nothing happened."""
         begun = time.monotonic()
         number, future = self._enter(make)
-        while True:
-            now = time.monotonic()
-            try:
-                reply: Reply = future.result(max(0.0, min(until - now, LOG_EVERY_S)))
-                return reply
-            except FutureTimeout:
-                now = time.monotonic()
-            except BaseException:
-                self._drop(number)
-                raise
-            if now >= until:
+        try:
+            if not done_within(future, what, until - begun):
                 self._tell(wire.Cancel(number))
-                reply = future.result()
-                if isinstance(reply, wire.Cancelled):
-                    raise ChannelTimeoutError(what=what, waited_s=now - begun)
-                return reply
-            log.warning("%s: waiting since %.0f s, another %.0f s at most", what, now - begun, until - now)
+            reply: Reply = future.result()
+        except BaseException:
+            self._drop(number)
+            raise
+        if isinstance(reply, wire.Cancelled):
+            raise ChannelTimeoutError(what=what, waited_s=time.monotonic() - begun)
+        return reply
 
     ask_after_puts = ask
 

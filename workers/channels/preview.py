@@ -35,7 +35,7 @@ def _text(item: wire.Item, local: bool) -> str:
         if local:
             return repr(item.head)
         if item.room != NOWHERE:
-            return items.outline(item.head, item.nbytes)
+            return items.outline(item.head)
         memory = np.frombuffer(bytearray(item.body), np.uint8)
         return repr(items.unpack(item.head, memory, BufferPool(0), own=True).load())
     except Exception as error:  # of the item's own code

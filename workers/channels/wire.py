@@ -1,25 +1,21 @@
 """What a channel's broker and its clients say to each other.
 
-A message is a header (`HEADER`: bytes of the body, bytes of the payload), a body (msgpack of a tagged struct) and a
-payload: the bytes of items, for those who cannot map the broker's arena. Clients number their requests; an answer
-carries the number of its request.
+The body of a message (see `workers.transport.framing`) is msgpack of a tagged struct, its payload the bytes of items,
+for those who cannot map the broker's arena. Clients number their requests; an answer carries the number of its request.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from workers.directory.decoding import reader
+from workers.transport import encoding
+from workers.transport.encoding import decoder
+from workers.transport.framing import framed
 
-VERSION = 4
-HEADER = struct.Struct("<IQ")
-MAX_BODY_BYTES = 64 << 20
-"""Of a request. An answer may have as many as the header can say: a batch of many small items has."""
-MAX_ANSWER_BYTES = (1 << 32) - 1
+VERSION = 5
 NOWHERE = -1
 
 
@@ -248,62 +244,10 @@ AnyAnswer = (
     | Peeked
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_requests: Callable[[Any], AnyRequest] = reader(AnyRequest)
-_answers: Callable[[Any], AnyAnswer] = reader(AnyAnswer)
-
-
-class Message(NamedTuple):
-    """A body as it came, and the bytes of payload that follow it."""
-
-    body: bytes
-    payload_bytes: int
+decode_request: Callable[[Any], AnyRequest] = decoder(AnyRequest)
+decode_answer: Callable[[Any], AnyAnswer] = decoder(AnyAnswer)
 
 
 def encode(message: AnyRequest | AnyAnswer, payload_bytes: int = 0) -> bytes:
     """Header and body."""
-    body = _encoder.encode(message)
-    return HEADER.pack(len(body), payload_bytes) + body
-
-
-def decode_request(body: bytes) -> AnyRequest:
-    """msgspec.DecodeError for anything that is not one."""
-    return _requests(body)
-
-
-def decode_answer(body: bytes) -> AnyAnswer:
-    """msgspec.DecodeError for anything that is not one."""
-    return _answers(body)
-
-
-class Splitter:
-    """Cuts a stream of bytes into messages. `feed` what came, then take messages until there is none; the payload of
-    one must be taken from `rest` (and the stream) before the next. limit_bytes: of a body."""
-
-    def __init__(self, limit_bytes: int = MAX_BODY_BYTES) -> None:
-        self._limit_bytes = limit_bytes
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        self._buffer += data
-
-    def next(self) -> Message | None:
-        """ValueError where the stream is no stream of messages."""
-        buffer = self._buffer
-        if len(buffer) < HEADER.size:
-            return None
-        body_bytes, payload_bytes = HEADER.unpack_from(buffer)
-        if body_bytes > self._limit_bytes:
-            raise ValueError(f"a message of {body_bytes:,} bytes; at most {self._limit_bytes:,} are taken")
-        end = HEADER.size + body_bytes
-        if len(buffer) < end:
-            return None
-        body = bytes(memoryview(buffer)[HEADER.size : end])
-        del buffer[:end]
-        return Message(body, payload_bytes)
-
-    def rest(self, most: int) -> bytes:
-        """Up to `most` of the bytes that have come already."""
-        found = bytes(memoryview(self._buffer)[:most])
-        del self._buffer[:most]
-        return found
+    return framed(encoding.encode(message), payload_bytes)

@@ -15,16 +15,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from dataplane.core.addresses import bracketed, split_address
+from dataplane.core.addresses import split_address
 from dataplane.core.durations import seconds
-from dataplane.core.wakeup import Waker, poll_ms
-from dataplane.core.zmq_io import readable
+from dataplane.core.wakeup import poll_ms
 from dataplane.errors import InternalError
 from dataplane.protocol.fd_limits import OF_A_CONTEXT
 from workers import errors
@@ -33,6 +30,10 @@ from workers.directory.address import WorkerAddress
 from workers.directory.process import this_process
 from workers.directory.server import HEARTBEAT_MS, SILENCE_MS
 from workers.directory.wire import DirectoryEntry, EntryState, Facts, Kind
+from workers.transport.encoding import encode, error_of
+from workers.transport.poll_thread import PollThread
+from workers.transport.waiting import done_within
+from workers.transport.zmq_sockets import Socket, connect, end_silent, events, open_socket, poller, received
 
 DIRECTORY_VARIABLE = "TQ_DIRECTORY"
 """Where a worker's process, and the children it starts, find the directory's address."""
@@ -42,8 +43,6 @@ AWAY_S = 5.0
 """A directory that does not take connections for so long is lost, until it does."""
 STILL_S = 30.0
 """The same for one that takes connections but does not speak: its process, or its host, stands still."""
-LOG_EVERY_S = 30.0
-_JOIN_S = 10.0
 _BYE_S = 2.0
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 
@@ -78,7 +77,7 @@ class DirectoryClient:
     """
 
     def __init__(self, address: str) -> None:
-        host, port = split_address(address)
+        split_address(address)
         self.address = address
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
@@ -90,21 +89,21 @@ class DirectoryClient:
         self._taken = False
         self._listeners: list[Listener] = []
         self._lost: errors.DirectoryLostError | None = None
-        self._closing = False
         self._away_since: float | None = time.monotonic()
         with errors.OpenFilesError.of(f"a client of the job's directory at {address}", least=OF_A_CONTEXT):
             self._process = this_process()
-            self._waker = Waker()
-            self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            self._context: zmq.Context[Socket] = zmq.Context()
             try:
-                self._socket = self._context.socket(zmq.DEALER)
+                self._socket = open_socket(self._context, zmq.DEALER)
                 self._monitor = self._socket.get_monitor_socket(_EVENTS)
-                self._connect(host, port)
+                sources = poller(self._socket, self._monitor)
+                self._thread = PollThread(
+                    "tq-directory-client", sources, self._turn, self._over, patience_ms=self._patience_ms
+                )
+                self._connect()
             except BaseException:
                 self._context.destroy(linger=0)
-                self._waker.close()
                 raise
-        self._thread = threading.Thread(target=self._run, name="tq-directory-client", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -194,10 +193,7 @@ class DirectoryClient:
             return
         with contextlib.suppress(errors.DirectoryLostError, FutureTimeout):
             self._ask(wire.LeaveJob(number=next(self._numbers))).result(_BYE_S)
-        self._closing = True
-        self._waker.wake()
-        self._thread.join(_JOIN_S)
-        self._waker.close()
+        self._thread.close()
 
     def __enter__(self) -> DirectoryClient:
         return self
@@ -231,7 +227,7 @@ class DirectoryClient:
     def _ask(self, request: wire.Question) -> Answer:
         if self._pid != os.getpid():
             raise RuntimeError("a forked process needs a DirectoryClient of its own")
-        call = _Call(request, wire.encode(request))
+        call = _Call(request, encode(request))
         wire.decode_request(call.data)
         with self._guard:
             if self._lost is not None:
@@ -239,71 +235,52 @@ class DirectoryClient:
                 return call.future
             self._calls[request.number] = call
             self._outbox.append(call.data)
-        self._waker.wake()
+        self._thread.wake()
         return call.future
 
     def _one(self, future: Answer, what: str, wait_s: float = 0.0) -> DirectoryEntry:
         return self._wait(future, what, wait_s)[0]
 
     def _wait(self, future: Answer, what: str, wait_s: float = 0.0) -> tuple[DirectoryEntry, ...]:
-        begun, limit_s = time.monotonic(), wait_s + ANSWER_S
-        while True:
-            left_s = begun + limit_s - time.monotonic()
-            with contextlib.suppress(FutureTimeout):
-                future.exception(min(left_s, LOG_EVERY_S))
-            if future.done():
-                return future.result()
-            if left_s <= LOG_EVERY_S:
-                future.cancel()
-                raise errors.DirectoryLostError(address=self.address, why=f"waited {limit_s:.1f} s for {what}")
-            _log.warning("waiting for %s: %.0f s so far", what, time.monotonic() - begun)
+        limit_s = wait_s + ANSWER_S
+        if done_within(future, what, limit_s):
+            return future.result()
+        future.cancel()
+        raise errors.DirectoryLostError(address=self.address, why=f"waited {limit_s:.1f} s for {what}")
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
-    def _connect(self, host: str, port: int) -> None:
+    def _connect(self) -> None:
         self._socket.set(zmq.ROUTING_ID, b"c" + secrets.token_bytes(15))
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.RECONNECT_IVL, 50)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 500)
-        self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self._socket.set(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
-        if ":" in host:
-            self._socket.set(zmq.IPV6, 1)
-        self._socket.connect(f"tcp://{bracketed(host)}:{port}")
+        end_silent(self._socket, HEARTBEAT_MS, SILENCE_MS)
+        connect(self._socket, self.address)
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._socket, self._monitor, self._waker.fd):
-            poller.register(source, zmq.POLLIN)
-        why = errors.DirectoryLostError(address=self.address, why="this client was closed")
-        try:
-            while not self._closing:
-                poller.poll(self._patience_ms())
-                self._waker.clear()
-                self._look()
-                self._read()
-                while self._away_since is None and self._outbox:
-                    self._socket.send(self._outbox.popleft())
-        except Exception as error:
-            _log.exception("the thread that speaks to the directory failed")
-            why = errors.DirectoryLostError(address=self.address, why=f"this client's thread failed: {error!r}")
-        finally:
-            self._context.destroy(linger=0)
-            self._fail(why)
+    def _turn(self, _: object) -> None:
+        self._look()
+        self._read()
+        while self._away_since is None and self._outbox:
+            self._socket.send(self._outbox.popleft())
+
+    def _over(self, defect: BaseException | None) -> None:
+        why = "this client was closed"
+        if defect is not None:
+            _log.error("the thread that speaks to the directory failed", exc_info=defect)
+            why = f"this client's thread failed: {defect!r}"
+        self._context.destroy(linger=0)
+        self._fail(errors.DirectoryLostError(address=self.address, why=why))
 
     def _patience_ms(self) -> int | None:
         return None if self._away_since is None or self._lost is not None else poll_ms(AWAY_S / 4)
 
     def _look(self) -> None:
         """At the connection. One that does not come back is an end, until it does."""
-        while readable(self._monitor):
-            event: dict[str, Any] = dict(recv_monitor_message(self._monitor))
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        for event, _ in events(self._monitor):
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected()
                 continue
-            self._taken = event["event"] == zmq.EVENT_CONNECTED
+            self._taken = event == zmq.EVENT_CONNECTED
             if self._away_since is None:
                 self._away_since = time.monotonic()
         if self._away_since is None or self._lost is not None:
@@ -319,17 +296,10 @@ class DirectoryClient:
         hello = wire.OpenDirectory(self._process, known=self._known)
         with self._guard:
             self._away_since = self._lost = None
-            self._outbox = collections.deque([wire.encode(hello), *(call.data for call in self._calls.values())])
+            self._outbox = collections.deque([encode(hello), *(call.data for call in self._calls.values())])
 
     def _read(self) -> None:
-        while True:
-            try:
-                reply = wire.decode_reply(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            except msgspec.DecodeError as error:
-                _log.warning("an answer that makes no sense came from the directory, and was dropped: %s", error)
-                continue
+        for _, reply, _ in received(self._socket, wire.decode_reply, "a client of the directory"):
             self._known = True
             try:
                 self._take(reply)
@@ -343,7 +313,7 @@ class DirectoryClient:
             case wire.Found():
                 self._settle(reply.number, reply.entries)
             case wire.Failed():
-                self._settle(reply.number, wire.error_of(reply))
+                self._settle(reply.number, error_of(reply))
             case wire.Gone():
                 self._tell(reply.entry)
             case wire.Unknown():

@@ -12,19 +12,15 @@ Whoever can reach the port can register and look up: it is inside the trust of t
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.core.addresses import join_address, resolve_host
-from dataplane.core.wakeup import Waker, poll_ms
-from dataplane.core.zmq_io import readable
+from dataplane.core.wakeup import poll_ms
+from dataplane.core.zmq_io import bind_tcp, send
 from dataplane.errors import InternalError
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, allow_more
 from workers.directory import wire
@@ -32,13 +28,15 @@ from workers.directory.process import has_ended
 from workers.directory.registry import Effects, Registry, Session
 from workers.directory.wire import EntryState
 from workers.errors import OpenFilesError
+from workers.transport.encoding import encode
+from workers.transport.poll_thread import PollThread
+from workers.transport.zmq_sockets import Socket, end_silent, events, open_socket, poller, received
 
 GRACE_S = 3.0
 HEARTBEAT_MS = 1000
 SILENCE_MS = 5000
 _LOOK_AGAIN_S = 0.05
 """A process closes its connections a little before its end can be seen."""
-_JOIN_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -69,29 +67,24 @@ class Directory:
 
     def __init__(self, host: str) -> None:
         """Use `serve`."""
-        self._waker = Waker()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._closing = False
+        self._context: zmq.Context[Socket] = zmq.Context()
         self._registry = Registry()
         self._clients: dict[Session, _Client] = {}
         self._connected: set[int] = set()
         try:
-            self._socket = self._context.socket(zmq.ROUTER)
+            self._socket = open_socket(self._context, zmq.ROUTER)
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
             self.address = join_address(host, self._bind(host))
+            sources = poller(self._socket, self._monitor)
+            self._thread = PollThread("tq-directory", sources, self._turn, self._over, patience_ms=self._patience_ms)
         except BaseException:
             self._context.destroy(linger=0)
-            self._waker.close()
             raise
-        self._thread = threading.Thread(target=self._run, name="tq-directory", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread and free the port; clients see their connections end. Blocks for the thread. Idempotent."""
-        self._closing = True
-        self._waker.wake()
-        self._thread.join(_JOIN_S)
-        self._waker.close()
+        self._thread.close()
 
     def __enter__(self) -> Directory:
         return self
@@ -100,32 +93,19 @@ class Directory:
         self.close()
 
     def _bind(self, host: str) -> int:
-        ip = resolve_host(host)
         self._socket.set(zmq.ROUTER_HANDOVER, 1)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.BACKLOG, 4096)
-        self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self._socket.set(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
-        if ":" in ip:
-            self._socket.set(zmq.IPV6, 1)
-        self._socket.bind(f"tcp://[{ip}]:*" if ":" in ip else f"tcp://{ip}:*")
-        return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        end_silent(self._socket, HEARTBEAT_MS, SILENCE_MS)
+        return bind_tcp(self._socket, resolve_host(host))
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._socket, self._monitor, self._waker.fd):
-            poller.register(source, zmq.POLLIN)
-        try:
-            while not self._closing:
-                poller.poll(self._patience_ms())
-                self._waker.clear()
-                for step in (self._read, self._expire, self._bury):
-                    self._attempt(step)
-        except Exception:
-            _log.exception("the directory's thread failed; its clients will find it gone")
-        finally:
-            self._context.destroy(linger=0)
+    def _turn(self, _: object) -> None:
+        for step in (self._read, self._expire, self._bury):
+            self._attempt(step)
+
+    def _over(self, defect: BaseException | None) -> None:
+        if defect is not None:
+            _log.error("the directory's thread failed; its clients will find it gone", exc_info=defect)
+        self._context.destroy(linger=0)
 
     def _attempt(self, step: Callable[[], None]) -> None:
         """A defect in one step leaves the others, and the directory, as they are."""
@@ -147,25 +127,13 @@ class Directory:
         """Everything that came. What ended is looked at before each message: a descriptor's number is used again. A
         connection's last messages may come after its end."""
         self._notice_ends()
-        while True:
-            try:
-                session, body = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            except ValueError:
-                _log.warning("a message of a wrong form came to the directory, and was dropped")
-                continue
+        for session, request, frames in received(self._socket, wire.decode_request, "the directory"):
             self._notice_ends()
             try:
-                request = wire.decode_request(body.bytes)
-            except msgspec.DecodeError as error:
-                _log.warning("a message that is none of ours came to the directory, and was dropped: %s", error)
-                continue
-            try:
-                self._take(session.bytes, int(body.get(zmq.SRCFD)), request)
+                self._take(session, int(frames[0].get(zmq.SRCFD)), request)
             except Exception as error:
                 _log.exception("the directory failed on %r", request)
-                self._refuse(session.bytes, request, error)
+                self._refuse(session, request, error)
 
     def _refuse(self, session: Session, request: wire.Request, error: Exception) -> None:
         if not isinstance(request, wire.OpenDirectory):
@@ -207,14 +175,13 @@ class Directory:
                 raise AssertionError(request)
 
     def _notice_ends(self) -> None:
-        while readable(self._monitor):
-            event: dict[str, Any] = dict(recv_monitor_message(self._monitor))
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._connected.add(event["value"])
+        for event, fd in events(self._monitor):
+            if event == zmq.EVENT_ACCEPTED:
+                self._connected.add(fd)
                 continue
-            self._connected.discard(event["value"])
+            self._connected.discard(fd)
             for client in self._clients.values():
-                if client.fd == event["value"]:
+                if client.fd == fd:
                     client.fd, client.lost_at = None, time.monotonic()
 
     def _bury(self) -> None:
@@ -231,4 +198,4 @@ class Directory:
 
     def _say(self, effects: Effects) -> None:
         for session, reply in effects:
-            self._socket.send_multipart((session, wire.encode(reply)))
+            send(self._socket, (session, encode(reply)))

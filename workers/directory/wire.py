@@ -10,9 +10,7 @@ import msgspec
 
 from dataplane.core.durations import seconds
 from dataplane.errors import DataPlaneError
-from workers import errors
-from workers.directory import decoding
-from workers.directory.decoding import reader
+from workers.transport.encoding import carried, decoder
 
 Facts = dict[str, str | int | float | bool | list[str | int] | None]
 """What else is known of a name: small and plain."""
@@ -149,29 +147,9 @@ class Unknown(msgspec.Struct, frozen=True, tag=True):
 
 Reply = Found | Failed | Gone | Unknown
 
-_requests: Callable[[Any], Request] = reader(Request)
-_replies: Callable[[Any], Reply] = reader(Reply)
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: Request | Reply) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_request(data: bytes) -> Request:
-    """msgspec.DecodeError for anything that is not one."""
-    return _requests(data)
-
-
-def decode_reply(data: bytes) -> Reply:
-    """msgspec.DecodeError for anything that is not one."""
-    return _replies(data)
+decode_request: Callable[[Any], Request] = decoder(Request)
+decode_reply: Callable[[Any], Reply] = decoder(Reply)
 
 
 def failed(number: int, error: DataPlaneError) -> Failed:
-    return Failed(number, type(error).__name__, error.facts)
-
-
-def error_of(reply: Failed) -> DataPlaneError:
-    """The error that `failed` was made of."""
-    return decoding.error_of(errors, reply.error, reply.facts)
+    return Failed(number, **carried(error))

@@ -9,29 +9,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Generic, TypeVar
 
 from dataplane.core.durations import seconds_if_any
 from workers.errors import MessageTimeoutError
-
-LOG_EVERY_S = 30.0
+from workers.transport import waiting
+from workers.transport.poll_thread import refuse_waiting
 
 T = TypeVar("T")
 Settle = Callable[[], Future[Any] | None]
 _log = logging.getLogger(__name__)
-_here = threading.local()
-
-
-def forbid_waiting() -> None:
-    """From now on this thread may not wait for work: others' work is done by it."""
-    _here.serves = True
-
-
-def refuse_waiting(what: str) -> None:
-    """RuntimeError in a thread that may not wait for `what`."""
-    if getattr(_here, "serves", False):
-        raise RuntimeError(f"{what}: a function given to `then` must not wait for other work")
 
 
 class AsyncWork(Generic[T]):
@@ -39,8 +26,8 @@ class AsyncWork(Generic[T]):
 
     future: done when the operation is; what: names it, for messages; finish: makes the result of the future's value,
     called once, by whoever first asks for the result; settle: of that value, what is to be called once before `finish`,
-    which waits for the future that comes back; None for nothing. While a wait lasts, a line every `LOG_EVERY_S` names
-    what is awaited. The operation has its own bound, so a wait without a timeout ends too.
+    which waits for the future that comes back; None for nothing. While a wait lasts, a line of the log every
+    `waiting.LOG_EVERY_S` names what is awaited. The operation has its own bound, so a wait without a timeout ends too.
     """
 
     def __init__(
@@ -79,17 +66,8 @@ class AsyncWork(Generic[T]):
         if not future.done():
             refuse_waiting(self._what)
         begun = time.monotonic()
-        while True:
-            waited_s = time.monotonic() - begun
-            left_s = LOG_EVERY_S if timeout is None else min(LOG_EVERY_S, timeout - waited_s)
-            with contextlib.suppress(FutureTimeout):
-                future.exception(max(left_s, 0))
-            if future.done():
-                return
-            waited_s = time.monotonic() - begun
-            if timeout is not None and waited_s >= timeout:
-                raise MessageTimeoutError(what=self._what, waited_s=waited_s)
-            _log.warning("%s: waiting for %.0f s so far", self._what, waited_s)
+        if not waiting.done_within(future, self._what, timeout):
+            raise MessageTimeoutError(what=self._what, waited_s=time.monotonic() - begun)
 
     async def async_wait(self, timeout: float | None = None) -> T:
         """The same without blocking the event loop: it is woken by the operation's end. Cancelling it cancels the wait,
@@ -101,7 +79,7 @@ class AsyncWork(Generic[T]):
         woken = _woken_by(self._future)
         while not self._future.done():
             waited_s = time.monotonic() - begun
-            left_s = LOG_EVERY_S if timeout is None else min(LOG_EVERY_S, timeout - waited_s)
+            left_s = waiting.LOG_EVERY_S if timeout is None else min(waiting.LOG_EVERY_S, timeout - waited_s)
             await asyncio.wait([woken], timeout=max(left_s, 0))
             waited_s = time.monotonic() - begun
             if self._future.done():

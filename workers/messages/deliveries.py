@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dataplane.core.buffer_pool import BufferPool
 from workers.messages.options import CollectiveGroupOptions
-from workers.messages.pickling import Bytes, Unpacked, copy_into, unpack
 from workers.messages.wire import ObjectForm, PostMessage, TensorForm
+from workers.transport.pickling import Bytes, Unpacked, copy_into, unpack
 
 Key = tuple[str, bytes]
 """Where messages queue: by source and stream."""
@@ -134,7 +134,7 @@ class Delivery:
             if posting.target is None:
                 self._values = arrival.unpacked = self._unpack(posting, arrival)
             else:
-                copy_into(posting.target, arrival.post.segments, _memory(arrival))
+                copy_into(posting.target, arrival.post.layout, _memory(arrival))
             self._copied = True
         except BaseException:
             self._pending = None
@@ -147,9 +147,8 @@ class Delivery:
     def _unpack(self, posting: Posting, arrival: Arrival) -> Unpacked:
         if arrival.unpacked is not None:
             return arrival.unpacked
-        post = arrival.post
-        memory = _memory(arrival)[: post.nbytes]
-        return unpack(post.skeleton_from, post.segments, memory, self._warm, own=arrival.own, device=posting.device)
+        layout, memory = arrival.post.layout, _memory(arrival)
+        return unpack(layout, memory, self._warm, own=arrival.own, device=posting.device)
 
 
 def _memory(arrival: Arrival) -> Bytes:

@@ -12,9 +12,9 @@ from functools import partial
 
 from dataplane.core.buffer_pool import BufferPool
 from workers.messages.deliveries import Arrival, MessageId, Posting
-from workers.messages.pickling import Bytes, fresh
 from workers.messages.relays import RELAY_S, Later, Relays
 from workers.messages.wire import Answer, Pull, Relay, WantMessage
+from workers.transport.pickling import Bytes, fresh
 
 CHUNK_BYTES = 4 << 20
 CHUNKS_AHEAD = 4

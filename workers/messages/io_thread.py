@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import heapq
 import itertools
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 import zmq
 
-from dataplane.core.addresses import join_address, resolve_host, split_address
+from dataplane.core.addresses import join_address, resolve_host
 from dataplane.core.buffer_pool import BufferPool
-from dataplane.core.wakeup import Waker, poll_ms
+from dataplane.core.wakeup import poll_ms
+from dataplane.core.zmq_io import bind_tcp, send
 from dataplane.errors import InternalError
 from workers.directory import DirectoryClient, DirectoryEntry, EntryState, Facts, Kind
 from workers.directory.address import WorkerAddress
 from workers.errors import MessengerClosedError, WorkerLostError
 from workers.messages import wire
-from workers.messages.async_work import forbid_waiting
 from workers.messages.backlog import Backlog
 from workers.messages.deliveries import Posting
-from workers.messages.frames import decoded, frame
 from workers.messages.incoming import Incoming
-from workers.messages.links import LINGER_MS, Links
 from workers.messages.outgoing import OutgoingMessages, Sending, ValueSnapshot
-from workers.messages.pickling import Bytes
 from workers.messages.relays import Relays
 from workers.messages.shared_buffers import Mappings, Slabs
 from workers.messages.wire import Absent, Data, ForgetMessage, PostMessage, Pull, Relay, WantMessage
+from workers.transport.encoding import encode
+from workers.transport.links import LINGER_MS, Links
+from workers.transport.pickling import Bytes
+from workers.transport.poll_thread import PollThread
+from workers.transport.zmq_sockets import Socket, frame, open_socket, poller, received
 
 KEEP_BYTES = 1 << 30
 """Memory of received tensors that were dropped, kept for the next ones, at most."""
-_JOIN_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class IoThread:
         lookup_s: float,
     ) -> None:
         self.name = address.get_name()
+        self._reader = f"worker {self.name}"
         self._directory = directory
         self._slabs = slabs
         self._mappings = mappings
@@ -95,7 +96,6 @@ class IoThread:
         self._timer_numbers = itertools.count()
         self._next_expiry = math.inf
         self._leaving: list[Future[None]] = []
-        self._closing = False
         self._ended: Exception | None = None
         self._expelled: Exception | None = None
         self._warm = BufferPool(KEEP_BYTES)
@@ -115,24 +115,22 @@ class IoThread:
             lives=lambda name: self._peer(name).known is _Known.LIVES,
             outdated=self._outdated,
         )
-        self._waker = Waker()
-        # Reentrant: a finalizer may come while its thread is here already.
-        self._waking = threading.RLock()
-        self._unsubscribe = directory.subscribe(self._told)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            self._router = self._context.socket(zmq.ROUTER)
+        self._context: zmq.Context[Socket] = zmq.Context()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._context.destroy, linger=0)
+            self._router = open_socket(self._context, zmq.ROUTER, linger_ms=LINGER_MS)
             self._links = Links(self._context)
-            endpoint = self._bind(host)
-            self.host = split_address(endpoint)[0]
-            entry = directory.register_worker(address, endpoint, facts)
-        except BaseException:
-            self._unsubscribe()
-            self._context.destroy(linger=0)
-            self._waker.close()
-            raise
-        self.incarnation = entry.incarnation
-        self._thread = threading.Thread(target=self._run, name=f"tq-messages-{self.name}", daemon=True)
+            name, sources = f"tq-messages-{self.name}", poller(self._router, self._links.socket)
+            self._thread = PollThread(
+                name, sources, self._turn, self._over, patience_ms=self._patience_ms, completes=True
+            )
+            undo.callback(self._thread.forget)
+            self._unsubscribe = directory.subscribe(self._told)
+            undo.callback(self._unsubscribe)
+            self.host = resolve_host(host)
+            port = bind_tcp(self._router, self.host)
+            self.incarnation = directory.register_worker(address, join_address(self.host, port), facts).incarnation
+            undo.pop_all()
         self._thread.start()
 
     # --- from any thread ------------------------------------------------------------------------------------------
@@ -140,7 +138,7 @@ class IoThread:
     def call(self, work: Callable[[], None]) -> None:
         """Have the engine's thread do it, in the order of calls."""
         self._calls.append(work)
-        self._wake()
+        self._thread.wake()
         if self._ended is not None:
             self._work()
 
@@ -156,12 +154,7 @@ class IoThread:
         """Nobody has the handle of this receive any more. Only enqueues: also for finalizers."""
         if self._ended is None:
             self._calls.append(partial(self.incoming.abandon, posting))
-            self._wake()
-
-    def _wake(self) -> None:
-        """Never after the waker was closed, when its descriptor may be another's."""
-        with self._waking:
-            self._waker.wake()
+            self._thread.wake()
 
     def settled(self) -> Future[None]:
         """Done once this end can go away without harm to what it sent."""
@@ -171,51 +164,26 @@ class IoThread:
 
     def close(self) -> None:
         """End the thread and give everything back; whoever waits gets `MessengerClosedError`. Idempotent."""
-        self._closing = True
-        self._wake()
-        self._thread.join(_JOIN_S)
+        self._thread.close()
         self._unsubscribe()
-        with self._waking:
-            self._waker.close()
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
-    def _bind(self, host: str) -> str:
-        ip = resolve_host(host)
-        self._router.set(zmq.SNDHWM, 0)
-        self._router.set(zmq.RCVHWM, 0)
-        self._router.set(zmq.LINGER, LINGER_MS)
-        if ":" in ip:
-            self._router.set(zmq.IPV6, 1)
-        self._router.bind(f"tcp://[{ip}]:*" if ":" in ip else f"tcp://{ip}:*")
-        port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        return join_address(ip, port)
+    def _turn(self, _: object) -> None:
+        self._work()
+        self._hear()
+        self._hear_answers()
+        self._ring()
+        if self._leaving and self.outgoing.settled:
+            self._let_go()
 
-    def _run(self) -> None:
-        forbid_waiting()
-        poller = zmq.Poller()
-        for source in (self._router, self._links.socket, self._waker.fd):
-            poller.register(source, zmq.POLLIN)
+    def _over(self, defect: BaseException | None) -> None:
         error: Exception = MessengerClosedError(worker=self.name)
-        try:
-            while not self._closing:
-                poller.poll(self._patience_ms())
-                self._waker.clear()
-                self._work()
-                self._hear()
-                self._hear_answers()
-                self._ring()
-                if self._leaving and self.outgoing.settled:
-                    self._let_go()
-        except Exception as defect:
-            _log.exception("the messages of worker %s ended by a defect", self.name)
+        if defect is not None:
+            _log.error("the messages of worker %s ended by a defect", self.name, exc_info=defect)
             error = InternalError(what=f"the messages of worker {self.name} ended by a defect: {defect!r}")
             self._directory.ask_end(Kind.WORKER, self.name, self.incarnation, why=f"its messages ended: {defect!r}")
-        finally:
-            self._end(self._expelled or error)
-
-    def _end(self, error: Exception) -> None:
-        self._ended = error
+        self._ended = error = self._expelled or error
         self.outgoing.fail_all(error)
         self.incoming.fail_all(error)
         self._mappings.close()
@@ -364,7 +332,8 @@ class IoThread:
             return
         error = WorkerLostError(worker=self.name, why=f"the job's directory gave it up: {entry.why}")
         if not self.incarnation:
-            self._expelled, self._closing = error, True
+            self._expelled = error
+            self._thread.stop()
         elif self.incarnation == entry.incarnation and entry.state is EntryState.LOST:
             self.incarnation = 0
             for name, peer in self._peers.items():
@@ -395,12 +364,12 @@ class IoThread:
     # --- frames ---------------------------------------------------------------------------------------------------
 
     def _transmit(self, name: str, post: PostMessage, snapshot: ValueSnapshot) -> None:
-        frames = (wire.encode(post), snapshot.inline)
+        frames = (encode(post), snapshot.inline)
         self._links.send(name, self._peer(name).endpoint, frames, self.outgoing.idle)
 
     def _reply(self, route: bytes, answer: wire.Answer, body: Bytes | None = None) -> None:
         if self._ended is None:
-            self._router.send_multipart((route, wire.encode(answer), *([] if body is None else [frame(body)])))
+            send(self._router, (route, encode(answer), *([] if body is None else [frame(body)])))
 
     def _ask_relay(self, relay: Relay, want: WantMessage) -> bool:
         """False where another has that worker's name by now, or its port, or it cannot be reached."""
@@ -411,26 +380,17 @@ class IoThread:
             if self._links.others(relay.worker, relay.endpoint):
                 # The source's word may be older than this connection, on which something may be under way.
                 return False
-            self._links.send(relay.worker, relay.endpoint, (wire.encode(want),), self.outgoing.idle)
+            self._links.send(relay.worker, relay.endpoint, (encode(want),), self.outgoing.idle)
         except zmq.ZMQError as error:
             _log.warning("worker %s cannot ask %s: %s", self.name, relay.worker, error)
             return False
         return True
 
     def _hear(self) -> None:
-        while True:
-            try:
-                route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            try:
-                request = decoded(wire.decode_request, frames)
-            except msgspec.DecodeError as error:
-                _log.warning("worker %s dropped a message that is none of ours: %s", self.name, error)
-                continue
-            defect = self._attempt(partial(self._take, route.bytes, request, frames[1:]))
+        for route, request, frames in received(self._router, wire.decode_request, self._reader, wire.FOLLOWED):
+            defect = self._attempt(partial(self._take, route, request, frames[1:]))
             if defect is not None and isinstance(request, PostMessage):
-                self._reply(route.bytes, wire.refused(request, InternalError(what=f"{self.name}: {defect!r}")))
+                self._reply(route, wire.refused(request, InternalError(what=f"{self.name}: {defect!r}")))
 
     def _take(self, route: bytes, request: wire.Request, frames: list[zmq.Frame]) -> None:
         match request:
@@ -453,13 +413,7 @@ class IoThread:
                     self.incoming.wanted(route, request)
 
     def _hear_answers(self) -> None:
-        while (heard := self._links.receive()) is not None:
-            name, frames = heard
-            try:
-                answer = decoded(wire.decode_answer, frames)
-            except msgspec.DecodeError as error:
-                _log.warning("worker %s dropped an answer of %s that is none of ours: %s", self.name, name, error)
-                continue
+        for name, answer, frames in self._links.received(wire.decode_answer, self._reader, wire.FOLLOWED):
             match answer:
                 case Pull():
                     self._attempt(partial(self._serve, name, answer))
@@ -489,9 +443,9 @@ class IoThread:
             receiver=peer.incarnation,
             start=pull.start,
         )
-        self._links.send(name, peer.endpoint, (wire.encode(data), frame(part)), self.outgoing.idle)
+        self._links.send(name, peer.endpoint, (encode(data), frame(part)), self.outgoing.idle)
 
     def _say_forgotten(self) -> None:
         inodes = self._slabs.forgotten()
         if inodes:
-            self._links.send_to_all((wire.encode(ForgetMessage(inodes=inodes)),))
+            self._links.send_to_all((encode(ForgetMessage(inodes=inodes)),))

@@ -33,7 +33,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,17 +42,18 @@ from workers.directory import DirectoryClient, Facts, Kind
 from workers.directory.address import WorkerAddress
 from workers.directory.process import this_host
 from workers.errors import DirectoryLostError, MessageBacklogError, MessengerClosedError, OpenFilesError
-from workers.messages import broadcast_members, pickling
+from workers.messages import broadcast_members
 from workers.messages.async_work import AsyncWork, TensorWork, all_of
 from workers.messages.backlog import Backlog
 from workers.messages.deliveries import Delivery, Posting
 from workers.messages.io_thread import IoThread
 from workers.messages.options import CollectiveGroupOptions, checked
 from workers.messages.outgoing import Sending, ValueSnapshot
-from workers.messages.pickling import Packed
 from workers.messages.relays import RECEIVERS_FROM, Tree
 from workers.messages.shared_buffers import Mappings, Slabs
 from workers.messages.wire import FaultForm, Form, ObjectForm, TensorForm
+from workers.transport import pickling
+from workers.transport.pickling import Packed
 
 TIMEOUT_S = 1800.0
 """How long an operation may take, unless told otherwise."""
@@ -375,13 +375,12 @@ class Messenger:
         size = packed.nbytes + MESSAGE_BYTES * (1 + receivers)
         self._backlog.admit(size, what)
         try:
-            slab, inline = None, bytearray()
+            slab, inline = None, b""
             if packed.nbytes > INLINE_BYTES:
                 slab = self._slabs.take(packed.nbytes)
                 packed.write(slab.memory)
-            elif packed.nbytes:
-                inline = bytearray(packed.nbytes)
-                packed.write(np.frombuffer(inline, np.uint8))
+            else:
+                inline = b"".join(packed.runs())
         except BaseException:
             self._backlog.free(size)
             if slab is not None:
@@ -393,7 +392,7 @@ class Messenger:
             if slab is not None:
                 (self._slabs.abandon if unsure else self._slabs.give_back)(slab)
 
-        return ValueSnapshot(form, packed, slab, bytes(inline), receivers, free)
+        return ValueSnapshot(form, packed, slab, inline, receivers, free)
 
     def _in(
         self,

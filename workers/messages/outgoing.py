@@ -17,10 +17,11 @@ from dataplane.errors import DataPlaneError, InternalError
 from workers.directory.address import WorkerAddress
 from workers.errors import GroupOptionsError, MessageTimeoutError, WorkerLostError
 from workers.messages.options import CollectiveGroupOptions
-from workers.messages.pickling import Packed
 from workers.messages.relays import Later, Tree
 from workers.messages.shared_buffers import OwnSlab
-from workers.messages.wire import Form, Held, MessageReceived, PostMessage, Pull, RefusedMessage, Settled, error_of
+from workers.messages.wire import Form, Held, MessageReceived, PostMessage, Pull, RefusedMessage, Settled
+from workers.transport.encoding import error_of
+from workers.transport.pickling import Packed
 
 SETTLE_S = 1.0
 """At first contact a sender waits so long for the receiver to take, or refuse, what it has been told of."""
@@ -48,7 +49,7 @@ class ValueSnapshot:
     ) -> None:
         self.form = form
         self.serial = next(_serials)
-        self.segments, self.skeleton_from, self.nbytes = packed.segments, packed.skeleton_from, packed.nbytes
+        self.layout = packed.layout
         self.slab = slab
         self.inline = zmq.Frame(inline, copy=True)
         self.tree: Tree | None = None
@@ -182,9 +183,7 @@ class OutgoingMessages:
             receiver=theirs,
             form=snapshot.form,
             options=contact.options,
-            segments=snapshot.segments,
-            skeleton_from=snapshot.skeleton_from,
-            nbytes=snapshot.nbytes,
+            layout=snapshot.layout,
             slab=None if snapshot.slab is None else snapshot.slab.name,
             settling=sending.settling,
             serial=snapshot.serial,

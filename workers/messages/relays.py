@@ -17,8 +17,8 @@ from functools import partial
 from dataplane.core.addresses import split_address
 from workers.errors import MessageBacklogError
 from workers.messages.backlog import Backlog
-from workers.messages.pickling import Bytes
 from workers.messages.wire import Absent, Data, PostMessage, Relay, WantMessage
+from workers.transport.pickling import Bytes
 
 RECEIVERS_FROM = 8
 """A broadcast to fewer is sent to each by the source."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from workers.messages.pickling import Bytes
 from workers.messages.wire import Slab
+from workers.transport.pickling import Bytes
 
 IDLE_BYTES = 1 << 30
 """Slabs that wait to be used again, at most; warm memory is several times as fast as fresh."""

@@ -27,11 +27,9 @@ from typing import Annotated, Any
 import msgspec
 
 from dataplane.errors import DataPlaneError
-from workers import errors
-from workers.directory import decoding
-from workers.directory.decoding import reader
 from workers.messages.options import CollectiveGroupOptions
-from workers.messages.pickling import Segment
+from workers.transport.encoding import carried, decoder
+from workers.transport.pickling import Layout
 
 
 class ObjectForm(msgspec.Struct, frozen=True, tag="object"):
@@ -86,7 +84,7 @@ class Relay(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A message of `nbytes`. slab None: they are in the last frame.
+    """A message, whose bytes are in the last frame where `slab` is None.
 
     stream: empty between a pair, else names the broadcast group; number: of this message, of this sender in this
     stream to this receiver; serial: of its values, the same for all receivers of a broadcast; receiver: its
@@ -101,9 +99,7 @@ class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     receiver: int
     form: Form
     options: CollectiveGroupOptions
-    segments: tuple[Segment, ...]
-    skeleton_from: Annotated[int, msgspec.Meta(ge=0)]
-    nbytes: int
+    layout: Layout
     slab: Slab | None
     settling: bool
     serial: int
@@ -112,13 +108,13 @@ class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """ValueError for values that are not among the bytes of the message."""
-        for segment in self.segments:
-            if segment.start < 0 or segment.nbytes < 0 or segment.start + segment.nbytes > self.nbytes:
-                raise ValueError(f"{segment.nbytes} bytes from {segment.start} of a message of {self.nbytes}")
-        if self.skeleton_from > self.nbytes:
-            raise ValueError(f"a skeleton from {self.skeleton_from} of a message of {self.nbytes}")
+        self.layout.check()
         if self.slab is not None and self.slab.nbytes < self.nbytes:
             raise ValueError(f"{self.nbytes} bytes in a slab of {self.slab.nbytes}")
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
 
 
 class Held(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -202,30 +198,12 @@ class Absent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 Request = PostMessage | Data | ForgetMessage | WantMessage
 Answer = Held | Settled | MessageReceived | RefusedMessage | Pull | Data | Absent
+FOLLOWED = (PostMessage, Data)
+"""A frame of bytes follows the head of these."""
 
-_encoder = msgspec.msgpack.Encoder()
-_requests: Callable[[Any], Request] = reader(Request)
-_answers: Callable[[Any], Answer] = reader(Answer)
-
-
-def encode(message: Request | Answer) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_request(data: Any) -> Request:
-    """msgspec.DecodeError for anything that is not one."""
-    return _requests(data)
-
-
-def decode_answer(data: Any) -> Answer:
-    """msgspec.DecodeError for anything that is not one."""
-    return _answers(data)
+decode_request: Callable[[Any], Request] = decoder(Request)
+decode_answer: Callable[[Any], Answer] = decoder(Answer)
 
 
 def refused(post: PostMessage, error: DataPlaneError) -> RefusedMessage:
-    return RefusedMessage(stream=post.stream, number=post.number, error=type(error).__name__, facts=error.facts)
-
-
-def error_of(answer: RefusedMessage) -> DataPlaneError:
-    """The error that `refused` was made of."""
-    return decoding.error_of(errors, answer.error, answer.facts)
+    return RefusedMessage(stream=post.stream, number=post.number, **carried(error))

@@ -14,6 +14,7 @@ from tests.workers.channels.channels import alongside, broker, every_wire, make,
 from workers.channels import Channel, ChannelBroker, ChannelLostError
 from workers.channels import broker as broker_module
 from workers.channels.queues import Broker
+from workers.transport import stream_server
 
 pytestmark = pytest.mark.integration
 
@@ -35,7 +36,7 @@ def test_a_connection_that_cannot_be_served_is_only_that_one(
             patched.undo()
             raise OSError(errno.EINVAL, "reset meanwhile")
 
-        patched.setattr(broker_module, "tune", tune)
+        patched.setattr(stream_server, "tune", tune)
         with pytest.raises(ChannelLostError):
             refused.put(1)
     refused.put(2)

@@ -42,14 +42,15 @@ from workers.channels import (
     EndOfChannelError,
     wire,
 )
-from workers.channels import broker as broker_module
 from workers.channels import channel as channel_module
-from workers.channels.endpoint import Endpoint
 from workers.channels.hosted import HostedBroker
 from workers.channels.settings import ChannelSettings, broker_name
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient, Kind
 from workers.directory import server as directory_server
 from workers.errors import NameNotFoundError, WorkerLostError
+from workers.transport import stream_server
+from workers.transport.endpoint import Endpoint
+from workers.transport.stream_server import StreamServer
 
 pytestmark = pytest.mark.slow
 
@@ -250,11 +251,11 @@ def test_a_broker_out_of_descriptors_waits_until_it_has_some(
     caplog: pytest.LogCaptureFixture,
     retry_s: float,
 ) -> None:
-    monkeypatch.setattr(broker_module, "RETRY_S", retry_s)
+    monkeypatch.setattr(stream_server, "RETRY_S", retry_s)
     first = make()
     other = pickle.loads(pickle.dumps(first))
-    listeners = {fd: NoDescriptors(real) for fd, real in broker._listeners.items()}
-    monkeypatch.setattr(broker, "_listeners", listeners)
+    listeners = {fd: NoDescriptors(real) for fd, real in broker._server._listeners.items()}
+    monkeypatch.setattr(broker._server, "_listeners", listeners)
     begun = time.monotonic()
     with alongside(lambda: other.put(1)) as outcome:
         while not any(each.asked for each in listeners.values()):
@@ -443,11 +444,11 @@ def test_a_broker_tells_how_it_ended(directory: DirectoryClient, monkeypatch: py
     closed.close()
     assert closed.wait()
 
-    def fail(broker: ChannelBroker) -> None:
+    def fail(server: StreamServer) -> None:
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(channel_module, "NOTICE_S", 0.0)
-    monkeypatch.setattr(ChannelBroker, "_hear_again", fail)
+    monkeypatch.setattr(StreamServer, "_hear_again", fail)
     dead = HostedBroker(directory.address, 1, capacity_bytes=CAPACITY)
     with contextlib.suppress(ChannelLostError):
         Channel.create("c", node_rank=1, directory=directory)

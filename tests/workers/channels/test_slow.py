@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,75 +14,9 @@ from tests.lives import Proxy, wait_until
 from tests.workers.channels.channels import broker
 from tests.workers.channels.far_channels import near_and_far, proxy
 from workers.channels import Channel, background, connection
-from workers.channels import stream as stream_module
 from workers.channels.connection import ArrivedItems
-from workers.channels.stream import Stream
 
 pytestmark = pytest.mark.integration
-
-PIECE = 1000
-PIECES = 3
-
-
-@pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stream, socket.socket]]:
-    """A stream, and the other end of its connection."""
-    monkeypatch.setattr(stream_module, "SILENT_S", 600.0)
-    ours, theirs = socket.socketpair()
-    with theirs:
-        stream = Stream(ours)
-        yield stream, theirs
-        stream.close()
-
-
-def _piece_by_piece(stream: Stream, theirs: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another piece comes whenever one is waited for in time."""
-    real = stream.wait
-
-    def wait(until: float) -> None:
-        assert until > time.monotonic(), "it is waited for no longer"
-        theirs.sendall(bytes(PIECE))
-        real(until)
-
-    theirs.sendall(bytes(PIECE))
-    monkeypatch.setattr(stream, "wait", wait)
-
-
-def test_what_comes_slowly_is_waited_for_while_it_comes(
-    ends: tuple[Stream, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _piece_by_piece(*ends, monkeypatch)
-    ends[0].receive_into(memoryview(bytearray(PIECES * PIECE)), -math.inf)
-
-
-def test_what_is_dropped_may_come_slowly_too(
-    ends: tuple[Stream, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, theirs = ends
-    _piece_by_piece(stream, theirs, monkeypatch)
-    stream.skip(PIECES * PIECE, -math.inf)
-    theirs.sendall(b"next")
-    assert stream.sock.recv(PIECE) == b"next"
-
-
-def test_what_goes_slowly_is_sent_while_it_goes(
-    ends: tuple[Stream, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, theirs = ends
-    came = 0
-    real = stream._wait
-
-    def wait(event: int, until: float) -> None:
-        nonlocal came
-        assert until > time.monotonic(), "it is sent no longer"
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                came += len(theirs.recv(1 << 20, socket.MSG_DONTWAIT))
-        real(event, until)
-
-    monkeypatch.setattr(stream, "_wait", wait)
-    stream.send([bytes(10 << 20)], -math.inf)
-    assert came
 
 
 def test_a_confirmation_that_comes_behind_other_items_is_waited_for(

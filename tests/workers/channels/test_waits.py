@@ -37,6 +37,7 @@ from tests.workers.channels.peer import Peer
 from workers.channels import Channel, ChannelBroker, ChannelClosedError, ChannelTimeoutError, EndOfChannelError
 from workers.channels.items import Parcel
 from workers.channels.settings import ChannelSettings
+from workers.transport import waiting as waiting_module
 
 pytestmark = pytest.mark.integration
 
@@ -128,9 +129,7 @@ def test_a_wait_for_memory_ends_at_its_timeout(make: Callable[..., Channel], asy
 def test_the_log_says_what_is_waited_for(
     make: Callable[..., Channel], async_op: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("connection", "background", "local"):
-        monkeypatch.setattr(f"workers.channels.{module}.LOG_EVERY_S", 0.02)
-    monkeypatch.setattr("workers.messages.async_work.LOG_EVERY_S", 0.02)
+    monkeypatch.setattr(waiting_module, "LOG_EVERY_S", 0.02)
     channel = make()
     with alongside(lambda: finished(channel.get(key="k", async_op=async_op))) as outcome:
         with logged("get of channel 'c', key 'k'"):

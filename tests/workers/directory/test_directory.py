@@ -37,9 +37,9 @@ from workers.directory.wire import (
     RegisterProcess,
     Reply,
     decode_reply,
-    encode,
 )
 from workers.errors import DirectoryLostError, NameInUseError, NameNotFoundError, WorkerLostError
+from workers.transport.encoding import encode
 
 pytestmark = pytest.mark.integration
 
@@ -383,7 +383,7 @@ def test_a_defect_in_one_request_is_told_and_the_directory_goes_on(monkeypatch: 
 
 def test_a_defect_at_one_answer_is_its_call_s(client: DirectoryClient, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(client_module.wire, "error_of", lambda _: 1 // 0)
+        patched.setattr(client_module, "error_of", lambda _: 1 // 0)
         with pytest.raises(InternalError, match="ZeroDivisionError"):
             client.lookup_group("g")
     with pytest.raises(NameNotFoundError):

@@ -23,8 +23,9 @@ from workers.directory import client as client_module
 from workers.directory.address import WorkerAddress
 from workers.directory.process import this_process
 from workers.directory.registry import Registry
-from workers.directory.wire import Lookup, OpenDirectory, RegisterProcess, encode
+from workers.directory.wire import Lookup, OpenDirectory, RegisterProcess
 from workers.errors import DirectoryLostError, NameInUseError, WorkerLostError
+from workers.transport.encoding import encode
 
 pytestmark = pytest.mark.integration
 

@@ -23,7 +23,7 @@ from workers.errors import (
     SourceFailedError,
     WorkerLostError,
 )
-from workers.messages import Messenger, pickling
+from workers.messages import Messenger
 from workers.messages.backlog import Backlog
 from workers.messages.deliveries import Posting
 from workers.messages.incoming import Incoming
@@ -31,6 +31,7 @@ from workers.messages.outgoing import OutgoingMessages, Sending, ValueSnapshot
 from workers.messages.relays import Relays
 from workers.messages.shared_buffers import Mappings
 from workers.messages.wire import ObjectForm, PostMessage
+from workers.transport import pickling
 
 pytestmark = pytest.mark.integration
 

@@ -29,9 +29,11 @@ from tests.lives import wait_until
 from tests.workers.messages.messengers import Here, address, here, one_road, until_it_fails
 from workers.directory import Directory, DirectoryClient, Kind
 from workers.errors import MessageBacklogError, MessageTimeoutError, WorkerLostError
-from workers.messages import CollectiveGroupOptions, io_thread, links, wire
+from workers.messages import CollectiveGroupOptions, io_thread, wire
 from workers.messages.incoming import Incoming
 from workers.messages.shared_buffers import Mappings, OwnSlab, Slabs
+from workers.transport import links
+from workers.transport.encoding import encode
 
 pytestmark = pytest.mark.integration
 
@@ -259,7 +261,7 @@ def _broadcast_to_many() -> None:
             assert pickle.loads(inline) == value
             post = wire.decode_request(head)
             assert isinstance(post, wire.PostMessage)
-            peers.send_multipart((route, wire.encode(wire.MessageReceived(stream=post.stream, number=post.number))))
+            peers.send_multipart((route, encode(wire.MessageReceived(stream=post.stream, number=post.number))))
         assert work.wait() == value
         workers.close()
 
@@ -312,7 +314,7 @@ def test_parts_of_a_message_between_others_are_dropped(
         ends = {"incarnation": a._engine.incarnation, "receiver": b._engine.incarnation}
         ends[end] -= 1
         data = wire.Data(stream=pull.stream, number=pull.number, source="g:0", start=pull.start, **ends)
-        frames = (wire.encode(data), bytes(pull.nbytes))
+        frames = (encode(data), bytes(pull.nbytes))
         a._engine._links.send(name, a._engine._peer(name).endpoint, frames, a._engine.outgoing.idle)
         real(name, pull)
 

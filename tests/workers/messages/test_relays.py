@@ -22,9 +22,9 @@ from workers.directory.address import WorkerAddress
 from workers.errors import WorkerLostError
 from workers.messages import Messenger, broadcast_members, fetches, outgoing, relays
 from workers.messages.io_thread import IoThread
-from workers.messages.links import Links
 from workers.messages.relays import Relays, Tree
 from workers.messages.wire import Absent, Data, Relay, WantMessage
+from workers.transport.links import Links
 
 BIG = 50_000
 """Integers that take several chunks."""

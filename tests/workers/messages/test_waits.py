@@ -17,6 +17,7 @@ from tests.processor import costs_little
 from tests.workers.messages.messengers import Here, address, here, one_road
 from workers.errors import MessageBacklogError, MessageTimeoutError, MessengerClosedError, NameNotFoundError
 from workers.messages import async_work
+from workers.transport import waiting as waiting_module
 
 pytestmark = pytest.mark.integration
 
@@ -103,7 +104,7 @@ def test_the_default_bound(one_road: Here) -> None:
 
 
 def test_a_long_wait_is_logged(one_road: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_work, "LOG_EVERY_S", 0.02)
+    monkeypatch.setattr(waiting_module, "LOG_EVERY_S", 0.02)
     (a,) = one_road.workers(1)
     with logged("g:0: recv from g:1: waiting for"):
         waits = [one_road.start(a.recv, B)]

@@ -20,6 +20,7 @@ from workers.messages.outgoing import Contact
 from workers.messages.relays import RELAY_S, Relays
 from workers.messages.shared_buffers import Mappings
 from workers.messages.wire import ObjectForm, PostMessage, Pull, Relay, Slab, WantMessage
+from workers.transport.pickling import Layout
 
 NBYTES = 1000
 OPTIONS = CollectiveGroupOptions()
@@ -32,9 +33,7 @@ POST = PostMessage(
     receiver=1,
     form=ObjectForm(),
     options=OPTIONS,
-    segments=(),
-    skeleton_from=0,
-    nbytes=NBYTES,
+    layout=Layout((), 0, NBYTES),
     slab=Slab("elsewhere", 1, 3, 1, NBYTES),
     settling=False,
     serial=1,
@@ -126,7 +125,14 @@ def test_receives_that_are_given_up_lose_no_message_and_leave_the_order(engine: 
     """Messages between a pair; those of a broadcast group are for one call each."""
     for number in range(3):
         body = pickle.dumps(number)
-        here = {"stream": b"", "number": number, "nbytes": len(body), "slab": None, "relay": None, "passes_on": False}
+        here = {
+            "stream": b"",
+            "number": number,
+            "layout": Layout((), 0, len(body)),
+            "slab": None,
+            "relay": None,
+            "passes_on": False,
+        }
         engine.incoming.arrive(b"route", msgspec.structs.replace(POST, **here), body)
     dropped = [_receive(RELAY_S, b"") for _ in order]
     for receive in dropped:

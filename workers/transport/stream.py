@@ -1,17 +1,18 @@
-"""Messages through a stream socket, in one thread at a time. Nothing waits without a deadline."""
+"""The client's end of a stream of messages, in one thread at a time. Nothing waits without a deadline."""
 
 from __future__ import annotations
 
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 
+from dataplane.core.addresses import boot_id, split_address
 from dataplane.core.wakeup import poll_ms
-from workers.channels import wire
-from workers.channels.wire import Message
+from workers.transport.endpoint import Endpoint
+from workers.transport.framing import MAX_ANSWER_BYTES, READ_BYTES, Message, Splitter, send_some
 
-READ_BYTES = 64 << 10
 SILENT_S = 10.0
 """Bytes on their way have as long again whenever some of them arrive, however many they are."""
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
@@ -38,32 +39,45 @@ def tune(sock: socket.socket) -> None:
 
 
 class Stream:
-    """The client's end. `StreamLostError` from any method once the other end is gone."""
+    """`StreamLostError` from any method once the other end is gone."""
 
     def __init__(self, sock: socket.socket) -> None:
         tune(sock)
         self.sock = sock
-        self._splitter = wire.Splitter(wire.MAX_ANSWER_BYTES)
+        self._splitter = Splitter(MAX_ANSWER_BYTES)
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
+
+    @classmethod
+    def connect(cls, endpoint: Endpoint, within_s: float) -> Stream:
+        """By the socket of this host, or else over tcp. OSError where nothing answers."""
+        if endpoint.host == boot_id():
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(within_s)
+                sock.connect("\0" + endpoint.name)
+                return cls(sock)
+            except ConnectionRefusedError:
+                # Also where the server is in another network namespace of this machine.
+                sock.close()
+            except BaseException:
+                sock.close()
+                raise
+        return cls(socket.create_connection(split_address(endpoint.address), within_s))
 
     def send(self, parts: Sequence[bytes | memoryview], until: float) -> None:
         """All of `parts`. `StreamSilentError` at the moment `until`, or once nothing was taken for `SILENT_S` if that
         is later: the stream is of no use then."""
-        pending = [memoryview(part) for part in parts if len(part)]
+        pending = deque([memoryview(part) for part in parts if len(part)])
         while pending:
             try:
-                sent = self.sock.sendmsg(pending)
+                send_some(self.sock, pending)
             except BlockingIOError:
                 self._wait(select.POLLOUT, until)
                 continue
             except OSError as error:
                 raise StreamLostError(str(error)) from error
             until = max(until, time.monotonic() + SILENT_S)
-            while pending and sent >= len(pending[0]):
-                sent -= len(pending.pop(0))
-            if sent:
-                pending[0] = pending[0][sent:]
 
     def first(self, data: bytes, until: float) -> Message:
         """The first message, of which `data` was read already."""
@@ -80,13 +94,13 @@ class Stream:
             if message is not None:
                 return message
             self.wait(until)
-            self._splitter.feed(self._read())
+            self._splitter.feed(self._read() or b"")
 
     def arrived(self) -> Message | None:
         """The next message if it is there, or has been read already; reads once at most."""
         message = self._splitter.next()
         if message is None:
-            data = self._try_read()
+            data = self._read()
             if data:
                 self._splitter.feed(data)
                 message = self._splitter.next()
@@ -95,12 +109,10 @@ class Stream:
     def receive_into(self, target: memoryview, until: float) -> None:
         """The payload of the message that came last, whole, or one part of it after another. `StreamSilentError` at the
         moment `until`, or once nothing came for `SILENT_S` if that is later."""
-        known = self._splitter.rest(len(target))
-        target[: len(known)] = known
-        at = len(known)
-        while at < len(target):
+        left = self._splitter.rest(target)
+        while left:
             try:
-                count = self.sock.recv_into(target[at:])
+                count = self.sock.recv_into(left)
             except BlockingIOError:
                 self.wait(until)
                 continue
@@ -108,7 +120,7 @@ class Stream:
                 raise StreamLostError(str(error)) from error
             if not count:
                 raise StreamLostError("it closed the connection")
-            at += count
+            left = left[count:]
             until = max(until, time.monotonic() + SILENT_S)
 
     def skip(self, nbytes: int, until: float) -> None:
@@ -128,13 +140,7 @@ class Stream:
 
     def check(self) -> None:
         """Raises if the other end is known to be gone; reads nothing."""
-        try:
-            if not self.sock.recv(1, socket.MSG_PEEK):
-                raise StreamLostError("it closed the connection")
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise StreamLostError(str(error)) from error
+        self._read(1, socket.MSG_PEEK)
 
     def close(self) -> None:
         self.sock.close()
@@ -145,14 +151,10 @@ class Stream:
         if not poll.poll(poll_ms(until - time.monotonic())):
             raise StreamSilentError
 
-    def _read(self) -> bytes:
-        data = self._try_read()
-        return b"" if data is None else data
-
-    def _try_read(self) -> bytes | None:
+    def _read(self, most: int = READ_BYTES, flags: int = 0) -> bytes | None:
         """What is there; None for nothing."""
         try:
-            data = self.sock.recv(READ_BYTES)
+            data = self.sock.recv(most, flags)
         except BlockingIOError:
             return None
         except OSError as error:

@@ -10,7 +10,7 @@ import io
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -43,26 +43,40 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     cuda: bool = False
 
 
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """Where the parts of an object are among its `nbytes` bytes: the segments, then the skeleton."""
+
+    segments: tuple[Segment, ...]
+    skeleton_from: Annotated[int, msgspec.Meta(ge=0)]
+    nbytes: int
+
+    def check(self) -> None:
+        """ValueError for parts that are not among the bytes."""
+        for segment in self.segments:
+            if segment.start < 0 or segment.nbytes < 0 or segment.start + segment.nbytes > self.nbytes:
+                raise ValueError(f"{segment.nbytes} bytes from {segment.start} of an object of {self.nbytes}")
+        if self.skeleton_from > self.nbytes:
+            raise ValueError(f"a skeleton from {self.skeleton_from} of an object of {self.nbytes}")
+
+
 @dataclass(frozen=True)
 class Packed:
     """What `pack` made of an object. skeleton: empty for a tensor by itself; parts: one per segment, a tensor of any
-    strides and device or a buffer; they are the object's own, so its values are those at `write` or `runs`; nbytes: of
-    the parts, and the skeleton after them."""
+    strides and device or a buffer; they are the object's own, so its values are those at `write` or `runs`."""
 
     skeleton: bytes
-    segments: tuple[Segment, ...]
+    layout: Layout
     parts: Sequence[Tensor | memoryview]
-    nbytes: int
 
     @property
-    def skeleton_from(self) -> int:
-        """Where the skeleton is among the bytes."""
-        return self.nbytes - len(self.skeleton)
+    def nbytes(self) -> int:
+        """Of the parts, and the skeleton after them."""
+        return self.layout.nbytes
 
     def write(self, memory: Bytes) -> None:
         """Copy everything into `memory`, [at least nbytes]. Blocks until it is there, from a GPU too."""
-        memory[self.skeleton_from : self.nbytes] = np.frombuffer(self.skeleton, np.uint8)
-        for segment, part in zip(self.segments, self.parts, strict=True):
+        memory[self.layout.skeleton_from : self.nbytes] = np.frombuffer(self.skeleton, np.uint8)
+        for segment, part in zip(self.layout.segments, self.parts, strict=True):
             if segment.nbytes == 0:
                 continue
             run = _run(memory, segment)
@@ -75,14 +89,14 @@ class Packed:
         """The same bytes as buffers that follow each other; copied are only tensors that are not contiguous, or on a
         GPU."""
         found, end = [], 0
-        for segment, part in zip(self.segments, self.parts, strict=True):
+        for segment, part in zip(self.layout.segments, self.parts, strict=True):
             found.append(_PADDING[: segment.start - end])
             found.append(_bytes_of(part) if isinstance(part, Tensor) else part)
             end = segment.start + segment.nbytes
         return [*found, memoryview(self.skeleton)]
 
 
-NOTHING = Packed(b"", (), (), 0)
+NOTHING = Packed(b"", Layout((), 0, 0), ())
 
 
 def pack(value: Any, what: str | None = None) -> Packed:
@@ -107,14 +121,12 @@ def pack(value: Any, what: str | None = None) -> Packed:
         named = what or f"an object of type {type(value).__name__}"
         raise NotSerializableError(what=named, why=f"{type(error).__name__}: {error}") from error
     parts: list[Tensor | memoryview] = [*pickler.tensors, *buffers]
-    segments, nbytes = _lay_out(parts)
-    return Packed(file.getvalue(), segments, parts, nbytes + file.tell())
+    return _packed(file.getvalue(), parts)
 
 
 def pack_tensor(tensor: Tensor) -> Packed:
     """A plain tensor by itself."""
-    segments, nbytes = _lay_out([tensor])
-    return Packed(b"", segments, [tensor], nbytes)
+    return _packed(b"", [tensor])
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -149,19 +161,18 @@ class Unpacked:
 
 
 def unpack(
-    skeleton_from: int,
-    segments: Sequence[Segment],
+    layout: Layout,
     memory: Bytes,
     warm: BufferPool,
     *,
     own: bool,
     device: torch.device | None = None,
 ) -> Unpacked:
-    """What `Packed.write` wrote into `memory`, [nbytes]: tensors and buffers refer to it where it is this process's
-    `own`, or else are copies; large ones in memory of `warm`. What came from a GPU goes to `device`, or this thread's
-    current one; to CPU memory where there is none. Blocks until all is copied."""
-    unpacked = Unpacked(memory[skeleton_from:].tobytes())
-    for segment in segments:
+    """What `Packed.write` wrote into `memory`, [at least nbytes]: tensors and buffers refer to it where it is this
+    process's `own`, or else are copies; large ones in memory of `warm`. What came from a GPU goes to `device`, or this
+    thread's current one; to CPU memory where there is none. Blocks until all is copied."""
+    unpacked = Unpacked(memory[layout.skeleton_from : layout.nbytes].tobytes())
+    for segment in layout.segments:
         run = _run(memory, segment)
         if not segment.dtype:
             unpacked.buffers.append(run if own else _copied(run, warm))
@@ -180,10 +191,10 @@ def unpack(
     return unpacked
 
 
-def copy_into(target: Tensor, segments: Sequence[Segment], memory: Bytes) -> None:
+def copy_into(target: Tensor, layout: Layout, memory: Bytes) -> None:
     """The one tensor of a message into `target`, of the same shape and dtype, wherever it is and whatever its
     strides."""
-    (segment,) = segments
+    (segment,) = layout.segments
     if segment.nbytes:
         flat = torch.from_numpy(_run(memory, segment))
         with torch.no_grad():
@@ -210,7 +221,7 @@ def _settle(tensors: Sequence[Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _lay_out(parts: Sequence[Tensor | memoryview]) -> tuple[tuple[Segment, ...], int]:
+def _packed(skeleton: bytes, parts: Sequence[Tensor | memoryview]) -> Packed:
     segments, end = [], 0
     for part in parts:
         start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
@@ -221,7 +232,7 @@ def _lay_out(parts: Sequence[Tensor | memoryview]) -> tuple[tuple[Segment, ...],
             nbytes = part.nbytes
             segments.append(Segment(start, nbytes))
         end = start + nbytes
-    return tuple(segments), end
+    return Packed(skeleton, Layout(tuple(segments), end, end + len(skeleton)), parts)
 
 
 def _run(memory: Bytes, segment: Segment) -> Bytes:

@@ -1,4 +1,4 @@
-"""A worker's connections to those it sends to: one socket for all of them, however many there are."""
+"""Connections to those that a worker sends to: one socket for all of them, however many there are."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import resource
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
-from dataplane.core.addresses import bracketed, split_address
+from dataplane.core.zmq_io import send
+from workers.transport.zmq_sockets import Socket, connect, open_socket, received, url_of
 
 LINGER_MS = 1000
 LINKS_MOST = 1 << 10
@@ -20,6 +21,8 @@ LINKS_MOST = 1 << 10
 LINKS_SHARE = 4
 """They take at most that part of the descriptors that this process may have."""
 _LOOK_AT = 16
+
+M = TypeVar("M")
 
 
 @dataclass
@@ -34,10 +37,9 @@ class Links:
     """For one thread. A connection is made when something is to be sent, and each has a name of its own, so that what
     comes from one that was cut is nobody's."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, most: int | None = None) -> None:
-        self.socket = context.socket(zmq.ROUTER)
-        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, LINGER_MS), (zmq.ROUTER_MANDATORY, 1)):
-            self.socket.set(option, value)
+    def __init__(self, context: zmq.Context[Socket], *, most: int | None = None) -> None:
+        self.socket = open_socket(context, zmq.ROUTER, linger_ms=LINGER_MS)
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)
         self._most = _most() if most is None else most
         self._numbers = itertools.count(1)
         self._by_peer: OrderedDict[str, _Link] = OrderedDict()
@@ -64,7 +66,7 @@ class Links:
 
     def others(self, peer: str, endpoint: str) -> bool:
         """Whether what goes to `endpoint` now is the connection of another than `peer`."""
-        link = self._by_url.get(_url(endpoint))
+        link = self._by_url.get(url_of(endpoint))
         return link is not None and link.peer != peer
 
     def send_to_all(self, frames: Sequence[Any]) -> None:
@@ -74,23 +76,21 @@ class Links:
 
     def _sent(self, link: _Link, frames: Sequence[Any]) -> bool:
         try:
-            self.socket.send_multipart((link.route, *frames))
+            send(self.socket, (link.route, *frames))
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             return False
         return True
 
-    def receive(self) -> tuple[str, list[zmq.Frame]] | None:
-        """From whom, and what; None if there is nothing."""
-        while True:
-            try:
-                route, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return None
-            link = self._by_route.get(route.bytes)
+    def received(
+        self, decode: Callable[[Any], M], reader: str, followed: tuple[type, ...]
+    ) -> Iterator[tuple[str, M, list[zmq.Frame]]]:
+        """The answers that are there: from whom, what they say, and their frames; see `zmq_sockets.received`."""
+        for route, answer, frames in received(self.socket, decode, reader, followed):
+            link = self._by_route.get(route)
             if link is not None:
-                return link.peer, frames
+                yield link.peer, answer, frames
 
     def cut(self, peer: str) -> None:
         """End the connection, if there is one; what was not sent is not sent."""
@@ -101,15 +101,13 @@ class Links:
                 self.socket.disconnect(link.url)
 
     def _connect(self, peer: str, endpoint: str) -> _Link:
-        url = _url(endpoint)
+        url = url_of(endpoint)
         if url in self._by_url:
             # Whoever had the port before has it no more.
             self.cut(self._by_url[url].peer)
         link = _Link(b"to-%d" % next(self._numbers), peer, endpoint, url)
-        if "[" in url:
-            self.socket.set(zmq.IPV6, 1)
         self.socket.set(zmq.CONNECT_ROUTING_ID, link.route)
-        self.socket.connect(url)
+        connect(self.socket, endpoint)
         self._by_peer[peer], self._by_route[link.route], self._by_url[url] = link, link, link
         return link
 
@@ -120,11 +118,6 @@ class Links:
             oldest = list(itertools.islice(self._by_peer, excess + _LOOK_AT))
             for peer in list(filter(idle, oldest))[:excess]:
                 self.cut(peer)
-
-
-def _url(endpoint: str) -> str:
-    host, port = split_address(endpoint)
-    return f"tcp://{bracketed(host)}:{port}"
 
 
 def _most() -> int:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.core.buffer_pool import BufferPool
-from workers.messages import pickling
-from workers.messages.pickling import ALIGN_BYTES
+from workers.transport import pickling
+from workers.transport.pickling import ALIGN_BYTES, Layout, Segment
 
 WARM = BufferPool(0)
 TYPES = sorted(name for name in pickling._DTYPES if "q" not in name and "bits" not in name)
@@ -24,7 +24,7 @@ def there_and_back(value: Any, *, own: bool = False) -> Any:
     memory = np.zeros(packed.nbytes, np.uint8)
     packed.write(memory)
     assert b"".join(packed.runs()) == memory.tobytes()
-    got = pickling.unpack(packed.skeleton_from, packed.segments, memory, WARM, own=own)
+    got = pickling.unpack(packed.layout, memory, WARM, own=own)
     if not own:
         memory.fill(255)
     return got.load()
@@ -55,10 +55,10 @@ def test_tensors_that_do_not_lie_in_a_row() -> None:
 def test_bytes_of_tensors_and_large_arrays_are_not_pickled() -> None:
     value = {"tensor": torch.zeros(5000), "array": np.zeros(5000), "parameter": torch.nn.Parameter(torch.zeros(5000))}
     packed = pickling.pack(value)
-    assert sorted(segment.nbytes for segment in packed.segments) == [20_000, 20_000, 40_000]
+    assert sorted(segment.nbytes for segment in packed.layout.segments) == [20_000, 20_000, 40_000]
     assert len(packed.skeleton) < 2000
     assert pickling.pack(torch.zeros(3)).skeleton == b""
-    assert pickling.pack([np.zeros(3)]).segments == ()
+    assert pickling.pack([np.zeros(3)]).layout.segments == ()
 
 
 def test_what_lies_in_a_row_is_not_copied_before_it_is_written() -> None:
@@ -104,9 +104,17 @@ def test_what_came_may_be_written(own: bool) -> None:
 @given(st.lists(st.integers(0, 300), max_size=6))
 def test_runs_lie_one_after_another_each_aligned(sizes: list[int]) -> None:
     packed = pickling.pack([torch.zeros(size, dtype=torch.uint8) for size in sizes])
-    assert [segment.nbytes for segment in packed.segments] == sizes
-    ends = [segment.start + segment.nbytes for segment in packed.segments]
-    assert all(segment.start % ALIGN_BYTES == 0 for segment in packed.segments)
-    assert all(end <= after.start for end, after in zip(ends, packed.segments[1:], strict=False))
-    assert packed.skeleton_from == max(ends, default=0)
-    assert packed.nbytes == packed.skeleton_from + len(packed.skeleton)
+    segments = packed.layout.segments
+    assert [segment.nbytes for segment in segments] == sizes
+    ends = [segment.start + segment.nbytes for segment in segments]
+    assert all(segment.start % ALIGN_BYTES == 0 for segment in segments)
+    assert all(end <= after.start for end, after in zip(ends, segments[1:], strict=False))
+    assert packed.layout.skeleton_from == max(ends, default=0)
+    assert packed.nbytes == packed.layout.skeleton_from + len(packed.skeleton)
+
+
+@pytest.mark.parametrize(("segments", "skeleton_from"), [([(0, 9)], 8), ([(-1, 2)], 8), ([(3, -1)], 8), ([], 9)])
+def test_a_layout_that_names_other_bytes_is_refused(segments: list[tuple[int, int]], skeleton_from: int) -> None:
+    layout = Layout(tuple(Segment(*each) for each in segments), skeleton_from, 8)
+    with pytest.raises(ValueError, match="of an object of 8"):
+        layout.check()

@@ -1,0 +1,267 @@
+"""The server's end of streams of messages: one thread for all its connections, local ones and those over tcp."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dataplane.core.addresses import boot_id, join_address, resolve_host
+from dataplane.core.wakeup import poll_ms
+from workers.transport.endpoint import Endpoint
+from workers.transport.framing import READ_BYTES, Message, Splitter, send_some
+from workers.transport.poll_thread import PollThread
+from workers.transport.stream import tune
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+RETRY_S = 1.0
+"""Where no descriptor is left for a new connection, it tries again after so long, or once a connection has ended."""
+READS_PER_TURN = 8
+"""So often one connection is read before the others have their turn."""
+
+
+class Payload(NamedTuple):
+    """Where a message's payload is to go, and what is called once it is there."""
+
+    target: memoryview
+    whole: Callable[[], None]
+
+
+class Connection:
+    """ident: tells it from others that are open."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.ident = sock.fileno()
+        self.splitter = Splitter()
+        self.out: deque[memoryview] = deque()
+        self.watched: int = select.EPOLLIN
+        self.payload: Payload | None = None
+        self.left = memoryview(b"")
+
+
+@dataclass(frozen=True)
+class Service:
+    """What is served, all in the server's thread. take: a message came; an error out of it ends that connection
+    (ValueError: it sent nonsense); left: a connection has ended; ended: the server serves no more, as it was closed, or
+    died of a defect."""
+
+    take: Callable[[Connection, Message], Payload | None]
+    left: Callable[[int], None]
+    ended: Callable[[BaseException | None], None]
+
+
+class StreamServer:
+    """Serves from `start` to `close`.
+
+    name: of its thread, and of its socket on this host; host: the name or address to bind for clients on other
+    machines, and what they reach it by; clients: names these, for the log. OSError if the host cannot be bound.
+    """
+
+    def __init__(self, name: str, host: str, token: str, service: Service, *, clients: str) -> None:
+        self._service = service
+        self._who = clients
+        self._connections: dict[int, Connection] = {}
+        self._listeners: dict[int, socket.socket] = {}
+        self._deaf_until: float | None = None
+        with contextlib.ExitStack() as undo:
+            self._epoll = select.epoll()
+            undo.callback(self._let_go)
+            self.endpoint = self._listen(name, host, token)
+            self.thread = PollThread(name, self, self._turn, self._over, patience_ms=self._patience_ms)
+            undo.pop_all()
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def _listen(self, name: str, host: str, token: str) -> Endpoint:
+        name = f"{name}-{secrets.token_hex(16)}"
+        local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listeners[local.fileno()] = local
+        local.bind("\0" + name)
+        ip = resolve_host(host)
+        remote = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
+        self._listeners[remote.fileno()] = remote
+        remote.bind((ip, 0))
+        for each in self._listeners.values():
+            each.setblocking(False)
+            each.listen(BACKLOG)
+            self.register(each.fileno(), select.EPOLLIN)
+        address = join_address(host, remote.getsockname()[1])
+        return Endpoint(host=boot_id(), name=name, address=address, token=token)
+
+    # --- a poller
+
+    def register(self, fd: int, events: int, /) -> None:
+        self._epoll.register(fd, events)
+
+    def poll(self, timeout_ms: int | None, /) -> Any:
+        return self._epoll.poll(None if timeout_ms is None else timeout_ms / 1000)
+
+    # --- the thread
+
+    def _turn(self, found: Sequence[tuple[int, int]]) -> None:
+        for fd, events in found:
+            if fd in self._listeners:
+                self._accept(self._listeners[fd])
+            elif fd in self._connections:
+                self._serve(self._connections[fd], events)
+        self._hear_again()
+
+    def _over(self, defect: BaseException | None) -> None:
+        self._let_go()
+        self._service.ended(defect)
+
+    def _let_go(self) -> None:
+        for sock in (*(each.sock for each in self._connections.values()), *self._listeners.values()):
+            sock.close()
+        self._connections.clear()
+        self._listeners.clear()
+        self._epoll.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            self._turn_deaf(error)
+            return
+        try:
+            tune(sock)
+            connection = Connection(sock)
+            self._epoll.register(connection.ident, connection.watched)
+        except OSError as error:
+            log.warning("cannot serve a new one of %s: %s", self._who, error)
+            sock.close()
+            return
+        self._connections[connection.ident] = connection
+
+    def _turn_deaf(self, error: OSError) -> None:
+        """Leave new connections where they wait: to be told of them again and again would take all time."""
+        if self._deaf_until is None:
+            log.warning("cannot take new connections of %s, and will try again: %s", self._who, error)
+            for fd in self._listeners:
+                self._epoll.unregister(fd)
+        self._deaf_until = time.monotonic() + RETRY_S
+
+    def _hear_again(self) -> None:
+        if self._deaf_until is not None and time.monotonic() >= self._deaf_until:
+            self._deaf_until = None
+            for fd in self._listeners:
+                self._epoll.register(fd, select.EPOLLIN)
+
+    def _patience_ms(self) -> int | None:
+        return None if self._deaf_until is None else poll_ms(self._deaf_until - time.monotonic())
+
+    def _serve(self, connection: Connection, events: int) -> None:
+        try:
+            if events & select.EPOLLOUT:
+                self._flush(connection)
+            if events & ~select.EPOLLOUT:
+                self._read(connection)
+        except OSError as error:
+            log.debug("one of %s is gone: %s", self._who, error)
+            self.drop(connection.ident)
+        except (ValueError, msgspec.DecodeError) as error:
+            log.warning("ended the connection of one of %s that made no sense: %s", self._who, error)
+            self.drop(connection.ident)
+        except Exception:
+            log.exception("failed on a message of one of %s, and ended its connection", self._who)
+            self.drop(connection.ident)
+
+    def drop(self, ident: int) -> None:
+        """End a connection."""
+        connection = self._connections.pop(ident, None)
+        if connection is None:
+            return
+        self._epoll.unregister(ident)
+        connection.sock.close()
+        if self._deaf_until is not None:
+            self._deaf_until = 0.0
+        connection.out.clear()
+        connection.payload, connection.left = None, memoryview(b"")
+        try:
+            self._service.left(ident)
+        except Exception:
+            log.exception("failed at the end of the connection of one of %s", self._who)
+
+    # --- in
+
+    def _read(self, connection: Connection) -> None:
+        for _ in range(READS_PER_TURN):
+            if connection.payload is not None and not self._receive_payload(connection):
+                return
+            try:
+                data = connection.sock.recv(READ_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                raise ConnectionResetError("it closed the connection")
+            connection.splitter.feed(data)
+            self._take_messages(connection)
+            if len(data) < READ_BYTES and connection.payload is None:
+                return
+
+    def _take_messages(self, connection: Connection) -> None:
+        while connection.payload is None:
+            message = connection.splitter.next()
+            if message is None:
+                return
+            connection.payload = payload = self._service.take(connection, message)
+            if payload is not None:
+                connection.left = connection.splitter.rest(payload.target)
+                if not connection.left:
+                    self._receive_payload(connection)
+            if connection.ident not in self._connections:
+                return
+
+    def _receive_payload(self, connection: Connection) -> bool:
+        """Whether the payload is whole now."""
+        while connection.left:
+            try:
+                count = connection.sock.recv_into(connection.left)
+            except BlockingIOError:
+                return False
+            if not count:
+                raise ConnectionResetError("it closed the connection")
+            connection.left = connection.left[count:]
+        payload, connection.payload = connection.payload, None
+        assert payload is not None
+        payload.whole()
+        return True
+
+    # --- out
+
+    def send(self, ident: int, parts: Sequence[bytes | memoryview]) -> None:
+        """Never blocks; what the socket does not take now waits for it."""
+        connection = self._connections[ident]
+        waits = bool(connection.out)
+        connection.out.extend(map(memoryview, parts))
+        if not waits:
+            self._flush(connection)
+
+    def _flush(self, connection: Connection) -> None:
+        while connection.out:
+            try:
+                send_some(connection.sock, connection.out)
+            except BlockingIOError:
+                self._watch(connection, select.EPOLLIN | select.EPOLLOUT)
+                return
+        self._watch(connection, select.EPOLLIN)
+
+    def _watch(self, connection: Connection, events: int) -> None:
+        if connection.watched != events:
+            self._epoll.modify(connection.ident, events)
+            connection.watched = events
