@@ -25,7 +25,7 @@ MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 OBJECTS = ("refuse", "pickle")
 
 PUT_TIMEOUT_S = 60.0
-"""How long puts wait for room where neither client nor service says."""
+"""How long puts wait for space where neither client nor service says."""
 
 ENV_ADDRESS = "TQ_ADDRESS"
 ENV_TOKEN = "TQ_TOKEN"
@@ -64,7 +64,7 @@ class DataPlaneConfig:
     http_port: where the controller answers browsers and Prometheus, on `host` too (0: any free one; None: nowhere).
         Units that it starts answer Prometheus: the first one port above, and so on, or each at any free one.
         open_metrics: the controller's /metrics is read without the token, by whoever reaches the port; nothing else is.
-    capacity_bytes: size of each unit's arena; None takes a share of arena_dir that leaves room for Ray's object store.
+    capacity_bytes: size of each unit's arena; None takes a share of arena_dir that leaves space for Ray's object store.
     arena_dir: a local directory, /dev/shm by default; arenas lie in a directory of this user's own in it.
     units: storage units started with the controller.
     reserve_fraction: the part of capacity, and of every partition's budget, kept for updates of existing rows.
@@ -72,7 +72,7 @@ class DataPlaneConfig:
         is `pressed` in `stats()`, and the log has a warning, until it is down to the low one.
     heartbeat_s: how often a client says it lives; session_timeout_s: silence after which it is given up.
     call_timeout_s: how long a command that does not wait may take; connect_timeout_s: the same for connecting.
-    put_timeout_s: how long a put waits for room: of a client, or of a service for clients that set none (None: as the
+    put_timeout_s: how long a put waits for space: of a client, or of a service for clients that set none (None: as the
         service says, which says 60 s unless it is told).
     reconnect_s: how long clients of a service with a state_dir, and storage units of any, wait for its return when it
         is gone: calls meanwhile wait, each up to its own deadline; then they are `ServiceUnavailableError`.

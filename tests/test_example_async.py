@@ -68,7 +68,7 @@ def test_a_step_is_made_of_whole_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flow", "room"),
+    ("flow", "headroom"),
     [
         (Flow(version=0), 4),
         (Flow(version=0, stored=1, running=2), 1),
@@ -77,8 +77,8 @@ def test_a_step_is_made_of_whole_calls() -> None:
         (Flow(version=9, stored=5), 0),
     ],
 )
-def test_producers_begin_just_in_time_and_never_beyond_the_window(flow: Flow, room: int) -> None:
-    assert JustInTime(batch_size=4, window=2, ahead=1).room(flow) == room
+def test_producers_begin_just_in_time_and_never_beyond_the_window(flow: Flow, headroom: int) -> None:
+    assert JustInTime(batch_size=4, window=2, ahead=1).headroom(flow) == headroom
 
 
 def test_what_is_shown() -> None:

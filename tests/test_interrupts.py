@@ -1,5 +1,5 @@
 """Ctrl-C at bytecodes spread over the whole of a call: the client goes on, nothing counts as under way, and neither
-pins nor room are left behind."""
+pins nor space are left behind."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ with serve({"capacity_bytes": 32 << 20}) as service:
         held = unit.live_bytes, unit.retired_bytes, unit.pinned_bytes, unit.reserved_bytes
         return not any(held)
 
-    wait_until(nothing_left, "pins and room are given back")
+    wait_until(nothing_left, "pins and space are given back")
     client.close()
 """
 

@@ -183,8 +183,8 @@ def send_endless_calls(peer: socket.socket, address: str, method: str, *, calls:
     with contextlib.suppress(TimeoutError, ConnectionError):
         while rest:
             for stream in rest:
-                while rest[stream] and (room := connection.local_flow_control_window(stream)):
-                    size = min(room, connection.max_outbound_frame_size, rest[stream])
+                while rest[stream] and (space := connection.local_flow_control_window(stream)):
+                    size = min(space, connection.max_outbound_frame_size, rest[stream])
                     connection.send_data(stream, bytes(size))
                     rest[stream] -= size
             peer.sendall(connection.data_to_send())
@@ -251,8 +251,8 @@ def test_calls_whose_answers_nobody_takes_have_a_budget(monkeypatch: pytest.Monk
 
 
 def call_and_take_nothing(peer: socket.socket, address: str, method: str, *, calls: int) -> None:
-    """Calls whose answers the other end may not send: the caller has no room for them. Returns when all are under way:
-    the headers of an answer need no room."""
+    """Calls whose answers the other end may not send: the caller has no space for them. Returns when all are under way:
+    the headers of an answer need no space."""
     connection = H2Connection(H2Configuration(client_side=True, validate_inbound_headers=False))
     connection.initiate_connection()
     connection.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})

@@ -75,7 +75,7 @@ def _waited(prepare: Callable[[DataPlaneClient, DataPlaneClient, int], Waited], 
 
 
 def _full(client: DataPlaneClient, waiting: DataPlaneClient, size: int) -> Waited:
-    """A partition of unconsumed samples, and a put of half as many that its budget has no room for."""
+    """A partition of unconsumed samples, and a put of half as many that its budget has no space for."""
     client.register_partition("full", ["x"], None, ["task"], budget_bytes=size * ROW_BYTES * 5 // 4, when_full="evict")
     _fill(client, "full", size)
     columns = {"x": torch.zeros(size // 2, dtype=torch.int64)}

@@ -1,4 +1,4 @@
-"""A Ray cluster of this process alone, with room for actors on a small machine and nothing left behind."""
+"""A Ray cluster of this process alone, with space for actors on a small machine and nothing left behind."""
 
 from __future__ import annotations
 

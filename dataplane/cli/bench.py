@@ -30,7 +30,7 @@ def bench(
 ) -> int:
     """Measure puts, gets and claims from here: of the service at an address, or of one that is started for it.
 
-    One client, one call at a time, in a partition of its own that is dropped afterwards; needs 64 MiB of room there.
+    One client, one call at a time, in a partition of its own that is dropped afterwards; needs 64 MiB of space there.
     Gives an impression of this machine; what others do on it at the same time counts.
     """
     with _service(target.config_if_any("bench", address)) as config:

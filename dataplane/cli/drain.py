@@ -38,7 +38,7 @@ def drain(
     drop: Annotated[bool, typer.Option("--drop", help="Then let the service forget it, as `tq drop` does.")] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Let new rows onto it again, and move nothing.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Also if no other unit has room for new rows: puts then wait.")
+        bool, typer.Option("--force", help="Also if no other unit has space for new rows: puts then wait.")
     ] = False,
     target: TargetFlags,
     json: Json = False,

@@ -56,9 +56,9 @@ def _serve(config: DataPlaneConfig, count: int, json: bool) -> int:
     """A controller in this process and each storage unit in a process of its own."""
     stop = Stop()
     from dataplane.controller.controller import Controller
-    from dataplane.storage.unit_process import UnitProcesses, require_room
+    from dataplane.storage.unit_process import UnitProcesses, require_memory
 
-    require_room(count)
+    require_memory(count)
     controller = Controller(config).start()
     ends: list[str] = []
 

@@ -34,7 +34,7 @@ def describe(address: str, report: c.StatsReport) -> str:
         lines += _partition(part)
     if not_shown(report):
         lines.append(f"  {not_shown(report)}; `tq ls` lists them")
-    lines.append(f"  {len(report.sessions)} sessions, {report.waiting_allocations} puts waiting for room")
+    lines.append(f"  {len(report.sessions)} sessions, {report.waiting_allocations} puts waiting for space")
     return "\n".join(lines)
 
 
@@ -62,7 +62,7 @@ def _partition(part: c.PartitionStats) -> list[str]:
     if part.evicted or part.evicted_unconsumed:
         lines.append(f"    {part.evicted} evicted, and {part.evicted_unconsumed} that were not consumed")
     if part.waiting_puts:
-        lines.append(f"    {part.waiting_puts} puts waiting for room")
+        lines.append(f"    {part.waiting_puts} puts waiting for space")
     lines += [f"    field {shown(name)}: {count} produced" for name, count in part.produced.items()]
     lines += [f"    task {shown(name)}: {count} of {part.live} claimed" for name, count in part.claimed.items()]
     if part.waiting_claims:

@@ -225,9 +225,9 @@ def _task(part: c.PartitionStats, task: c.TaskStats) -> tuple[object, ...]:
 
 
 def _wait(wait: c.Wait, now: float) -> tuple[object, ...]:
-    room = wait.task == ""
-    what = "room" if room else f"task {shown(wait.task)}: {', '.join(map(shown, wait.fields)) or 'any sample'}"
-    wanted, ready = (readable(wait.wanted), readable(wait.ready)) if room else (str(wait.wanted), str(wait.ready))
+    for_space = wait.task == ""
+    what = "space" if for_space else f"task {shown(wait.task)}: {', '.join(map(shown, wait.fields)) or 'any sample'}"
+    wanted, ready = (readable(wait.wanted), readable(wait.ready)) if for_space else (str(wait.wanted), str(wait.ready))
     times = ago(now - wait.since), ago(wait.until - now)
     return shown(wait.client), what, shown(wait.partition), wanted, ready, *times
 

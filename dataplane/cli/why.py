@@ -115,7 +115,7 @@ def _headline(task: str, partition: str, wanted: tuple[str, ...], found: c.Block
 
 def _counts(found: c.Blocked) -> list[tuple[str, object]]:
     rows: list[tuple[str, object]] = [
-        *([("puts that wait for room", found.waiting_puts)] if found.waiting_puts else []),
+        *([("puts that wait for space", found.waiting_puts)] if found.waiting_puts else []),
         ("put so far", found.born),
         ("expected", "not known" if found.expected is None else found.expected),
         ("live and not claimed by the task", found.unclaimed),

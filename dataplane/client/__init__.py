@@ -2,5 +2,5 @@
 
 An operation is a generator of steps, written once in `operations`; `session` and `async_session` run its steps, over
 `rpc` to the controller and over `unit_connections` to storage units. `checkpoint` saves and restores partitions.
-Imports `storage`, `protocol`, `data` and the rooms below. Start with `client` and `operations.put`.
+Imports `storage`, `protocol`, `data` and the packages below. Start with `client` and `operations.put`.
 """

@@ -25,7 +25,7 @@ class AsyncDataPlaneClient(AsyncCalls):
     `close()` there does not wait for copies: the client's own loop, if it still runs, ends the session.
 
     Thousands of claims may wait at once without a thread each; copies run in the loop's executor. Cancelling a call
-    detaches from its copy, which ends in the background before the room it used is given back.
+    detaches from its copy, which ends in the background before the space it used is given back.
     """
 
     def __init__(self, config: DataPlaneConfig, *, on_event: OnEvent | None = None) -> None:

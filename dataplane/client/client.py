@@ -38,7 +38,7 @@ class DataPlaneClient:
     """A client of one service. Thread-safe; a forked child that uses it opens a session of its own; pickling it ships
     the address and settings (token included), and the copy connects where it lands, when first used.
 
-    Every call has a deadline: commands `config.call_timeout_s`; puts also wait up to `config.put_timeout_s` for room,
+    Every call has a deadline: commands `config.call_timeout_s`; puts also wait up to `config.put_timeout_s` for space,
     claims up to their `timeout_s`. When the service is gone, calls fail at once, or, where it keeps its state
     (`state_dir`), wait up to `config.reconnect_s` for its return, each no longer than its own deadline; then they go on
     as if nothing had happened: what was under way is done once, claims and views stay. A service that comes back
@@ -102,13 +102,13 @@ class DataPlaneClient:
         an undeclared field is a ValueError instead of extending the schema.
 
         budget_bytes: the most that the partition may occupy in all storage units (None: whatever they have; a unit's
-        own budget is its capacity): rows that live, room of puts under way, and cleared rows that are still read;
+        own budget is its capacity): rows that live, space of puts under way, and cleared rows that are still read;
         shared rows once, each column of a put rounded up to 64 bytes. As of a unit's capacity, 15 percent
         (`config.reserve_fraction`) of it is for updates of existing rows. A put larger than that is a
         `RequestTooLargeError`.
 
-        when_full: what becomes of a put that finds no room in the budget or the units. "wait": it waits, first come
-        first served, and holds up nobody who has room, until `CapacityTimeoutError`. "reject": that error at once.
+        when_full: what becomes of a put that finds no space in the budget or the units. "wait": it waits, first come
+        first served, and holds up nobody who has space, until `CapacityTimeoutError`. "reject": that error at once.
         "evict": consumed samples of this partition go first, oldest first: those that every task (one at least) has
         claimed for good, and that nobody leases or reads, nor a put under way names; else it waits. A claim without a
         lease is for good as soon as its client has made another call: claim with `lease_s` and `ack` what is still to
@@ -155,13 +155,13 @@ class DataPlaneClient:
         rows hold (a new sample or field begins with it), other fields and tags are set as ever, all of it visible at
         once or not at all; a tag such as `finished` put with the last piece is seen by predicates exactly when the
         piece is. Appends of one client are in its order; when another writes the same rows at the same time, the append
-        begins anew, and after some times is a `RowsChangedError`. The rows are copied to new room each time, once more
+        begins anew, and after some times is a `RowsChangedError`. The rows are copied to new space each time, once more
         through this process, so that reads find every row in one piece: append what a stretch of generation gave, not
         token by token. By ids, a sample that was cleared meanwhile may begin anew; through the meta of an earlier put
         that is a `StaleSampleError`.
 
         Returns a meta with handles and, where all per-token columns agree, sequence lengths. When it returns, the
-        bytes are in the arena and visible; the caller's tensors may change. Waits for room up to
+        bytes are in the arena and visible; the caller's tensors may change. Waits for space up to
         `config.put_timeout_s` (or as the partition's `when_full` says), then `CapacityTimeoutError`, which says who
         holds it. Raises KeyError for an unknown partition, ValueError for duplicates, wrong counts or a field whose
         kind, dtype or inner shape differs from its live rows, TypeError for arguments of another type and values no
@@ -176,7 +176,7 @@ class DataPlaneClient:
 
         Dense fields come as `[N, *inner]`, jagged ones as nested tensors, ragged ones as lists, objects as
         `NonTensorStack`. With `copy=False` rows that lie together on this host come as read-only views of shared memory
-        (do not write to them); their room is not reused while any view lives. Raises KeyError naming what is missing:
+        (do not write to them); their space is not reused while any view lives. Raises KeyError naming what is missing:
         partition, sample, field, or a field not produced for a sample.
         """
         return self.perform(get.get, sample_ids, partition_id, select_fields, copy)
@@ -295,7 +295,7 @@ class DataPlaneClient:
 
     def clear_samples(self, sample_ids: Names | None, partition_id: str) -> None:
         """Drop exactly these samples (unknown ones are ignored), or with None the whole partition, schema too. Their
-        room is reused when nobody reads them any more. Idempotent."""
+        space is reused when nobody reads them any more. Idempotent."""
         self.perform(partitions.clear, sample_ids, partition_id)
 
     def seal(self, partition_id: str) -> None:
@@ -331,7 +331,7 @@ class DataPlaneClient:
 
     def checkpoint(self, path: str | os.PathLike[str], partitions: Sequence[str] | None = None) -> CheckpointInfo:
         """Save partitions (None: all) into a directory, as they are together at one instant, while everyone else goes
-        on: what is put, claimed or cleared later changes nothing of it, and its room is not reused meanwhile.
+        on: what is put, claimed or cleared later changes nothing of it, and its space is not reused meanwhile.
 
         Saved are samples in their order, fields, tags, schema, size, seal, version, and what each task has claimed for
         good. A sample on lease, held for a rank, or claimed by a client that has made no call since is saved as
@@ -355,7 +355,7 @@ class DataPlaneClient:
         First every file's checksum is verified: `CheckpointError` (a ValueError) names one that is missing, truncated,
         changed or of another version, and nothing is written. A partition that exists is `PartitionExistsError` (a
         ValueError), or with `replace=True` is dropped when the saved one is there in full (whoever waits on it gets a
-        `PartitionDroppedError`): there must be room for both. Too little is `RequestTooLargeError` or
+        `PartitionDroppedError`): there must be space for both. Too little is `RequestTooLargeError` or
         `CapacityTimeoutError`. All become visible at once; a failure leaves nothing. Metas from before are stale.
         """
         return self.perform(restore, path, partitions, replace=replace)
@@ -384,7 +384,7 @@ class DataPlaneClient:
 
     def shrink(self, timeout_s: float = 30.0) -> c.Shrunken:
         """Give memory back to the machine: that of every storage unit above its highest used byte, in whole pages. Rows
-        and free room below stay; the next puts make the units grow again. Colocated trainers call it between phases.
+        and free space below stay; the next puts make the units grow again. Colocated trainers call it between phases.
         Returns when all units have, `timeout_s` at the latest; `given_bytes` of the result is their sum, `units` has
         each (with an `error` where one is not connected, did not answer, or has a file system without holes).
         """
@@ -395,12 +395,12 @@ class DataPlaneClient:
     ) -> Drained:
         """Empty a storage unit: nothing new goes there from now on, and what lives there is moved to other units while
         everybody goes on. Metas stay good, claims, tags and versions are as they were, shared rows stay shared; readers
-        finish on the old bytes. Budgets do not count what is moved, and it may use the room kept for updates. Returns
-        when nothing lives there and no put has room there any more, after a moment for readers who still hold bytes
+        finish on the old bytes. Budgets do not count what is moved, and it may use the space kept for updates. Returns
+        when nothing lives there and no put has space there any more, after a moment for readers who still hold bytes
         (`pinned_bytes` of the result): then `drop_unit` lets the unit go. Raises `DrainError`, which says what is left
-        and why, where the other units have no room, the unit cannot be read, or `timeout_s` is over; the unit stays
+        and why, where the other units have no space, the unit cannot be read, or `timeout_s` is over; the unit stays
         marked, and another call goes on. `ChecksumError` for a damaged row: clear or produce it anew.
-        force: also where no other unit has room for new rows, else a `DrainError` at once, which changes nothing.
+        force: also where no other unit has space for new rows, else a `DrainError` at once, which changes nothing.
         on_progress: called with a `DrainProgress` after each part that was moved.
         """
         return self.perform(drain_unit.drain, unit, timeout_s, force, on_progress)

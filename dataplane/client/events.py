@@ -31,7 +31,7 @@ class OpEvent:
     `new_samples` did not live before.
     bytes: of all values put or read, objects as they are stored, a value that samples share once in a put. Of a put,
     `new_bytes` are those of values that are some sample's first of their field, `overwritten_bytes` the rest: the sum
-    of `new_bytes` counts nothing twice. started: Unix time. took_s: in all; of it `waited_s` for samples or room.
+    of `new_bytes` counts nothing twice. started: Unix time. took_s: in all; of it `waited_s` for samples or space.
     error: what it raised, "" if nothing; then it moved nothing.
     """
 

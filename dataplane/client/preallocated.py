@@ -1,7 +1,8 @@
-"""Room that a client allocated ahead for its small puts: each takes its part of it and needs no command but its commit.
+"""Space that a client allocated ahead for its small puts: each takes its part of it and needs no command but its
+commit.
 
-Only a client that makes small puts one soon after another asks for such room, only in a unit whose arena it has mapped,
-and what it has not used for a heartbeat goes back.
+Only a client that makes small puts one soon after another asks for such space, only in a unit whose arena it has
+mapped, and what it has not used for a heartbeat goes back.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from dataplane.data.columns import EncodedColumn
 from dataplane.ledger.commands import Placement, Preallocate
 
 SMALL_BYTES = 256 << 10
-"""Larger puts ask for their own room: their copy takes longer than the question."""
+"""Larger puts ask for their own space: their copy takes longer than the question."""
 PUTS_AHEAD = 16
 LEAST_BYTES = 64 << 10
 MOST_BYTES = 2 << 20
 SOON_S = 1.0
-"""Small puts further apart than this ask for their own room, and a refusal stands so long."""
+"""Small puts further apart than this ask for their own space, and a refusal stands so long."""
 ASKS = 4
 """How many puts that begin at the same time ask for preallocated space; the others ask for their own."""
 
@@ -46,7 +47,7 @@ class PreallocatedSpace:
 class PreallocatedPart:
     """`offset` is where one put's columns begin, each at a granule of its own."""
 
-    room: PreallocatedSpace
+    space: PreallocatedSpace
     offset: int
 
     def placements(self, columns: Sequence[EncodedColumn]) -> list[Placement]:
@@ -54,42 +55,42 @@ class PreallocatedPart:
         placements, offset = [], self.offset
         for number, column in enumerate(columns):
             last = len(column.sizes)
-            placements.append(Placement(column=number, first=0, last=last, unit=self.room.unit, offset=offset))
+            placements.append(Placement(column=number, first=0, last=last, unit=self.space.unit, offset=offset))
             offset += _granules(column.nbytes)
         return placements
 
 
 class PreallocatedBuffer:
-    """The rooms of one session. Thread-safe, and sound after an interrupt at any place, as long as every part goes to
-    `finish` in the end. In `returned` are numbers of rooms to give back that nobody can write to any more."""
+    """The spaces of one session. Thread-safe, and sound after an interrupt at any place, as long as every part goes to
+    `finish` in the end. In `returned` are numbers of spaces to give back that nobody can write to any more."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._open: list[PreallocatedSpace] = []
-        self._rooms: dict[int, PreallocatedSpace] = {}
+        self._spaces: dict[int, PreallocatedSpace] = {}
         self._asks = 0
         self.returned: collections.deque[int] = collections.deque()
         self._last_put = self._refused = -SOON_S
 
     def take(self, nbytes: int, taken: list[PreallocatedPart]) -> bool:
-        """Room for a put of `nbytes` (see `bytes_of`), until `finish`: `taken` gets the part. False if there is not
+        """Space for a put of `nbytes` (see `bytes_of`), until `finish`: `taken` gets the part. False if there is not
         enough."""
         with self._lock:
-            room = next((room for room in self._open if room.end - room.offset >= nbytes), None)
-            if room is None:
+            space = next((space for space in self._open if space.end - space.offset >= nbytes), None)
+            if space is None:
                 return False
-            part = PreallocatedPart(room, room.offset)
+            part = PreallocatedPart(space, space.offset)
             self._last_put = self._clock()
-            room.offset += nbytes
-            room.touched = True
+            space.offset += nbytes
+            space.touched = True
             taken.append(part)
-            room.parts.add(part)
+            space.parts.add(part)
             return True
 
     def wish(self, nbytes: int, unit: int | None) -> Preallocate | None:
-        """The command that asks for room in `unit`, for a put of `nbytes` that could not `take` any; None: the put asks
-        for its own. Rooms that are too small for the put are given up."""
+        """The command that asks for space in `unit`, for a put of `nbytes` that could not `take` any; None: the put
+        asks for its own. Spaces that are too small for the put are given up."""
         if not 0 < nbytes <= SMALL_BYTES:
             return None
         with self._lock:
@@ -98,12 +99,12 @@ class PreallocatedBuffer:
             if unit is None or not soon or now - self._refused < SOON_S or self._asks >= ASKS:
                 return None
             self._asks += 1
-            for room in [room for room in self._open if room.end - room.offset < nbytes]:
-                self._give_up(room)
+            for space in [space for space in self._open if space.end - space.offset < nbytes]:
+                self._give_up(space)
         return Preallocate(unit=unit, nbytes=min(max(PUTS_AHEAD * nbytes, LEAST_BYTES), MOST_BYTES))
 
     def refused(self) -> None:
-        """The service had no room to spare."""
+        """The service had no space to spare."""
         with self._lock:
             self._refused = self._clock()
 
@@ -113,45 +114,45 @@ class PreallocatedBuffer:
             self._asks = max(self._asks - 1, 0)
 
     def add(self, number: int, granted: Preallocate, offset: int, *, checksums: bool = False) -> None:
-        """Call `number` allocated room at `offset`."""
-        room = PreallocatedSpace(number, granted.unit, offset, offset + granted.nbytes, checksums)
+        """Call `number` allocated space at `offset`."""
+        space = PreallocatedSpace(number, granted.unit, offset, offset + granted.nbytes, checksums)
         with self._lock:
-            self._rooms[number] = room
-            self._open.append(room)
+            self._spaces[number] = space
+            self._open.append(space)
 
     def forsake(self, number: int) -> None:
-        """Call `number` may have allocated room, which was added unless an interrupt came before: it goes back."""
+        """Call `number` may have allocated space, which was added unless an interrupt came before: it goes back."""
         with self._lock:
-            if number in self._rooms:
-                self._give_up(self._rooms[number])
+            if number in self._spaces:
+                self._give_up(self._spaces[number])
             else:
                 self.returned.append(number)
 
     def finish(self, part: PreallocatedPart, *, failed: bool) -> None:
         """No one writes to the part any more and its commit, if it was sent, was answered or given up. After a failure
-        the room it is of is not used again. Idempotent."""
+        the space it is of is not used again. Idempotent."""
         with self._lock:
-            part.room.parts.discard(part)
-            if failed or part.room.given_up:
-                self._give_up(part.room)
+            part.space.parts.discard(part)
+            if failed or part.space.given_up:
+                self._give_up(part.space)
 
     def idle(self) -> None:
-        """A heartbeat has passed: give up room that nobody has used since the last. Wishes that are older than that
+        """A heartbeat has passed: give up space that nobody has used since the last. Wishes that are older than that
         count no longer: an interrupt may have kept one from being `answered`."""
         with self._lock:
             self._asks = 0
-            for room in tuple(self._rooms.values()):  # an interrupt may have kept one from being given up
-                if not room.touched:
-                    self._give_up(room)
-                room.touched = False
+            for space in tuple(self._spaces.values()):  # an interrupt may have kept one from being given up
+                if not space.touched:
+                    self._give_up(space)
+                space.touched = False
 
-    def _give_up(self, room: PreallocatedSpace) -> None:
-        if room in self._open:
-            self._open.remove(room)
-        room.given_up = True
-        if not room.parts and room.number in self._rooms:
-            self.returned.append(room.number)
-            del self._rooms[room.number]
+    def _give_up(self, space: PreallocatedSpace) -> None:
+        if space in self._open:
+            self._open.remove(space)
+        space.given_up = True
+        if not space.parts and space.number in self._spaces:
+            self.returned.append(space.number)
+            del self._spaces[space.number]
 
 
 def bytes_of(columns: Sequence[EncodedColumn]) -> int:

@@ -222,7 +222,7 @@ class Connection:
             case Work(work):
                 begin_copy(self._copies, call)
                 if given:
-                    # From now on only the operation knows when nothing is written into its room any more.
+                    # From now on only the operation knows when nothing is written into its space any more.
                     given[:] = [each for each in given if not isinstance(each[1], Allocate)]
                 return work()
         return None

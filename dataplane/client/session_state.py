@@ -218,7 +218,7 @@ class SessionState:
         return self.pins.take(number, self._hold)
 
     def leftovers(self) -> Iterator[Command]:
-        """Commands to post: pins whose last view is gone and room that nobody uses go back. Each is forgotten when the
+        """Commands to post: pins whose last view is gone and space that nobody uses go back. Each is forgotten when the
         next is asked for: what an interrupt keeps from being posted comes again."""
         for number in self.pins.dropped():
             yield Release(located=number)

@@ -255,7 +255,7 @@ class UnitConnections:
         """Make the `unfinished` units refuse every write of the reservation; those that will are taken from the set.
 
         Blocks up to the connect timeout for each unit. A unit that does not acknowledge stays in the set, with a
-        warning in the log: the room must then stay reserved until it is among `settled`.
+        warning in the log: the space must then stay reserved until it is among `settled`.
         """
         epochs = self.epochs(unfinished)
         try:
@@ -320,7 +320,7 @@ class UnitConnections:
             except BaseException as error:
                 log.warning(
                     "storage unit %d did not confirm that it dropped what is left of a failed put (call %d of session "
-                    "%d): %s; the put's room stays reserved until it does, has another epoch, or this client closes",
+                    "%d): %s; the put's space stays reserved until it does, has another epoch, or this client closes",
                     unit,
                     reservation,
                     self._session,

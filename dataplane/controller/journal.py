@@ -29,11 +29,12 @@ from dataplane.core.failpoints import hit
 from dataplane.core.file_locks import HeldFile, file_system, is_local
 from dataplane.core.fsync import sync_path
 from dataplane.core.private_dir import make_private, private, refuse_link_of_another
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import StateDirError
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 LOG_NAME = "journal.sqlite"
 END_NAME = "journal.end"
 DROPPED_AT_ONCE = 32
@@ -83,10 +84,10 @@ class Log:
         try:
             with self._named("cannot be opened"):
                 self._prepare()
-            found = self.fact("format")
-            if found != FORMAT:
-                why = f"its journal has format {found}, this version reads {FORMAT}"
-                raise self.error(why, "Use the version it is of")
+            for what, ours in (("format", FORMAT), ("protocol", PROTOCOL_VERSION)):
+                if (found := self.fact(what)) != ours:
+                    why = f"its journal has {what} {found}, this version reads {ours}"
+                    raise self.error(why, "Use the version it is of")
         except BaseException:
             self._db.close()
             raise
@@ -259,7 +260,7 @@ class Journal(Log):
         self._db.executescript(_SCHEMA)
         self._db.execute("PRAGMA synchronous = OFF")
         if self.fact("format") is None:
-            self.set_facts(format=FORMAT)
+            self.set_facts(format=FORMAT, protocol=PROTOCOL_VERSION)
 
     def force(self) -> None:
         """From now on `sync` forces what was appended to the disk. What is there already is forced now."""

@@ -59,7 +59,7 @@ _NO_SUCH_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCE
 """Whoever made the file would be able to open it; this process is not, or there is none."""
 
 ARENA_NAME = re.compile(r"tq-arena-[0-9a-f]{32}")
-KEPT_ARENA_NAME = re.compile(r"tq-kept-[0-9a-f]{32}")
+RECORDED_ARENA_NAME = re.compile(r"tq-kept-[0-9a-f]{32}")
 SESSION_LOCK_NAME = re.compile(r"tq-session-[0-9a-f]{32}\.lock")
 
 
@@ -68,7 +68,7 @@ def new_arena_name() -> str:
     return f"tq-arena-{secrets.token_hex(16)}"
 
 
-def new_kept_arena_name() -> str:
+def new_recorded_arena_name() -> str:
     """The same for an arena that outlives its unit: no `sweep` removes it."""
     return f"tq-kept-{secrets.token_hex(16)}"
 

@@ -23,30 +23,30 @@ class AvailableMemory:
     limit: str
 
 
-def room(directory: str | Path) -> AvailableMemory:
+def available_memory(directory: str | Path) -> AvailableMemory:
     """The tightest of the file system's free space and, where files there are memory, of the cgroup's and machine's."""
     stat = os.statvfs(directory)
-    rooms = [AvailableMemory(free_bytes=stat.f_bavail * stat.f_frsize, limit="free space of its file system")]
+    limits = [AvailableMemory(free_bytes=stat.f_bavail * stat.f_frsize, limit="free space of its file system")]
     if file_system(directory) in MEMORY_FILE_SYSTEMS:
-        rooms += memory_rooms()
-    return min(rooms, key=lambda each: each.free_bytes)
+        limits += memory_limits()
+    return min(limits, key=lambda each: each.free_bytes)
 
 
-def memory_rooms() -> list[AvailableMemory]:
+def memory_limits() -> list[AvailableMemory]:
     """What the cgroups and the machine leave this process."""
-    return [*cgroup_rooms(), *_machine_room()]
+    return [*cgroup_limits(), *_machine_limit()]
 
 
-def cgroup_rooms() -> list[AvailableMemory]:
+def cgroup_limits() -> list[AvailableMemory]:
     """What each cgroup around this process leaves it; empty where there is no limit. Reads v2 and v1 alike."""
     found: list[AvailableMemory] = []
     for line in _lines(PROC / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            found += _walk(CGROUP_ROOT, path, _v2_room)
-            found += _walk(CGROUP_ROOT / "unified", path, _v2_room)
+            found += _walk(CGROUP_ROOT, path, _v2_limit)
+            found += _walk(CGROUP_ROOT / "unified", path, _v2_limit)
         elif "memory" in controllers.split(","):
-            found += _walk(CGROUP_ROOT / "memory", path, _v1_room)
+            found += _walk(CGROUP_ROOT / "memory", path, _v1_limit)
     return found
 
 
@@ -57,17 +57,17 @@ def _walk(root: Path, path: str, read: Callable[[Path], AvailableMemory | None])
     return [each for each in (read(folder) for folder in dict.fromkeys(folders)) if each is not None]
 
 
-def _v2_room(folder: Path) -> AvailableMemory | None:
-    return _room_in(folder, "memory.max", "memory.current", ("inactive_file", "active_file"))
+def _v2_limit(folder: Path) -> AvailableMemory | None:
+    return _limit_in(folder, "memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
-def _v1_room(folder: Path) -> AvailableMemory | None:
-    return _room_in(
+def _v1_limit(folder: Path) -> AvailableMemory | None:
+    return _limit_in(
         folder, "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
     )
 
 
-def _room_in(folder: Path, limit_name: str, usage_name: str, reclaimable: tuple[str, ...]) -> AvailableMemory | None:
+def _limit_in(folder: Path, limit_name: str, usage_name: str, reclaimable: tuple[str, ...]) -> AvailableMemory | None:
     limit, usage = _number(folder / limit_name), _number(folder / usage_name)
     if limit is None or usage is None or limit >= _UNLIMITED:
         return None
@@ -78,7 +78,7 @@ def _room_in(folder: Path, limit_name: str, usage_name: str, reclaimable: tuple[
     return AvailableMemory(free_bytes=free, limit=f"the cgroup's memory limit of {limit:,} bytes")
 
 
-def _machine_room() -> list[AvailableMemory]:
+def _machine_limit() -> list[AvailableMemory]:
     for line in _lines(PROC / "meminfo"):
         if line.startswith("MemAvailable:"):
             return [AvailableMemory(free_bytes=int(line.split()[1]) * 1024, limit="memory available on this machine")]

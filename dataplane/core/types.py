@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 GRANULE_BYTES = 64
 """Extents start and end on multiples of this, so that no two of them share a cache line."""
 

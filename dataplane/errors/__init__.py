@@ -26,7 +26,7 @@
     │   └── RolloutAbortedError         a replay buffer does not want what was produced any more
     ├── UnsupportedValueError (TypeError)   a value the columns cannot carry
     ├── WaitTimeoutError (TimeoutError)
-    │   ├── CapacityTimeoutError        no room came in time; names who holds it
+    │   ├── CapacityTimeoutError        no space came in time; names who holds it
     │   ├── ClaimTimeoutError           samples did not become claimable in time; says what is missing
     │   └── CallTimeoutError            no answer from a process in time
     ├── ServiceError (ConnectionError)
@@ -300,7 +300,7 @@ class CapacityTimeoutError(WaitTimeoutError):
     """`holders` are (who, bytes) pairs, largest first: partitions, then reservations and pins by session. With
     `partition` it is that partition's budget, of `budget_bytes`, that is used up. `arena` says why an arena did not get
     memory that it may have. With `fragments` bytes enough are free, but in so many pieces, of which the largest has
-    `largest_free_bytes`. `behind` is the earlier put that this one had to wait for, though there was room for it."""
+    `largest_free_bytes`. `behind` is the earlier put that this one had to wait for, though there was space for it."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
 
@@ -327,15 +327,15 @@ class CapacityTimeoutError(WaitTimeoutError):
             free += f", but fragmented: {fragments:,} pieces of at most {largest_free_bytes:,}"
             way = f"put smaller samples, or {way}"
         if behind:
-            free += f", but behind {behind}, which finds no room: first come, first served"
-            way = f"{way}, so that the earlier put finds room, or give that up"
+            free += f", but behind {behind}, which finds no space: first come, first served"
+            way = f"{way}, so that the earlier put finds space, or give that up"
         remedy = (
             f"{arena.rstrip('.')}. Mend that, or clear consumed samples."
             if arena
             else f"Clear consumed samples, or {way}."
         )
         super().__init__(
-            f"no room for {wanted_bytes:,} bytes within {waited_s:.1f} s ({free_bytes:,} {free}): {held}. {remedy}",
+            f"no space for {wanted_bytes:,} bytes within {waited_s:.1f} s ({free_bytes:,} {free}): {held}. {remedy}",
             wanted_bytes=wanted_bytes,
             free_bytes=free_bytes,
             waited_s=waited_s,

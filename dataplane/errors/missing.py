@@ -92,7 +92,7 @@ def _gone(*, evicted: int, lost: int, causes: Sequence[str], **_: Any) -> str:
 
 class SampleNotFoundError(_SamplesError):
     """`partition` is "" where all were searched. `evicted` counts those that are known to have been evicted, to make
-    room in a full partition, `lost` those whose storage unit is gone, or was damaged; `causes` says which, for the
+    space in a full partition, `lost` those whose storage unit is gone, or was damaged; `causes` says which, for the
     first few."""
 
     def __init__(self, *, evicted: int = 0, lost: int = 0, causes: Sequence[str] = (), **facts: Any) -> None:

@@ -21,7 +21,7 @@ from dataplane.errors import (
 )
 from dataplane.ledger import commands as c
 from dataplane.ledger.allocation.budgets import Pressure
-from dataplane.ledger.allocation.reservations import Rooms
+from dataplane.ledger.allocation.reservations import Reservations
 from dataplane.ledger.allocation.shrink import Shrinks
 from dataplane.ledger.claims.claims import Claims
 from dataplane.ledger.encoding.fingerprint import digest
@@ -74,7 +74,7 @@ class Ledger:
         """Everything that works on the state works on this one."""
         self._state = state
         self._liveness = Liveness(self._state)
-        self._rooms = Rooms(self._state, self._liveness)
+        self._reservations = Reservations(self._state, self._liveness)
         self._claims = Claims(self._state)
         self._commits = Commits(self._state)
         self._reads = Reads(self._state)
@@ -85,7 +85,7 @@ class Ledger:
         self._drains = Drains(self._state, self._commits)
         self._compactions = Compactions(self._state, self._drains)
         self._pressure = Pressure(self._state)
-        self._units = UnitReports(self._state, self._rooms, self._liveness, self._shrinks, self._compactions)
+        self._units = UnitReports(self._state, self._reservations, self._liveness, self._shrinks, self._compactions)
         self._handlers = self._command_table()
         self._reports = self._report_table()
 
@@ -122,7 +122,7 @@ class Ledger:
     def next_deadline(self) -> float | None:
         """When the next `Tick` is due at the latest; None while nothing can ever time out."""
         state = self._state
-        times = [self._liveness.next_look, self._rooms.retry_at(), state.leases.next_end()]
+        times = [self._liveness.next_look, self._reservations.retry_at(), state.leases.next_end()]
         times.append(self._compactions.next_look())
         times += [heap[0][0] for heap in (state.alarms, state.wakes) if heap]
         if state.sessions:
@@ -202,8 +202,8 @@ class Ledger:
             c.Register: self._partitions.register,
             c.Seal: self._partitions.seal,
             c.Describe: self._reads.describe,
-            c.Allocate: self._rooms.allocate,
-            c.Preallocate: self._rooms.preallocate,
+            c.Allocate: self._reservations.allocate,
+            c.Preallocate: self._reservations.preallocate,
             c.Abort: self._abort,
             c.Commit: self._commits.commit,
             c.Locate: self._reads.locate,
@@ -236,10 +236,10 @@ class Ledger:
         }
 
     def _settle(self) -> None:
-        """Whoever waits and can be served now is. Claims that drop groups make room, puts that evict end claims."""
+        """Whoever waits and can be served now is. Claims that drop groups make space, puts that evict end claims."""
         state = self._state
         while state.touched or state.extents.freed or state.extents.loosened:
-            self._rooms.judge()
+            self._reservations.judge()
             self._claims.judge()
         if state.finders and state.extents.stirred:
             state.extents.stirred = False
@@ -370,7 +370,7 @@ class Ledger:
         self._claims.expire_leases()
         state.wake()
         self._liveness.look(gap)
-        if self._rooms.retry_at() <= state.now:
+        if self._reservations.retry_at() <= state.now:
             state.extents.freed = True
         self._settle()
         while state.alarms and state.alarms[0][0] <= state.now:
@@ -398,7 +398,7 @@ class Ledger:
         if isinstance(parked, ParkedFind):
             return self._drains.timed_out(parked)
         assert isinstance(parked, ParkedAllocate)
-        return self._rooms.out_of_room(parked)
+        return self._reservations.out_of_space(parked)
 
     def _drop_idle_alarms(self) -> None:
         """So that answered calls do not wake the shell."""

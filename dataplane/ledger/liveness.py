@@ -153,8 +153,8 @@ class Liveness:
         state.drop_staged(session.number)
         for number in list(session.unconfirmed):
             state.return_claim(session, number)
-        for room in session.reservations.values():
-            state.let_targets_go(room)
+        for reservation in session.reservations.values():
+            state.let_targets_go(reservation)
         for lease in state.leases.owned_by(session.number):
             state.return_rows(state.partitions[lease.partition], lease.task, lease.left())
         session.fencing = {**self._holding(session), **session.attached}
@@ -262,7 +262,7 @@ class Liveness:
     # --- looking
 
     def probe_silent(self) -> None:
-        """Room is wanted: look into every session that missed a heartbeat, or is ending."""
+        """Space is wanted: look into every session that missed a heartbeat, or is ending."""
         state = self.state
         for session in state.sessions.values():
             quiet = session.silent or state.now - session.heard > state.heartbeat_s

@@ -27,33 +27,51 @@ import numpy.typing as npt
 from dataplane.config import MIB
 from dataplane.core.file_locks import (
     ARENA_NAME,
-    KEPT_ARENA_NAME,
+    RECORDED_ARENA_NAME,
     HeldFile,
     create_locked,
     is_unheld,
     new_arena_name,
-    new_kept_arena_name,
+    new_recorded_arena_name,
     open_own,
     sweep,
     unlink_unheld,
 )
 from dataplane.core.fsync import force_ranges, sync_path
-from dataplane.core.memory_limits import room
+from dataplane.core.memory_limits import available_memory
 from dataplane.errors import ArenaSpaceError, ClientClosedError
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Arena", "MappedArena", "default_capacity", "sweep", "sweep_kept", "HEADER_BYTES", "PAGE_BYTES"]
+__all__ = [
+    "Arena",
+    "ArenaFormatError",
+    "MappedArena",
+    "default_capacity",
+    "sweep",
+    "sweep_recorded",
+    "HEADER_BYTES",
+    "PAGE_BYTES",
+]
+    "Arena",
+    "ArenaFormatError",
+    "MappedArena",
+    "default_capacity",
+    "sweep",
+    "sweep_recorded",
+    "HEADER_BYTES",
+    "PAGE_BYTES",
+]
 
 Bytes = npt.NDArray[np.uint8]
 
 PAGE_BYTES = 4096
 HEADER_BYTES = 4 * PAGE_BYTES
 GROW_STEP_BYTES = 32 * MIB
-"""`grow_steps` looks for room for so much at a time, and pauses after it: a few milliseconds of page clearing."""
+"""`grow_steps` looks for space for so much at a time, and pauses after it: a few milliseconds of page clearing."""
 
 SHARE_OF_FILE_SYSTEM = 0.3
-SHARE_OF_ROOM = 0.5
+SHARE_OF_AVAILABLE = 0.5
 
 _HEADER = struct.Struct("<8sII16sQQQ")
 _BACKED_AT = _HEADER.size - 8
@@ -84,7 +102,11 @@ def default_capacity(directory: str | Path) -> int:
     memory in the same place, and never more than half of what may still be taken there now."""
     stat = os.statvfs(directory)
     share = int(stat.f_blocks * stat.f_frsize * SHARE_OF_FILE_SYSTEM)
-    return max(MIB, _down(min(share, int(room(directory).free_bytes * SHARE_OF_ROOM)), MIB))
+    return max(MIB, _down(min(share, int(available_memory(directory).free_bytes * SHARE_OF_AVAILABLE)), MIB))
+
+
+class ArenaFormatError(ValueError):
+    """An arena was written by a version of the package that has another format."""
 
 
 class Arena:
@@ -135,13 +157,13 @@ class Arena:
     ) -> Arena:
         """A new arena of `capacity_bytes` (rounded down to whole pages, at least one), none of it backed yet.
 
-        keeper: a file whose existence says that the arena is to outlive its unit; see `sweep_kept`. fsynced: it is to
-        outlive the machine too: its header is kept on the disk, and `force` puts the rest there. Raises
+        keeper: a file whose existence says that the arena is to outlive its unit; see `sweep_recorded`. fsynced: it is
+        to outlive the machine too: its header is kept on the disk, and `force` puts the rest there. Raises
         ArenaSpaceError if that much could not be had in `directory` even now.
         """
         capacity_bytes = max(PAGE_BYTES, _down(capacity_bytes, PAGE_BYTES))
-        _check_room(directory, capacity_bytes + HEADER_BYTES)
-        path = Path(directory) / (new_arena_name() if keeper is None else new_kept_arena_name())
+        _check_available(directory, capacity_bytes + HEADER_BYTES)
+        path = Path(directory) / (new_arena_name() if keeper is None else new_recorded_arena_name())
         try:
             file = HeldFile(create_locked(path))
         except OSError as error:
@@ -169,8 +191,8 @@ class Arena:
         """The arena that an earlier epoch of the unit left at `path`, with all that is in it, in a new epoch: `epoch`,
         or the one after the last where that is greater (the machine's clock was set back).
 
-        OSError if it is not there, BlockingIOError while another process holds it, ValueError if it is no arena of
-        this version.
+        OSError if it is not there, BlockingIOError while another process holds it, ValueError if it is no arena,
+        `ArenaFormatError` if it is one of another format.
         """
         os.stat(path)
         file = HeldFile.take(Path(path))
@@ -219,9 +241,8 @@ class Arena:
     def grow(self, to_bytes: int) -> int:
         """Back the arena up to `to_bytes` (rounded up to whole pages, at most the capacity); the bytes now backed.
 
-        Raises ArenaSpaceError, with as many steps of `GROW_STEP_BYTES` more as there was room for, if the memory is not
-        there. Blocks while the kernel clears
-        pages: about a second for each 4 GB.
+        Raises ArenaSpaceError, with as many steps of `GROW_STEP_BYTES` more as there was space for, if the memory is
+        not there. Blocks while the kernel clears pages: about a second for each 4 GB.
         """
         for _ in self.grow_steps(to_bytes):
             pass
@@ -232,7 +253,7 @@ class Arena:
         target = min(self.capacity_bytes, _down(to_bytes + PAGE_BYTES - 1, PAGE_BYTES))
         while self.backed_bytes < target:
             step = min(GROW_STEP_BYTES, target - self.backed_bytes)
-            _check_room(self.path.parent, step)
+            _check_available(self.path.parent, step)
             try:
                 os.posix_fallocate(self._file.fd, HEADER_BYTES + self.backed_bytes, step)
             except OSError as error:
@@ -360,12 +381,12 @@ class MappedArena:
         self.close()
 
 
-def sweep_kept(directory: str | Path, *, superseded: Path | None = None) -> list[Path]:
+def sweep_recorded(directory: str | Path, *, superseded: Path | None = None) -> list[Path]:
     """Remove the arenas in `directory` that were to outlive their units and that nobody will ask for: no process holds
     them, and the file that keeps them is gone, or is `superseded`, which is to keep another. What was removed. Those of
     another container, whose files cannot be seen from here, stay."""
     folder = Path(directory)
-    gone = [folder / name for name in os.listdir(folder) if KEPT_ARENA_NAME.fullmatch(name)]
+    gone = [folder / name for name in os.listdir(folder) if RECORDED_ARENA_NAME.fullmatch(name)]
     return [path for path in gone if _has_no_keeper(path, superseded) and unlink_unheld(path)]
 
 
@@ -375,7 +396,7 @@ def leftovers(directory: str | Path) -> list[Path]:
     folder = Path(directory)
     names = sorted(os.listdir(folder))
     ended = [folder / name for name in names if ARENA_NAME.fullmatch(name)]
-    kept = [folder / name for name in names if KEPT_ARENA_NAME.fullmatch(name)]
+    kept = [folder / name for name in names if RECORDED_ARENA_NAME.fullmatch(name)]
     return [path for path in ended + [each for each in kept if _has_no_keeper(each, None)] if is_unheld(path)]
 
 
@@ -428,15 +449,17 @@ def _check_header(raw: bytes, path: str | Path, cookie: bytes | None) -> int:
     if len(raw) < _HEADER.size:
         raise ValueError(f"{path}: not an arena")
     magic, version, header_bytes, found, _, capacity, _ = _HEADER.unpack(raw)
-    if magic != _MAGIC or version != FORMAT or header_bytes != HEADER_BYTES:
-        raise ValueError(f"{path}: not an arena of this version")
+    if magic != _MAGIC:
+        raise ValueError(f"{path}: not an arena")
+    if version != FORMAT or header_bytes != HEADER_BYTES:
+        raise ArenaFormatError(f"has format {version}, this version reads {FORMAT}")
     if cookie is not None and found != cookie:
         raise ValueError(f"{path}: another arena than expected")
     return int(capacity)
 
 
-def _check_room(directory: str | Path, wanted_bytes: int) -> None:
-    found = room(directory)
+def _check_available(directory: str | Path, wanted_bytes: int) -> None:
+    found = available_memory(directory)
     if wanted_bytes > found.free_bytes:
         raise ArenaSpaceError(
             directory=str(directory), found_bytes=found.free_bytes, wanted_bytes=wanted_bytes, limit=found.limit
@@ -446,7 +469,10 @@ def _check_room(directory: str | Path, wanted_bytes: int) -> None:
 def _no_space(directory: str | Path, wanted_bytes: int, error: OSError) -> ArenaSpaceError:
     limit = "file size limit, ulimit -f" if error.errno == errno.EFBIG else str(error.strerror)
     return ArenaSpaceError(
-        directory=str(directory), found_bytes=room(directory).free_bytes, wanted_bytes=wanted_bytes, limit=limit
+        directory=str(directory),
+        found_bytes=available_memory(directory).free_bytes,
+        wanted_bytes=wanted_bytes,
+        limit=limit,
     )
 
 

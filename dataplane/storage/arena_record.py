@@ -23,7 +23,7 @@ from dataplane.core.failpoints import hit
 from dataplane.core.fsync import sync_path
 from dataplane.core.private_dir import leave, own_path, private, refuse_link_of_another
 from dataplane.errors import StateDirError
-from dataplane.storage.arena import Arena, sweep_kept
+from dataplane.storage.arena import Arena, ArenaFormatError, sweep_recorded
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class UnitRecord:
         self._boot = boot_id()
         self._controller = controller
         self._service = ""
-        self._kept: ArenaRecord | None = None
+        self._record: ArenaRecord | None = None
         self._fsynced = fsynced
 
     def open(self, create: Callable[[Path], Arena], *, epoch: int) -> Adopted:
@@ -97,26 +97,26 @@ class UnitRecord:
         user."""
         refuse_link_of_another(self.path.parent)
         was = self.path.exists()
-        kept = self._kept = self._read()
-        arena = None if kept is None else self._adopt(kept, epoch)
-        if kept is not None and arena is not None:
-            return Adopted(arena=arena, unit=kept.unit, recheck=kept.boot != self._boot)
-        self._kept = None
+        record = self._record = self._read()
+        arena = None if record is None else self._adopt(record, epoch)
+        if record is not None and arena is not None:
+            return Adopted(arena=arena, unit=record.unit, recheck=record.boot != self._boot)
+        self._record = None
         arena = self.begin(create)
-        sweep_kept(arena.path.parent, superseded=self.path)
-        return Adopted(arena=arena, lost="" if kept is None else kept.cookie, anew=was)
+        sweep_recorded(arena.path.parent, superseded=self.path)
+        return Adopted(arena=arena, lost="" if record is None else record.cookie, anew=was)
 
     def found(self, service: str) -> None:
         """The service at this unit's controller address is `service`. StateDirError if the arena that goes on belongs
         to another one elsewhere. One at the same address began anew, without what it held."""
-        kept, self._service = self._kept, service
-        if kept is None or service == kept.service:
+        record, self._service = self._record, service
+        if record is None or service == record.service:
             return
-        if self._controller != kept.controller:
+        if self._controller != record.controller:
             raise self._refusal(
-                kept,
-                f"belongs to another service, {kept.service}, which was at {kept.controller}, and this start is for "
-                f"{service} at {self._controller}",
+                record,
+                f"belongs to another service, {record.service}, which was at {record.controller}, and this start "
+                f"is for {service} at {self._controller}",
                 "Start it for that service, with its address, or use another --state-dir for this one",
             )
         log.warning(
@@ -124,7 +124,7 @@ class UnitRecord:
             "state directory, or lost what was in it, and the rows of this unit with it",
             self._controller,
             self._name,
-            kept.service,
+            record.service,
             service,
         )
 
@@ -146,26 +146,26 @@ class UnitRecord:
             log.warning("%s cannot be read (%s): beginning with an empty arena", self.path, error)
             return None
 
-    def _adopt(self, kept: ArenaRecord, epoch: int) -> Arena | None:
-        booted = kept.boot != self._boot
-        if booted and not kept.fsynced:
-            log.warning("%s was left on another boot: beginning with an empty arena", kept.arena)
+    def _adopt(self, record: ArenaRecord, epoch: int) -> Arena | None:
+        booted = record.boot != self._boot
+        if booted and not record.fsynced:
+            log.warning("%s was left on another boot: beginning with an empty arena", record.arena)
             return None
-        moved = kept.directory != self._directory and kept.arena_dir != self._arena_dir
-        elsewhere = not booted and kept.locks != self._locks
+        moved = record.directory != self._directory and record.arena_dir != self._arena_dir
+        elsewhere = not booted and record.locks != self._locks
         # There a lock file that is gone does not prove that its process is.
-        if elsewhere and not (moved and os.path.exists(kept.arena)):
-            log.warning("%s was left in another container: beginning with an empty arena", kept.arena)
+        if elsewhere and not (moved and os.path.exists(record.arena)):
+            log.warning("%s was left in another container: beginning with an empty arena", record.arena)
             return None
         if moved:
             raise self._refusal(
-                kept,
-                f"was made with --arena-dir {kept.arena_dir}, and this start has --arena-dir {self._arena_dir}",
-                f"Start it with --arena-dir {kept.arena_dir}",
+                record,
+                f"was made with --arena-dir {record.arena_dir}, and this start has --arena-dir {self._arena_dir}",
+                f"Start it with --arena-dir {record.arena_dir}",
             )
-        if kept.directory != self._directory and not (booted and os.path.exists(kept.arena)):
+        if record.directory != self._directory and not (booted and os.path.exists(record.arena)):
             raise self._refusal(
-                kept,
+                record,
                 f"was made in another directory than the one that {self._arena_dir} is now: that was replaced, or its "
                 "disk is not mounted",
                 f"Bring back the directory that {self._arena_dir} was (a copy is another one)",
@@ -173,22 +173,24 @@ class UnitRecord:
         end = time.monotonic() + HELD_S
         while True:
             try:
-                arena = Arena.adopt(kept.arena, epoch=epoch, fsynced=self._fsynced)
+                arena = Arena.adopt(record.arena, epoch=epoch, fsynced=self._fsynced)
                 hit("unit.adopted")
                 return arena
             except BlockingIOError:
                 if time.monotonic() > end:
-                    raise self._held(kept.arena) from None
+                    raise self._held(record.arena) from None
                 time.sleep(PAUSE_S)
+            except ArenaFormatError as error:
+                raise self._refusal(record, str(error), "Use the version it is of") from None
             except (OSError, ValueError) as error:
                 log.warning("cannot go on with the arena of the epoch before (%s): beginning with an empty one", error)
                 return None
 
-    def _refusal(self, kept: ArenaRecord, why: str, hint: str) -> StateDirError:
+    def _refusal(self, record: ArenaRecord, why: str, hint: str) -> StateDirError:
         return StateDirError(
             directory=str(self.path.parent),
-            why=f"the arena of storage unit {self._name!r}, {kept.arena}, {why}",
-            hint=f"{hint}. To lose its rows and begin with an empty arena, remove {kept.arena} and empty {self.path} "
+            why=f"the arena of storage unit {self._name!r}, {record.arena}, {why}",
+            hint=f"{hint}. To lose its rows and begin with an empty arena, remove {record.arena} and empty {self.path} "
             f"(`: > {quote_for_shell(str(self.path))}`)",
         )
 
@@ -205,7 +207,7 @@ class UnitRecord:
 
     def write(self, arena: Arena, unit: int) -> None:
         """From now on the next epoch goes on with this arena. Written whole or not at all."""
-        kept = ArenaRecord(
+        record = ArenaRecord(
             arena=str(arena.path),
             unit=unit,
             boot=self._boot,
@@ -219,12 +221,12 @@ class UnitRecord:
         )
         aside = self.path.with_name(f"{self.path.name}.aside")
         with open(aside, "wb", opener=private) as file:
-            file.write(msgspec.json.encode(kept))
+            file.write(msgspec.json.encode(record))
         sync_path(aside)
         hit("unit.record.before_rename")
         aside.replace(self.path)
         sync_path(self.path.parent)
-        self._kept = kept
+        self._record = record
 
 
 def identity(directory: str | Path) -> str:
@@ -239,7 +241,7 @@ def discard(state_dir: str | Path, arena_directories: Iterable[str | Path]) -> l
     for path in Path(state_dir).glob("unit-*.json"):
         path.unlink(missing_ok=True)
     folders = [folder for directory in set(arena_directories) for folder in (Path(directory), own_path(directory))]
-    removed = [path for folder in folders if folder.is_dir() for path in sweep_kept(folder)]
+    removed = [path for folder in folders if folder.is_dir() for path in sweep_recorded(folder)]
     for directory in set(arena_directories):
         leave(directory)
     return removed

@@ -204,12 +204,12 @@ class UnitConnection:
     ) -> None:
         """Put `buffers[k]` (one C-contiguous buffer, or a list of them one after another) at `offsets[k]` of the arena.
 
-        reservation: the number of the Allocate call that reserved the room.
+        reservation: the number of the Allocate call that reserved the space.
 
         Returns when the unit has it all. Large buffers are sent from where they are; whatever happens, ZMQ has let go
         of them when this returns or raises. `timeout_s` is the longest silence of the unit. Raises CallTimeoutError,
         StorageUnitError, SessionExpiredError, ServiceRestartedError, ClientClosedError. However it fails, the unit may
-        carry out later what was sent: the room must not be given back before `stop_put` returned.
+        carry out later what was sent: the space must not be given back before `stop_put` returned.
         """
         held: list[zmq.MessageTracker] = []
         waiting: deque[SentPayload] = deque()

@@ -423,7 +423,7 @@ class BulkServer:
     def _refuse_stopped(self, request: pb.BulkRequest) -> None:
         session, reservation = request.session, request.write.reservation
         if self._sessions.is_stopped(session, reservation):
-            raise self._fault(f"put {reservation} of session {session} was stopped: its room may be another's by now")
+            raise self._fault(f"put {reservation} of session {session} was stopped: its space may be another's by now")
 
     def _bury_dead(self) -> None:
         for session in self._sessions.bury_dead():

@@ -20,7 +20,7 @@ from dataplane.storage.session_lock import PeerLock
 
 log = logging.getLogger(__name__)
 
-STOPS_KEPT = 256
+MAX_STOPS = 256
 """Stopped puts of one session that are told apart. Of more than these, the lowest number is forgotten, and it and every
 number below it counts as stopped: to refuse an old put too many costs an error, to let a late frame in costs bytes."""
 
@@ -35,7 +35,7 @@ class _Stops:
 
 class StoppedPuts:
     """Which puts a unit writes no byte of any more, by (session, number of the Allocate call). At most
-    `STOPS_KEPT` numbers for each session that ever stopped one and is not fenced: a fenced session is refused
+    `MAX_STOPS` numbers for each session that ever stopped one and is not fenced: a fenced session is refused
     everything, so `forget` drops its numbers."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class StoppedPuts:
         if reservation <= stops.floor:
             return
         stops.numbers.add(reservation)
-        if len(stops.numbers) > STOPS_KEPT:
+        if len(stops.numbers) > MAX_STOPS:
             stops.floor = min(stops.numbers)
             stops.numbers.remove(stops.floor)
 

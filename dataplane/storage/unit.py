@@ -35,7 +35,7 @@ from dataplane.protocol.http.routes import Guarded
 from dataplane.protocol.http.server import HttpServer
 from dataplane.protocol.server_keys import ConnectionKeys
 from dataplane.protocol.tls import server_context
-from dataplane.storage.arena import PAGE_BYTES, Arena, default_capacity, sweep_kept
+from dataplane.storage.arena import PAGE_BYTES, Arena, default_capacity, sweep_recorded
 from dataplane.storage.arena_record import Adopted, UnitRecord
 from dataplane.storage.controller_link import UnitLink
 from dataplane.storage.metrics import BulkCounts, BulkMetrics, UnitFacts
@@ -53,7 +53,7 @@ class StorageUnit:
 
     config: `capacity_bytes`, `arena_dir`, `host` and `port` (where its tcp server binds) and the token. name: a random
     one by default; with `state_dir`, ValueError without one: the next start finds the arena by it. Raises
-    `ArenaSpaceError` where the directory or the container has too little room, `ServiceUnavailableError` where no
+    `ArenaSpaceError` where the directory or the container has too little space, `ServiceUnavailableError` where no
     controller answers, `PortTakenError` where the port is in use, `LimitError` where this process may have too few open
     files. With `http_port` it answers Prometheus there.
 
@@ -315,7 +315,7 @@ def _sweep(config: DataPlaneConfig) -> Path:
     for directory in lock_directories(folder):
         with contextlib.suppress(FileNotFoundError):  # who left last has removed it
             sweep(directory)
-            sweep_kept(directory)
+            sweep_recorded(directory)
     return folder
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 import msgspec
 
 from dataplane.config import DataPlaneConfig
-from dataplane.core.memory_limits import memory_rooms
+from dataplane.core.memory_limits import memory_limits
 from dataplane.core.stopping import Stop
 from dataplane.errors import DataPlaneError
 from dataplane.protocol.fd_limits import allow_more
@@ -201,17 +201,17 @@ def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
     return False
 
 
-def require_room(count: int) -> None:
+def require_memory(count: int) -> None:
     """ValueError where this machine, or this process, has not enough for so many units."""
     files = allow_more()
     fit = {f"it may have {files:,} open files, of which a unit takes {UNIT_FILES}": files // UNIT_FILES}
-    for room in memory_rooms():
-        fit[f"{room.limit} leaves {room.free_bytes:,} bytes, of which a unit takes {UNIT_BYTES:,}"] = (
-            room.free_bytes // UNIT_BYTES
+    for limit in memory_limits():
+        fit[f"{limit.limit} leaves {limit.free_bytes:,} bytes, of which a unit takes {UNIT_BYTES:,}"] = (
+            limit.free_bytes // UNIT_BYTES
         )
     why, most = min(fit.items(), key=lambda each: each[1])
     if count > most:
-        raise ValueError(f"{count:,} storage units: there is room for {most:,} here, since {why}. Start fewer.")
+        raise ValueError(f"{count:,} storage units: there is space for {most:,} here, since {why}. Start fewer.")
 
 
 def run_unit(unit: StorageUnit, stop: Stop, *, json: bool = False) -> bool:

@@ -369,20 +369,20 @@ class _Taking:
 
 
 class _Queue:
-    """Micro-batches on their way from the thread that fetches to the one that trains; `room` at most."""
+    """Micro-batches on their way from the thread that fetches to the one that trains; `capacity` at most."""
 
-    def __init__(self, room: int) -> None:
-        self._room = room
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
         self._changed = threading.Condition()
         self._ready: deque[MicroBatch] = deque()
         self._late: ClaimTimeoutError | None = None
         self._failure: Exception | None = None
         self._ended = self._told = self._closed = False
 
-    def wait_for_room(self) -> bool:
-        """Blocks until there is room; False once it was closed."""
+    def wait_for_space(self) -> bool:
+        """Blocks until there is space; False once it was closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._room)
+            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._capacity)
             return not self._closed
 
     def put(self, taken: MicroBatch | None) -> None:
@@ -457,9 +457,9 @@ class _Queue:
 
 
 def _fetch_ahead(claims: _Claims, queue: _Queue) -> None:
-    """The thread: claims and reads while there is room, until the end, an error or `queue.drop`."""
+    """The thread: claims and reads while there is space, until the end, an error or `queue.drop`."""
     more = True
-    while more and queue.wait_for_room():
+    while more and queue.wait_for_space():
         try:
             taken = claims.next(CLAIM_S)
         except ClaimTimeoutError as error:

@@ -102,8 +102,8 @@ class ReplayBuffer:
     # --- producers
 
     def reserve(self, count: int, timeout_s: float = 60.0) -> Reservation:
-        """Leave to produce `count` samples. Waits until the policy has room for them; `CallTimeoutError` (a
-        TimeoutError), which says what holds it up, after `timeout_s`. ValueError for what it can never have room for.
+        """Leave to produce `count` samples. Waits until the policy has space for them; `CallTimeoutError` (a
+        TimeoutError), which says what holds it up, after `timeout_s`. ValueError for what it can never have space for.
         """
         timeout_s = seconds("timeout_s", timeout_s)
         most = (self.policy.window + 1) * self.policy.batch_size
@@ -111,14 +111,14 @@ class ReplayBuffer:
             groups = "" if self._group_size is None else f", in whole groups of {self._group_size}"
             raise ValueError(f"reserve({count}): between 1 and {most} samples{groups}")
         with self._changed:
-            if not self._changed.wait_for(lambda: self.policy.room(self._flow()) >= count, timeout_s):
+            if not self._changed.wait_for(lambda: self.policy.headroom(self._flow()) >= count, timeout_s):
                 flow = self._flow()
                 what = f"leave to begin {count} samples ({flow.stored} stored, {flow.running} running)"
                 raise CallTimeoutError(what=what, waited_s=timeout_s, peer=f"the trainer, at version {flow.version}")
             return self._begin(count)
 
     def reserve_nowait(self, count: int) -> Reservation | None:
-        """The same if there is room now, else None."""
+        """The same if there is space now, else None."""
         try:
             return self.reserve(count, 0.0)
         except CallTimeoutError:

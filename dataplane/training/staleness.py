@@ -40,7 +40,7 @@ class StalenessPolicy(abc.ABC):
         self.batch_size = batch_size
         self.window = window
 
-    def room(self, flow: Flow) -> int:
+    def headroom(self, flow: Flow) -> int:
         """How many more samples producers may begin. What they begin now is wanted by a step that starts `window`
         versions from now at the latest."""
         wanted = (flow.version + self.window + 1) * self.batch_size

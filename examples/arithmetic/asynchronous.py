@@ -84,8 +84,8 @@ class JustInTime(WeightFifo):
         super().__init__(batch_size=batch_size, window=window)
         self._most = ahead * batch_size
 
-    def room(self, flow: Flow) -> int:
-        return max(min(super().room(flow), self._most - flow.stored - flow.running), 0)
+    def headroom(self, flow: Flow) -> int:
+        return max(min(super().headroom(flow), self._most - flow.stored - flow.running), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ class Production:
                 pass
 
     def _produce(self, producer: ActorHandle, problems: list[Problem]) -> bool:
-        """Whether it was done: not where there is no room for more samples yet, or they are not wanted any more."""
+        """Whether it was done: not where there is no space for more samples yet, or they are not wanted any more."""
         count = self._config.prompts_at_once * self._config.group_size
         try:
             with self._buffer.reserve(count, LOOK_UP_S) as reservation:

@@ -59,5 +59,5 @@ def _show_course(course: Course, out: Console) -> None:
     if course.spared:
         out.print(
             f"sampled besides: {course.spared:,} responses to problems that were answered all right or all wrong, or "
-            "that no step had room for"
+            "that no step had space for"
         )

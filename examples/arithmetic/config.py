@@ -14,7 +14,7 @@ from .loss import GRPOLoss
 class WarmStart:
     """Supervised training until the policy answers `accuracy` of some training problems right, or for `max_rounds`.
 
-    It stops early on purpose: reinforcement learning needs a policy that is sometimes right, and room to improve.
+    It stops early on purpose: reinforcement learning needs a policy that is sometimes right, and space to improve.
     """
 
     accuracy: float = 0.4

@@ -59,7 +59,7 @@ def test_a_service_at_an_address(capsys: pytest.CaptureFixture[str]) -> None:
         assert [part.partition for part in client.stats().partitions] == ["train"]
 
 
-def test_a_service_without_room_is_exit_1(
+def test_a_service_without_space_is_exit_1(
     filled: DataPlaneClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["bench", str(filled.config.address), "--quick"]) == 1

@@ -169,11 +169,11 @@ def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("free", "ok"), [(10 * MIB, False), (10 * GIB, True)])
 def test_a_memory_limit(free: int, ok: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rooms = [
+    limits = [
         AvailableMemory(free_bytes=free, limit="the limit"),
         AvailableMemory(free_bytes=free + 1, limit="a wider one"),
     ]
-    monkeypatch.setattr(machine, "cgroup_rooms", lambda: rooms)
+    monkeypatch.setattr(machine, "cgroup_limits", lambda: limits)
     found = only(machine.machine("/dev/shm", 0), "memory limit")
     assert "left of the limit; arenas count" in found.found
     assert found.ok is ok

@@ -44,7 +44,7 @@ def test_a_drain_that_cannot_be_is_exit_1_and_can_be_undone(
 ) -> None:
     assert main(["drain", "unit-0", "--timeout", "0.1"]) == 1
     told = capsys.readouterr().err
-    assert "unit 1 is not drained: no other storage unit has room for new rows" in told
+    assert "unit 1 is not drained: no other storage unit has space for new rows" in told
     assert "all the same (--force)" in told
     assert not filled.stats().units[0].draining
     assert main(["drain", "unit-0", "--timeout", "0.1", "--force"]) == 1
@@ -106,7 +106,7 @@ def test_an_interrupt_before_it_is_dropped_does_not_say_that_nothing_was_done(
         )
 
 
-def test_ctrl_c_ends_a_drain_that_waits_for_room(filled: DataPlaneClient) -> None:
+def test_ctrl_c_ends_a_drain_that_waits_for_space(filled: DataPlaneClient) -> None:
     with Child([*TQ, "drain", "unit-0", "--force"]) as process:
         wait_until(lambda: filled.stats().units[0].draining)
         process.send_signal(signal.SIGINT)

@@ -166,10 +166,10 @@ def test_a_service_whose_units_are_starting_ends_when_it_is_told(services: list[
     assert not litter(service.files)
 
 
-def test_more_units_than_there_is_room_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_units_than_there_is_space_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--units", "99999999"]) == 1
     text = capsys.readouterr().err
-    assert text.startswith("tq: 99,999,999 storage units: there is room for "), text
+    assert text.startswith("tq: 99,999,999 storage units: there is space for "), text
     assert text.count("\n") == 1
 
 

@@ -85,14 +85,14 @@ NOT CONNECTED
   partition train: 5 live (111 B), 7 of 9 born, sealed
     222 B of a budget of 444 B used, 333 B at most, FILLING UP
     11 evicted, and 12 that were not consumed
-    13 puts waiting for room
+    13 puts waiting for space
     field x: 4 produced
     field y: 3 produced
     task policy: 2 of 5 claimed
     14 claims waiting
   partition plain: 1 live (64 B), 8 born
   and 16 more partitions; `tq ls` lists them
-  2 sessions, 15 puts waiting for room"""
+  2 sessions, 15 puts waiting for space"""
 
 
 def test_every_figure_stands_where_it_belongs(

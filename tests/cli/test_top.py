@@ -67,7 +67,7 @@ def test_without_a_version_there_is_no_lag(filled: DataPlaneClient, capsys: pyte
     assert ["policy", "train", "2", "1", "0", "1", "2", "0", "ids,", "reward"] in rows
 
 
-def test_many_units_leave_room_for_the_rest(filled: DataPlaneClient) -> None:
+def test_many_units_leave_space_for_the_rest(filled: DataPlaneClient) -> None:
     with contextlib.closing(ControllerChannel.open(filled.config)) as channel:
         seen = look(channel)
     (unit,) = seen.report.units

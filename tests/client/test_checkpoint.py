@@ -1,4 +1,4 @@
-"""Checkpoints beyond the contract: pieces and pages, other units, too little room, processes at work meanwhile."""
+"""Checkpoints beyond the contract: pieces and pages, other units, too little space, processes at work meanwhile."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_into_fewer_and_more_and_smaller_units(
         assert sum(unit.live_bytes > 0 for unit in other.stats().units) == units
 
 
-def test_too_little_room_leaves_nothing(client: DataPlaneClient, tmp_path: Path) -> None:
+def test_too_little_space_leaves_nothing(client: DataPlaneClient, tmp_path: Path) -> None:
     client.register_partition("p", ["x"], 2, ["train"])
     client.put_samples(["small"], "p", {"y": rows_of(1)})
     client.put_samples(["a", "b"], "p", {"x": torch.zeros(2, 3 * MIB, dtype=torch.uint8)})

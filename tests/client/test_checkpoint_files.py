@@ -50,7 +50,7 @@ def saved(client: DataPlaneClient, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bare() -> Iterator[DataPlaneClient]:
-    """A client of a service that must stay empty; the room that the client keeps ahead goes with it."""
+    """A client of a service that must stay empty; the space that the client keeps ahead goes with it."""
     with serve({"capacity_bytes": 32 * MIB}) as server, connect(server.address) as looking:
         with connect(server.address) as opened:
             yield opened

@@ -1,11 +1,11 @@
-"""Draining, as steps of an operation: what is done where there is no room."""
+"""Draining, as steps of an operation: what is done where there is no space."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from dataplane.client.operations.drain_unit import _no_room, _Progress
+from dataplane.client.operations.drain_unit import _no_space, _Progress
 from dataplane.client.operations.steps import Send
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.errors import CapacityTimeoutError
@@ -30,11 +30,11 @@ def page(*lengths: int) -> c.FoundCells:
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (1, 0), (5, 7, 9), (64 << 20, 64 << 20)])
-def test_pages_get_smaller_until_room_is_waited_for(lengths: tuple[int, ...]) -> None:
-    """Also where they cannot: values of no bytes take room of an open unit, too."""
+def test_pages_get_smaller_until_space_is_waited_for(lengths: tuple[int, ...]) -> None:
+    """Also where they cannot: values of no bytes take space of an open unit, too."""
     progress = _Progress(1, timeout_s=60.0)
     progress.page = page(*lengths)
-    steps = (next(_no_room(progress, NO_ROOM), None) for _ in range(40))
+    steps = (next(_no_space(progress, NO_ROOM), None) for _ in range(40))
     asked = next(step for step in steps if step is not None)
     assert isinstance(asked, Send)
     assert isinstance(asked.command, c.Allocate)

@@ -47,7 +47,7 @@ def unarmed() -> Iterator[None]:
 
 
 def overwrite(other: DataPlaneClient) -> None:
-    """Put another batch where the first one lay: it waits for that room until nobody may read there any more."""
+    """Put another batch where the first one lay: it waits for that space until nobody may read there any more."""
     other.clear_samples(None, "p")
     other.register_partition("p", ["x"], None, ["task"])
     other.put_samples(IDS, "p", {"x": SECOND})

@@ -1,4 +1,4 @@
-"""How long puts wait for room: as the service says, unless the client says otherwise."""
+"""How long puts wait for space: as the service says, unless the client says otherwise."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_learning_does_not_wait_for_a_handshake(
         assert set(reading.result(WAIT_S)) == {"x"}
 
 
-def test_room_that_could_not_be_given_back_is_once_the_unit_has_another_life(
+def test_space_that_could_not_be_given_back_is_once_the_unit_has_another_life(
     unit: Unit, roads: UnitConnections
 ) -> None:
     roads.gather([ROW], {UNIT})
@@ -167,7 +167,7 @@ def test_room_that_could_not_be_given_back_is_once_the_unit_has_another_life(
     assert roads.settled() == []
 
 
-def test_a_desk_gives_such_room_back(unit: Unit) -> None:
+def test_a_desk_gives_such_space_back(unit: Unit) -> None:
     session_state = SessionState(
         DataPlaneConfig(address="nowhere:1", token=TOKEN, connect_timeout_s=0.1), session=1, lock=None
     )

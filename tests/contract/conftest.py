@@ -113,7 +113,7 @@ def partition(client: DataPlaneClient) -> Iterator[str]:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room handed out for a put is overwritten before the put's own bytes come: whoever still reads there sees it."""
+    """Space handed out for a put is overwritten before the put's own bytes come: whoever still reads there sees it."""
     honest = UnitConnections.write
 
     def write(self: UnitConnections, placements: Any, columns: Any, reservation: int, unfinished: set[int]) -> None:

@@ -35,7 +35,7 @@ def register(client: DataPlaneClient, partition: str, budget: int, policy: str) 
     client.register_partition(partition, ["x"], None, ["train"], budget_bytes=budget, when_full=policy)
 
 
-def test_a_put_waits_for_the_budget_until_there_is_room(
+def test_a_put_waits_for_the_budget_until_there_is_space(
     open_client: Callable[..., Any], client: DataPlaneClient, partition: str
 ) -> None:
     register(client, partition, 10 * KIB, "wait")  # 8.5 KiB of it for new rows

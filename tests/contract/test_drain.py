@@ -138,14 +138,14 @@ def undone(client: DataPlaneClient) -> str:
     return str(failed.value)
 
 
-def test_without_room_elsewhere_it_ends_by_saying_what_is_left_and_goes_on_when_there_is(
+def test_without_space_elsewhere_it_ends_by_saying_what_is_left_and_goes_on_when_there_is(
     server: Lives, client: DataPlaneClient
 ) -> None:
     client.register_partition("p", ["x"], None, ["train"])
     rows = torch.arange(3 * MIB, dtype=torch.uint8).reshape(12, -1)
     client.put_samples([f"s{n}" for n in range(12)], "p", {"x": rows})
     with pytest.raises(
-        DrainError, match=r"not drained: no other storage unit has room .* Nothing was changed"
+        DrainError, match=r"not drained: no other storage unit has space .* Nothing was changed"
     ) as refused:
         client.drain(1, timeout_s=60)
     assert not refused.value.marked
@@ -155,7 +155,7 @@ def test_without_room_elsewhere_it_ends_by_saying_what_is_left_and_goes_on_when_
     assert failed.value.marked
     assert failed.value.facts["live"] == {"p": 3 * MIB}
     server.unit(capacity_bytes=MIB)
-    wait_until(lambda: "no room for 262,144 bytes" in undone(client), "no room for what is left")
+    wait_until(lambda: "no space for 262,144 bytes" in undone(client), "no space for what is left")
     assert client.stats().units[0].draining
     assert live_bytes(client)[2] == MIB
     assert torch.equal(client.get_samples([f"s{n}" for n in range(12)], "p", ["x"])["x"], rows)
@@ -232,7 +232,7 @@ def test_who_drains_may_be_killed_and_the_service_restarted(tmp_path: Path) -> N
             client.drop_unit(1)
             check(client, meta, *range(12))
             idle = client.stats().units[0]
-            wait_until(lambda: client.stats().units[0].reserved_bytes == 0, "room of the killed goes back")
+            wait_until(lambda: client.stats().units[0].reserved_bytes == 0, "space of the killed goes back")
             assert idle.live_bytes > 0
     finally:
         lives.close()

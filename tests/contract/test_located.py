@@ -119,7 +119,7 @@ def test_other_bytes_at_the_same_place_are_not_taken_for_the_old_ones(
     write(2)
     again = client.locate(write(3), ["x"])
     before, after = first.places["x"], again.places["x"]
-    assert before.offsets.tolist() == after.offsets.tolist(), "the room was used again"
+    assert before.offsets.tolist() == after.offsets.tolist(), "the space was used again"
     assert numbers_of(client, first, order) == ([3] * 6, expected(road, BOTH))
     assert numbers_of(client, again, order) == ([3] * 6, expected(road, GUESSED))
 

@@ -239,7 +239,7 @@ def test_refused_puts_leave_nothing(client: DataPlaneClient, partition: str) -> 
             client.put_samples(partition_id=partition, **arguments)
     assert client.list_samples(partition).sample_ids == ids(4)
     assert client.stats().units[0].live_bytes == before
-    wait_until(lambda: client.stats().units[0].reserved_bytes == 0, "room of clients that are gone goes back, too")
+    wait_until(lambda: client.stats().units[0].reserved_bytes == 0, "space of clients that are gone goes back, too")
 
 
 def test_a_field_that_differs_says_both(client: DataPlaneClient, partition: str) -> None:

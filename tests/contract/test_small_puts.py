@@ -65,7 +65,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow this machine is, puts come soon after one another, and room is not idle between them."""
+    """However slow this machine is, puts come soon after one another, and space is not idle between them."""
     monkeypatch.setattr("dataplane.client.preallocated.SOON_S", 1e9)
     monkeypatch.setattr(PreallocatedBuffer, "idle", lambda self: None)
 
@@ -109,7 +109,7 @@ def test_a_small_local_put_is_one_command(
 
 
 @pytest.mark.usefixtures("steady")
-def test_a_large_put_asks_for_room_of_its_own(client: DataPlaneClient, partition: str, commands: Commands) -> None:
+def test_a_large_put_asks_for_space_of_its_own(client: DataPlaneClient, partition: str, commands: Commands) -> None:
     client.register_partition(partition, ["x", "y"], None, [])
     for number in range(3):
         client.put_samples([f"s{number}"], partition, row(number, SMALL_BYTES // 8))
@@ -155,7 +155,7 @@ def onlooker(server: Any) -> Iterator[DataPlaneClient]:
         yield client
 
 
-def test_idle_room_goes_back_by_itself(
+def test_idle_space_goes_back_by_itself(
     client: DataPlaneClient, onlooker: DataPlaneClient, partition: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dataplane.client.preallocated.SOON_S", 1e9)

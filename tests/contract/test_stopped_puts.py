@@ -1,4 +1,4 @@
-"""A remote put that fails half-way: the unit may still hold writes of it, and its room is not given to anybody else
+"""A remote put that fails half-way: the unit may still hold writes of it, and its space is not given to anybody else
 before they can do no harm."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WHOLE = 7
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    """Room for one put of `WHOLE` rows."""
+    """Space for one put of `WHOLE` rows."""
     with serve({"capacity_bytes": 8 * MIB, "reserve_fraction": 0.0, "heartbeat_s": 0.2}) as running:
         yield running
 
@@ -108,13 +108,13 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldUnit]:
 
 
 def done_or_waiting(put: Any, watcher: DataPlaneClient) -> None:
-    """Return when the put has its room and is done, or waits for room."""
+    """Return when the put has its space and is done, or waits for space."""
     while not put.done() and not watcher.stats().waiting_allocations:
         pass
 
 
 @pytest.mark.parametrize("how", ["interrupt", "timeout"])
-def test_room_is_reused_at_once_and_late_writes_do_not_land(
+def test_space_is_reused_at_once_and_late_writes_do_not_land(
     server: Server, other: DataPlaneClient, held: HeldUnit, how: str
 ) -> None:
     with (
@@ -140,7 +140,7 @@ def test_room_is_reused_at_once_and_late_writes_do_not_land(
         assert reserved(other) == 0
 
 
-def test_a_cancelled_puts_room_comes_back_while_its_client_closes(
+def test_a_cancelled_puts_space_comes_back_while_its_client_closes(
     server: Server, other: DataPlaneClient, held: HeldUnit
 ) -> None:
     """The copy that a cancelled call left behind fails; its stop is not refused by the close that waits for it."""
@@ -205,7 +205,7 @@ def fail_at_the_third_frame() -> Callable[[], None]:
     return fail
 
 
-def test_without_an_acknowledged_stop_the_room_stays_reserved_until_the_session_ends(
+def test_without_an_acknowledged_stop_the_space_stays_reserved_until_the_session_ends(
     server: Server, other: DataPlaneClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(BulkServer, "_stop_put", refuse)

@@ -1,4 +1,4 @@
-"""Arenas whose directory has no room, or takes no writes: puts are told so, and everything else goes on."""
+"""Arenas whose directory has no space, or takes no writes: puts are told so, and everything else goes on."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def row(nbytes: int, value: int = 1) -> dict[str, torch.Tensor]:
 
 
 def works(client: DataPlaneClient, name: str) -> None:
-    """What there is room for is stored and read."""
+    """What there is space for is stored and read."""
     client.put_samples([name], "p", row(MIB, 7))
     assert client.get_samples([name], "p", [f"x{MIB}"])[f"x{MIB}"].sum() == 7 * MIB
     client.clear_samples([name], "p")
 
 
-def test_a_full_disk_is_named_and_there_is_room_again_when_there_is(small_disk: Path) -> None:
+def test_a_full_disk_is_named_and_there_is_space_again_when_there_is(small_disk: Path) -> None:
     with serve({**SERVICE, "arena_dir": str(small_disk)}) as server, connect(server.address) as client:
         client.register_partition("p", [], None, ["t"], when_full="reject")
         filler = small_disk / "filler"
@@ -61,8 +61,8 @@ def test_a_full_disk_is_named_and_there_is_room_again_when_there_is(small_disk: 
         assert client.stats().units[0].problem == ""
 
 
-def test_a_put_waits_for_room_on_the_disk(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The filler goes when the arena has been refused room twice, so that the put is served by a later try."""
+def test_a_put_waits_for_space_on_the_disk(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The filler goes when the arena has been refused space twice, so that the put is served by a later try."""
     refused: list[int] = []
     filler = small_disk / "filler"
     honest = os.posix_fallocate
@@ -108,7 +108,7 @@ def test_a_memory_limit_that_others_use_up_is_named(tmp_path: Path, monkeypatch:
         def little(directory: Any) -> AvailableMemory:
             return AvailableMemory(free_bytes=5, limit="the cgroup's memory limit of 9 bytes")
 
-        monkeypatch.setattr("dataplane.storage.arena.room", little)
+        monkeypatch.setattr("dataplane.storage.arena.space", little)
         with pytest.raises(CapacityTimeoutError, match=r"5 free .the cgroup's memory limit of 9 bytes"):
             client.put_samples(["large"], "p", row(80 * MIB))
         works(client, "small")

@@ -15,6 +15,7 @@ from dataplane.controller import journal as module
 from dataplane.controller import journal_end
 from dataplane.controller.journal import END_NAME, FORMAT, LOG_NAME, Journal, Log
 from dataplane.core import failpoints
+from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import StateDirError
 
 
@@ -106,7 +107,7 @@ def test_what_must_be_on_the_disk_is_forced_there(tmp_path: Path, monkeypatch: p
         assert fsynced[2:] == [f"{LOG_NAME}-wal"]
 
 
-def test_a_record_is_refused_whole_when_making_room_for_it_fails(
+def test_a_record_is_refused_whole_when_making_space_for_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -304,10 +305,11 @@ def test_garbage_is_no_journal(tmp_path: Path) -> None:
     Journal.open(tmp_path).close()
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "ours"), [("format", FORMAT), ("protocol", PROTOCOL_VERSION)])
+def test_another_format_or_protocol_is_refused(tmp_path: Path, what: str, ours: int) -> None:
     with Journal.open(tmp_path) as journal:
-        journal.set_facts(format=99)
-    with pytest.raises(StateDirError, match=f"format 99, this version reads {FORMAT}"):
+        journal.set_facts(**{what: 99})
+    with pytest.raises(StateDirError, match=f"{what} 99, this version reads {ours}"):
         Journal.open(tmp_path)
 
 

@@ -46,12 +46,12 @@ class Told:
 
     def put(self, count: int, *, allocated: bool = True, **more: Any) -> None:
         rows = np.arange(count)
-        room = self.call(c.Allocate(partition="p", columns=()), c.Allocated(placements=())) if allocated else 99
+        space = self.call(c.Allocate(partition="p", columns=()), c.Allocated(placements=())) if allocated else 99
         commit = c.Commit(
             partition="p",
             samples=c.Samples(ids=tuple(map(str, rows))),
             mode=c.Mode.UPSERT,
-            reservation=room,
+            reservation=space,
             offset=None if allocated else 0,
             columns=(c.CommitColumn(name="x", spec=INT64, lengths=np.full(count, 3)),),
         )
@@ -76,7 +76,7 @@ def located(count: int) -> c.Located:
     return c.Located(fields=(found,), rows=rows, generations=rows)
 
 
-def test_a_put_begins_with_asking_for_room(told: Told) -> None:
+def test_a_put_begins_with_asking_for_space(told: Told) -> None:
     told.put(2, born=2)
     told.put(2, allocated=False)
     assert told.spans() == [("put", "x", 2, 48, 100.0, 101.0), ("put", "x", 2, 48, 101.0, 101.5)]

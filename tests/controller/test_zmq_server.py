@@ -179,7 +179,7 @@ def test_a_call_is_one_message_and_one_conversion_each_way(monkeypatch: pytest.M
     )
 
 
-def test_a_crowd_finds_room_in_the_queue_of_the_port() -> None:
+def test_a_crowd_finds_space_in_the_queue_of_the_port() -> None:
     """A client connects twice: a thousand that come in one second must not be turned away by the kernel."""
     door = ZmqServer("127.0.0.1", 0)
     try:

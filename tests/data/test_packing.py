@@ -76,7 +76,7 @@ def test_first_fit_takes_rows_in_the_order_given(given_: tuple[int, list[int]], 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_first_fit_into_many_bins_with_room(seed: int) -> None:
+def test_first_fit_into_many_bins_with_space(seed: int) -> None:
     """More of them than are looked through one after another."""
     draw = np.random.default_rng(seed)
     lengths = [*draw.integers(51, 70, 2 * MOST_OPEN).tolist(), *draw.integers(0, 60, 100).tolist()]

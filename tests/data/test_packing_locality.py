@@ -153,8 +153,8 @@ def test_plain_shards_without_lengths_are_exchanged_as_freely(data: st.DataObjec
     for first in range(0, len(case.lengths), case.per_batch):
         batch = range(first, first + case.per_batch)
         for host in {host for host in case.ranks if host is not None}:
-            room = sum(len(shard.rows) for shard, at in zip(case.plain, case.ranks, strict=True) if at == host)
-            room = room * case.per_batch // len(case.lengths)
+            space = sum(len(shard.rows) for shard, at in zip(case.plain, case.ranks, strict=True) if at == host)
+            space = space * case.per_batch // len(case.lengths)
             there = sum(case.rows[row] == host for row in batch)
             home = sum(
                 case.rows[row] == host
@@ -163,7 +163,7 @@ def test_plain_shards_without_lengths_are_exchanged_as_freely(data: st.DataObjec
                 for row in shard.rows.tolist()
                 if row in batch
             )
-            assert home == min(room, there)
+            assert home == min(space, there)
 
 
 def test_rows_of_a_shard_stay_in_order() -> None:
@@ -197,7 +197,7 @@ def test_most_of_a_packed_batch_comes_home() -> None:
     assert near(row_hosts=hosts, rank_hosts=ranks) > 0.75
 
 
-def test_bins_without_room_are_tried_few_times_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bins_without_space_are_tried_few_times_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths that fill nearly every bin: what helps is found, not looked for."""
     rng, size = np.random.default_rng(0), 4096
     lengths = rng.integers(1, 1024, size).tolist()

@@ -300,7 +300,7 @@ def test_rows_that_fit_no_bin_stay() -> None:
     assert loads.tolist() == [10, 10, 6, 6]
 
 
-def test_single_rows_move_to_the_rank_with_room() -> None:
+def test_single_rows_move_to_the_rank_with_space() -> None:
     bins, sizes = [[0, 1, 2], [3]], [4, 3, 2, 1]
     loads = np.array([9, 1])
     level(bins, loads, [[0], [1]], sizes, 9)
@@ -330,7 +330,7 @@ def test_even_shares(ranks: int, each: int, data: st.DataObject) -> None:
 def test_ends_of_runs_and_whole_runs_go_where_there_is_less() -> None:
     sizes = np.array([3, 3, 2, 1, 1])
     assert even_shares([[0, 1, 2], [3, 4]], sizes, 2, 8)[0] == [[0, 1], [2, 3, 4]]
-    assert even_shares([[0, 1, 2], [3, 4]], sizes, 2, 3)[0] == [[0, 1, 2], [3, 4]], "no room there"
+    assert even_shares([[0, 1, 2], [3, 4]], sizes, 2, 3)[0] == [[0, 1, 2], [3, 4]], "no space there"
     sizes = np.array([9, 8, 7, 6, 5, 1])  # dealt: 9 + 6 + 5 and 8 + 7 + 1; then 9 and 7 change ranks
     _, _, dealt = even_shares([[row] for row in range(6)], sizes, 2, 9)
     assert dealt == [[2, 3, 4], [0, 1, 5]]

@@ -104,7 +104,7 @@ def test_nothing_copied_is_held_afterwards() -> None:
 
 def test_an_error_in_any_thread_is_the_callers() -> None:
     def fail() -> None:
-        raise MemoryError("no room")
+        raise MemoryError("no space")
 
     caller = threading.current_thread()
     met = threading.Barrier(2, timeout=WAIT_S)
@@ -116,13 +116,13 @@ def test_an_error_in_any_thread_is_the_callers() -> None:
 
     copier = Copier(2)
     for act in (fail, fail_elsewhere):
-        with pytest.raises(MemoryError, match="no room"):
+        with pytest.raises(MemoryError, match="no space"):
             copier.copy(acting(act))
     copier.close()
 
 
 def test_an_interrupted_caller_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted in its own copy and again while it waits: whoever gives room back after it must not be early."""
+    """Interrupted in its own copy and again while it waits: whoever gives space back after it must not be early."""
     caller = threading.main_thread()
     assert threading.current_thread() is caller
     both = threading.Barrier(2, timeout=WAIT_S)

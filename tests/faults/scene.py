@@ -32,7 +32,7 @@ from tests.faults.pulse import Pulse
 from tests.faults.weather import UNIT_FIRST_POINTS, UNITS
 
 MONUMENT = "monument"
-ROOM = "bystander"
+BYSTANDER = "bystander"
 FAR_STONES = [f"far-stone-{number}" for number in range(16)]
 STONES = [f"stone-{number}" for number in range(BACKED_BYTES // 2 // 12_000)]
 TOGETHER = 256
@@ -62,10 +62,10 @@ def _look(client: DataPlaneClient) -> None:
     if set(stones.sample_ids) != {*STONES, *FAR_STONES}:
         raise StormError(f"{stones.size} of {len(STONES) + len(FAR_STONES)} committed samples are left")
     verify(client, stones)
-    names = players.new_names(ROOM)
-    meta = client.put_samples(names, ROOM, columns(names), mode="create")
+    names = players.new_names(BYSTANDER)
+    meta = client.put_samples(names, BYSTANDER, columns(names), mode="create")
     verify(client, meta)
-    client.clear_samples(meta, ROOM)
+    client.clear_samples(meta, BYSTANDER)
 
 
 def enough(name: str) -> int:
@@ -121,7 +121,7 @@ class Scene:
             self.units[unit].start()
             self.units[unit].ready()
         self._bystander = self._arrive()
-        for partition, tasks in ((PARTITION, [TASK]), (MONUMENT, []), (ROOM, [])):
+        for partition, tasks in ((PARTITION, [TASK]), (MONUMENT, []), (BYSTANDER, [])):
             self.bystander.register_partition(partition, dict.fromkeys(FIELDS), None, tasks)
         self._build_monument(far)
         for role, act, address in self._roles(near, far):
@@ -188,7 +188,7 @@ class Scene:
                 raise StormError(f"{name} ended with code {player.process.exitcode}: {books.bad(self.folder)[:3]}")
 
     def _arrive(self) -> DataPlaneClient:
-        return connect(self.address, client_name=ROOM, **PATIENT)
+        return connect(self.address, client_name=BYSTANDER, **PATIENT)
 
     def _by_bystander(self, work: Callable[[DataPlaneClient], T]) -> T:
         """Its session lasts, whatever happens to others. Only where this process stood still, while no storage unit was
@@ -212,7 +212,7 @@ class Scene:
         none), every sample is what it should be, and nothing has grown."""
         for player in self.clients.values():
             player.rest(True)
-        self._await_books_balance({ROOM, *self.clients})
+        self._await_books_balance({BYSTANDER, *self.clients})
         self._verify_all()
         service = {player.name: player.process.pid for player in (self.controller, *self.units.values())}
         figures = Figures.of(service, self.folder / "state")
@@ -271,15 +271,15 @@ class Scene:
             if meta.size:
                 verify(client, meta)
                 drained += meta.sample_ids
-                client.clear_samples(meta, PARTITION)  # there may be no room for anything else
+                client.clear_samples(meta, PARTITION)  # there may be no space for anything else
             elif not client.why_blocked(PARTITION, TASK).leased:
                 break
             else:
                 time.sleep(0.1)  # what the dead had on lease comes back
         self._look_around()
-        for partition in (PARTITION, MONUMENT, ROOM, ALBUM):
+        for partition in (PARTITION, MONUMENT, BYSTANDER, ALBUM):
             client.clear_samples(None, partition)
-        self._await_books_balance({ROOM}, empty=True)
+        self._await_books_balance({BYSTANDER}, empty=True)
         self._all_live({"controller": self.controller, **self.units})
         return Books(self.folder, drained).reckon()
 

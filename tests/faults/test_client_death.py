@@ -1,6 +1,6 @@
 """`kill -9` of a client anywhere leaves nobody else stuck and no byte leaked.
 
-The proofs wait on events of the service itself: a put that needs the dead client's room, a claim that needs its
+The proofs wait on events of the service itself: a put that needs the dead client's space, a claim that needs its
 samples.
 """
 

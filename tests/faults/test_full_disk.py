@@ -1,5 +1,5 @@
 """The disk of the state directory is full, or read-only, under a real `tq serve`: calls are refused and change nothing,
-it goes on when there is room, and no later life does what was refused."""
+it goes on when there is space, and no later life does what was refused."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from dataplane.ledger.encoding import journal_records
 from dataplane.ledger.encoding.image import ImageError
 from dataplane.ledger.encoding.journal_records import RecordError
 from dataplane.storage import arena_record as kept_module
-from dataplane.storage.arena import Arena, sweep_kept
+from dataplane.storage.arena import Arena, sweep_recorded
 from dataplane.storage.arena_record import UnitRecord
 from dataplane.storage.session_lock import DEFAULT_LOCK_DIRECTORY
 from tests.fuzz.control_targets import day
@@ -132,7 +132,7 @@ def kept_units(data: bytes) -> None:
             begun = record.open(lambda keeper: Arena.create(folder, 1 << 12, epoch=1, keeper=keeper), epoch=1 << 40)
             with begun.arena as opened:
                 opened.grow(1 << 30)
-        sweep_kept(folder)
+        sweep_recorded(folder)
 
 
 def _told(folder: str, arena: Path) -> dict[bytes, str | Path]:

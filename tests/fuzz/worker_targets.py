@@ -30,7 +30,7 @@ def channel_streams(data: bytes) -> None:
 
 
 def channel_seeds() -> list[bytes]:
-    item = channels.Item(head=["tensor", 3], body=b"bytes", room=64, nbytes=10)
+    item = channels.Item(head=["tensor", 3], body=b"bytes", space=64, nbytes=10)
     requests = [
         channels.OpenBroker(1, channels.VERSION, "token", True),
         channels.Put(2, "c", b"key", item, 1.5, False, 100),

@@ -58,7 +58,7 @@ class BudgetBooks:
     # --- what puts under way name
 
     def asked(self, item: Input, in_flight: dict[Name, bool]) -> None:
-        """An input, with the calls that wait or have room, and whether their session surely lives."""
+        """An input, with the calls that wait or have space, and whether their session surely lives."""
         self.named = in_flight.keys() & self.targets.keys()
         self.kept = {name for name in self.named if in_flight[name]}
         if not isinstance(item, Call):
@@ -197,7 +197,7 @@ class BudgetBooks:
     # --- how much there is
 
     def check_grants(self, ledger: Ledger, answers: Sequence[Answer]) -> None:
-        """A partition that was granted room has no more than its budget, less the reserve for updates if there was
+        """A partition that was granted space has no more than its budget, less the reserve for updates if there was
         none among them."""
         updates: dict[str, bool] = {}
         for answer in answers:

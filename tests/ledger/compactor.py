@@ -72,9 +72,9 @@ class LedgerCompactor(LedgerMover):
         client, nbytes = self.pick(chance), chance.randrange(largest + GRANULE_BYTES, free + 1, GRANULE_BYTES)
         sizes = (ColumnSizes(name="a", sizes=int64s([nbytes])),)
         timeout_s = chance.choice([0.55, 3.05])
-        room = self.call(client, Allocate(partition="p", columns=sizes, update=True, timeout_s=timeout_s))
+        space = self.call(client, Allocate(partition="p", columns=sizes, update=True, timeout_s=timeout_s))
         number = client.next - 1
-        if room is not None and isinstance(room.result, Allocated):
+        if space is not None and isinstance(space.result, Allocated):
             self.withdraw((client.id, number), Abort(reservation=number))
 
     def settle(self, chance: Random) -> None:

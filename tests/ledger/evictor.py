@@ -1,4 +1,4 @@
-"""Budgets in the model test: partitions that are full, and puts that let samples go for room."""
+"""Budgets in the model test: partitions that are full, and puts that let samples go for space."""
 
 from __future__ import annotations
 
@@ -57,7 +57,15 @@ class LedgerEvictor(LedgerLives):
             while unit.orders:
                 self.carry_out(unit)
         self.call(self.pick(chance), OPEN)
-        acts = [self.put_rows, self.put_rows, self.put_rows, self.update, self.put_room, self.take_rows, self.take_rows]
+        acts = [
+            self.put_rows,
+            self.put_rows,
+            self.put_rows,
+            self.update,
+            self.put_space,
+            self.take_rows,
+            self.take_rows,
+        ]
         acts += [self.take_rows, self.settle, self.read_rows, self.ask_for_evicted]
         acts += [self.put_rows, self.write_back_by_ids, self.finish_put]
         for step in range(steps):
@@ -103,7 +111,7 @@ class LedgerEvictor(LedgerLives):
             self.put_column(chance, by_ids([row.id for row in chosen]), Mode.UPSERT)
 
     def finish_put(self, chance: Random) -> None:
-        """A put that has room is committed, or given up."""
+        """A put that has space is committed, or given up."""
         names = [name for name in self.plans if name in self.model.reserved and self.clients[name[0]].speaks]
         if names:
             name = chance.choice(names)
@@ -132,7 +140,7 @@ class LedgerEvictor(LedgerLives):
         elif (client.id, number) in self.parked and chance.random() < 0.5:
             self.withdraw((client.id, number), Abort(reservation=number))
 
-    def put_room(self, chance: Random) -> None:
+    def put_space(self, chance: Random) -> None:
         """A row into preallocated space."""
         client = self.pick(chance)
         self.attach_all(client)
@@ -141,8 +149,8 @@ class LedgerEvictor(LedgerLives):
         unit = min(client.attached)
         self.call(client, Preallocate(unit=unit, nbytes=300))
         number = client.next - 1
-        room = self.model.reserved.get((client.id, number))
-        if room:
+        space = self.model.reserved.get((client.id, number))
+        if space:
             samples = by_ids(chance.sample(IDS, 1))
             column = self.column_of(chance, samples)
             self.call(
@@ -152,7 +160,7 @@ class LedgerEvictor(LedgerLives):
                     samples=samples,
                     mode=Mode.UPSERT,
                     reservation=number,
-                    offset=room[0][1],
+                    offset=space[0][1],
                     columns=(column,),
                 ),
             )
@@ -213,7 +221,7 @@ class LedgerEvictor(LedgerLives):
     @precondition(lambda self: any(isinstance(self.model.commands[name], Allocate) for name in self.parked))
     @rule(seed=st.integers(0, 1 << 32), update=st.booleans())
     def put_elsewhere(self, seed: int, update: bool) -> None:
-        """While puts wait for a budget, another partition has room."""
+        """While puts wait for a budget, another partition has space."""
         chance = Random(seed)
         if not self.speaking():
             return
@@ -222,11 +230,11 @@ class LedgerEvictor(LedgerLives):
         sizes = (ColumnSizes(name="a", sizes=int64s([chance.choice([1, 70, 300])])),)
         self.call(client, Allocate(partition=OTHER, columns=sizes, update=update, timeout_s=3.05))
         number = client.next - 1
-        self.no_put_waits_for_room_that_is_there()
+        self.no_put_waits_for_space_that_is_there()
         for name in sorted(set(self.model.reserved) - {(client.id, number)}):
             if self.clients[name[0]].speaks:
                 self.withdraw(name, Abort(reservation=name[1]))
-                self.no_put_waits_for_room_that_is_there()
+                self.no_put_waits_for_space_that_is_there()
         if (client.id, number) in self.model.reserved:
             self.withdraw((client.id, number), Abort(reservation=number))
         if OTHER in self.model.partitions and self.speaking():

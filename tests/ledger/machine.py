@@ -77,7 +77,7 @@ from tests.ledger.claim_checks import LIMITS, Client
 from tests.ledger.claim_model import Name
 from tests.ledger.model import Model, merge_tags
 from tests.ledger.oracle import overlooked
-from tests.ledger.room_checks import RoomChecks
+from tests.ledger.reservation_checks import ReservationChecks
 from tests.ledger.save_model import SaveBooks
 from tests.ledger.space_checks import RESERVE, Unit
 from tests.ledger.values import canonical
@@ -86,7 +86,7 @@ HOSTS = ("host0", "host1")
 HEARTBEAT_S = 2.0
 
 
-class LedgerDriver(RoomChecks):
+class LedgerDriver(ReservationChecks):
     """Feeds the ledger and keeps the books; the rules are in `test_model.py`."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class LedgerDriver(RoomChecks):
         )
         if isinstance(item, Compacted):
             self.model.compacted(item)
-        if not isinstance(asked, Allocate):  # those that room is given to are answered in their turn
+        if not isinstance(asked, Allocate):  # those that space is given to are answered in their turn
             answers.sort(key=lambda answer: (answer.session, answer.number) != first)
         for answer in answers:
             name = (answer.session, answer.number)
@@ -146,7 +146,7 @@ class LedgerDriver(RoomChecks):
         return outputs
 
     def in_flight(self) -> dict[Name, bool]:
-        """Calls that wait, and those that have room; whether their session surely lives."""
+        """Calls that wait, and those that have space; whether their session surely lives."""
         clients = self.clients
         return {
             name: clients[name[0]].speaks and not clients[name[0]].suspect
@@ -336,7 +336,7 @@ class LedgerDriver(RoomChecks):
             client.next += 1
         name = (client.id, number)
         faults = self.books.faults(client.id, command) or self.model.faults(client.id, command)
-        if isinstance(command, Drain) and self.takes_the_last_room(command):
+        if isinstance(command, Drain) and self.takes_the_last_space(command):
             faults.must |= {"DrainError"}
         if name in self.withdrawn:
             faults.must |= {"CallCancelledError"}
@@ -377,7 +377,7 @@ class LedgerDriver(RoomChecks):
         else:
             assert not faults.must, (command, answer.result, faults)
 
-    def takes_the_last_room(self, command: Drain) -> bool:
+    def takes_the_last_space(self, command: Drain) -> bool:
         """Whether the order is to be refused: nothing new could be put anywhere else."""
         if command.undo or command.force or command.unit in self.model.draining:
             return False

@@ -1,6 +1,6 @@
 """A plain-dict model of the ledger: what each command must answer, and what each answer changes.
 
-It predicts everything but free choices (where room is found, which waiter is served, when a silent session is given
+It predicts everything but free choices (where space is found, which waiter is served, when a silent session is given
 up); those it only checks against the contract. `Faults` says which errors a command must or may be refused with.
 """
 
@@ -135,7 +135,7 @@ class Model(CopyModel):
         if command.reservation is not None and (session, command.reservation) not in self.reserved:
             faults.must.add("InvalidRequestError")
         elif command.reservation is not None:
-            faults.must |= self.room_faults((session, command.reservation), partition, command)
+            faults.must |= self.space_faults((session, command.reservation), partition, command)
         if ids is None:
             faults.must |= self.missing(partition, command.samples)
         else:
@@ -175,8 +175,8 @@ class Model(CopyModel):
             faults.must.add("PartitionDroppedError")
         return faults
 
-    def room_faults(self, reservation: Name, partition: Partition, command: Commit) -> set[str]:
-        """What is wrong with committing this into that room."""
+    def space_faults(self, reservation: Name, partition: Partition, command: Commit) -> set[str]:
+        """What is wrong with committing this into that space."""
         if (command.offset is not None) != (reservation in self.ahead):
             return {"InvalidRequestError"}
         allocate = self.commands[reservation]
@@ -287,8 +287,8 @@ class Model(CopyModel):
         """The commit's columns lie one after another from its offset, and no longer in the preallocated space."""
         assert command.reservation is not None
         assert command.offset is not None
-        room = (name[0], command.reservation)
-        unit, at, placements = self.reserved[room][0][0] if self.reserved[room] else 0, command.offset, []
+        space = (name[0], command.reservation)
+        unit, at, placements = self.reserved[space][0][0] if self.reserved[space] else 0, command.offset, []
         for number, column in enumerate(command.columns):
             if len(column.lengths):
                 last = len(column.lengths)
@@ -296,12 +296,12 @@ class Model(CopyModel):
             at += granules_of(sum(sizes_of(column)))
         self.granted[name] = Allocated(placements=tuple(placements))
         left = []
-        for _, start, nbytes in self.reserved[room]:
+        for _, start, nbytes in self.reserved[space]:
             if start <= command.offset < start + nbytes:
                 left += [(unit, start, command.offset - start), (unit, at, start + nbytes - at)]
             else:
                 left.append((unit, start, nbytes))
-        self.reserved[room] = [piece for piece in left if piece[2]]
+        self.reserved[space] = [piece for piece in left if piece[2]]
 
     def switch(self, samples: list[Sample], reservation: Name, columns: tuple[CommitColumn, ...]) -> None:
         places = value_places([sizes_of(column) for column in columns], self.granted[reservation])

@@ -76,12 +76,12 @@ class LedgerMover(LedgerEvictor):
         lengths = int64s([chance.choice([1, 65, 130])] * chance.choice([1, 2]))
         index = int64s(place % len(lengths) for place in range(len(names)))
         sizes = (ColumnSizes(name="a", sizes=lengths),)
-        room = self.call(client, Allocate(partition="p", columns=sizes, on_full=OnFull.REJECT, timeout_s=3.05))
+        space = self.call(client, Allocate(partition="p", columns=sizes, on_full=OnFull.REJECT, timeout_s=3.05))
         number = client.next - 1
         column = CommitColumn(name="a", spec=BYTES, lengths=lengths, index=index)
-        if room is None:
+        if space is None:
             self.withdraw((client.id, number), Abort(reservation=number))
-        elif isinstance(room.result, Allocated):
+        elif isinstance(space.result, Allocated):
             samples = by_ids(names)
             commit = Commit(partition="p", samples=samples, mode=Mode.UPSERT, reservation=number, columns=(column,))
             self.call(client, commit)
@@ -115,7 +115,7 @@ class LedgerMover(LedgerEvictor):
         fate = chance.choice(["move"] * 6 + ["wrong", "abort"])
         sizes = (ColumnSizes(name=found.field, sizes=found.lengths * found.spec.unit_bytes),)
         on_full = chance.choice([OnFull.REJECT, OnFull.REJECT, OnFull.WAIT])
-        room = self.call(
+        space = self.call(
             client,
             Allocate(
                 partition=found.partition, columns=sizes, update=True, moving=True, on_full=on_full, timeout_s=3.05
@@ -124,9 +124,9 @@ class LedgerMover(LedgerEvictor):
         number = client.next - 1
         for _ in range(chance.choice([0, 1, 2])):
             self.disturb_page(chance, found)
-        if client.speaks and room is None:
+        if client.speaks and space is None:
             self.withdraw((client.id, number), Abort(reservation=number))
-        elif client.speaks and room is not None and isinstance(room.result, Allocated):
+        elif client.speaks and space is not None and isinstance(space.result, Allocated):
             if fate == "abort":
                 self.withdraw((client.id, number), Abort(reservation=number))
             else:
@@ -173,11 +173,11 @@ class LedgerMover(LedgerEvictor):
         allocate = Allocate(
             partition=found.partition, columns=sizes, update=what == "write", on_full=OnFull.REJECT, timeout_s=3.05
         )
-        room = self.call(client, allocate)
+        space = self.call(client, allocate)
         number = client.next - 1
-        if room is None:
+        if space is None:
             self.withdraw((client.id, number), Abort(reservation=number))
-        elif isinstance(room.result, Allocated):
+        elif isinstance(space.result, Allocated):
             samples = by_handles([handle]) if what == "write" else by_ids([sample.id])
             column = CommitColumn(name=found.field, spec=found.spec, lengths=lengths)
             commit = Commit(

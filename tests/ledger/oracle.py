@@ -20,7 +20,7 @@ def overlooked(ledger: Ledger) -> dict[Name, Result | DataPlaneError]:
         partition.outlook = None
         again._state.extents.loosened.add(partition.account.number)
     again._state.extents.freed = True
-    again._rooms.judge()
+    again._reservations.judge()
     found.update({(o.session, o.number): o.result for o in again._state.out if isinstance(o, Answer)})
     return found | _claims(again)
 
@@ -29,9 +29,9 @@ def _claims(ledger: Ledger) -> dict[Name, Result | DataPlaneError]:
     found: dict[Name, Result | DataPlaneError] = {}
     for partition in list(ledger._state.partitions.values()):
         for parked in ledger._state.waiting_claims(partition):
-            assert parked.interest is not None
+            assert parked.ready_index is not None
             try:
-                result: Result | DataPlaneError | None = ledger._claims._attempt(parked, parked.interest)
+                result: Result | DataPlaneError | None = ledger._claims._attempt(parked, parked.ready_index)
             except DataPlaneError as error:
                 result = error
             if result is not None:

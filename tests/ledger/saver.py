@@ -116,11 +116,11 @@ class LedgerSaver(LedgerWriter):
         lengths = int64s(cells.lengths[row] for row in rows)
         sizes = (ColumnSizes(name=name, sizes=lengths * cells.spec.unit_bytes),)
         allocate = Allocate(partition=STAGED, columns=sizes, update=True, on_full=OnFull.REJECT, timeout_s=3.05)
-        room = self.call(client, allocate)
+        space = self.call(client, allocate)
         reservation = client.next - 1
-        if room is None:
+        if space is None:
             self.withdraw((client.id, reservation), Abort(reservation=reservation))
-        elif isinstance(room.result, Allocated):
+        elif isinstance(space.result, Allocated):
             checksums = None if cells.checksums is None else cells.checksums[rows]
             column = CommitColumn(name=name, spec=cells.spec, lengths=lengths, checksums=checksums)
             samples = by_handles([handles[row] for row in rows])

@@ -39,7 +39,7 @@ class SpaceChecks(ClaimChecks):
 
     def check_granted(self, name: Name, before: dict[int, dict[int, Any]]) -> None:
         for unit, offset, nbytes in self.model.reserved[name]:
-            assert unit not in self.model.draining or not nbytes, f"{name} was given room of a unit that is drained"
+            assert unit not in self.model.draining or not nbytes, f"{name} was given space of a unit that is drained"
             assert offset % GRANULE_BYTES == 0
             assert 0 <= offset <= offset + nbytes <= self.units[unit].backed, (unit, offset, nbytes)
             for granule in granules(offset, nbytes):
@@ -65,7 +65,7 @@ class SpaceChecks(ClaimChecks):
         assert waiting or not silent, f"evicted silently: {self.budgets.unsaid}"
 
     @invariant()
-    def no_put_waits_for_room_that_is_there(self) -> None:
+    def no_put_waits_for_space_that_is_there(self) -> None:
         """The first in line for memory of the units has none that is large enough; who waits for his budget does not
         stand in line."""
         waiting = [(name, self.model.commands[name]) for name in self.parked]
@@ -79,13 +79,13 @@ class SpaceChecks(ClaimChecks):
             ]
             passed = all(o.partition != put.partition and self.budgets.is_over(self.ledger, o) for o in before)
             if passed and not self.budgets.is_over(self.ledger, put):
-                assert self.largest_room(update=put.update) < wanted_bytes(put), f"{name} waits: {put}"
+                assert self.largest_space(update=put.update) < wanted_bytes(put), f"{name} waits: {put}"
 
     @invariant()
     def no_put_waits_only_because_nobody_looked_again(self) -> None:
         if any(isinstance(self.model.commands[name], Allocate) for name in self.parked):
             again = Ledger.restored(self.ledger.image())
-            again._rooms.judge()
+            again._reservations.judge()
             served = [output for output in again._state.out if isinstance(output, Answer)]
             assert not served, f"these could have been answered before: {served}"
 
@@ -93,15 +93,15 @@ class SpaceChecks(ClaimChecks):
         """Every invariant about space."""
         self.accounts_are_right()
         self.space_is_sound()
-        self.no_put_waits_for_room_that_is_there()
+        self.no_put_waits_for_space_that_is_there()
         self.no_put_waits_only_because_nobody_looked_again()
 
-    def largest_room(self, *, update: bool) -> int:
+    def largest_space(self, *, update: bool) -> int:
         """Bytes that surely can be had in one piece now, once no arena grows any more."""
         units = [unit for unit in self.ledger._state.units.values() if unit.number not in self.model.draining]
         if any(unit.space.backed_bytes < unit.ceiling for unit in units):
             return -1
-        return max((min(unit.space.largest_bytes, unit.room(update=update)) for unit in units), default=-1)
+        return max((min(unit.space.largest_bytes, unit.available_bytes(update=update)) for unit in units), default=-1)
 
     def in_use(self, unit: int) -> dict[int, Any]:
         """Granules in use by the model's books, and by whom; no two values share bytes, no two extents a granule."""

@@ -185,19 +185,19 @@ def test_preallocated_space_counts_from_the_commit_that_takes_it() -> None:
     driver = Driver(capacity=64 * KIB * 64, reserve_fraction=0.0)
     client = driver.client(attach=[1])
     client.register(budget_bytes=4 * KIB)
-    room = client.post(c.Preallocate(unit=1, nbytes=16 * KIB))
-    got = client.result(room)
+    space = client.post(c.Preallocate(unit=1, nbytes=16 * KIB))
+    got = client.result(space)
     assert isinstance(got, c.Preallocated)
     assert part(client).used_bytes == 0
-    assert isinstance(ahead(client, "a", size=3 * KIB, offset=got.offset, reservation=room), c.Committed)
-    refused = ahead(client, "b", size=2 * KIB, offset=got.offset + 3 * KIB, reservation=room)
+    assert isinstance(ahead(client, "a", size=3 * KIB, offset=got.offset, reservation=space), c.Committed)
+    refused = ahead(client, "b", size=2 * KIB, offset=got.offset + 3 * KIB, reservation=space)
     assert isinstance(refused, CapacityTimeoutError)
     assert refused.partition == "p"
     waiting = client.waits(client.allocate({"x": [2 * KIB]}))
-    assert isinstance(ahead(client, "b", size=64, offset=got.offset + 3 * KIB, reservation=room), CapacityTimeoutError)
+    assert isinstance(ahead(client, "b", size=64, offset=got.offset + 3 * KIB, reservation=space), CapacityTimeoutError)
     client.clear("a")
     assert isinstance(client.result(waiting), c.Allocated)
-    assert isinstance(ahead(client, "b", size=64, offset=got.offset + 3 * KIB, reservation=room), c.Committed)
+    assert isinstance(ahead(client, "b", size=64, offset=got.offset + 3 * KIB, reservation=space), c.Committed)
 
 
 def test_what_a_dropped_partition_leaves_behind_is_not_the_next_ones() -> None:
@@ -255,7 +255,7 @@ def test_a_put_that_only_waits_for_an_earlier_one_names_that() -> None:
         )
         assert "4,096 free to this put, but behind an earlier put of 8,192 bytes" in str(error)
         assert "fragmented" not in str(error)
-        assert "so that the earlier put finds room" in str(error)
+        assert "so that the earlier put finds space" in str(error)
 
 
 def test_a_put_behind_one_that_waits_for_the_budget_names_that_and_the_budget() -> None:
@@ -268,10 +268,10 @@ def test_a_put_behind_one_that_waits_for_the_budget_names_that_and_the_budget() 
     assert isinstance(error, CapacityTimeoutError)
     assert (error.partition, error.budget_bytes, error.free_bytes) == ("p", 8 * KIB, 2 * KIB)
     assert error.behind == "an earlier put of 4,096 bytes into partition 'p' by session 1 (client, live)"
-    assert "register the partition with a larger budget_bytes, so that the earlier put finds room" in str(error)
+    assert "register the partition with a larger budget_bytes, so that the earlier put finds space" in str(error)
 
 
-def test_a_put_without_room_of_its_own_says_that() -> None:
+def test_a_put_without_space_of_its_own_says_that() -> None:
     driver, client = budgeted()
     client.put(["a"], {"x": [6 * KIB]})
     client.waits(client.allocate({"x": [4 * KIB]}))

@@ -1,4 +1,4 @@
-"""Commit: everything is checked before anything changes, and a failed one frees its room."""
+"""Commit: everything is checked before anything changes, and a failed one frees its space."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_meanwhile_others_are_served_with_what_is_left() -> None:
     order = order_of(driver)
     client.put(["little"], {"x": [40]})
     rejecting = client.post(client.allocate({"x": [5 * KIB - 64]}, on_full=c.OnFull.REJECT))
-    assert client.result(rejecting) is None, "there may be room in a moment"
+    assert client.result(rejecting) is None, "there may be space in a moment"
     done(driver, order)
     assert granted(client, waiting) == 0
     assert isinstance(client.result(rejecting), CapacityTimeoutError)

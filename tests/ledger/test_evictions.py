@@ -1,4 +1,4 @@
-"""Room made by letting samples go: which, how many, and who is told."""
+"""Space made by letting samples go: which, how many, and who is told."""
 
 from __future__ import annotations
 
@@ -251,8 +251,8 @@ def test_preallocated_space_evicts_at_its_commit_and_spares_what_it_updates() ->
     driver = Driver(capacity=4 << 20, reserve_fraction=0.0)
     client = driver.client(attach=[1])
     client.register(budget_bytes=2 * KIB, when_full=c.WhenFull.EVICT_OLDEST)
-    room = client.post(c.Preallocate(unit=1, nbytes=16 * KIB))
-    got = client.result(room)
+    space = client.post(c.Preallocate(unit=1, nbytes=16 * KIB))
+    got = client.result(space)
     assert isinstance(got, c.Preallocated)
     client.put(["a"], {"x": [KIB]})
     client.put(["b"], {"x": [KIB]})
@@ -260,7 +260,7 @@ def test_preallocated_space_evicts_at_its_commit_and_spares_what_it_updates() ->
         partition="p",
         samples=by_ids("a", "n"),
         mode=c.Mode.UPSERT,
-        reservation=room,
+        reservation=space,
         offset=got.offset,
         columns=commit_columns({"x": [100, 200]}),
     )
@@ -346,18 +346,18 @@ def test_a_sample_that_a_put_under_way_names_is_evicted_for_no_other_until_that_
     client = evicting("evict_oldest", budget=3 * KIB)
     fill(client, 2)
     writer = client.driver.client("writer")
-    room = writer.post(writer.allocate({"y": [KIB]}, samples=by_ids(*named)))
-    assert isinstance(writer.result(room), c.Allocated)
+    space = writer.post(writer.allocate({"y": [KIB]}, samples=by_ids(*named)))
+    assert isinstance(writer.result(space), c.Allocated)
     waiting = client.waits(client.allocate({"x": [KIB]}))
     columns = commit_columns({"y": [1000 if end == "refused" else KIB]})
     match end:
         case "abort":
-            writer.do(c.Abort(reservation=room))
+            writer.do(c.Abort(reservation=space))
         case "bye":
             writer.do(c.Bye())
         case _:
             writer.raw(
-                c.Commit(partition="p", samples=by_ids("s0"), mode=c.Mode.UPSERT, reservation=room, columns=columns)
+                c.Commit(partition="p", samples=by_ids("s0"), mode=c.Mode.UPSERT, reservation=space, columns=columns)
             )
     assert isinstance(client.result(waiting), c.Allocated)
     assert not client.driver.ledger._state.partitions["p"].targets

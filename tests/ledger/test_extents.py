@@ -101,7 +101,7 @@ def test_values_nobody_points_at_are_freed_with_their_extent(client: Client) -> 
     assert client.used() == 0
 
 
-def test_empty_values_take_no_room(client: Client) -> None:
+def test_empty_values_take_no_space(client: Client) -> None:
     client.put(["a", "b"], {"x": [0, 0], "y": [0, 5]})
     assert client.used() == 64
     found = client.locate(by_ids("a", "b"), ["x", "y"])

@@ -126,7 +126,7 @@ class LedgerMachine(LedgerSaver, LedgerCompactor):
     @precondition(LedgerWriter.speaking)
     @rule(data=st.data(), count=st.integers(1, 4))
     def put_ahead(self, data: st.DataObject, count: int) -> None:
-        """Small puts into room that their session allocated ahead."""
+        """Small puts into space that their session allocated ahead."""
         for _ in range(count):
             if self.speaking():
                 names = data.draw(st.lists(st.sampled_from(sorted(COLUMNS)), min_size=1, max_size=2, unique=True))

@@ -29,14 +29,14 @@ def what_waits_keeps_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(State, "park", careless)
 
 
-def what_has_room_keeps_nothing(patch: pytest.MonkeyPatch) -> None:
+def what_has_space_keeps_nothing(patch: pytest.MonkeyPatch) -> None:
     judge = LedgerEvictor.feed
 
     def careless(self: LedgerEvictor, *args: object) -> object:
         for session in self.ledger._state.sessions.values():
-            for room in session.reservations.values():
-                if hasattr(room, "targets"):
-                    self.ledger._state.let_targets_go(room)  # type: ignore[arg-type]
+            for space in session.reservations.values():
+                if hasattr(space, "targets"):
+                    self.ledger._state.let_targets_go(space)  # type: ignore[arg-type]
         return judge(self, *args)  # type: ignore[arg-type]
 
     patch.setattr(LedgerEvictor, "feed", careless)
@@ -45,7 +45,7 @@ def what_has_room_keeps_nothing(patch: pytest.MonkeyPatch) -> None:
 PLANTED = [
     nothing_is_kept_for_puts,
     what_waits_keeps_nothing,
-    what_has_room_keeps_nothing,
+    what_has_space_keeps_nothing,
 ]
 
 

@@ -47,14 +47,14 @@ def test_bytes_at_the_same_place_have_another_serial() -> None:
         seen.add(place(client, "a"))
         offsets.add(place(client, "a")[0])
     assert len(seen) == 7
-    assert len(offsets) == 2, "room is used again"
+    assert len(offsets) == 2, "space is used again"
 
 
 def test_parts_of_preallocated_space_have_serials_of_their_own() -> None:
     driver, client = made(capacity=64 * MIB)
     driver.apply(c.SessionAttached(unit=1, session=client.session))
-    room = client.post(c.Preallocate(unit=1, nbytes=1024))
-    granted = client.result(room)
+    space = client.post(c.Preallocate(unit=1, nbytes=1024))
+    granted = client.result(space)
     assert isinstance(granted, c.Preallocated)
     for number, name in enumerate(("a", "b")):
         client.call(
@@ -63,7 +63,7 @@ def test_parts_of_preallocated_space_have_serials_of_their_own() -> None:
                 partition="p",
                 samples=by_ids(name),
                 mode=c.Mode.UPSERT,
-                reservation=room,
+                reservation=space,
                 offset=granted.offset + 128 * number,
                 columns=commit_columns({"x": [100]}),
             ),

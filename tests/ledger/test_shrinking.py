@@ -55,7 +55,7 @@ def test_what_is_free_above_the_highest_used_byte_goes_back_in_whole_pages() -> 
     assert client.call(c.Shrunken, c.Shrink()).given_bytes == 0
 
 
-def test_room_that_is_being_given_up_is_handed_to_nobody_until_the_unit_has() -> None:
+def test_space_that_is_being_given_up_is_handed_to_nobody_until_the_unit_has() -> None:
     driver, client = roomy()
     client.waits(c.Shrink())
     assert shrinks(driver) == [(1, 1, 0)]
@@ -152,9 +152,9 @@ def test_the_controller_lives_again_while_a_unit_shrinks() -> None:
 def test_several_ask_at_once() -> None:
     driver, client = roomy()
     other = driver.client()
-    room = client.post(client.allocate({"x": [MIB]}))
+    space = client.post(client.allocate({"x": [MIB]}))
     first = client.waits(c.Shrink())
-    client.do(c.Abort(reservation=room))
+    client.do(c.Abort(reservation=space))
     second = other.waits(c.Shrink())
     assert shrinks(driver) == [(1, 1, MIB), (1, 2, 0)]
     driver.apply(c.Shrunk(unit=1, number=1, backed_bytes=MIB))

@@ -407,12 +407,12 @@ def test_a_waiting_put_that_cannot_be_judged_ends_alone(monkeypatch: pytest.Monk
     good = client.waits(client.allocate({"x": [7 * KIB]}))
     failing = [True]
 
-    def refuse(rooms: Any, partition: Partition, want: Any) -> None:
+    def refuse(spaces: Any, partition: Partition, want: Any) -> None:
         if failing:
             failing.clear()
             raise OverflowError("of one put")
 
-    monkeypatch.setattr("dataplane.ledger.allocation.reservations.Rooms._refuse_hopeless", refuse)
+    monkeypatch.setattr("dataplane.ledger.allocation.reservations.Reservations._refuse_hopeless", refuse)
     client.clear("s1", "s3", "s5", "s7", "s9")
     assert isinstance(client.result(bad), InternalError)
     assert isinstance(client.result(good), c.Allocated)

@@ -182,11 +182,11 @@ def test_who_held_up_others_waits_for_its_budget_now() -> None:
     assert isinstance(client.result(second), c.Allocated)
 
 
-def test_what_a_claim_drops_makes_room() -> None:
+def test_what_a_claim_drops_makes_space() -> None:
     driver, client = start(budget_bytes=2 * KIB)
     client.put(["a"], {"x": [2 * KIB]}, tags={"group": [1]})
-    room = client.waits(client.allocate({"x": [KIB]}))
+    space = client.waits(client.allocate({"x": [KIB]}))
     claim = client.waits(client.claim(2, group_size=2, partial_after_s=1.0, partial=c.Partial.DROP))
     driver.tick(1.0)
-    assert isinstance(client.result(room), c.Allocated)
+    assert isinstance(client.result(space), c.Allocated)
     assert client.result(claim) is None

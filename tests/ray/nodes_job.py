@@ -32,13 +32,13 @@ def places_of(workers: RayWorkerGroup) -> Places:
 
 
 def one_group_per_node() -> dict[str, Any]:
-    """All CPUs of both nodes are in bundles and used by workers, and there is room for what starts them."""
+    """All CPUs of both nodes are in bundles and used by workers, and there is space for what starts them."""
     with RayVirtualCluster([2, 2], use_gpus=False) as cluster, RayWorkerGroup(cluster, STARTER) as workers:
         return {"places": places_of(workers)}
 
 
 def small_groups_per_node() -> dict[str, Any]:
-    """A node has room for both bundles."""
+    """A node has space for both bundles."""
     with RayVirtualCluster([1, 1], use_gpus=False) as cluster:
         nodes = [node_of_bundle(group, 0) for group in cluster.get_placement_groups()]
         return {"nodes": len(set(nodes))}
@@ -60,7 +60,7 @@ def unified() -> dict[str, Any]:
 
 
 def unified_with_a_node_over_both() -> dict[str, Any]:
-    """No Ray node has room for the first node of the cluster."""
+    """No Ray node has space for the first node of the cluster."""
     with RayVirtualCluster([3, 1], use_gpus=False, placement_group_strategy="PACK") as cluster:
         cluster._init_placement_groups(use_unified_pg=True)
         with RayWorkerGroup(cluster, TIED, bundle_indices_list=[(0, [0, 1, 2, 3])]) as workers:

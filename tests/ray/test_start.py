@@ -236,9 +236,9 @@ def test_a_reservation_made_by_a_failed_start_outlives_it_if_another_group_is_on
         assert nothing_but(before)
 
 
-def test_more_workers_on_a_bundle_than_it_has_room_for(cluster: RayVirtualCluster, group: RayWorkerGroup) -> None:
+def test_more_workers_on_a_bundle_than_it_has_space_for(cluster: RayVirtualCluster, group: RayWorkerGroup) -> None:
     before = standing()
-    with pytest.raises(ValueError, match=r"4 workers on bundle 0 of placement group 1: there is room for .*groups=3;"):
+    with pytest.raises(ValueError, match=r"4 workers on bundle 0 of placement group 1: there is space for .*groups=3;"):
         RayWorkerGroup(cluster, RayWorkerBuilder("no.such.Class"), bundle_indices_list=[(1, [0, 0, 0])])
     assert nothing_but(before)
 
@@ -295,7 +295,7 @@ def test_late_workers_are_named(ray_cluster: None, fifo: str, monkeypatch: pytes
     monkeypatch.setattr(futures.logger, "log", lambda _, text, *values: lines.append(text % values))
     late = started_group.StartedGroup()
     late.actors.append(ray.remote(Late).remote())
-    with pytest.raises(WorkerStartError, match=r"after 0.25 s still in its constructor: late-0\. Is there room"):
+    with pytest.raises(WorkerStartError, match=r"after 0.25 s still in its constructor: late-0\. Is there space"):
         late.await_constructed(["late-0"], timeout_s=0.25)
     assert lines[0] == "in its constructor: late-0: waiting for 0 s so far"
     late.actors *= 2

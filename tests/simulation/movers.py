@@ -11,7 +11,7 @@ from tests.ledger.values import value_places
 from tests.simulation.client import Ask, Client, Drain, Post, Read, Reply, Script, Stop, Thread, Withdrawn, Write
 from tests.simulation.scripts import PIECE, Make, rounds
 
-ROOM = [c.OnFull.REJECT, c.OnFull.WAIT, c.OnFull.WAIT]
+SPACE = [c.OnFull.REJECT, c.OnFull.WAIT, c.OnFull.WAIT]
 
 
 def mover(seed: int, count: int) -> Make:
@@ -31,7 +31,7 @@ def mover(seed: int, count: int) -> Make:
                         timeout_s=random.choice([0.0, 3.0]),
                     )
                 )
-                yield from move(client, thread, unit, page, random.choice(ROOM))
+                yield from move(client, thread, unit, page, random.choice(SPACE))
         except (Withdrawn, DataPlaneError):
             thread.shielded = True
             yield Post(c.Drain(unit=unit, undo=True))
@@ -56,7 +56,7 @@ def move(client: Client, thread: Thread, unit: int, page: Reply, on_full: c.OnFu
 def copy(client: Client, thread: Thread, unit: int, page: Reply, on_full: c.OnFull) -> Script:
     found = page.result
     sizes = found.lengths * found.spec.unit_bytes
-    room = yield Ask(
+    space = yield Ask(
         c.Allocate(
             partition=found.partition,
             columns=(c.ColumnSizes(name=found.field, sizes=sizes),),
@@ -66,8 +66,8 @@ def copy(client: Client, thread: Thread, unit: int, page: Reply, on_full: c.OnFu
             timeout_s=5.0,
         )
     )
-    grant = (client.session, room.number)
-    (places,) = value_places([sizes.tolist()], room.result)
+    grant = (client.session, space.number)
+    (places,) = value_places([sizes.tolist()], space.result)
     try:
         for k, (there, offset) in enumerate(places):
             if sizes[k]:
@@ -76,10 +76,10 @@ def copy(client: Client, thread: Thread, unit: int, page: Reply, on_full: c.OnFu
                 for at in range(0, len(data), PIECE):
                     yield Write(there, offset + at, data[at : at + PIECE], grant)
         yield Drain()
-        yield Ask(move_of(found, unit, located=page.number, reservation=room.number))
+        yield Ask(move_of(found, unit, located=page.number, reservation=space.number))
     except (Withdrawn, DataPlaneError):
         thread.shielded = True
-        for place in sorted({placement.unit for placement in room.result.placements}):
+        for place in sorted({placement.unit for placement in space.result.placements}):
             yield Stop(place, grant)
-        yield Post(c.Abort(reservation=room.number))
+        yield Post(c.Abort(reservation=space.number))
         raise

@@ -114,7 +114,7 @@ def put(
     mode: Mode,
     partition: str = PARTITION,
 ) -> Script:
-    """Allocate, copy piece by piece, commit. Withdrawn: what is under way is stopped, then the room is given back."""
+    """Allocate, copy piece by piece, commit. Withdrawn: what is under way is stopped, then the space is given back."""
     record = client.world.record
     plan = [planned(client, column, len(samples)) for column in columns]
     sizes = [[value.nbytes for value in column.values] for column in plan]
@@ -179,23 +179,23 @@ def commit_of(
     )
 
 
-def drip(client: Client, thread: Thread, puts: Sequence[tuple[Samples, Sequence[Column]]], room_bytes: int) -> Script:
-    """Small puts into room that the client allocated ahead in a unit it is local to: copy, commit, the next. A put that
-    fails or is withdrawn leaves a hole; in the end what nobody took goes back."""
+def drip(client: Client, thread: Thread, puts: Sequence[tuple[Samples, Sequence[Column]]], space_bytes: int) -> Script:
+    """Small puts into space that the client allocated ahead in a unit it is local to: copy, commit, the next. A put
+    that fails or is withdrawn leaves a hole; in the end what nobody took goes back."""
     if not client.local:
         return
     unit = min(client.local)
-    reply = yield Ask(Preallocate(unit=unit, nbytes=room_bytes))
-    room, offset = (client.session, reply.number), reply.result.offset
-    end = offset + room_bytes
+    reply = yield Ask(Preallocate(unit=unit, nbytes=space_bytes))
+    space, offset = (client.session, reply.number), reply.result.offset
+    end = offset + space_bytes
     try:
         for samples, columns in puts:
             plan = [planned(client, column, len(samples)) for column in columns]
             nbytes = sum(granules_up(sum(value.nbytes for value in column.values)) for column in plan)
             if offset + nbytes > end:
                 break
-            client.world.record.parts[*room, offset] = plan
-            yield from fill(plan, unit, offset, room)
+            client.world.record.parts[*space, offset] = plan
+            yield from fill(plan, unit, offset, space)
             sums = checksums_of(plan) if reply.result.checksums else None
             yield Ask(commit_of(samples, columns, Mode.UPSERT, reply.number, offset, sums))
             offset += nbytes
@@ -318,7 +318,7 @@ def producer(seed: int, count: int, *, shared: bool, mode: Mode) -> Make:
 
 
 def dripper(seed: int, count: int) -> Make:
-    """Puts a sample or two at a time into room allocated ahead."""
+    """Puts a sample or two at a time into space allocated ahead."""
     random = Random(seed)
 
     def body(client: Client, thread: Thread) -> Script:

@@ -64,7 +64,7 @@ def reservations_leak(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(State, "free_reservation", lambda self, session, number: session.reservations.pop(number))
 
 
-def a_part_is_not_taken_out_of_its_room(patch: pytest.MonkeyPatch) -> None:
+def a_part_is_not_taken_out_of_its_space(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Extents, "cut", lambda self, number, start, nbytes: [number])
 
 
@@ -199,8 +199,8 @@ def what_is_found_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
 def moves_keep_what_was_pinned(patch: pytest.MonkeyPatch) -> None:
     switch = Drains._switch
 
-    def forgetful(self: Drains, partition: Any, field: Any, command: Any, room: Any, kept: Any, pinned: Any) -> None:
-        switch(self, partition, field, command, room, kept, pinned[:0])
+    def forgetful(self: Drains, partition: Any, field: Any, command: Any, space: Any, kept: Any, pinned: Any) -> None:
+        switch(self, partition, field, command, space, kept, pinned[:0])
 
     patch.setattr(Drains, "_switch", forgetful)
 
@@ -254,7 +254,7 @@ def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPat
         a_held_lock_proves_death,
         withdrawals_are_forgotten,
         reservations_leak,
-        a_part_is_not_taken_out_of_its_room,
+        a_part_is_not_taken_out_of_its_space,
         generations_are_not_checked,
         units_serve_fenced_sessions,
         an_abort_overtakes_its_frames,

@@ -26,9 +26,11 @@ def arena():
         yield made
 
 
-def rooms(monkeypatch, free_bytes):
+def set_available(monkeypatch, free_bytes):
     monkeypatch.setattr(
-        arena_module, "room", lambda directory: AvailableMemory(free_bytes=free_bytes, limit="a test's limit")
+        arena_module,
+        "available_memory",
+        lambda directory: AvailableMemory(free_bytes=free_bytes, limit="a test's limit"),
     )
 
 
@@ -62,8 +64,8 @@ def test_capacity_is_whole_pages():
         assert (small.capacity_bytes, smallest.capacity_bytes) == (2 * PAGE_BYTES, PAGE_BYTES)
 
 
-def test_too_little_room_at_start_names_sizes_and_ways_out(monkeypatch, tmp_path):
-    rooms(monkeypatch, 64 * MIB)
+def test_too_little_space_at_start_names_sizes_and_ways_out(monkeypatch, tmp_path):
+    set_available(monkeypatch, 64 * MIB)
     with pytest.raises(ArenaSpaceError, match=r"--capacity.*--arena-dir.*shm-size") as caught:
         Arena.create(tmp_path, 512 * MIB, epoch=1)
     assert caught.value.found_bytes == 64 * MIB
@@ -73,7 +75,7 @@ def test_too_little_room_at_start_names_sizes_and_ways_out(monkeypatch, tmp_path
 
 def test_failed_growth_keeps_what_there_is(arena, monkeypatch):
     arena.grow(MIB)
-    rooms(monkeypatch, MIB // 2)
+    set_available(monkeypatch, MIB // 2)
     with pytest.raises(ArenaSpaceError) as caught:
         arena.grow(2 * MIB)
     assert (caught.value.found_bytes, caught.value.wanted_bytes) == (MIB // 2, MIB)
@@ -81,14 +83,14 @@ def test_failed_growth_keeps_what_there_is(arena, monkeypatch):
     arena.data[:MIB] = 7
 
 
-def test_growth_takes_the_steps_that_there_is_room_for(arena, monkeypatch):
+def test_growth_takes_the_steps_that_there_is_space_for(arena, monkeypatch):
     monkeypatch.setattr(arena_module, "GROW_STEP_BYTES", MIB)
     whole = 5 * MIB // 2
 
     def left(directory):
         return AvailableMemory(free_bytes=whole - arena.backed_bytes, limit="a test's limit")
 
-    monkeypatch.setattr(arena_module, "room", left)
+    monkeypatch.setattr(arena_module, "available_memory", left)
     with pytest.raises(ArenaSpaceError) as caught:
         arena.grow(4 * MIB)
     assert (caught.value.found_bytes, caught.value.wanted_bytes) == (MIB // 2, MIB)
@@ -249,14 +251,14 @@ def test_an_arena_of_a_killed_unit_is_swept(tmp_path):
     assert not path.exists()
 
 
-def test_default_capacity_leaves_room(monkeypatch):
+def test_default_capacity_leaves_space(monkeypatch):
     stat = SimpleNamespace(f_blocks=1000 * 256, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: stat)
-    rooms(monkeypatch, 1000 * MIB)
+    set_available(monkeypatch, 1000 * MIB)
     assert default_capacity(SHM) == 300 * MIB
-    rooms(monkeypatch, 100 * MIB)
+    set_available(monkeypatch, 100 * MIB)
     assert default_capacity(SHM) == 50 * MIB
-    rooms(monkeypatch, 0)
+    set_available(monkeypatch, 0)
     assert default_capacity(SHM) == MIB
 
 

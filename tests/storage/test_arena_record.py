@@ -17,7 +17,7 @@ from dataplane.config import MIB
 from dataplane.errors import StateDirError
 from dataplane.storage import arena as arena_module
 from dataplane.storage import arena_record
-from dataplane.storage.arena import Arena, MappedArena, sweep, sweep_kept
+from dataplane.storage.arena import Arena, MappedArena, sweep, sweep_recorded
 from dataplane.storage.arena_record import Adopted, UnitRecord, discard
 
 
@@ -84,10 +84,10 @@ def test_clients_mapped_before_see_what_is_written_after(record: UnitRecord, mem
 
 def test_no_sweep_removes_it_while_its_record_is_there(record: UnitRecord, memory: Path) -> None:
     path = left_by(record, memory)
-    assert sweep(memory) == sweep_kept(memory) == []
+    assert sweep(memory) == sweep_recorded(memory) == []
     record.path.unlink()
     assert sweep(memory) == []
-    assert sweep_kept(memory) == [path]
+    assert sweep_recorded(memory) == [path]
 
 
 def test_what_cannot_be_looked_at_is_taken_for_kept(
@@ -104,11 +104,11 @@ def test_what_cannot_be_looked_at_is_taken_for_kept(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", fail)
-        assert sweep_kept(memory) == []
+        assert sweep_recorded(memory) == []
     assert "it stays" in caplog.text
     assert path.exists()
     record.path.unlink()
-    assert sweep_kept(memory) == [path]
+    assert sweep_recorded(memory) == [path]
 
 
 def test_what_another_container_left_stays(record: UnitRecord, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +117,8 @@ def test_what_another_container_left_stays(record: UnitRecord, memory: Path, mon
     record.path.unlink()
     with monkeypatch.context() as there:
         there.setattr(arena_module, "_mounts", lambda: 1)
-        assert sweep_kept(memory) == []
-    assert sweep_kept(memory) == [path]
+        assert sweep_recorded(memory) == []
+    assert sweep_recorded(memory) == [path]
 
 
 def test_a_held_one_stays_whatever_its_record(record: UnitRecord, memory: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_held_one_stays_whatever_its_record(record: UnitRecord, memory: Path) 
     assert found is not None
     with found.arena:
         record.path.unlink()
-        assert sweep_kept(memory) == []
+        assert sweep_recorded(memory) == []
 
 
 def test_discarding_a_state_directory_gives_its_memory_back(record: UnitRecord, memory: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_record_may_be_there_before_its_arena(record: UnitRecord, caplog: pyte
         (lambda path: path.unlink(), "No such file"),
         (lambda path: path.write_bytes(b"short"), "not an arena"),
         (lambda path: os.truncate(path, 20_000), "cut short"),
-        (lambda path: path.write_bytes(b"x" * 70_000), "not an arena of this version"),
+        (lambda path: path.write_bytes(b"x" * 70_000), "not an arena"),
     ],
 )
 def test_what_is_damaged_is_not_gone_on_with(
@@ -355,5 +355,5 @@ def test_an_arena_whose_keeper_is_no_path_stays(record: UnitRecord, memory: Path
     with open(path, "r+b") as file:
         file.seek(1024 + 8)  # behind the number of the mounts
         file.write(b"\x03\0/\0x")
-    assert sweep_kept(memory) == []
+    assert sweep_recorded(memory) == []
     assert path.exists()

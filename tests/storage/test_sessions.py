@@ -7,7 +7,7 @@ from dataplane.core import failpoints
 from dataplane.errors import CallTimeoutError, StorageUnitError
 from dataplane.storage import client as client_module
 from dataplane.storage.server import BulkServer
-from dataplane.storage.sessions import STOPS_KEPT, StoppedPuts
+from dataplane.storage.sessions import MAX_STOPS, StoppedPuts
 from tests.storage.unit_under_test import WAIT_S, Unit, interrupt_when, noise
 
 
@@ -35,10 +35,10 @@ def test_puts_are_told_apart_by_session_and_number():
 
 def test_what_is_forgotten_stays_stopped():
     stops = StoppedPuts()
-    numbers = range(10, 10 * (3 * STOPS_KEPT + 1), 10)
+    numbers = range(10, 10 * (3 * MAX_STOPS + 1), 10)
     for number in numbers:
         stops.stop(1, number)
-    assert len(stops) <= STOPS_KEPT + 1
+    assert len(stops) <= MAX_STOPS + 1
     assert all(stops.covers(1, number) for number in numbers)
     newest = numbers[-1]
     assert not stops.covers(1, newest - 1), "a put between those that are told apart goes on"

@@ -18,8 +18,6 @@ from dataplane.ledger.encoding import image
 from dataplane.storage import arena
 from tests.contract.values import random_tensor, same_rows
 
-PROTOCOL = "PROTOCOL_VERSION in dataplane/core/types.py"
-JOURNAL = "FORMAT in dataplane/controller/journal.py"
 PARTITIONS = ("image", "image sealed", "journal", "journal sealed")
 """The first two are in the image of the ledger, the others in the records after it."""
 IDS = [f"s{number}" for number in range(8)]
@@ -81,8 +79,8 @@ class Held(msgspec.Struct, frozen=True):
 def current_formats() -> dict[str, int]:
     """The version numbers of what is stored, as this version of the package writes it."""
     return {
-        PROTOCOL: PROTOCOL_VERSION,
-        JOURNAL: journal.FORMAT,
+        "PROTOCOL_VERSION in dataplane/core/types.py": PROTOCOL_VERSION,
+        "FORMAT in dataplane/controller/journal.py": journal.FORMAT,
         "FORMAT in dataplane/ledger/encoding/image.py": image.FORMAT,
         "FORMAT in dataplane/storage/arena.py": arena.FORMAT,
         "FORMAT in dataplane/client/checkpoint/manifest.py": manifest.FORMAT,

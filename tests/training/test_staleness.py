@@ -12,18 +12,20 @@ POLICIES = [Windowed, ReadyFirst, WeightFifo, InOrder]
 @pytest.mark.parametrize("make", POLICIES)
 def test_producers_run_ahead_by_the_window_and_no_further(make: type[StalenessPolicy]) -> None:
     policy = make(batch_size=8, window=2)
-    assert policy.room(Flow(version=0)) == 24
-    assert policy.room(Flow(version=0, running=5, stored=12)) == 7
-    assert policy.room(Flow(version=0, running=20, stored=8)) == 0
-    assert policy.room(Flow(version=3, consumed=24, stored=8, running=8)) == 8
-    assert policy.room(Flow(version=3, consumed=32, stored=8, running=8)) == 0, "a batch taken is not made room yet"
+    assert policy.headroom(Flow(version=0)) == 24
+    assert policy.headroom(Flow(version=0, running=5, stored=12)) == 7
+    assert policy.headroom(Flow(version=0, running=20, stored=8)) == 0
+    assert policy.headroom(Flow(version=3, consumed=24, stored=8, running=8)) == 8
+    assert policy.headroom(Flow(version=3, consumed=32, stored=8, running=8)) == 0, (
+        "a batch taken is not made space yet"
+    )
 
 
 def test_window_0_is_on_policy() -> None:
     policy = Windowed(batch_size=4, window=0)
-    assert policy.room(Flow(version=0)) == 4
-    assert policy.room(Flow(version=0, consumed=4)) == 0
-    assert policy.room(Flow(version=1, consumed=4)) == 4
+    assert policy.headroom(Flow(version=0)) == 4
+    assert policy.headroom(Flow(version=0, consumed=4)) == 0
+    assert policy.headroom(Flow(version=1, consumed=4)) == 4
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -37,8 +39,8 @@ def test_without_evictions_nothing_used_is_older_than_the_window(make: type[Stal
     running: list[tuple[int, int]] = []
     stored: list[tuple[int, int]] = []
     for _ in range(400):
-        room = policy.room(Flow(version=version, consumed=consumed, stored=len(stored), running=len(running)))
-        if room and draw.random() < 0.7:
+        headroom = policy.headroom(Flow(version=version, consumed=consumed, stored=len(stored), running=len(running)))
+        if headroom and draw.random() < 0.7:
             running.append((version, begun))
             begun += 1
         if running and draw.random() < 0.6:

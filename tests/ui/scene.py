@@ -59,7 +59,7 @@ def waiting(server: Server, partition: str = "train", task: str = "policy", name
 
 @contextlib.contextmanager
 def putting(client: DataPlaneClient, partition: str = "train") -> Iterator[None]:
-    """Meanwhile `client` puts 4 MiB of an image, wherever there is room for it. It is there when this ends."""
+    """Meanwhile `client` puts 4 MiB of an image, wherever there is space for it. It is there when this ends."""
     image = [torch.zeros(4 << 20, dtype=torch.uint8)]
     thread = threading.Thread(target=client.put_samples, args=(["big"], partition, {"image": image}), daemon=True)
     thread.start()

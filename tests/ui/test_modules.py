@@ -179,10 +179,10 @@ def test_units_that_trouble(page: Page) -> None:
     assert troubles(page, units=[]) == [
         ("bad", "There is no storage unit: nothing can be put. Start one with tq unit.")
     ]
-    unit = {**UNIT, "pressed": True, "problem": "no room in /dev/shm", "connected": False}
+    unit = {**UNIT, "pressed": True, "problem": "no space in /dev/shm", "connected": False}
     assert troubles(page, units=[unit]) == [
         ("bad", "Storage unit 1 (unit-0) is not connected: its rows cannot be read."),
-        ("bad", "Storage unit 1 (unit-0) cannot grow: no room in /dev/shm"),
+        ("bad", "Storage unit 1 (unit-0) cannot grow: no space in /dev/shm"),
         (
             "warn",
             "Storage unit 1 (unit-0) is filling up: 90% of the 10.0 MiB that new rows may take is used. "
@@ -205,7 +205,7 @@ def test_waits_that_trouble_the_worst_first(page: Page) -> None:
     assert troubles(page, waits) == [
         (
             "bad",
-            "A put of session 3 has waited 1.0 s for room in train: it wants 3.0 MiB, 1.0 KiB are free. "
+            "A put of session 3 has waited 1.0 s for space in train: it wants 3.0 MiB, 1.0 KiB are free. "
             "1 more put too.",
         ),
         (

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
 LATER_BYTES = 1 << 30
-"""Bytes of puts that may wait here for room at the broker."""
+"""Bytes of puts that may wait here for space at the broker."""
 
 MOST_STALE = 1000
 LARGER_THAN_ANY = 1 << 62
@@ -60,7 +60,7 @@ class _Confirming:
 
 @dataclass(slots=True, eq=False)
 class _Later:
-    """A put that waits for room, or behind one that does. asked: the number under which room was asked for."""
+    """A put that waits for space, or behind one that does. asked: the number under which space was asked for."""
 
     open: _Open
     request: wire.Put
@@ -125,7 +125,7 @@ class Pump:
 
     def begin_put(self, request: wire.Put, parcel: Parcel, what: str, until: float) -> tuple[int, Future[Any]]:
         """Put `parcel`, as it is now; the number of `request` is set here. Its bytes are copied: into the broker's
-        memory, or, where there is no room for them yet, into this process's. `MemoryError` where too much waits so."""
+        memory, or, where there is no space for them yet, into this process's. `MemoryError` where too much waits so."""
         line = (request.channel, request.key)
         with self._guard:
             self._check()
@@ -135,16 +135,16 @@ class Pump:
                 full: Future[Any] = Future()
                 full.set_result(wire.Full(request.number))
                 return request.number, full
-            room = NOWHERE
+            space = NOWHERE
             if not must_wait and not parcel.carried:
-                room = self._line.take_preallocated(parcel.nbytes)
-                must_wait = room == NOWHERE
+                space = self._line.take_preallocated(parcel.nbytes)
+                must_wait = space == NOWHERE
             if must_wait and self._later_bytes + parcel.nbytes > LATER_BYTES:
-                raise MemoryError(f"{what}: {self._later_bytes:,} bytes of puts wait for room already; wait for some")
+                raise MemoryError(f"{what}: {self._later_bytes:,} bytes of puts wait for space already; wait for some")
             entry = self._enter(request.number, what, until)
             entry.want = request.want
             self._puts.add(request.number)
-            request.item = parcel.item(room)
+            request.item = parcel.item(space)
             if must_wait:
                 self._put_later(_Later(entry, request, parcel.kept(self._line.memory), line))
             else:
@@ -198,28 +198,28 @@ class Pump:
     def _send(self, data: bytes) -> None:
         self._line.stream.send([data], time.monotonic() + GRACE_S)
 
-    # --- puts that wait for room
+    # --- puts that wait for space
 
     def _put_later(self, later: _Later) -> None:
         self._later_bytes += later.parcel.nbytes
         queue = self._later.setdefault(later.line, deque())
         queue.append(later)
         if len(queue) == 1:
-            self._write(lambda: self._ask_room(later))
+            self._write(lambda: self._ask_space(later))
 
-    def _ask_room(self, later: _Later) -> None:
+    def _ask_space(self, later: _Later) -> None:
         later.asked = self._line.number()
         self._asked[later.asked] = later
         self._send(wire.encode(wire.Reserve(later.asked, *later.line, later.parcel.nbytes, later.request.nowait)))
 
-    def _room_answered(self, later: _Later, answer: Reply, done: list[Callable[[], None]]) -> None:
+    def _space_answered(self, later: _Later, answer: Reply, done: list[Callable[[], None]]) -> None:
         del self._asked[later.asked]
         if isinstance(answer, wire.ItemSpace):
             if later.request.number in self._open:
-                later.request.item.room = answer.room
+                later.request.item.space = answer.space
                 self._line.put(later.request, later.parcel, time.monotonic() + GRACE_S)
             else:
-                self._send(wire.encode(wire.ReleaseSpace(self._line.number(), answer.room)))
+                self._send(wire.encode(wire.ReleaseSpace(self._line.number(), answer.space)))
         else:
             self._answered(later.request.number, answer, done)
         self._go_on(later)
@@ -232,7 +232,7 @@ class Pump:
             following = queue[0]
             wanted = following.request.number in self._open
             if wanted and not following.parcel.carried:
-                self._ask_room(following)
+                self._ask_space(following)
                 return
             if wanted:
                 self._line.put(following.request, following.parcel, time.monotonic() + GRACE_S)
@@ -281,7 +281,7 @@ class Pump:
                     self._heard = time.monotonic()
                 later = self._asked.get(answer.number)
                 if later is not None:
-                    self._room_answered(later, answer, done)
+                    self._space_answered(later, answer, done)
                 else:
                     self._answered(answer.number, answer, done)
             self._drop_unwanted()
@@ -326,9 +326,9 @@ class Pump:
         self._puts.discard(number)
         if entry is None:
             return
-        if isinstance(answer, wire.BrokerDone) and answer.room != NOWHERE:
+        if isinstance(answer, wire.BrokerDone) and answer.space != NOWHERE:
             self._line.take_preallocated(LARGER_THAN_ANY)
-            self._line.ahead = (answer.room, entry.want)
+            self._line.ahead = (answer.space, entry.want)
         if isinstance(answer, ArrivedItems) and entry.unwanted:
             self._send(wire.encode(wire.NackItems(number)))
             answer = wire.Cancelled(number)

@@ -117,10 +117,10 @@ class ChannelBroker:
             self._server.send(client, [wire.encode(welcome)])
 
     def _expect_payload(self, client: int, request: wire.AnyRequest, nbytes: int) -> Payload:
-        if not isinstance(request, wire.Put) or request.item.room == NOWHERE or request.item.nbytes != nbytes:
+        if not isinstance(request, wire.Put) or request.item.space == NOWHERE or request.item.nbytes != nbytes:
             raise ValueError("it sent bytes that belong to no item")
-        self._state.room_of(client, request.item)
-        target = self._memory.data.data[request.item.room : request.item.room + nbytes]
+        self._state.space_of(client, request.item)
+        target = self._memory.data.data[request.item.space : request.item.space + nbytes]
         return Payload(target, lambda: self._answer(self._state.apply(client, request)))
 
     def _answer(self, effects: Effects) -> None:
@@ -142,5 +142,5 @@ class ChannelBroker:
         payload: list[memoryview] = []
         if not local and isinstance(answer, wire.Items):
             data = self._memory.data.data
-            payload = [data[i.room : i.room + i.nbytes] for i in answer.items if i.room != NOWHERE]
+            payload = [data[i.space : i.space + i.nbytes] for i in answer.items if i.space != NOWHERE]
         self._server.send(client, [wire.encode(answer, sum(map(len, payload))), *payload])

@@ -4,7 +4,7 @@ A channel could have been a partition of the data plane: bounded, journalled, in
 item costs its producer a reservation and a commit, and its consumer a claim, a location, a read and an acknowledgement,
 each through the controller: 300 items of 64 KB a second on a machine where Ray's queue passes as many, and a channel
 4,500; 200 of 4 MB to a channel's 900. The memory is the data plane's (`dataplane.storage.arena`), and so are its ways:
-room is reserved, written by the producer, read by the consumer, and the bytes of a tensor are copied once into it and
+space is reserved, written by the producer, read by the consumer, and the bytes of a tensor are copied once into it and
 once out of it, never through a socket on one host.
 """
 

@@ -123,13 +123,13 @@ class ArrivedItems:
             raise self._missing
         found, at, warm = [], 0, self._line.memory
         for item in self._answer.items:
-            if item.room == NOWHERE:
+            if item.space == NOWHERE:
                 found.append(items.unpack(item.head, np.frombuffer(bytearray(item.body), np.uint8), warm, own=True))
             elif self._payload is not None:
                 found.append(items.unpack(item.head, self._payload[at : at + item.nbytes], warm, own=True))
                 at += item.nbytes
             else:
-                found.append(items.unpack(item.head, self._line.mapped(item.room, item.nbytes), warm, own=False))
+                found.append(items.unpack(item.head, self._line.mapped(item.space, item.nbytes), warm, own=False))
         return found
 
 
@@ -188,22 +188,22 @@ class Line:
         self._number += 1
         return self._number
 
-    def mapped(self, room: int, nbytes: int) -> Bytes:
+    def mapped(self, space: int, nbytes: int) -> Bytes:
         """Bytes of the broker's memory. `StreamLostError` once this is closed."""
         arena = self._arena
         if arena is None:
             raise StreamLostError("the connection was closed")
-        return arena[room : room + nbytes]
+        return arena[space : space + nbytes]
 
     def put(self, request: wire.Put, parcel: Parcel, until: float) -> None:
-        """Send `parcel`'s item, which has its room."""
+        """Send `parcel`'s item, which has its space."""
         if parcel.carried:
             self.stream.send([wire.encode(request)], until)
         elif self.local:
             with self._writing:
                 if self._shut:
                     raise StreamLostError("the connection was closed")
-                parcel.write(self.mapped(request.item.room, parcel.nbytes))
+                parcel.write(self.mapped(request.item.space, parcel.nbytes))
             self.stream.send([wire.encode(request)], until)
         else:
             self.stream.send([wire.encode(request, parcel.nbytes), *parcel.runs()], until)
@@ -224,14 +224,14 @@ class Line:
         return ArrivedItems(answer, self, payload, send)
 
     def take_preallocated(self, nbytes: int) -> int:
-        """The room that came with an answer, if it is as large as that; one that is not is given back."""
-        room, have = self.ahead
-        if room == NOWHERE:
+        """The space that came with an answer, if it is as large as that; one that is not is given back."""
+        space, have = self.ahead
+        if space == NOWHERE:
             return NOWHERE
         self.ahead = (NOWHERE, 0)
         if have >= nbytes:
-            return room
-        self.stream.send([wire.encode(wire.ReleaseSpace(self.number(), room))], time.monotonic() + GRACE_S)
+            return space
+        self.stream.send([wire.encode(wire.ReleaseSpace(self.number(), space))], time.monotonic() + GRACE_S)
         return NOWHERE
 
     # --- one request at a time
@@ -276,7 +276,7 @@ class Line:
 
     def shut(self) -> None:
         """From another thread: whoever uses this gets `StreamLostError`. Waits for a copy into the broker's memory to
-        end, because the room is another's once the connection has ended."""
+        end, because the space is another's once the connection has ended."""
         with self._writing, contextlib.suppress(OSError):
             self._shut = True
             self.stream.sock.shutdown(socket.SHUT_RDWR)

@@ -98,20 +98,20 @@ class Link:
             return reply
         with self._line(what) as line:
             begun = time.monotonic()
-            room = NOWHERE if parcel.carried else line.take_preallocated(parcel.nbytes)
-            if room == NOWHERE and not parcel.carried:
+            space = NOWHERE if parcel.carried else line.take_preallocated(parcel.nbytes)
+            if space == NOWHERE and not parcel.carried:
                 queue = (request.channel, request.key)
                 reserve = wire.Reserve(line.number(), *queue, parcel.nbytes, request.nowait)
                 answer = line.ask(reserve, what, until)
                 if not isinstance(answer, wire.ItemSpace):
                     return answer
-                room = answer.room
-            request.number, request.item = line.number(), parcel.item(room)
+                space = answer.space
+            request.number, request.item = line.number(), parcel.item(space)
             request.want = 0 if parcel.carried else parcel.nbytes
             line.put(request, parcel, max(until, begun + GRACE_S))
             reply = line.await_answer(request.number, what, begun, until)
-            if isinstance(reply, wire.BrokerDone) and reply.room != NOWHERE:
-                line.ahead = (reply.room, request.want)
+            if isinstance(reply, wire.BrokerDone) and reply.space != NOWHERE:
+                line.ahead = (reply.space, request.want)
             return reply
 
     @contextlib.contextmanager

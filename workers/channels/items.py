@@ -17,7 +17,7 @@ from workers.transport.encoding import encode
 from workers.transport.pickling import Bytes, Layout, Packed, Unpacked
 
 CARRIED_BYTES = 16 << 10
-"""Items up to this size travel within their message: cheaper than a room."""
+"""Items up to this size travel within their message: cheaper than a space."""
 
 OUTLINED = 4
 """So many tensors of an item are named."""
@@ -52,11 +52,11 @@ class Parcel(NamedTuple):
     def carried(self) -> bool:
         return self.nbytes <= CARRIED_BYTES
 
-    def item(self, room: int) -> wire.Item:
-        """`room` is not looked at where the item is carried."""
+    def item(self, space: int) -> wire.Item:
+        """`space` is not looked at where the item is carried."""
         if self.carried:
             return wire.Item(self.head, b"".join(self.runs()))
-        return wire.Item(self.head, b"", room, self.nbytes)
+        return wire.Item(self.head, b"", space, self.nbytes)
 
     def write(self, target: Bytes) -> None:
         """All its bytes into `target`, as many."""

@@ -23,11 +23,11 @@ class NoMemory:
     used_bytes = 0
 
     def take(self, nbytes: int) -> int | None:
-        """There is no room."""
+        """There is no space."""
         return None
 
-    def give(self, room: int, nbytes: int) -> None:
-        raise AssertionError("room was given back that was never taken")
+    def give(self, space: int, nbytes: int) -> None:
+        raise AssertionError("space was given back that was never taken")
 
 
 class LocalItems:

@@ -22,7 +22,7 @@ GROW_BYTES = 32 << 20
 
 
 class ChannelMemory:
-    """Memory that is backed when first needed and shared through `fd`: who has it maps `nbytes`, and finds room r at
+    """Memory that is backed when first needed and shared through `fd`: who has it maps `nbytes`, and finds space r at
     `HEADER_BYTES` + r. One thread at a time.
 
     capacity_bytes: by default a share of what `directory` has. Raises ArenaSpaceError where it is not to be had.
@@ -50,19 +50,19 @@ class ChannelMemory:
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
-        """The usable area; only reserved rooms of it may be touched."""
+        """The usable area; only reserved spaces of it may be touched."""
         return self._arena.data
 
     def take(self, nbytes: int) -> int | None:
-        """Room for `nbytes`; None if there is none now. Blocks while the kernel clears new pages."""
-        room = self._space.take(nbytes)
-        if room is None and self._grow(nbytes):
-            room = self._space.take(nbytes)
-        return room
+        """Space for `nbytes`; None if there is none now. Blocks while the kernel clears new pages."""
+        space = self._space.take(nbytes)
+        if space is None and self._grow(nbytes):
+            space = self._space.take(nbytes)
+        return space
 
-    def give(self, room: int, nbytes: int) -> None:
+    def give(self, space: int, nbytes: int) -> None:
         """It is free again."""
-        self._space.give(room, nbytes)
+        self._space.give(space, nbytes)
         if not self.used_bytes and self._space.backed_bytes > KEEP_BYTES:
             self._space = FreeSpace(self._arena.capacity_bytes)
             self._space.back(self._arena.punch(KEEP_BYTES))

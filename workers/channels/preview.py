@@ -34,7 +34,7 @@ def _text(item: wire.Item, local: bool) -> str:
     try:
         if local:
             return repr(item.head)
-        if item.room != NOWHERE:
+        if item.space != NOWHERE:
             return items.outline(item.head)
         memory = np.frombuffer(bytearray(item.body), np.uint8)
         return repr(items.unpack(item.head, memory, BufferPool(0), own=True).load())

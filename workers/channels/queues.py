@@ -32,13 +32,13 @@ Effects = list[tuple[Client, wire.AnyAnswer]]
 """What to answer to whom, in this order."""
 
 AHEAD_BYTES = 16 << 20
-"""Larger rooms are not given ahead."""
+"""Larger spaces are not given ahead."""
 AHEAD_SHARE = 0.25
 """Nothing is given ahead when more than this share of the memory is in use."""
 
 
 class ItemMemory(Protocol):
-    """Room for the bytes of items."""
+    """Space for the bytes of items."""
 
     @property
     def capacity_bytes(self) -> int: ...
@@ -48,7 +48,7 @@ class ItemMemory(Protocol):
 
     def take(self, nbytes: int) -> int | None: ...
 
-    def give(self, room: int, nbytes: int) -> None: ...
+    def give(self, space: int, nbytes: int) -> None: ...
 
 
 class Broker:
@@ -85,8 +85,8 @@ class Broker:
         for each in gone.open.values():
             touched[each.queue] = None
             self._withdraw(each)
-        for room, nbytes in gone.rooms.items():
-            self._memory.give(room, nbytes)
+        for space, nbytes in gone.spaces.items():
+            self._memory.give(space, nbytes)
         self._settle(touched)
         return self._answers()
 
@@ -104,7 +104,7 @@ class Broker:
             case wire.Reserve():
                 self._reserve(client, request)
             case wire.ReleaseSpace():
-                self._release(client, request.room)
+                self._release(client, request.space)
             case wire.Cancel():
                 self._cancel(client, request.number)
             case wire.Count():
@@ -124,11 +124,11 @@ class Broker:
                 raise ValueError(f"{type(request).__name__} is not for the state of a broker")
         return self._answers()
 
-    def room_of(self, client: Client, item: wire.Item) -> int:
-        """Bytes that `client` may write for an item it is about to put. ValueError where that room is not its own."""
-        nbytes = self._clients[client].rooms.get(item.room)
+    def space_of(self, client: Client, item: wire.Item) -> int:
+        """Bytes that `client` may write for an item it is about to put. ValueError where that space is not its own."""
+        nbytes = self._clients[client].spaces.get(item.space)
         if nbytes is None or not 0 < item.nbytes <= nbytes:
-            raise ValueError(f"{item.nbytes} bytes at {item.room} are not reserved for this client")
+            raise ValueError(f"{item.nbytes} bytes at {item.space} are not reserved for this client")
         return nbytes
 
     def _answers(self) -> Effects:
@@ -141,12 +141,12 @@ class Broker:
     # --- puts
 
     def _put(self, client: Client, request: wire.Put) -> None:
-        item, room_bytes = request.item, 0
-        if item.room != NOWHERE:
-            room_bytes = self.room_of(client, item)
-            del self._clients[client].rooms[item.room]
+        item, space_bytes = request.item, 0
+        if item.space != NOWHERE:
+            space_bytes = self.space_of(client, item)
+            del self._clients[client].spaces[item.space]
         self._puts += 1
-        stored = Stored(item, request.weight, self._puts, room_bytes)
+        stored = Stored(item, request.weight, self._puts, space_bytes)
         channel = self._channels.get(request.channel)
         if channel is None or channel.closed:
             self._drop(stored)
@@ -187,11 +187,11 @@ class Broker:
             return NOWHERE
         if memory.used_bytes + want > memory.capacity_bytes * AHEAD_SHARE:
             return NOWHERE
-        room = memory.take(want)
-        if room is None:
+        space = memory.take(want)
+        if space is None:
             return NOWHERE
-        self._clients[client].rooms[room] = want
-        return room
+        self._clients[client].spaces[space] = want
+        return space
 
     # --- gets
 
@@ -283,7 +283,7 @@ class Broker:
         """Serve these, and whoever waited for memory that may be free now."""
         for queue in queues:
             self._serve(queue)
-        self._hand_out_rooms()
+        self._hand_out_spaces()
         for queue in list(self._starved):
             if self._carried_bytes >= self._memory.capacity_bytes:
                 break
@@ -352,8 +352,8 @@ class Broker:
     # --- memory
 
     def _drop(self, stored: Stored) -> None:
-        if stored.room_bytes:
-            self._memory.give(stored.item.room, stored.room_bytes)
+        if stored.space_bytes:
+            self._memory.give(stored.item.space, stored.space_bytes)
 
     def _reserve(self, client: Client, request: wire.Reserve) -> None:
         limit, channel = self._memory.capacity_bytes, self._channels.get(request.channel)
@@ -365,7 +365,7 @@ class Broker:
             return
         queue = channel.queue(request.key)
         wait = RoomWait(client, request.number, queue, request.nbytes)
-        if not queue.waits and self._give_room(wait):
+        if not queue.waits and self._give_space(wait):
             pass
         elif request.nowait:
             self._answer(client, wire.Full(request.number))
@@ -375,24 +375,24 @@ class Broker:
             self._clients[client].open[request.number] = wait
         channel.forget(queue)
 
-    def _give_room(self, wait: RoomWait) -> bool:
-        """Whether there is room for it."""
-        room = self._memory.take(wait.nbytes)
-        if room is None:
+    def _give_space(self, wait: RoomWait) -> bool:
+        """Whether there is space for it."""
+        space = self._memory.take(wait.nbytes)
+        if space is None:
             return False
-        self._clients[wait.client].rooms[room] = wait.nbytes
-        self._answer(wait.client, wire.ItemSpace(wait.number, room))
+        self._clients[wait.client].spaces[space] = wait.nbytes
+        self._answer(wait.client, wire.ItemSpace(wait.number, space))
         return True
 
-    def _hand_out_rooms(self) -> None:
-        """To the first of each queue's line, one queue after another, as far as there is room."""
+    def _hand_out_spaces(self) -> None:
+        """To the first of each queue's line, one queue after another, as far as there is space."""
         too_much = self._memory.capacity_bytes + 1
         turns = deque(self._waiting)
         while turns:
             wait = turns.popleft().waits[0]
             if wait.nbytes >= too_much:
                 continue
-            if not self._give_room(wait):
+            if not self._give_space(wait):
                 too_much = wait.nbytes
                 continue
             del self._clients[wait.client].open[wait.number]
@@ -409,11 +409,11 @@ class Broker:
             self._waiting.pop(queue, None)
             queue.channel.forget(queue)
 
-    def _release(self, client: Client, room: int) -> None:
-        nbytes = self._clients[client].rooms.pop(room, None)
+    def _release(self, client: Client, space: int) -> None:
+        nbytes = self._clients[client].spaces.pop(space, None)
         if nbytes is None:
-            raise ValueError(f"room {room} is not reserved for this client")
-        self._memory.give(room, nbytes)
+            raise ValueError(f"space {space} is not reserved for this client")
+        self._memory.give(space, nbytes)
         self._settle(())
 
     # --- the rest

@@ -13,12 +13,12 @@ Client = int
 
 @dataclass(slots=True)
 class Stored:
-    """room_bytes: how much was reserved for it, at least what it has."""
+    """space_bytes: how much was reserved for it, at least what it has."""
 
     item: wire.Item
     weight: float
     place: int
-    room_bytes: int
+    space_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +112,7 @@ class ChannelQueues:
 
 @dataclass(slots=True)
 class HeldItems:
-    """By a client: rooms (their bytes), and requests by number."""
+    """By a client: spaces (their bytes), and requests by number."""
 
-    rooms: dict[int, int] = field(default_factory=dict)
+    spaces: dict[int, int] = field(default_factory=dict)
     open: dict[int, OpenPut | OpenGet | RoomWait | ItemLease] = field(default_factory=dict)

@@ -23,12 +23,12 @@ class Item(msgspec.Struct, array_like=True):
     """An item as it is stored.
 
     head: how to build it from its bytes; in a channel within a process the object itself. The bytes are in `body`, or,
-    where `room` is not `NOWHERE`, `nbytes` of the arena from there on.
+    where `space` is not `NOWHERE`, `nbytes` of the arena from there on.
     """
 
     head: Any
     body: bytes = b""
-    room: int = NOWHERE
+    space: int = NOWHERE
     nbytes: int = 0
 
 
@@ -62,7 +62,7 @@ class RouteKey(BrokerRequest, tag=3):
 
 
 class Reserve(BrokerRequest, tag=4):
-    """Room for the bytes of an item that is to go to a queue, waited for behind others' of that queue unless
+    """Space for the bytes of an item that is to go to a queue, waited for behind others' of that queue unless
     `nowait`."""
 
     channel: str
@@ -72,13 +72,13 @@ class Reserve(BrokerRequest, tag=4):
 
 
 class ReleaseSpace(BrokerRequest, tag=5):
-    """Give room back that was reserved and not used. Not answered."""
+    """Give space back that was reserved and not used. Not answered."""
 
-    room: int
+    space: int
 
 
 class Put(BrokerRequest, tag=6):
-    """want: so much room would be of use for the next put, if there is plenty."""
+    """want: so much space would be of use for the next put, if there is plenty."""
 
     channel: str
     key: bytes
@@ -145,13 +145,13 @@ class Welcome(BrokerReply, tag=1):
 
 
 class BrokerDone(BrokerReply, tag=2):
-    """room: reserved for the next put, as wanted."""
+    """space: reserved for the next put, as wanted."""
 
-    room: int = NOWHERE
+    space: int = NOWHERE
 
 
 class ItemSpace(BrokerReply, tag=3):
-    room: int
+    space: int
 
 
 class Items(BrokerReply, tag=4):
@@ -195,7 +195,7 @@ class Routed(BrokerReply, tag=11):
 
 
 class TooLarge(BrokerReply, tag=12):
-    """More bytes than there could ever be room for."""
+    """More bytes than there could ever be space for."""
 
     limit_bytes: int
 

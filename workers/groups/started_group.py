@@ -77,7 +77,7 @@ class _Start(GroupFuture):
         self._what = what
 
     def _late(self, what: str, timeout_s: float) -> Exception:
-        return WorkerStartError(f"after {timeout_s:g} s still {what}. Is there room for them?")
+        return WorkerStartError(f"after {timeout_s:g} s still {what}. Is there space for them?")
 
     def _raised(self, call: Called, error: BaseException) -> BaseException:
         if cause_of(error) is not None:

@@ -30,7 +30,7 @@ READY_TIMEOUT_S = 120.0
 FIRST_WAIT_S = 2.0
 LONGEST_WAIT_S = 30.0
 GIVE_WAY_S = 2.0
-"""Ray tries again after 1 s at most to create a placement group that found no room."""
+"""Ray tries again after 1 s at most to create a placement group that found no space."""
 ATTEMPTS_S = 5.0
 """How long removing placement groups may wait for Ray's attempts to create them, for all of them together."""
 KEEPER_TIMEOUT_S = 60.0
@@ -53,8 +53,8 @@ class RayVirtualCluster:
     use_gpus: a GPU in each bundle. max_colocated_worker_groups: how many groups share the bundles; each bundle has that
     many CPUs. num_gpus_per_node: the most bundles with GPUs a node can have. name: shown in Ray's listings; need not be
     unique. placement_group_strategy: Ray's name of how bundles spread over nodes where one placement group holds them
-    all; placement groups of one node are always packed, each on another of Ray's nodes while enough have room just then
-    (what a group before gave back is free a moment later).
+    all; placement groups of one node are always packed, each on another of Ray's nodes while enough have space just
+    then (what a group before gave back is free a moment later).
 
     ready_timeout_s (an attribute, settable): how long to wait for the bundles.
 
@@ -333,7 +333,7 @@ class RayVirtualCluster:
             for bundle in bundles:
                 if taken[bundle] > self.max_colocated_worker_groups:
                     raise ValueError(
-                        f"{taken[bundle]} workers on bundle {bundle[1]} of placement group {bundle[0]}: there is room "
+                        f"{taken[bundle]} workers on bundle {bundle[1]} of placement group {bundle[0]}: there is space "
                         f"for max_colocated_worker_groups={self.max_colocated_worker_groups}; shut a group down first"
                     )
             self._used_by[user] = list(bundles)
@@ -383,7 +383,7 @@ def _await_attempt(group: PlacementGroup, end: float) -> None:
     """Wait until Ray has created this placement group or has just failed to, until `end` at the latest.
 
     Ray (2.60) may lose a placement group's resources for good if it is removed while Ray creates it: they are never
-    free again (https://github.com/ray-project/ray/issues/64693). Where there was no room it tries again after 0.3 to
+    free again (https://github.com/ray-project/ray/issues/64693). Where there was no space it tries again after 0.3 to
     1 s, and where no node is large enough not before there is another node.
     """
     first: int | None = None

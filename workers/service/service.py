@@ -113,7 +113,7 @@ class LaunchedService:
         """Move every row from the storage units of this node to others, then end them; the node gets none again until
         `add_node`. Clients notice nothing but that their bytes are elsewhere.
 
-        Blocks up to about `timeout_s`. Where rows cannot be moved in time, because others have no room or somebody
+        Blocks up to about `timeout_s`. Where rows cannot be moved in time, because others have no space or somebody
         holds on to them, all is as before and the error says why. ValueError for a node without storage units.
         """
         timeout_s = seconds("timeout_s", timeout_s)

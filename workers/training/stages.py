@@ -17,7 +17,7 @@ from dataplane import KVBatchMeta, shard_meta_for_dp
 PREV_LP_TASK, REF_LP_TASK, TRAIN_TASK = "prev_lp", "ref_lp", "train"
 
 Stage = Literal["train", "logprob"]
-"""Which budget of tokens holds: "train_mb_tokens" or "logprob_mb_tokens". A forward pass alone has room for more."""
+"""Which budget of tokens holds: "train_mb_tokens" or "logprob_mb_tokens". A forward pass alone has space for more."""
 
 STAGES: tuple[Stage, ...] = ("train", "logprob")
 BATCH_SIZES = ("train_global_batch_size", "train_micro_batch_size", "logprob_batch_size")

@@ -56,7 +56,7 @@ class Links:
             self.cut(peer)
             link = None
         if link is None:
-            self._make_room(idle)
+            self._make_space(idle)
             link = self._connect(peer, endpoint)
         self._by_peer.move_to_end(peer)
         if not self._sent(link, frames):
@@ -111,7 +111,7 @@ class Links:
         self._by_peer[peer], self._by_route[link.route], self._by_url[url] = link, link, link
         return link
 
-    def _make_room(self, idle: Callable[[str], bool]) -> None:
+    def _make_space(self, idle: Callable[[str], bool]) -> None:
         """For one more. Those that are in use are not counted on to go."""
         excess = len(self) + 1 - self._most
         if excess > 0:

@@ -14,7 +14,7 @@ from dataplane.cli.checks.finding import Finding, careful
 from dataplane.cli.formatting import counted, readable
 from dataplane.config import MIB
 from dataplane.core.addresses import boot_id, reachable_host
-from dataplane.core.memory_limits import MEMORY_FILE_SYSTEMS, cgroup_rooms
+from dataplane.core.memory_limits import MEMORY_FILE_SYSTEMS, cgroup_limits
 from dataplane.core.ports import require_free_port
 from dataplane.core.private_dir import leave, own_directory, own_path
 
@@ -67,11 +67,11 @@ def _shared_memory(arena_dir: str) -> Iterator[Finding]:
 
 
 def _memory_limit() -> Iterator[Finding]:
-    rooms = cgroup_rooms()
-    if not rooms:
+    limits = cgroup_limits()
+    if not limits:
         yield Finding(what="memory limit", found="no cgroup limits this process")
         return
-    least = min(rooms, key=lambda room: room.free_bytes)
+    least = min(limits, key=lambda limit: limit.free_bytes)
     found = f"{readable(least.free_bytes)} left of {least.limit}; arenas count"
     mend = "" if least.free_bytes >= ENOUGH_BYTES else "raise the container's memory limit, or stop what uses it"
     yield Finding(what="memory limit", found=found, mend=mend)

@@ -74,7 +74,7 @@ def _work(config: DataPlaneConfig) -> Iterator[Finding]:
         security = "TLS" if config.tls else "a token" if config.secret() else "neither token nor TLS"
         yield Finding(what="session", found=f"open, with {security}")
         yield from _units(client)
-    yield from careful("round trip", lambda: _round_trip(config), "see `tq status`: is there a unit, with room?")
+    yield from careful("round trip", lambda: _round_trip(config), "see `tq status`: is there a unit, with space?")
 
 
 def _units(client: DataPlaneClient) -> Iterator[Finding]:

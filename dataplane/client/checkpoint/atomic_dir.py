@@ -53,7 +53,7 @@ class Place:
         self.data = f"data-{self._tag}"
 
     def prepare(self) -> None:
-        """Make room aside, and remove what crashed checkpoints left. `CheckpointError` if something that is no
+        """Make space aside, and remove what crashed checkpoints left. `CheckpointError` if something that is no
         checkpoint is at the path, or another process is writing one there."""
         with files.translated(self.directory):
             refuse_link_of_another(self.path)

@@ -61,7 +61,7 @@ def _restored(
     entries = _named(content, partitions)
     for file in content.files:
         yield Work(partial(files.verify, reading.directory, file))
-    yield from _check_room(session_state, entries, replace)
+    yield from _check_space(session_state, entries, replace)
     failpoints.hit("restore.verified")
     tag = secrets.token_hex(8)
     staged = [f"restoring-{tag}-{number}" for number in range(len(entries))]
@@ -93,7 +93,7 @@ def _named(content: Manifest, partitions: Sequence[str] | None) -> tuple[Partiti
     return tuple(by_name[name] for name in dict.fromkeys(names))
 
 
-def _check_room(session_state: SessionState, entries: Sequence[PartitionEntry], replace: bool) -> Operation[None]:
+def _check_space(session_state: SessionState, entries: Sequence[PartitionEntry], replace: bool) -> Operation[None]:
     """Raises now what would go wrong after much was written."""
     stats: c.StatsReport = (yield Send(c.Stats())).result
     there = {found.partition for found in stats.partitions}

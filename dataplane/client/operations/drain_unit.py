@@ -34,9 +34,9 @@ from dataplane.ledger import commands as c
 log = logging.getLogger(__name__)
 
 PAGE_BYTES = 64 << 20
-"""So much is moved at a time: room for it must be free elsewhere, and its old bytes are kept until it is moved."""
+"""So much is moved at a time: space for it must be free elsewhere, and its old bytes are kept until it is moved."""
 LOOK_S = 5.0
-"""How long at most before it is looked again what is left, while puts finish, readers read or there is no room."""
+"""How long at most before it is looked again what is left, while puts finish, readers read or there is no space."""
 TRIES = 3
 """How often in a row a page is tried anew because another unit, where it was to go, failed."""
 
@@ -111,7 +111,7 @@ def drain(
         try:
             page = yield from _step(session_state, progress)
         except (CapacityTimeoutError, RequestTooLargeError) as error:
-            yield from _no_room(progress, error)
+            yield from _no_space(progress, error)
         except (PartitionNotFoundError, PartitionDroppedError) as error:
             log.debug("cells that were to be moved are gone: %s", error)
         except (StorageUnitError, ServiceRestartedError) as error:
@@ -144,7 +144,7 @@ def _sizes(page: c.FoundCells) -> c.Int64s:
     return sizes
 
 
-def _room(page: c.FoundCells, on_full: c.OnFull, timeout_s: float) -> c.Allocate:
+def _allocate(page: c.FoundCells, on_full: c.OnFull, timeout_s: float) -> c.Allocate:
     return c.Allocate(
         partition=page.partition,
         columns=(c.ColumnSizes(name=page.field, sizes=_sizes(page)),),
@@ -155,8 +155,8 @@ def _room(page: c.FoundCells, on_full: c.OnFull, timeout_s: float) -> c.Allocate
     )
 
 
-def _no_room(progress: _Progress, error: CapacityTimeoutError | RequestTooLargeError) -> Operation[None]:
-    """Go on with smaller pages; one value that finds no room waits for it, unless it never will."""
+def _no_space(progress: _Progress, error: CapacityTimeoutError | RequestTooLargeError) -> Operation[None]:
+    """Go on with smaller pages; one value that finds no space waits for it, unless it never will."""
     page = progress.page
     assert page is not None
     if len(page.lengths) > 1 and progress.most > 1:
@@ -165,13 +165,13 @@ def _no_room(progress: _Progress, error: CapacityTimeoutError | RequestTooLargeE
     if isinstance(error, RequestTooLargeError) or not progress.left_s:
         raise progress.error(str(error)) from error
     try:
-        room = yield Send(_room(page, c.OnFull.WAIT, progress.wait_s))
+        allocated = yield Send(_allocate(page, c.OnFull.WAIT, progress.wait_s))
     except (CapacityTimeoutError, PartitionNotFoundError, PartitionDroppedError) as still:
-        log.debug("no room yet for cells that are to be moved: %s", still)
+        log.debug("no space yet for cells that are to be moved: %s", still)
         if isinstance(still, CapacityTimeoutError) and not progress.left_s:
             raise progress.error(str(still)) from still
     else:
-        yield Post(c.Abort(reservation=room.number))
+        yield Post(c.Abort(reservation=allocated.number))
 
 
 @with_retry
@@ -199,22 +199,22 @@ def _step(session_state: SessionState, progress: _Progress) -> Operation[c.Found
 
 
 def _move(session_state: SessionState, unit: int, found: Sent) -> Operation[c.Moved]:
-    """Copy the page's values to new room, and have its cells point there. The page is not pinned any more after."""
+    """Copy the page's values to new space, and have its cells point there. The page is not pinned any more after."""
     page: c.FoundCells = found.result
     unfinished: set[int] = set()
     try:
-        room = yield Send(_room(page, c.OnFull.REJECT, 0.0))
+        allocated = yield Send(_allocate(page, c.OnFull.REJECT, 0.0))
         try:
-            placements: tuple[c.Placement, ...] = room.result.placements
+            placements: tuple[c.Placement, ...] = allocated.result.placements
             yield from ensure_known(session_state, {unit, *[placement.unit for placement in placements]})
             try:
-                yield Work(partial(_copy, session_state, unit, page, placements, room.number, unfinished))
+                yield Work(partial(_copy, session_state, unit, page, placements, allocated.number, unfinished))
             except ChecksumError as error:
                 raise (yield from _naming(error, page)) from error
             failpoints.hit("move.before_switch")
-            return (yield Send(move_of(page, unit, located=found.number, reservation=room.number))).result  # type: ignore[no-any-return]
+            return (yield Send(move_of(page, unit, located=found.number, reservation=allocated.number))).result  # type: ignore[no-any-return]
         except BaseException:
-            yield from give_back(session_state, room.number, unfinished)
+            yield from give_back(session_state, allocated.number, unfinished)
             raise
     finally:
         yield Post(c.Release(located=found.number))

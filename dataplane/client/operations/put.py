@@ -214,8 +214,8 @@ def _outdated(
 def store(
     session_state: SessionState, commit: c.Commit, ids: Sequence[str], encoded: Sequence[EncodedColumn]
 ) -> Operation[c.Committed]:
-    """Ask for room, copy, and commit the columns with what `commit` says beside them; where the client has preallocated
-    space, without asking. ids: what the caller knows the samples by."""
+    """Ask for space, copy, and commit the columns with what `commit` says beside them; where the client has
+    preallocated space, without asking. ids: what the caller knows the samples by."""
     committed: c.Committed
     taken: list[PreallocatedPart] = []
     try:
@@ -226,13 +226,13 @@ def store(
             taken.clear()
             return committed
     except (ServiceRestartedError, StorageUnitError) as error:
-        log.info("the room of small puts is gone (%s); asking for other", error)
+        log.info("the space of small puts is gone (%s); asking for other", error)
     except CapacityTimeoutError:
-        log.debug("partition %r is full: waiting for room as its policy says", commit.partition)
+        log.debug("partition %r is full: waiting for space as its policy says", commit.partition)
     finally:
         for part in taken:
             session_state.preallocated.finish(part, failed=True)
-    room = yield Send(
+    allocated = yield Send(
         c.Allocate(
             partition=commit.partition,
             columns=tuple(_sizes(column) for column in encoded),
@@ -243,15 +243,17 @@ def store(
     )
     unfinished: set[int] = set()
     try:
-        placements: tuple[c.Placement, ...] = room.result.placements
+        placements: tuple[c.Placement, ...] = allocated.result.placements
         yield from ensure_known(session_state, {placement.unit for placement in placements})
-        write = partial(_write, session_state, placements, encoded, room.number, unfinished, room.result.checksums)
+        write = partial(
+            _write, session_state, placements, encoded, allocated.number, unfinished, allocated.result.checksums
+        )
         written: Sequence[EncodedColumn] = yield Work(write)
         failpoints.hit("put.before_commit")
-        committed = (yield from naming(ids, _with_columns(commit, written, room.number))).result
-        return replace(committed, evicted=room.result.evicted)
+        committed = (yield from naming(ids, _with_columns(commit, written, allocated.number))).result
+        return replace(committed, evicted=allocated.result.evicted)
     except BaseException:
-        yield from give_back(session_state, room.number, unfinished)
+        yield from give_back(session_state, allocated.number, unfinished)
         raise
 
 
@@ -291,7 +293,7 @@ def _with_columns(
 
 
 def _take_preallocated(session_state: SessionState, nbytes: int, taken: list[PreallocatedPart]) -> Operation[None]:
-    """`taken` gets room for a small put, of what the session allocated ahead; nothing where it has none and gets
+    """`taken` gets space for a small put, of what the session allocated ahead; nothing where it has none and gets
     none."""
     if session_state.preallocated.take(nbytes, taken):
         return
@@ -317,19 +319,19 @@ def _store_preallocated(
     encoded: Sequence[EncodedColumn],
 ) -> Operation[c.Committed]:
     """Copy into the part, commit."""
-    room = part.room
-    write = partial(_write, session_state, part.placements(encoded), encoded, room.number, set(), room.checksums)
+    space = part.space
+    write = partial(_write, session_state, part.placements(encoded), encoded, space.number, set(), space.checksums)
 
     def brief() -> bool:
-        return session_state.connections.mapped([room.unit]) and all(column.values.on_host for column in encoded)
+        return session_state.connections.mapped([space.unit]) and all(column.values.on_host for column in encoded)
 
     written: Sequence[EncodedColumn] = yield Work(write, brief)
     failpoints.hit("put.before_commit")
-    return (yield from naming(ids, _with_columns(commit, written, room.number, part.offset))).result  # type: ignore[no-any-return]
+    return (yield from naming(ids, _with_columns(commit, written, space.number, part.offset))).result  # type: ignore[no-any-return]
 
 
 def give_back(session_state: SessionState, reservation: int, unfinished: set[int]) -> Operation[None]:
-    """Free the room of a put that failed, unless one of the `unfinished` units may still write to it. Such room stays
+    """Free the space of a put that failed, unless one of the `unfinished` units may still write to it. Such space stays
     reserved until those have another epoch, or the session ends: then the service has the unit fence it first."""
     try:
         if unfinished:

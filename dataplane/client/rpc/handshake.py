@@ -67,7 +67,7 @@ class _ChangedError(Exception):
 @dataclass(frozen=True, kw_only=True)
 class OpenedSession:
     """An open session. `endpoint` is the ZMQ endpoint for its commands, `keys` what that wants; `nonce` finds it again;
-    `durable`: the service keeps it over a restart; `put_timeout_s`: how long it has puts wait for room."""
+    `durable`: the service keeps it over a restart; `put_timeout_s`: how long it has puts wait for space."""
 
     number: int
     epoch: int

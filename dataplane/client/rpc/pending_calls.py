@@ -276,7 +276,7 @@ class OpenChannel:
 
     @property
     def put_timeout_s(self) -> float:
-        """How long puts wait for room unless the client says."""
+        """How long puts wait for space unless the client says."""
         return self._calls.session.put_timeout_s
 
     @property

@@ -74,7 +74,7 @@ _DEFAULTS: dict[str, Any] = {
 
 _INSTEAD = {
     "backend.storage_backend": "samples are in shared memory of this project's storage units",
-    "backend.SimpleStorage.total_storage_size": "capacity is in bytes, dataplane.capacity_bytes; a put waits for room",
+    "backend.SimpleStorage.total_storage_size": "capacity is in bytes, dataplane.capacity_bytes; a put waits for space",
     "backend.SimpleStorage.num_data_storage_units": "every node has a storage unit; without Ray, dataplane.units",
     "backend.SimpleStorage.required_node_resource": "every node has a storage unit",
     "backend.SimpleStorage.ssd_offload": "dataplane.arena_dir may be a directory on a disk",

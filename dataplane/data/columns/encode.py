@@ -121,7 +121,7 @@ class EncodedColumn:
         later: is given long copies of plain memory, which the caller then makes; by default they are made here.
         """
         wanted = self.bytes_of(first, last)
-        assert target.nbytes == wanted, f"field {self.name!r}: {target.nbytes} bytes of room for {wanted}"
+        assert target.nbytes == wanted, f"field {self.name!r}: {target.nbytes} bytes of space for {wanted}"
         self.values.write(first, last, target, later)
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:

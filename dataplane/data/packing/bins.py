@@ -32,42 +32,42 @@ def concatenate(lengths: Int64s, capacity: int) -> Bins:
 
 
 def first_fit(lengths: Int64s, order: Int64s, capacity: int) -> Bins:
-    """Each row of `order` into the first bin with room for it, else into a new one. O(N log bins)."""
-    # The few bins with room for most rows are in a short list; those that only the shortest rows may fit, in a tree.
+    """Each row of `order` into the first bin with space for it, else into a new one. O(N log bins)."""
+    # The few bins with space for most rows are in a short list; those that only the shortest rows may fit, in a tree.
     closes_at = int(np.partition(lengths, len(lengths) // 20)[len(lengths) // 20])
-    closed = _Rooms(min(len(order), 2 * int(lengths.sum()) // capacity + 2))
+    closed = _Residuals(min(len(order), 2 * int(lengths.sum()) // capacity + 2))
     numbers: list[int] = []
-    rooms: list[int] = []
+    residuals: list[int] = []
     where: list[int] = []
     count, most = 0, -1
     for size in lengths[order].tolist():
         place = 0
-        for room in rooms:
-            if room >= size:
+        for residual in residuals:
+            if residual >= size:
                 break
             place += 1
         if most >= size:
             number = closed.first(size)
-            if place == len(rooms) or number < numbers[place]:
+            if place == len(residuals) or number < numbers[place]:
                 most = closed.take(number, size)
                 where.append(number)
                 continue
-        if place == len(rooms):
+        if place == len(residuals):
             numbers.append(count)
-            rooms.append(capacity)
+            residuals.append(capacity)
             count += 1
         where.append(numbers[place])
-        rooms[place] = room = rooms[place] - size
+        residuals[place] = residual = residuals[place] - size
         if place == MOST_OPEN:
-            place = rooms.index(min(rooms))
-        elif room >= closes_at:
+            place = residuals.index(min(residuals))
+        elif residual >= closes_at:
             continue
-        most = closed.put(numbers.pop(place), rooms.pop(place))
+        most = closed.put(numbers.pop(place), residuals.pop(place))
     return _by_bin(order, where)
 
 
 def first_fit_decreasing(lengths: Int64s, capacity: int) -> Bins:
-    """Longest first (of equal ones the lower row first), each into the first bin with room. O(N log N)."""
+    """Longest first (of equal ones the lower row first), each into the first bin with space. O(N log N)."""
     bins: Bins = []
     _fill(lengths, np.arange(len(lengths)), capacity, bins, [])
     return bins
@@ -80,8 +80,8 @@ def modified_first_fit_decreasing(lengths: Int64s, capacity: int) -> Bins:
     plain = first_fit_decreasing(lengths, capacity)
     if len(plain) * 1000 <= fewest_bins(lengths, capacity) * 1001:
         return plain
-    bins, rooms, rest = _large_and_their_company(lengths, capacity)
-    _fill(lengths, rest, capacity, bins, rooms)
+    bins, residuals, rest = _large_and_their_company(lengths, capacity)
+    _fill(lengths, rest, capacity, bins, residuals)
     return bins if len(bins) < len(plain) else plain
 
 
@@ -89,7 +89,7 @@ def fewest_bins(lengths: Int64s, capacity: int) -> int:
     """A number of bins below which no packing gets: the bound L2 of Martello and Toth (1990). O(N log N).
 
     For any k up to half the capacity: rows over `capacity - k` are alone, other rows over half of it are in bins of
-    their own, and rows from k to half of it must fit into the room that those leave, or into further bins.
+    their own, and rows from k to half of it must fit into the space that those leave, or into further bins.
     """
     rising = _sorted(lengths)[1]
     sums = np.concatenate([[0], np.cumsum(rising)])
@@ -97,8 +97,8 @@ def fewest_bins(lengths: Int64s, capacity: int) -> int:
     least = np.concatenate([[0], rising[:half]])  # k
     starts = np.searchsorted(rising, least)
     alone = np.searchsorted(rising, capacity - least, side="right")
-    room = (alone - half) * capacity - (sums[alone] - sums[half])
-    more = np.maximum(-(-(sums[half] - sums[starts] - room) // capacity), 0)
+    residual = (alone - half) * capacity - (sums[alone] - sums[half])
+    more = np.maximum(-(-(sums[half] - sums[starts] - residual) // capacity), 0)
     return int((len(rising) - half + more).max())
 
 
@@ -137,41 +137,41 @@ def split(bins: Bins, lengths: Int64s, count: int) -> Bins:
     return [part for number, rows in enumerate(bins) for part in cut.get(number, [rows])]
 
 
-class _Rooms:
-    """The room left in bins, by their numbers below `most_bins`, to find the first one with enough. O(log bins)."""
+class _Residuals:
+    """The space left in bins, by their numbers below `most_bins`, to find the first one with enough. O(log bins)."""
 
     def __init__(self, most_bins: int) -> None:
         self._leaves = 1
         while self._leaves < most_bins:
             self._leaves *= 2
-        self._room = [-1] * (2 * self._leaves)  # of each node the most room of a bin below it
+        self._residual = [-1] * (2 * self._leaves)  # of each node the most space of a bin below it
 
     def first(self, size: int) -> int:
-        """The first bin with room for `size`; there must be one."""
-        room, node, leaves = self._room, 1, self._leaves
+        """The first bin with space for `size`; there must be one."""
+        residual, node, leaves = self._residual, 1, self._leaves
         while node < leaves:
             node *= 2
-            if room[node] < size:
+            if residual[node] < size:
                 node += 1
         return node - leaves
 
     def put(self, number: int, free: int) -> int:
         """Bin `number` has `free` left. Gives the most of any bin."""
-        room, node = self._room, number + self._leaves
-        room[node] = free
+        residual, node = self._residual, number + self._leaves
+        residual[node] = free
         while node > 1:
-            other = room[node ^ 1]
+            other = residual[node ^ 1]
             if other > free:
                 free = other
             node //= 2
-            if room[node] == free:
+            if residual[node] == free:
                 break
-            room[node] = free
-        return room[1]
+            residual[node] = free
+        return residual[1]
 
     def take(self, number: int, size: int) -> int:
         """`size` of bin `number` is taken. Gives the most that is left in any."""
-        return self.put(number, self._room[number + self._leaves] - size)
+        return self.put(number, self._residual[number + self._leaves] - size)
 
 
 def _by_bin(order: Int64s, where: Sequence[int]) -> Bins:
@@ -182,8 +182,8 @@ def _by_bin(order: Int64s, where: Sequence[int]) -> Bins:
     return [rows[start:end] for start, end in pairwise([0, *np.cumsum(counts).tolist()])]
 
 
-def _fill(lengths: Int64s, rows: Int64s, capacity: int, bins: Bins, rooms: list[int]) -> None:
-    """First-fit decreasing of `rows` into `bins` with `rooms` left, and into as many new ones as it takes.
+def _fill(lengths: Int64s, rows: Int64s, capacity: int, bins: Bins, residuals: list[int]) -> None:
+    """First-fit decreasing of `rows` into `bins` with `residuals` left, and into as many new ones as it takes.
 
     Bin after bin, each takes the longest row that fits until none does: what a bin refuses once does not fit it later
     either, so that is what taking row after row comes to. Rows of one length are one class, found by bisection;
@@ -200,52 +200,52 @@ def _fill(lengths: Int64s, rows: Int64s, capacity: int, bins: Bins, rooms: list[
     while left:
         if number == len(bins):
             bins.append([])
-            rooms.append(capacity)
-        room, into = rooms[number], bins[number]
+            residuals.append(capacity)
+        residual, into = residuals[number], bins[number]
         place = len(sizes)
         while True:
-            place = bisect_right(sizes, room, 0, place)
+            place = bisect_right(sizes, residual, 0, place)
             while below[place] != place:
                 below[place] = place = below[below[place]]
             if not place:
                 break
             size, start, end = sizes[place - 1], nexts[place - 1], ends[place - 1]
             if size:
-                fitting = start + room // size
+                fitting = start + residual // size
                 if fitting < end:
                     end = fitting
-                room -= size * (end - start)
+                residual -= size * (end - start)
             into += ordered[start:end]
             left -= end - start
             nexts[place - 1] = end
             if end == ends[place - 1]:
                 below[place] = place - 1
-        rooms[number] = room
+        residuals[number] = residual
         number += 1
 
 
 def _large_and_their_company(lengths: Int64s, capacity: int) -> tuple[Bins, list[int], Int64s]:
-    """(a bin for each row over half the capacity, longest first, with what phases 2 and 3 of the method add; the room
+    """(a bin for each row over half the capacity, longest first, with what phases 2 and 3 of the method add; the space
     left in each; all other rows)."""
     rising, sorted_ = _sorted(lengths)
     sixth, third, half = np.searchsorted(sorted_ * 6, [capacity, 2 * capacity, 3 * capacity], side="right")
     large = rising[half:][::-1]
     bins = [[row] for row in large.tolist()]
-    rooms = (capacity - lengths[large]).tolist()
+    residuals = (capacity - lengths[large]).tolist()
     sizes = lengths.tolist()
     company: list[int] = []
 
     def add(number: int, row: int) -> None:
         bins[number].append(row)
-        rooms[number] -= sizes[row]
+        residuals[number] -= sizes[row]
         company.append(row)
 
-    # The room grows from bin to bin: what fits one fits all later ones, and the last to come in is the longest.
+    # The space grows from bin to bin: what fits one fits all later ones, and the last to come in is the longest.
     fitting: list[int] = []
     coming = iter(rising[third:half].tolist())
     following = next(coming, None)
     for number in range(len(bins)):
-        while following is not None and sizes[following] <= rooms[number]:
+        while following is not None and sizes[following] <= residuals[number]:
             fitting.append(following)
             following = next(coming, None)
         if fitting:
@@ -256,17 +256,17 @@ def _large_and_their_company(lengths: Int64s, capacity: int) -> tuple[Bins, list
     for number in range(len(bins) - 1, -1, -1):
         if len(bins[number]) > 1:
             continue
-        if low >= high or sizes[small[low]] + sizes[small[low + 1]] > rooms[number]:
+        if low >= high or sizes[small[low]] + sizes[small[low + 1]] > residuals[number]:
             break
         add(number, small[low])
         low += 1
-        while sizes[small[high]] > rooms[number]:
+        while sizes[small[high]] > residuals[number]:
             high -= 1
         add(number, small[high])
         high -= 1
     rest = np.ones(len(lengths), dtype=np.bool_)
     rest[large] = rest[company] = False
-    return bins, rooms, np.flatnonzero(rest)
+    return bins, residuals, np.flatnonzero(rest)
 
 
 def _sorted(lengths: Int64s) -> tuple[Int64s, Int64s]:

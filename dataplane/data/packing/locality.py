@@ -18,7 +18,7 @@ ROUNDS = 24
 MANY = 1 << 10
 """Another round follows one that exchanged a row of so many."""
 PART = 4
-"""A bin gives up a quarter of its room at a time."""
+"""A bin gives up a quarter of its space at a time."""
 MOST_BINS = 512
 """Whole bins are exchanged up to so many: every pair of them is looked at."""
 
@@ -182,8 +182,8 @@ class Exchange:
 
     def _longer(self, ones: Int64s, groups: Int64s, others: Int64s, their_groups: Int64s) -> Int64s:
         """Pairs `[P, 2]` of one of `ones` and one of `others` of its group that is no shorter, and for which there is
-        room in its stead: the shortest or, where bins have bounds, the longest that takes a `PART` of that room. It
-        leaves as much elsewhere, and many bins with some room are worth more than few with much."""
+        space in its stead: the shortest or, where bins have bounds, the longest that takes a `PART` of that space. It
+        leaves as much elsewhere, and many bins with some space are worth more than few with much."""
         if not len(ones) or not len(others):
             return np.zeros((0, 2), np.int64)
         sizes, theirs = self.sizes[self._rows[ones]], self.sizes[self._rows[others]]
@@ -191,15 +191,15 @@ class Exchange:
         keys = their_groups * width + theirs
         order = np.argsort(keys, kind="stable")
         bins = self._bin_of[ones]
-        room = self._most - self._totals[self.shards[bins]]
+        residual = self._most - self._totals[self.shards[bins]]
         longest = sizes
         if self.capacity is not None:
-            room = np.minimum(room, self.capacity - self._loads[bins])
-            longest = np.minimum(sizes + room // PART, width - 1)
+            residual = np.minimum(residual, self.capacity - self._loads[bins])
+            longest = np.minimum(sizes + residual // PART, width - 1)
         places = np.searchsorted(keys[order], groups * width + sizes)
         places = np.maximum(places, np.searchsorted(keys[order], groups * width + longest, "right") - 1)
         near = order[np.minimum(places, len(order) - 1)]
-        fit = (places < len(order)) & (their_groups[near] == groups) & (theirs[near] - sizes <= room)
+        fit = (places < len(order)) & (their_groups[near] == groups) & (theirs[near] - sizes <= residual)
         return np.stack([ones[fit], others[near[fit]]], axis=1)
 
     def _exchanged(self, one: int, other: int) -> bool:

@@ -98,7 +98,7 @@ class SequencePacker(ABC):
         could be over those there are."""
         lengths = _checked(sequence_lengths)
         loads = [int(lengths[list(rows)].sum()) for rows in bins]
-        tokens, room = sum(loads), len(bins) * self.bin_capacity
+        tokens, capacity = sum(loads), len(bins) * self.bin_capacity
         fewest = -(-tokens // self.bin_capacity)
         balance = 1.0 if bins else 0.0
         if len(bins) > 1 and tokens:
@@ -107,10 +107,10 @@ class SequencePacker(ABC):
             "num_sequences": len(lengths) if bins else 0,
             "num_bins": len(bins),
             "total_sequence_length": tokens,
-            "total_bin_capacity": room,
-            "total_waste": room - tokens,
-            "average_utilization": tokens / room if bins else 0.0,
-            "waste_ratio": (room - tokens) / room if bins else 0.0,
+            "total_bin_capacity": capacity,
+            "total_waste": capacity - tokens,
+            "average_utilization": tokens / capacity if bins else 0.0,
+            "waste_ratio": (capacity - tokens) / capacity if bins else 0.0,
             "bin_balance": balance,
             "theoretical_min_bins": fewest,
             "bin_efficiency": fewest / len(bins) if bins else 0.0,
@@ -121,14 +121,14 @@ class SequencePacker(ABC):
         totals = self._totals
         if not totals:
             return {}
-        tokens, room, bins = (totals[name] for name in ("total_sequence_length", "total_bin_capacity", "num_bins"))
+        tokens, capacity, bins = (totals[name] for name in ("total_sequence_length", "total_bin_capacity", "num_bins"))
         return {
             "total_sequences": totals["num_sequences"],
             "total_bins": bins,
-            "average_utilization": tokens / room if room else 0.0,
+            "average_utilization": tokens / capacity if capacity else 0.0,
             "min_utilization": totals["min_utilization"],
             "max_utilization": totals["max_utilization"],
-            "average_waste_ratio": totals["total_waste"] / room if room else 0.0,
+            "average_waste_ratio": totals["total_waste"] / capacity if capacity else 0.0,
             "min_waste_ratio": totals["min_waste_ratio"],
             "max_waste_ratio": totals["max_waste_ratio"],
             "average_bin_count": bins / totals["calls"],
@@ -162,14 +162,14 @@ class ConcatenativePacker(SequencePacker):
 
 
 class FirstFitDecreasingPacker(SequencePacker):
-    """Longest first, each into the first bin with room for it."""
+    """Longest first, each into the first bin with space for it."""
 
     def _bins(self, lengths: Int64s) -> Bins:
         return first_fit_decreasing(lengths, self.bin_capacity)
 
 
 class FirstFitShufflePacker(SequencePacker):
-    """In a shuffled order, each into the first bin with room for it. The order is the same for the same number of
+    """In a shuffled order, each into the first bin with space for it. The order is the same for the same number of
     sequences, so that all who pack them come to the same bins."""
 
     def _bins(self, lengths: Int64s) -> Bins:

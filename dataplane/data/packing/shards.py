@@ -111,7 +111,7 @@ def plan_shards(
     "modified_first_fit_decreasing"), "sequence_length_pad_multiple" (default 1) that each length is rounded up to,
     "microbatch_order": "packer" (default), or "largest_first" in each global batch of a rank. A micro-batch is a bin,
     its length the tokens in it. Bins are dealt so that tokens per rank balance; where whole bins cannot, single rows
-    move to bins with room ("concatenative": bins are cut anew). "budget_name": what errors call the budget (default
+    move to bins with space ("concatenative": bins are cut anew). "budget_name": what errors call the budget (default
     "max_tokens_per_microbatch").
 
     dynamic_batching_args: "max_tokens_per_microbatch", "budget_name", "sequence_length_round" (default 1). The rows of

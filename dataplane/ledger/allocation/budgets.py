@@ -46,7 +46,7 @@ class Evictions:
     def __init__(self, state: State) -> None:
         self.state = state
 
-    def make_room(
+    def make_space(
         self, partition: Partition, *, excess: int, short: int, update: bool, spare: Int64s = NO_ROWS
     ) -> tuple[str, ...] | None:
         """Let samples of the partition go, but those of `spare`, until it occupies `excess` bytes less, of them `short`
@@ -83,7 +83,7 @@ class Evictions:
     # --- in vain
 
     def in_vain(self, partition: Partition, *, excess: int, short: int, update: bool) -> bool:
-        """Whether `make_room` for a put that waits surely fails, as nothing has changed that it failed by. Costs what
+        """Whether `make_space` for a put that waits surely fails, as nothing has changed that it failed by. Costs what
         the samples cost that were named since."""
         outlook = partition.outlook
         if outlook is None or outlook.units != self._open_units():
@@ -312,7 +312,7 @@ NAMED = 3
 """At most this many tasks of a partition, and holders of each kind, are named in an error."""
 
 
-def out_of_room(
+def out_of_space(
     state: State,
     partition: Partition,
     wanted: int,
@@ -323,7 +323,7 @@ def out_of_room(
     earlier: ParkedAllocate | None = None,
 ) -> CapacityTimeoutError:
     """The budget is told of where that is what is missing, else the units. `earlier`: the put that this one waits for,
-    if any: named where there is room for this one."""
+    if any: named where there is space for this one."""
     short = not moving and over(state, partition, wanted, update=update) > 0
     enough = is_fragmented(state, wanted, update=update)
     if short or not enough:
@@ -357,7 +357,7 @@ def out_of_room(
     partitions = [(_described(other), other.account.live_bytes) for other in _largest(state)]
     return CapacityTimeoutError(
         wanted_bytes=wanted,
-        free_bytes=sum(max(unit.room(update=update), 0) for unit in units if unit.open),
+        free_bytes=sum(max(unit.available_bytes(update=update), 0) for unit in units if unit.open),
         waited_s=waited_s,
         holders=_ranked(lost, partitions, _sessions(state, None)),
         fragments=sum(space.fragments for space in holes) if enough and not behind else 0,
@@ -368,10 +368,12 @@ def out_of_room(
 
 
 def is_fragmented(state: State, wanted: int, *, update: bool) -> bool:
-    """Whether so many bytes are free in open units: if a put of them finds no room all the same, it is in pieces. What
+    """Whether so many bytes are free in open units: if a put of them finds no space all the same, it is in pieces. What
     a compaction has taken is free again when it has ended."""
     units = [unit for unit in state.units.values() if unit.open]
-    free = [min(unit.room(update=update), unit.space.free_bytes) + state.compacting_bytes(unit) for unit in units]
+    free = [
+        min(unit.available_bytes(update=update), unit.space.free_bytes) + state.compacting_bytes(unit) for unit in units
+    ]
     return sum(max(nbytes, 0) for nbytes in free) >= wanted
 
 
@@ -420,7 +422,7 @@ def _sessions(state: State, partition: Partition | None) -> list[tuple[str, int]
     found = []
     for session in state.sessions.values():
         who = _who(session)
-        reserved = sum(_bytes(state, room.extents(), partition) for room in session.reservations.values())
+        reserved = sum(_bytes(state, reservation.extents(), partition) for reservation in session.reservations.values())
         pinned = sum(_bytes(state, pins, partition) for pins in session.pins.values())
         found += [(f"reservations of {who}", reserved), (f"readers of {who}", pinned)]
     return found

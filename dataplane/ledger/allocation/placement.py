@@ -33,7 +33,7 @@ def place(want: Want, units: list[Unit]) -> tuple[list[Piece] | None, list[Unit]
     was taken) and the units whose arena may be grown to help. `units` are the open ones, at least one."""
     ordered = want.order(units)
     for unit in ordered:
-        if unit.room(update=want.update) < want.total:
+        if unit.available_bytes(update=want.update) < want.total:
             continue
         pieces = _in_one(want, unit)
         if pieces is None:
@@ -42,8 +42,8 @@ def place(want: Want, units: list[Unit]) -> tuple[list[Piece] | None, list[Unit]
             return pieces, []
         if want.near(unit) and can_grow(unit):
             return None, [unit]
-    growing = [unit for unit in ordered if can_grow(unit) and unit.room(update=want.update) > 0]
-    whole = [unit for unit in growing if unit.room(update=want.update) >= want.total]
+    growing = [unit for unit in ordered if can_grow(unit) and unit.available_bytes(update=want.update) > 0]
+    whole = [unit for unit in growing if unit.available_bytes(update=want.update) >= want.total]
     if whole:
         return None, whole[:1]
     return _by_columns(want, ordered, split=True), growing
@@ -149,14 +149,14 @@ def _column(want: Want, column: int, units: list[Unit], pieces: list[Piece], *, 
 
 def _block(want: Want, unit: Unit) -> int:
     """The most bytes in one piece that the unit has for this put."""
-    return max(min(unit.space.largest_bytes, unit.room(update=want.update) // 64 * 64), 0)
+    return max(min(unit.space.largest_bytes, unit.available_bytes(update=want.update) // 64 * 64), 0)
 
 
 def _take(want: Want, units: list[Unit], size: int) -> tuple[Unit, int, int] | None:
     if not size:
         return units[0], 0, 0
     for unit in units:
-        if unit.room(update=want.update) >= size:
+        if unit.available_bytes(update=want.update) >= size:
             offset = unit.space.take(size)
             if offset is not None:
                 return unit, offset, size

@@ -1,4 +1,4 @@
-"""Room for puts: reservations, waiting for room, preallocated space of small puts, and growing arenas ahead of
+"""Space for puts: reservations, waiting for space, preallocated space of small puts, and growing arenas ahead of
 demand."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataplane.ledger.allocation.budgets import (
     REPORTED,
     Evictions,
     limit_of,
-    out_of_room,
+    out_of_space,
     over,
     waits_for_larger_piece,
     waits_for_memory,
@@ -55,7 +55,7 @@ RETRY_S = 1.0
 """An arena that could not grow is asked again so often while a put waits: others may have given memory back."""
 
 
-class Rooms:
+class Reservations:
     """Waiters are served first come, first served within updates and within new rows, updates first. One that waits for
     its partition's budget is passed over by those of other partitions; so is one for which there are bytes enough, but
     in too small pieces, and by those of its own, too, where that has no budget. Moves come last, whatever the budget
@@ -69,7 +69,7 @@ class Rooms:
     def allocate(self, session: Session, number: int, command: Allocate) -> Allocated | None:
         """The reservation, or None when the call was parked."""
         partition = self.state.partition(command.partition)
-        if not self.state.wants_room(partition.account.number):
+        if not self.state.wants_space(partition.account.number):
             partition.outlook = None
         self._check(partition, command)
         want = Want(session, command)
@@ -91,7 +91,7 @@ class Rooms:
             return granted
         self.liveness.probe_silent()
         if self._rejects(parked):
-            raise self.out_of_room(parked)
+            raise self.out_of_space(parked)
         self.state.park(parked)
         parked.holds_up = self._holds_up(parked)
         return None
@@ -125,7 +125,7 @@ class Rooms:
         return parked.partition.budget_bytes is not None or not waits_for_larger_piece(self.state, parked)
 
     def _serve(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | None:
-        """The reservation, if there is room or the partition makes it. Others wait longer for the units' memory
+        """The reservation, if there is space or the partition makes it. Others wait longer for the units' memory
         (`behind`): it takes none but what it made itself."""
         partition, want = parked.partition, parked.want
         if want.moving:
@@ -136,12 +136,12 @@ class Rooms:
             if granted is not None or self._growing(want):
                 return granted
         while partition.evicts and any(unit.open for unit in self.state.units.values()):
-            short = want.total - self._room(want)
+            short = want.total - self._available_bytes(want)
             if behind or max(excess, short) <= 0:
                 short = want.total
             if self.evictions.in_vain(partition, excess=excess, short=short, update=want.update):
                 return None
-            made = self.evictions.make_room(partition, excess=excess, short=short, update=want.update)
+            made = self.evictions.make_space(partition, excess=excess, short=short, update=want.update)
             if made is None:
                 return None
             parked.evicted += made
@@ -152,7 +152,7 @@ class Rooms:
         return None
 
     def _take(self, parked: ParkedAllocate) -> Allocated | None:
-        """The reservation, if the units have room and the budget has, too, with what pieces are larger by."""
+        """The reservation, if the units have space and the budget has, too, with what pieces are larger by."""
         want = parked.want
         pieces = self._place(want)
         if pieces is None:
@@ -180,7 +180,7 @@ class Rooms:
         offset = unit.space.take(nbytes) if spare else None
         if offset is None:
             raise CapacityTimeoutError(
-                wanted_bytes=nbytes, free_bytes=max(unit.room(update=False), 0), waited_s=0.0, holders=[]
+                wanted_bytes=nbytes, free_bytes=max(unit.available_bytes(update=False), 0), waited_s=0.0, holders=[]
             )
         extent = self.state.extents.reserve(unit.number, offset, nbytes)
         session.reservations[number] = Preallocation(unit.number, unit.epoch, extent, offset)
@@ -197,12 +197,12 @@ class Rooms:
         )
 
     def judge(self) -> None:
-        """Serve whoever there may be room for: anybody if bytes came back, else those of partitions that may let
+        """Serve whoever there may be space for: anybody if bytes came back, else those of partitions that may let
         samples go now."""
         state, extents = self.state, self.state.extents
         while extents.freed or extents.loosened:
             anybody, extents.freed = extents.freed, False
-            loosened = {account for account in extents.loosened if state.wants_room(account)}
+            loosened = {account for account in extents.loosened if state.wants_space(account)}
             extents.loosened = set()
             if anybody or loosened:
                 for update in (True, False):
@@ -212,7 +212,7 @@ class Rooms:
     def _lines(self, update: bool, accounts: set[int]) -> list[Line]:
         """The lines of these accounts, and those that do not rest."""
         resting = self.state.resting[update] - accounts
-        return [line for account, line in self.state.room_waiters[update].items() if account not in resting]
+        return [line for account, line in self.state.space_waiters[update].items() if account not in resting]
 
     def _judge_lines(self, update: bool, loosened: set[int], *, anybody: bool) -> None:
         """Those of the `loosened` accounts' partitions, or anybody who may gain by it, in turn. One that holds up
@@ -237,7 +237,7 @@ class Rooms:
             behind = behind or parked.holds_up
 
     def _rests(self, parked: ParkedAllocate) -> bool:
-        """Whether nothing but a change of its account can help this put, whatever room the units have."""
+        """Whether nothing but a change of its account can help this put, whatever space the units have."""
         partition, want = parked.partition, parked.want
         excess = over(self.state, partition, want.total, update=want.update)
         return excess > 0 and (
@@ -254,7 +254,7 @@ class Rooms:
 
     def _before_moves(self) -> ParkedAllocate | None:
         """An update that moves wait for: any, not only one that is the first of its partition."""
-        return next(filter(self._holds_up, WaitQueues(self.state.room_waiters[True].values())), None)
+        return next(filter(self._holds_up, WaitQueues(self.state.space_waiters[True].values())), None)
 
     def _judge(self, parked: ParkedAllocate, *, behind: bool) -> bool:
         """Serve or end this call, or let it wait."""
@@ -274,11 +274,11 @@ class Rooms:
         self._refuse_hopeless(parked.partition, parked.want)
         granted = self._serve(parked, behind=behind)
         if granted is None and self._rejects(parked):
-            return self.out_of_room(parked)
+            return self.out_of_space(parked)
         return granted
 
     def _rejects(self, parked: ParkedAllocate) -> bool:
-        """Whether the call will not wait: it is to be refused, and there is no room for it in arenas to come."""
+        """Whether the call will not wait: it is to be refused, and there is no space for it in arenas to come."""
         if not _refuses(parked):
             return False
         want = parked.want
@@ -287,7 +287,7 @@ class Rooms:
 
     def _growing(self, want: Want) -> bool:
         units = self._open_units()
-        asked = [unit.room_asked(update=want.update) + self.state.compacting_bytes(unit) for unit in units]
+        asked = [unit.space_requested(update=want.update) + self.state.compacting_bytes(unit) for unit in units]
         return sum(max(more, 0) for more in asked) >= want.total and self._more_to_come(units)
 
     def _more_to_come(self, units: list[Unit]) -> bool:
@@ -297,8 +297,8 @@ class Rooms:
     def _open_units(self) -> list[Unit]:
         return [unit for unit in self.state.units.values() if unit.open]
 
-    def _room(self, want: Want) -> int:
-        return sum(max(unit.room(update=want.update), 0) for unit in self._open_units())
+    def _available_bytes(self, want: Want) -> int:
+        return sum(max(unit.available_bytes(update=want.update), 0) for unit in self._open_units())
 
     def retry_at(self) -> float:
         """When arenas that could not grow are to be asked again for those who wait."""
@@ -310,11 +310,11 @@ class Rooms:
     def grow_ahead(self, unit: Unit) -> None:
         self._ask(unit, growth_ahead(unit))
 
-    def out_of_room(self, parked: ParkedAllocate) -> DataPlaneError:
-        """The error that names who holds the room, or the put that this one waits for."""
+    def out_of_space(self, parked: ParkedAllocate) -> DataPlaneError:
+        """The error that names who holds the space, or the put that this one waits for."""
         command, waited_s = parked.command, self.state.now - parked.since
         moving, earlier = command.moving, None if command.moving else self._line(parked)[1]
-        return out_of_room(
+        return out_of_space(
             self.state, parked.partition, parked.total, waited_s, update=command.update, moving=moving, earlier=earlier
         )
 
@@ -328,7 +328,7 @@ class Rooms:
         if not command.timeout_s >= 0:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         if command.moving and (len(command.columns) != 1 or not command.update):
-            raise InvalidRequestError(f"a move takes room as an update of one column, not of {len(command.columns)}")
+            raise InvalidRequestError(f"a move takes space as an update of one column, not of {len(command.columns)}")
 
     def _refuse_hopeless(self, partition: Partition, want: Want) -> None:
         """RequestTooLargeError if no amount of clearing would help. Without any unit it may still come: no error."""
@@ -417,11 +417,11 @@ def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
 
 
 class PreallocatedPut(PutReservation):
-    """The reservation that a commit into `room` would have had: its columns one after another from `offset`, `nbytes`
-    of each in whole granules, in the room's piece number `place` (None: they are no bytes). Nothing is taken before
+    """The reservation that a commit into `space` would have had: its columns one after another from `offset`, `nbytes`
+    of each in whole granules, in the space's piece number `place` (None: they are no bytes). Nothing is taken before
     `cut`."""
 
-    def __init__(self, state: State, room: Preallocation, partition: Partition, command: Commit) -> None:
+    def __init__(self, state: State, space: Preallocation, partition: Partition, command: Commit) -> None:
         if command.offset is None or command.offset % GRANULE_BYTES:
             raise InvalidRequestError(
                 f"offset {command.offset}: a commit into preallocated space begins at a multiple of {GRANULE_BYTES}"
@@ -430,7 +430,7 @@ class PreallocatedPut(PutReservation):
         names = [column.name for column in command.columns]
         check_columns(state, list(zip(names, sizes, strict=True)))
         super().__init__(partition, names, sizes, update=False)
-        self.room = room
+        self.space = space
         self.offset = command.offset
         self.nbytes = [granules_up(total(column)) for column in sizes]
         self.place = self._find(state.extents)
@@ -439,7 +439,7 @@ class PreallocatedPut(PutReservation):
         nbytes = sum(self.nbytes)
         if not nbytes:
             return None
-        for number, (_, _, extent, start) in enumerate(self.room.pieces[0]):
+        for number, (_, _, extent, start) in enumerate(self.space.pieces[0]):
             if start <= self.offset and self.offset + nbytes <= start + int(extents.sizes[extent]):
                 return number
         raise InvalidRequestError(
@@ -447,14 +447,14 @@ class PreallocatedPut(PutReservation):
         )
 
     def cut(self, extents: Extents) -> None:
-        """Take the bytes out of the room, as an extent for each column."""
+        """Take the bytes out of the space, as an extent for each column."""
         if self.place is not None:
-            pieces = self.room.pieces[0]
+            pieces = self.space.pieces[0]
             left = extents.cut(pieces[self.place][2], self.offset, sum(self.nbytes))
             pieces[self.place : self.place + 1] = [(0, 0, extent, int(extents.starts[extent])) for extent in left]
         offset, account = self.offset, self.partition.account
         for column, sizes, nbytes in zip(self.pieces, self.sizes, self.nbytes, strict=True):
             start = offset if nbytes else 0
             if len(sizes):
-                column.append((0, len(sizes), extents.reserve(self.room.unit, start, nbytes, account), start))
+                column.append((0, len(sizes), extents.reserve(self.space.unit, start, nbytes, account), start))
             offset += nbytes

@@ -81,8 +81,8 @@ class Claims:
         if command.samples is not None:
             return self._named(ParkedClaim(session, number, self.state.now, command, partition), task, command.samples)
         parked = ParkedClaim(session, number, self.state.now, command, partition)
-        parked.interest = partition.interest(task, command.fields, self.state.limits.interests)
-        result = self._attempt(parked, parked.interest)
+        parked.ready_index = partition.ready_index(task, command.fields, self.state.limits.interests)
+        result = self._attempt(parked, parked.ready_index)
         if result is None:
             self.state.park(parked)
         return result
@@ -145,8 +145,8 @@ class Claims:
 
     def _judge(self, parked: ParkedClaim) -> bool:
         """Whether its wait is over."""
-        interest, partition = parked.interest, parked.partition
-        assert interest is not None
+        ready_index, partition = parked.ready_index, parked.partition
+        assert ready_index is not None
         watch = parked.watch
         assert watch is not None, parked.key
         result: c.Claimed | DataPlaneError | None
@@ -156,11 +156,11 @@ class Claims:
             if not dealt and not waiting.may_serve(watch, partition, parked.command, self.state.now):
                 self.state.wake_at(partition, watch.next_at)
                 return False
-            result = self._attempt(parked, interest)
+            result = self._attempt(parked, ready_index)
         except DataPlaneError as error:
             result = error
         except Exception as error:  # nothing that others do may fail because of who waits
-            self._look_again(partition, interest.task)
+            self._look_again(partition, ready_index.task)
             self.state.fail(parked, error)
             return True
         if result is not None:
@@ -172,16 +172,16 @@ class Claims:
         partition.reclaimed(task, partition.rows.in_order())
         self.state.touch(partition)
 
-    def _attempt(self, parked: ParkedClaim, interest: ReadyIndex) -> c.Claimed | None:
+    def _attempt(self, parked: ParkedClaim, ready_index: ReadyIndex) -> c.Claimed | None:
         """What the claim gets if it gets anything now."""
-        partition, command, task = parked.partition, parked.command, interest.task
+        partition, command, task = parked.partition, parked.command, ready_index.task
         fixed = None if command.step is None else shares.find(task, command)
         if fixed is None:
-            late = self._overdue(partition, interest, command)
+            late = self._overdue(partition, ready_index, command)
             waits = late.next_at < float("inf")
             if parked.watch is not None:
                 parked.watch.next_at = self.state.now if len(late.rows) else late.next_at
-            chosen = selection.select(partition, interest, command, late.rows, pending=waits)
+            chosen = selection.select(partition, ready_index, command, late.rows, pending=waits)
             if chosen is None:
                 if not command.blocking:
                     return self._take(parked, task, np.zeros(0, np.int64))
@@ -198,13 +198,13 @@ class Claims:
             fixed.given.setdefault(command.dp_rank, []).append(int(task.claim_ids[rows[0]]))
         return result
 
-    def _overdue(self, partition: Partition, interest: ReadyIndex, command: c.Claim) -> selection.Overdue:
+    def _overdue(self, partition: Partition, ready_index: ReadyIndex, command: c.Claim) -> selection.Overdue:
         """The partial groups whose time is over, and when the next one's is; those to be dropped are."""
-        found = selection.overdue(partition, interest, command, self.state.now)
+        found = selection.overdue(partition, ready_index, command, self.state.now)
         if command.partial is c.Partial.RELEASE or not len(found.rows):
             return found
         names = partition.rows.names_of(found.rows)
-        interest.task.dropped = [*interest.task.dropped, *names][-REPORTED:]
+        ready_index.task.dropped = [*ready_index.task.dropped, *names][-REPORTED:]
         partition.dropped_partial += len(names)
         partition.clear(found.rows)
         self.state.touch(partition)
@@ -328,8 +328,8 @@ class Claims:
         task = partition.task(command.task)
         for predicate in command.where:
             _check_predicate(predicate)
-        interest = ReadyIndex(task, tuple(sorted(set(command.fields))), 0)
-        return blocked(self.state, partition, interest, command)
+        ready_index = ReadyIndex(task, tuple(sorted(set(command.fields))), 0)
+        return blocked(self.state, partition, ready_index, command)
 
     def _named_claimed(self, command: c.Ack | c.Nack | c.Extend, claims: Int64s | None) -> _Named:
         self.state.check_samples(command.samples)
@@ -351,9 +351,9 @@ class Claims:
             state.return_rows(state.partitions[lease.partition], lease.task, lease.over(state.now))
 
     def timed_out(self, parked: ParkedClaim) -> DataPlaneError:
-        interest, command = parked.interest, parked.command
-        assert interest is not None
-        facts = blocked(self.state, parked.partition, interest, command)
+        ready_index, command = parked.ready_index, parked.command
+        assert ready_index is not None
+        facts = blocked(self.state, parked.partition, ready_index, command)
         more = {name: getattr(facts, name) for name in facts.__struct_fields__ if name not in ("ready", "writers")}
         return ClaimTimeoutError(
             partition=command.partition,

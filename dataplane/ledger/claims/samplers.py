@@ -77,7 +77,7 @@ def turns(units: int, ranks: int, weights: Float64s | None = None) -> Int64s:
 def balanced(units: int, ranks: int, weights: Float64s | None = None) -> Int64s:
     """The rank of each unit so that the ranks' sums of `weights` are about equal; `runs` without weights.
 
-    The heaviest go first, each to the rank with the least that has room for another.
+    The heaviest go first, each to the rank with the least that has space for another.
     """
     if weights is None:
         return runs(units, ranks)

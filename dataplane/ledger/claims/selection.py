@@ -41,32 +41,32 @@ def sampler_of(command: Claim) -> str:
 
 
 def select(
-    partition: Partition, interest: ReadyIndex, command: Claim, released: Int64s, *, pending: bool = False
+    partition: Partition, ready_index: ReadyIndex, command: Claim, released: Int64s, *, pending: bool = False
 ) -> Chosen | None:
     """What the claim takes now (not more than its batch), or None if it should wait, or come again later.
 
     `released` are members of partial groups that count as whole; `pending` says that more may be later.
     """
     least = least_of(command)
-    if interest.count < least and not len(released) and not partition.complete and command.blocking:
+    if ready_index.count < least and not len(released) and not partition.complete and command.blocking:
         return None
-    chosen = _candidates(partition, interest, command, released)
+    chosen = _candidates(partition, ready_index, command, released)
     if chosen.amount >= least // (command.group_size or 1):
         if command.dp_world is not None:
             chosen = Chosen(*chosen.picked.first(chosen.amount // command.dp_world * command.dp_world))
-    elif partition.complete and not pending and not _more_can_come(partition, interest, command):
+    elif partition.complete and not pending and not _more_can_come(partition, ready_index, command):
         pass
     elif command.blocking or command.dp_world is not None:
         return None
     return chosen
 
 
-def _candidates(partition: Partition, interest: ReadyIndex, command: Claim, released: Int64s) -> Chosen:
+def _candidates(partition: Partition, ready_index: ReadyIndex, command: Claim, released: Int64s) -> Chosen:
     """The ready samples it would take, in its order."""
     order = partition.rows.order
     where = conditions(partition.version, command)
     if command.group_size is not None:
-        positions = interest.ready() if command.order is Order.OLDEST else interest.ready()[::-1]
+        positions = ready_index.ready() if command.order is Order.OLDEST else ready_index.ready()[::-1]
         rows = order[positions]
         rows = rows[partition.tags.matches(where, rows)]
         groups = partition.tags.codes(command.group_by, rows)
@@ -75,23 +75,23 @@ def _candidates(partition: Partition, interest: ReadyIndex, command: Claim, rele
         picked = samplers.whole_groups(groups, command.group_size, wanted, early)
         return Chosen(rows[picked.places], picked.units)
     if not where:
-        return Chosen(order[interest.first(command.batch_size, command.order)])
+        return Chosen(order[ready_index.first(command.batch_size, command.order)])
     wanted = max(4 * command.batch_size, LOOK)
     while True:
-        rows = order[interest.first(wanted, command.order)]
+        rows = order[ready_index.first(wanted, command.order)]
         found = rows[np.flatnonzero(partition.tags.matches(where, rows))[: command.batch_size]]
         if len(found) == command.batch_size or len(rows) < wanted:
             return Chosen(found)
         wanted *= 8
 
 
-def _more_can_come(partition: Partition, interest: ReadyIndex, command: Claim) -> bool:
+def _more_can_come(partition: Partition, ready_index: ReadyIndex, command: Claim) -> bool:
     """Whether a sample of a complete partition that is unclaimed, or may be again because its lease is open, may still
     become one that this claim takes."""
-    task = interest.task
+    task = ready_index.task
     where = conditions(partition.version, command)
     if not where and command.group_size is None:
-        return interest.count < partition.rows.live - task.claimed + task.unsettled
+        return ready_index.count < partition.rows.live - task.claimed + task.unsettled
     rows = partition.rows.in_order()
     rows = rows[(task.claim_ids[rows] == 0) | task.not_settled(rows)]
     tags = partition.tags
@@ -99,7 +99,7 @@ def _more_can_come(partition: Partition, interest: ReadyIndex, command: Claim) -
     matching = tags.matches(where, rows)
     if command.group_size is not None:
         undecided |= matching & ~tags.present(command.group_by, rows)
-    return bool((undecided | (matching & ~partition.ready(task, interest.fields, rows))).any())
+    return bool((undecided | (matching & ~partition.ready(task, ready_index.fields, rows))).any())
 
 
 class Overdue(NamedTuple):
@@ -113,19 +113,19 @@ class Overdue(NamedTuple):
 NOTHING = Overdue(np.zeros(0, np.int64), float("inf"))
 
 
-def overdue(partition: Partition, interest: ReadyIndex, command: Claim, now: float) -> Overdue:
+def overdue(partition: Partition, ready_index: ReadyIndex, command: Claim, now: float) -> Overdue:
     """Partial groups as the claim sees them: fewer than its `group_size` unclaimed members have all its fields, and one
     of its unclaimed members fulfils its predicates, or may yet. A group is as old as the oldest of those members."""
     if command.partial_after_s is None or command.group_size is None:
         return NOTHING
     tags, where = partition.tags, conditions(partition.version, command)
     rows = partition.rows.in_order()
-    rows = rows[(interest.task.claim_ids[rows] == 0) & tags.present(command.group_by, rows)]
+    rows = rows[(ready_index.task.claim_ids[rows] == 0) & tags.present(command.group_by, rows)]
     if not len(rows):
         return NOTHING
     groups = tags.codes(command.group_by, rows)
     firsts = np.unique(groups, return_index=True)[1]
-    ready = np.bincount(groups[partition.ready(interest.task, interest.fields, rows)], minlength=len(firsts))
+    ready = np.bincount(groups[partition.ready(ready_index.task, ready_index.fields, rows)], minlength=len(firsts))
     wanted = tags.matches(where, rows) | tags.undecided(where, rows)
     partial = (ready < command.group_size) & (np.bincount(groups[wanted], minlength=len(firsts)) > 0)
     ends = partition.rows.since[rows[firsts]] + command.partial_after_s

@@ -17,7 +17,7 @@ def refresh(watch: Watch, partition: Partition) -> None:
     """Look at what changed. Costs nothing where nothing did."""
     if watch.counts is None:
         return
-    again, earliest = _recount(watch.counts, partition, watch.interest)
+    again, earliest = _recount(watch.counts, partition, watch.ready_index)
     after = watch.command.partial_after_s
     if again:
         watch.next_at = NEVER
@@ -38,7 +38,7 @@ def may_serve(watch: Watch, partition: Partition, command: Claim, now: float) ->
 def _enough(watch: Watch, least: int) -> bool:
     counts = watch.counts
     if counts is None:
-        return watch.interest.count >= least
+        return watch.ready_index.count >= least
     if counts.groups is not None:
         return counts.groups.whole >= least // counts.groups.size
     return counts.hits >= least
@@ -52,10 +52,10 @@ def _due(watch: Watch, partition: Partition, now: float) -> bool:
         return False
     if watch.counts is not None:
         return not watch.counts.open
-    return watch.interest.count >= partition.rows.live - watch.interest.task.claimed
+    return watch.ready_index.count >= partition.rows.live - watch.ready_index.task.claimed
 
 
-def _recount(counts: Counts, partition: Partition, interest: ReadyIndex) -> tuple[bool, float]:
+def _recount(counts: Counts, partition: Partition, ready_index: ReadyIndex) -> tuple[bool, float]:
     """Count what changed. Whether everything was counted again, and the earliest generation in a group that
     changed."""
     tag = partition.tags.columns.get(counts.command.group_by) if counts.groups is not None else None
@@ -69,7 +69,7 @@ def _recount(counts: Counts, partition: Partition, interest: ReadyIndex) -> tupl
         _begin(counts, tag)
     if len(counts.states) < partition.rows.capacity:
         counts.states = grown(counts.states, partition.rows.capacity)
-    earliest = _count(counts, partition, interest, rows, tag)
+    earliest = _count(counts, partition, ready_index, rows, tag)
     counts.stale = False
     return again, earliest
 
@@ -82,12 +82,12 @@ def _begin(counts: Counts, tag: Tag | None) -> None:
         counts.groups = Groups(counts.groups.size)
 
 
-def _count(counts: Counts, partition: Partition, interest: ReadyIndex, rows: Int64s, tag: Tag | None) -> float:
-    command, tags, task = counts.command, partition.tags, interest.task
+def _count(counts: Counts, partition: Partition, ready_index: ReadyIndex, rows: Int64s, tag: Tag | None) -> float:
+    command, tags, task = counts.command, partition.tags, ready_index.task
     free = (partition.rows.generations[rows] > 0) & (task.claim_ids[rows] == 0)
     mine = rows[free]
     where = conditions(partition.version, command)
-    ready, matching = partition.ready(task, interest.fields, mine), tags.matches(where, mine)
+    ready, matching = partition.ready(task, ready_index.fields, mine), tags.matches(where, mine)
     hit, may = ready & matching, tags.undecided(where, mine) | (matching & ~ready)
     if counts.groups is not None:
         tagged = tags.present(command.group_by, mine)

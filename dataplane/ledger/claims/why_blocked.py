@@ -18,9 +18,9 @@ NAMED = 5
 """Partial groups and writers that are told of by name."""
 
 
-def blocked(state: State, partition: Partition, interest: ReadyIndex, command: Claim | WhyBlocked) -> Blocked:
+def blocked(state: State, partition: Partition, ready_index: ReadyIndex, command: Claim | WhyBlocked) -> Blocked:
     """The facts about a claim as things stand."""
-    task, fields = interest.task, interest.fields
+    task, fields = ready_index.task, ready_index.fields
     rows = partition.rows.in_order()
     rows = rows[task.claim_ids[rows] == 0]
     has_all = partition.ready(task, fields, rows)
@@ -111,7 +111,7 @@ def _writers(state: State, partition: Partition, fields: Sequence[str]) -> tuple
 
 
 def sentence(facts: Blocked) -> str:
-    """What the facts say. Where producers wait for room, that is said first: what is missing may be theirs."""
+    """What the facts say. Where producers wait for space, that is said first: what is missing may be theirs."""
     parts = _back_pressure(facts)
     if facts.undeclared:
         parts.append(f"nobody declared or produced {_names(facts.undeclared)}")
@@ -152,7 +152,7 @@ def _back_pressure(facts: Blocked) -> list[str]:
         return []
     one = facts.waiting_puts == 1
     return [
-        f"{facts.waiting_puts} {'put waits' if one else 'puts wait'} for room ({'' if one else 'the longest '}for "
+        f"{facts.waiting_puts} {'put waits' if one else 'puts wait'} for space ({'' if one else 'the longest '}for "
         f"{facts.waiting_puts_s:.1f} s, of {first_few(facts.waiting_writers)}): producers go on once samples are "
         "cleared or there is more memory"
     ]

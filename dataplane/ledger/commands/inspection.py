@@ -128,7 +128,7 @@ class MapMemory(Answered[MemoryMap], frozen=True, kw_only=True):
 
 
 class WaitKind(enum.StrEnum):
-    """What is waited for: samples, or room."""
+    """What is waited for: samples, or space."""
 
     CLAIM = "claim"
     PUT = "put"

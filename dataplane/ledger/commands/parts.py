@@ -34,17 +34,17 @@ class Mode(enum.StrEnum):
 
 
 class OnFull(enum.StrEnum):
-    """What an allocation does when there is no room now."""
+    """What an allocation does when there is no space now."""
 
     WAIT = "wait"
     REJECT = "reject"
 
 
 class WhenFull(enum.StrEnum):
-    """What becomes of a put that finds no room, by its partition.
+    """What becomes of a put that finds no space, by its partition.
 
     WAIT: it waits, first come first served, until its deadline. REJECT: it fails at once. EVICT: the partition's
-    consumed samples go, oldest first, if that makes room; else it waits. EVICT_OLDEST: the same, and where that is not
+    consumed samples go, oldest first, if that makes space; else it waits. EVICT_OLDEST: the same, and where that is not
     enough, unconsumed ones go as well, oldest first.
     """
 
@@ -99,7 +99,7 @@ class Predicate(Value, frozen=True, kw_only=True):
 
 
 class ColumnSizes(Value, frozen=True, kw_only=True):
-    """Room wanted for one column: `sizes[k]` bytes for its k-th value (values, not samples, where rows are shared).
+    """Space wanted for one column: `sizes[k]` bytes for its k-th value (values, not samples, where rows are shared).
     `by_schema` as in `CommitColumn`."""
 
     name: str

@@ -115,9 +115,9 @@ class Describe(Answered[Described], frozen=True, kw_only=True):
 
 
 class Allocate(Answered[Allocated], frozen=True, kw_only=True):
-    """Reserves room; the reservation is named by this call's number. Answered `Allocated`; parks while there is no room
-    (`on_full`), first come first served within new rows (`update=False`) and within updates, but for puts that wait for
-    a free piece that is large enough: those hold up nobody.
+    """Reserves space; the reservation is named by this call's number. Answered `Allocated`; parks while there is no
+    space (`on_full`), first come first served within new rows (`update=False`) and within updates, but for puts that
+    wait for a free piece that is large enough: those hold up nobody.
 
     Placement: the unit `unit_wish`, then units this session is attached to, then units on its host, then the emptiest;
     all columns in one piece if they fit, else column by column, else columns split between values. Never a unit that is
@@ -126,8 +126,8 @@ class Allocate(Answered[Allocated], frozen=True, kw_only=True):
     `samples` are those that the put will name (None: not said). Those of them that live are evicted for no put, neither
     this one nor another, until it is committed, aborted or refused.
 
-    `moving`: room for a `Move` (one column, `update`). No budget counts it, nobody is evicted for it, and it is served
-    after all updates that wait, and new rows that there is room for.
+    `moving`: space for a `Move` (one column, `update`). No budget counts it, nobody is evicted for it, and it is served
+    after all updates that wait, and new rows that there is space for.
     """
 
     partition: str
@@ -144,8 +144,8 @@ class Preallocate(Answered[Preallocated], frozen=True, kw_only=True):
     """Reserves `nbytes` in one piece for small puts to come, in a unit that proved the session local to it: each of
     their commits cuts its part off, so that it is their only command. Answered `Preallocated`.
 
-    Never parks: `CapacityTimeoutError` at once when puts wait for room, or half of what new rows may take is in use, or
-    `nbytes` is a large part of it. `Abort` gives back what no commit has taken.
+    Never parks: `CapacityTimeoutError` at once when puts wait for space, or half of what new rows may take is in use,
+    or `nbytes` is a large part of it. `Abort` gives back what no commit has taken.
     """
 
     unit: int
@@ -164,7 +164,7 @@ class Commit(Answered[Committed], frozen=True, kw_only=True):
 
     `columns` are those of the Allocate, in its order; none (and `reservation` None) for a tags-only put.
     With `offset`, `reservation` is an `Preallocate`: the columns lie one after another from that byte of the arena,
-    each from a granule of its own, and a fault leaves the room reserved.
+    each from a granule of its own, and a fault leaves the space reserved.
     Samples given by handles imply mode update. Answered `Committed`.
 
     With `located`, the number of a Locate that still pins its cells: those cells must be where it found them
@@ -419,8 +419,8 @@ class Publish(Answered[Done], frozen=True, kw_only=True):
 
 class Drain(Answered[Done], frozen=True, kw_only=True):
     """The unit gets nothing new from now on, and is to be emptied with `FindCells` and `Move`; with `undo`, it is as
-    any other again. Commits into room that was reserved there before still happen. Refused with a `DrainError` where no
-    other unit has room for new rows, unless it is drained already or with `force`. Answered `Done`."""
+    any other again. Commits into space that was reserved there before still happen. Refused with a `DrainError` where
+    no other unit has space for new rows, unless it is drained already or with `force`. Answered `Done`."""
 
     unit: int
     undo: bool = False
@@ -432,7 +432,7 @@ class FindCells(Answered[FoundCells], frozen=True, kw_only=True):
     `FoundCells`.
 
     At most `max_cells` (more only where they are the same bytes) and `max_bytes` of distinct values, one at least;
-    those of `partition` and `field` first. When there are none, it parks while puts have room there or readers hold
+    those of `partition` and `field` first. When there are none, it parks while puts have space there or readers hold
     pins, up to `timeout_s`.
     """
 
@@ -445,7 +445,7 @@ class FindCells(Answered[FoundCells], frozen=True, kw_only=True):
 
 
 class Move(Answered[Moved], frozen=True, kw_only=True):
-    """Points cells at copies of their bytes, which lie in the room that call `reservation` (an `Allocate` with
+    """Points cells at copies of their bytes, which lie in the space that call `reservation` (an `Allocate` with
     `moving`) reserved, and releases call `located`, the `FindCells` that found and pinned them. Answered `Moved`.
 
     The arrays are as they were found: cell i is value `index[i]`, which lay at `offsets[index[i]]` of the unit. A cell

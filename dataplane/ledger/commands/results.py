@@ -54,7 +54,7 @@ class Allocated(Result, frozen=True, kw_only=True):
 
 
 class Preallocated(Result, frozen=True, kw_only=True):
-    """Where the room begins: bytes from the start of the arena, at a granule. `checksums`: commits into it are to have
+    """Where the space begins: bytes from the start of the arena, at a granule. `checksums`: commits into it are to have
     them."""
 
     offset: int
@@ -174,7 +174,7 @@ class PartitionStats(Value, frozen=True, kw_only=True):
 
     `used_bytes` is what counts against `budget_bytes` (None: no budget): live, reserved for puts, and cleared but still
     read; `peak_used_bytes` the most it ever was; new rows may take it up to `limit_bytes`. `evicted` counts consumed
-    samples that went to make room, `evicted_unconsumed` others."""
+    samples that went to make space, `evicted_unconsumed` others."""
 
     partition: str
     live: int
@@ -268,7 +268,7 @@ class Blocked(Result, frozen=True, kw_only=True):
     no groups), `partial` the ready members of the first few of the latter. claimed: live samples that the task has
     claimed, of which `leased` are on lease and `held` wait for their ranks. dropped: samples dropped with partial
     groups. born of `expected` samples were put; `complete` if no more are to come. version: the partition's.
-    writers: who wrote last, latest first. waiting_puts: of the partition, that wait for room, the longest for
+    writers: who wrote last, latest first. waiting_puts: of the partition, that wait for space, the longest for
     `waiting_puts_s`; waiting_writers: whose the first few are.
     """
 

@@ -42,7 +42,7 @@ from dataplane.ledger.state import (
     watches,
 )
 
-FORMAT = 7
+FORMAT = 8
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _INT_BITS = 63
 

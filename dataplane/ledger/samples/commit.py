@@ -20,7 +20,7 @@ from dataplane.errors import (
     StaleSchemaError,
     StorageUnitError,
 )
-from dataplane.ledger.allocation.budgets import Evictions, out_of_room, over
+from dataplane.ledger.allocation.budgets import Evictions, out_of_space, over
 from dataplane.ledger.allocation.reservations import PreallocatedPut
 from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, Int64s, Mode, TagColumn, UInt32s
 from dataplane.ledger.state.arrays import Bools, every, first_true, some, top, total
@@ -101,16 +101,16 @@ class Commits:
         if not isinstance(reservation, PreallocatedPut) or partition.budget_bytes is None:
             return ()
         update, wanted = not len(named.unborn), sum(reservation.nbytes)
-        waits = partition.account.number in self.state.room_waiters[update]
+        waits = partition.account.number in self.state.space_waiters[update]
         excess = over(self.state, partition, wanted, update=update)
         made: tuple[str, ...] | None = None if waits else ()
         if excess > 0 and not waits and partition.evicts:
             spare = named.rows[named.rows >= 0]
-            made = Evictions(self.state).make_room(partition, excess=excess, short=0, update=update, spare=spare)
+            made = Evictions(self.state).make_space(partition, excess=excess, short=0, update=update, spare=spare)
         elif excess > 0:
             made = None
         if made is None:
-            raise out_of_room(self.state, partition, wanted, 0.0, update=update)
+            raise out_of_space(self.state, partition, wanted, 0.0, update=update)
         return made
 
     def _reservation(self, session: Session, command: Commit, partition: Partition) -> PutReservation | None:
@@ -136,23 +136,23 @@ class Commits:
             if reservation.partition.name == partition.name:
                 raise PartitionDroppedError(partition=partition.name, waiting="a put")
             raise InvalidRequestError(
-                f"room was reserved for partition {reservation.partition.name!r}, not for {partition.name!r}"
+                f"space was reserved for partition {reservation.partition.name!r}, not for {partition.name!r}"
             )
         return reservation
 
-    def check_units(self, room: ReservedSpace) -> None:
-        """StorageUnitError or ServiceRestartedError unless every byte of the room is there still."""
-        for number, epoch in room.epochs.items():
+    def check_units(self, reservation: ReservedSpace) -> None:
+        """StorageUnitError or ServiceRestartedError unless every byte of the space is there still."""
+        for number, epoch in reservation.epochs.items():
             self._check_unit(number, epoch)
-        if room.broken:
-            raise ServiceRestartedError(expected_epoch=self.state.epoch, got_epoch=0, what="the room reserved")
+        if reservation.broken:
+            raise ServiceRestartedError(expected_epoch=self.state.epoch, got_epoch=0, what="the space reserved")
 
     def _check_unit(self, number: int, epoch: int) -> None:
         unit = self.state.units.get(number)
         if unit is None:
             raise StorageUnitError(unit=number, endpoint="", why="it was dropped from the service with all it held")
         if unit.epoch != epoch:
-            what = f"the room reserved in storage unit {number}"
+            what = f"the space reserved in storage unit {number}"
             raise ServiceRestartedError(expected_epoch=unit.epoch, got_epoch=epoch, what=what)
         if not (unit.connected or unit.awaited):
             endpoint = unit.offer.endpoints[0] if unit.offer.endpoints else unit.offer.name
@@ -188,7 +188,7 @@ class Commits:
             raise PartitionSealedError(partition=partition.name, samples=ids[:5], total=len(ids))
         if reservation is not None and reservation.update:
             raise InvalidRequestError(
-                f"room reserved for updates cannot hold new samples; {ids[0]!r} does not live (any more)"
+                f"space reserved for updates cannot hold new samples; {ids[0]!r} does not live (any more)"
             )
         for name in ids:
             self.state.check_name("sample id", name)

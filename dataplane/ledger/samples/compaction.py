@@ -1,7 +1,7 @@
 """A storage unit copies what lives in it together, for a put that waits for a larger free piece.
 
 When bytes enough are free for a put that waits, but in pieces that are too small, the ledger chooses a window of the
-arena that few live bytes lie in. It reserves what is free there, and room for copies outside of it, pins what lies
+arena that few live bytes lie in. It reserves what is free there, and space for copies outside of it, pins what lies
 there, and orders the unit to copy. When the unit has, the cells that are still where they were point at the copies, as
 after a `Move`, and the window is free as soon as nobody reads the old bytes.
 
@@ -84,7 +84,7 @@ class Compactions:
     def _waiting(self) -> Iterator[ParkedAllocate]:
         """Puts that wait for a larger piece, updates first."""
         state = self.state
-        puts = chain(*[WaitQueues(lines.values()) for lines in state.room_waiters.values()], state.moves.values())
+        puts = chain(*[WaitQueues(lines.values()) for lines in state.space_waiters.values()], state.moves.values())
         return (parked for parked in puts if waits_for_larger_piece(state, parked))
 
     # --- ordering
@@ -93,7 +93,9 @@ class Compactions:
         """Order the unit to make a piece that is large enough for the put or, if that cannot be done at once, one that
         is larger than any there is. Whether there is one to be made."""
         space = unit.space
-        goal = min(want.total, space.free_bytes, unit.room(update=want.update)) // GRANULE_BYTES * GRANULE_BYTES
+        goal = (
+            min(want.total, space.free_bytes, unit.available_bytes(update=want.update)) // GRANULE_BYTES * GRANULE_BYTES
+        )
         least = space.largest_bytes + GRANULE_BYTES
         if goal < max(least, want.largest):
             return False
@@ -177,10 +179,10 @@ class Compactions:
         field = partition.fields[values.name]
         pinned = np.unique(field.extents[page.rows])
         extents.pin(pinned)
-        room = PutReservation(partition, [values.name], [_sizes(values)], update=True, moving=True)
+        reservation = PutReservation(partition, [values.name], [_sizes(values)], update=True, moving=True)
         for piece in values.pieces:
             number = extents.reserve(unit.number, piece.offset, piece.size)
-            room.pieces[0].append((piece.first, piece.last, number, piece.offset))
+            reservation.pieces[0].append((piece.first, piece.last, number, piece.offset))
         firsts = page.rows[page.firsts]
         command = Move(
             partition=partition.name,
@@ -194,7 +196,7 @@ class Compactions:
             located=0,
             reservation=0,
         )
-        return Relocation(partition, command, room, pinned)
+        return Relocation(partition, command, reservation, pinned)
 
     # --- what comes of it
 
@@ -214,10 +216,10 @@ class Compactions:
         del state.compactions[item.unit]
         for each in compaction.relocations:
             if item.error or unit.checking:
-                self.drains.drop_copies(each.room, each.pinned)
+                self.drains.drop_copies(each.reservation, each.pinned)
             else:
                 state.extents.tighten(each.pinned)
-                self.drains.relocate(each.partition, each.command, each.room, each.pinned)
+                self.drains.relocate(each.partition, each.command, each.reservation, each.pinned)
         if len(compaction.window):
             state.extents.free(compaction.window)
         if item.error:

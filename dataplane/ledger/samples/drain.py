@@ -1,6 +1,6 @@
 """Emptying a storage unit while everybody goes on: it gets nothing new, and its cells are pointed at copies elsewhere.
 
-A client finds cells on the unit, which pins them, copies their bytes to room on other units, and has those cells moved
+A client finds cells on the unit, which pins them, copies their bytes to space on other units, and has those cells moved
 that are still what it found: the pin keeps anything else from lying there meanwhile.
 """
 
@@ -53,7 +53,7 @@ class Drains:
     def _refuse_last(self, unit: Unit) -> None:
         """`DrainError` if nothing new could be put anywhere else."""
         others = [other for other in self.state.units.values() if other is not unit and other.open]
-        if any(other.room(update=False) > 0 for other in others):
+        if any(other.available_bytes(update=False) > 0 for other in others):
             return
         full = " (the others are full)" if others else ""
         facts = self._facts(unit)[1]
@@ -63,7 +63,7 @@ class Drains:
             live=dict(facts.live),
             reserved_bytes=facts.reserved_bytes,
             holders=list(facts.holders),
-            why=f"no other storage unit has room for new rows{full}, so that puts would wait until they fail",
+            why=f"no other storage unit has space for new rows{full}, so that puts would wait until they fail",
             marked=False,
         )
 
@@ -201,7 +201,9 @@ class Drains:
         """The first few sessions that have reserved or pinned something there."""
         found = []
         for session in self.state.sessions.values():
-            held = [room.extents() for room in session.reservations.values()] + list(session.pins.values())
+            held = [reservation.extents() for reservation in session.reservations.values()] + list(
+                session.pins.values()
+            )
             if any(some(self._on(unit, numbers)) for numbers in held):
                 found.append(f"session {session.number} ({session.name or 'unnamed'}, {session.state})")
             if len(found) == HOLDERS:
@@ -222,7 +224,7 @@ class Drains:
             if (
                 field is not None
                 and len(kept)
-                and some(self._sizes(command, field, kept) != self._room(held, command, kept))
+                and some(self._sizes(command, field, kept) != self._reserved_sizes(held, command, kept))
             ):
                 raise InvalidRequestError(f"field {command.field!r}: lengths differ from the sizes that were reserved")
         except Exception:
@@ -232,49 +234,50 @@ class Drains:
         self._finish(partition, field, command, held, kept, session.pins.pop(command.located))
         return Moved(cells=len(kept), skipped=len(command.rows) - len(kept))
 
-    def relocate(self, partition: Partition, command: Move, room: PutReservation, pinned: Int32s) -> None:
-        """The same for cells that their unit has copied into `room` itself; `pinned` are the extents where they lay."""
+    def relocate(self, partition: Partition, command: Move, reservation: PutReservation, pinned: Int32s) -> None:
+        """The same for cells that their unit has copied into `reservation` itself; `pinned` are the extents where they
+        lay."""
         field = None if partition.dropped else partition.fields.get(command.field)
         kept = self._unchanged(command, partition, field, pinned)
-        self._finish(partition, field, command, room, kept, pinned)
+        self._finish(partition, field, command, reservation, kept, pinned)
 
-    def drop_copies(self, room: PutReservation, pinned: Int32s) -> None:
+    def drop_copies(self, reservation: PutReservation, pinned: Int32s) -> None:
         """The cells stay where they are."""
         self.state.extents.unpin(pinned)
-        if any(room.pieces):
-            self.state.extents.free(room.extents())
+        if any(reservation.pieces):
+            self.state.extents.free(reservation.extents())
 
     def _finish(
         self,
         partition: Partition,
         field: Field | None,
         command: Move,
-        room: PutReservation,
+        reservation: PutReservation,
         kept: Int64s,
         pinned: Int32s,
     ) -> None:
         if field is None or not len(kept):
-            self.drop_copies(room, pinned)
+            self.drop_copies(reservation, pinned)
         else:
-            self._switch(partition, field, command, room, kept, pinned)
+            self._switch(partition, field, command, reservation, kept, pinned)
 
-    def _check(self, session: Session, command: Move, room: PutReservation) -> tuple[Partition, Field | None]:
+    def _check(self, session: Session, command: Move, reservation: PutReservation) -> tuple[Partition, Field | None]:
         """The cells' partition and field. Raises for a move that makes no sense."""
-        cells, values = len(command.rows), len(room.sizes[0])
+        cells, values = len(command.rows), len(reservation.sizes[0])
         if len(command.generations) != cells or len(command.index) != cells:
             raise InvalidRequestError(
                 f"a move of {cells} rows, {len(command.generations)} generations, {len(command.index)} values"
             )
-        if len(command.offsets) != values or len(command.lengths) != values or room.names != [command.field]:
-            raise InvalidRequestError(f"a move of {len(command.offsets)} values of {command.field!r} into other room")
+        if len(command.offsets) != values or len(command.lengths) != values or reservation.names != [command.field]:
+            raise InvalidRequestError(f"a move of {len(command.offsets)} values of {command.field!r} into other space")
         if cells and (command.index.min() < 0 or command.index.max() >= values):
             raise InvalidRequestError(f"a move whose index points outside its {values} values")
         if command.located not in session.pins:
             raise InvalidRequestError(f"call {command.located} pins nothing (any more): a move cannot build on it")
         refuse_repeats(command.rows)
-        self.commits.check_units(room)
+        self.commits.check_units(reservation)
         partition = self.state.partition(command.partition)
-        if room.partition is not partition:
+        if reservation.partition is not partition:
             raise PartitionDroppedError(partition=partition.name, waiting="a move")
         return partition, partition.fields.get(command.field)
 
@@ -292,19 +295,25 @@ class Drains:
         sizes: Int64s = command.lengths[command.index[kept]] * field.unit_bytes
         return sizes
 
-    def _room(self, room: PutReservation, command: Move, kept: Int64s) -> Int64s:
-        sizes: Int64s = room.sizes[0][command.index[kept]]
+    def _reserved_sizes(self, reservation: PutReservation, command: Move, kept: Int64s) -> Int64s:
+        sizes: Int64s = reservation.sizes[0][command.index[kept]]
         return sizes
 
     def _switch(
-        self, partition: Partition, field: Field, command: Move, room: PutReservation, kept: Int64s, pinned: Int32s
+        self,
+        partition: Partition,
+        field: Field,
+        command: Move,
+        reservation: PutReservation,
+        kept: Int64s,
+        pinned: Int32s,
     ) -> None:
         """The partition's account has the old bytes until they are let go of, then the new ones."""
-        extents, rows, pieces = self.state.extents, command.rows[kept], room.pieces[0]
+        extents, rows, pieces = self.state.extents, command.rows[kept], reservation.pieces[0]
         column = CommitColumn(
             name=command.field, spec=field.spec, lengths=command.lengths, index=command.index[kept], checksums=None
         )
-        extent, offsets, lengths, _ = cells_at(column, room.sizes[0], pieces)
+        extent, offsets, lengths, _ = cells_at(column, reservation.sizes[0], pieces)
         unused = self.commits.enliven(partition, field, column, pieces, rows)
         sums = None if field.checksums is None else field.checksums[rows]
         partition.kill([field.write(rows, extent, offsets, lengths, sums)])

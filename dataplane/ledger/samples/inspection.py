@@ -171,17 +171,17 @@ def wanted_by(partition: Partition, task: Task) -> tuple[str, ...]:
 
 def task_stats(partition: Partition, task: Task) -> c.TaskStats:
     """How the task stands."""
-    interest = _latest(partition, task)
-    ready = partition.rows.live - task.claimed if interest is None else interest.count
-    stalest = None if interest is None else _stalest(partition, interest)
+    ready_index = _latest(partition, task)
+    ready = partition.rows.live - task.claimed if ready_index is None else ready_index.count
+    stalest = None if ready_index is None else _stalest(partition, ready_index)
     return c.TaskStats(
         task=task.name,
-        fields=() if interest is None else interest.fields,
+        fields=() if ready_index is None else ready_index.fields,
         ready=ready,
         leased=task.leased,
         held=task.held,
         claimed=task.claimed,
-        waiting=sum(len(watch.waiters) for watch in partition.watches.values() if watch.interest.task is task),
+        waiting=sum(len(watch.waiters) for watch in partition.watches.values() if watch.ready_index.task is task),
         lag=None if stalest is None or partition.version is None else partition.version - stalest,
         stalest_version=stalest,
     )
@@ -191,9 +191,9 @@ def _latest(partition: Partition, task: Task) -> ReadyIndex | None:
     return next((kept for kept in reversed(partition.interests.values()) if kept.task is task), None)
 
 
-def _stalest(partition: Partition, interest: ReadyIndex) -> int | None:
+def _stalest(partition: Partition, ready_index: ReadyIndex) -> int | None:
     """The version of the stalest of the oldest ready samples."""
-    rows = partition.rows.order[interest.ready()[:STALEST]]
+    rows = partition.rows.order[ready_index.ready()[:STALEST]]
     numbers = partition.tags.numbers(VERSION_TAG, rows[partition.tags.present(VERSION_TAG, rows)])
     known = numbers[np.abs(numbers) < BEYOND] if numbers is not None else np.zeros(0)
     return int(known.min()) if len(known) else None
@@ -242,7 +242,7 @@ def _bytes_between(extents: Extents, numbers: c.Int32s, edges: c.Int64s) -> c.In
 
 
 def _claim(parked: ParkedClaim) -> c.Wait:
-    command, interest = parked.command, parked.interest
+    command, ready_index = parked.command, parked.ready_index
     return c.Wait(
         session=parked.session.number,
         client=parked.session.name,
@@ -251,7 +251,7 @@ def _claim(parked: ParkedClaim) -> c.Wait:
         task=command.task,
         fields=command.fields,
         wanted=least_of(command),
-        ready=0 if interest is None else interest.count,
+        ready=0 if ready_index is None else ready_index.count,
         since=parked.since,
         until=parked.deadline,
     )

@@ -14,7 +14,7 @@ from dataplane.errors import (
     ServiceRestartedError,
 )
 from dataplane.ledger import commands as c
-from dataplane.ledger.allocation.reservations import MAX_BYTES, RETRY_S, Rooms
+from dataplane.ledger.allocation.reservations import MAX_BYTES, RETRY_S, Reservations
 from dataplane.ledger.allocation.shrink import Shrinks
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.samples.commit import check_tags
@@ -138,10 +138,10 @@ class Partitions:
 
 class UnitReports:
     def __init__(
-        self, state: State, rooms: Rooms, liveness: Liveness, shrinks: Shrinks, compactions: Compactions
+        self, state: State, reservations: Reservations, liveness: Liveness, shrinks: Shrinks, compactions: Compactions
     ) -> None:
         self.state = state
-        self.rooms = rooms
+        self.reservations = reservations
         self.shrinks = shrinks
         self.compactions = compactions
         self.liveness = liveness
@@ -235,7 +235,7 @@ class UnitReports:
 
     def _added(self, unit: Unit) -> None:
         self.state.out.append(c.UnitAdded(cookie=unit.offer.cookie, unit=unit.number))
-        self.rooms.grow_ahead(unit)
+        self.reservations.grow_ahead(unit)
         self.state.look_at_puts()
 
     def lost(self, item: c.UnitLost) -> None:
@@ -251,7 +251,7 @@ class UnitReports:
         if unit is not None and item.shrinks == unit.shrinks:
             unit.back(item.backed_bytes, item.error or "")
             unit.retry_at = self.state.now + RETRY_S
-            self.rooms.grow_ahead(unit)
+            self.reservations.grow_ahead(unit)
             self.state.extents.freed = True
 
     def rows_checked(self, item: c.RowsChecked) -> None:

@@ -15,13 +15,13 @@ A = TypeVar("A", bound=np.ndarray[Any, Any])
 
 
 def grown(array: A, size: int) -> A:
-    """A copy of `array` with room for `size` items; the new ones are zeros, untouched in memory."""
+    """A copy of `array` with space for `size` items; the new ones are zeros, untouched in memory."""
     larger = np.zeros(size, array.dtype)
     larger[: len(array)] = array
     return larger  # type: ignore[return-value]
 
 
-def room_for(capacity: int, wanted: int) -> int:
+def next_capacity(capacity: int, wanted: int) -> int:
     """The next capacity that holds `wanted`."""
     capacity = max(capacity, 64)
     while capacity < wanted:

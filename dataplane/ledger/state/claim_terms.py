@@ -13,13 +13,13 @@ def least_of(command: Claim) -> int:
     return least // unit * unit
 
 
-def kind_of(interest: ReadyIndex, command: Claim) -> str:
+def kind_of(ready_index: ReadyIndex, command: Claim) -> str:
     """Claims of one kind wait for the same, if not for as many."""
     version = None if command.max_lag is None else (command.max_lag, command.version_tag)
     groups = None
     if command.group_size is not None:
         groups = command.group_by, command.group_size, command.partial_after_s
-    return repr((interest.task.name, interest.fields, command.where, version, groups))
+    return repr((ready_index.task.name, ready_index.fields, command.where, version, groups))
 
 
 def conditions(version: int | None, command: Claim | WhyBlocked) -> tuple[Predicate, ...]:

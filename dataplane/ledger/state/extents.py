@@ -8,7 +8,7 @@ import numpy as np
 
 from dataplane.core.types import GRANULE_BYTES
 from dataplane.ledger.commands import Int32s, Int64s
-from dataplane.ledger.state.arrays import Bools, grown, room_for, some, tally
+from dataplane.ledger.state.arrays import Bools, grown, next_capacity, some, tally
 from dataplane.ledger.state.units import Unit
 
 FREE, RESERVED, LIVE, RETIRED = 0, 1, 2, 3
@@ -362,7 +362,7 @@ class Extents:
 
     def _grow(self) -> None:
         self._serials()
-        size = room_for(len(self.units), len(self.units) + 1)
+        size = next_capacity(len(self.units), len(self.units) + 1)
         for name in ("units", "starts", "sizes", "live", "pins", "owners", "states", "is_several", "serials", "hoped"):
             setattr(self, name, grown(getattr(self, name), size))
 

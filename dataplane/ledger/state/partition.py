@@ -78,7 +78,7 @@ class Partition:
 
     @property
     def evicts(self) -> bool:
-        """Whether samples go where puts find no room."""
+        """Whether samples go where puts find no space."""
         return self.when_full in (WhenFull.EVICT, WhenFull.EVICT_OLDEST)
 
     def register(self, command: Register) -> None:
@@ -237,8 +237,8 @@ class Partition:
         before = self.rows.capacity
         kept = self.rows.compact()
         if kept is not None:
-            for interest in self.interests.values():
-                interest.compact(kept)
+            for ready_index in self.interests.values():
+                ready_index.compact(kept)
         rows = self.rows.bear(ids, first_generation, now)
         if self.rows.capacity != before:
             stores: list[Field | Tags | Task] = [*self.fields.values(), self.tags, *self.tasks.values()]
@@ -256,8 +256,8 @@ class Partition:
             return
         positions = self.rows.positions[rows]
         nothing = np.zeros(len(rows), np.bool_)
-        for interest in self.interests.values():
-            interest.set(positions[positions < interest.high], nothing[positions < interest.high])
+        for ready_index in self.interests.values():
+            ready_index.set(positions[positions < ready_index.high], nothing[positions < ready_index.high])
         for task in self.tasks.values():
             task.give_back(rows)
         self.tags.drop(rows)
@@ -299,7 +299,7 @@ class Partition:
 
     # --- readiness
 
-    def interest(self, task: Task, fields: tuple[str, ...], limit: int) -> ReadyIndex:
+    def ready_index(self, task: Task, fields: tuple[str, ...], limit: int) -> ReadyIndex:
         """The (kept or newly counted) interest of `task` in `fields`; the least recently used without waiters goes."""
         key = (task.name, tuple(sorted(set(fields))))
         found = self.interests.pop(key, None)
@@ -312,9 +312,9 @@ class Partition:
         self.interests[key] = found
         return found
 
-    def refresh(self, interest: ReadyIndex, rows: Int64s) -> None:
+    def refresh(self, ready_index: ReadyIndex, rows: Int64s) -> None:
         """Judge these live rows (no repeats) again."""
-        interest.set(self.rows.positions[rows], self.ready(interest.task, interest.fields, rows))
+        ready_index.set(self.rows.positions[rows], self.ready(ready_index.task, ready_index.fields, rows))
 
     def ready(self, task: Task, fields: tuple[str, ...], rows: Int64s) -> Bools:
         """Which of the rows the task may claim."""
@@ -325,21 +325,21 @@ class Partition:
 
     def produced(self, rows: Int64s, names: set[str], *, newborn: bool) -> None:
         """`names` were written for the rows for the first time: interests that wait for them look again."""
-        for interest in self.interests.values():
-            if newborn if not interest.fields else not names.isdisjoint(interest.fields):
-                self.refresh(interest, rows)
+        for ready_index in self.interests.values():
+            if newborn if not ready_index.fields else not names.isdisjoint(ready_index.fields):
+                self.refresh(ready_index, rows)
 
     def reclaimed(self, task: Task, rows: Int64s) -> None:
         """The rows' claims changed."""
-        for interest in self.interests.values():
-            if interest.task is task:
-                self.refresh(interest, rows)
+        for ready_index in self.interests.values():
+            if ready_index.task is task:
+                self.refresh(ready_index, rows)
         self.changed(rows, task)
 
     def changed(self, rows: Int64s, task: Task | None = None) -> None:
         """Cells, tags or claims (of one task only, if named) of these rows are others: who waits is judged by them."""
         for watch in self.watches.values():
-            if task is None or watch.interest.task is task:
+            if task is None or watch.ready_index.task is task:
                 watch.note(rows)
 
     def common_fields(self, rows: Int64s) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.ledger.commands import Int64s
-from dataplane.ledger.state.arrays import Bools, grown, room_for
+from dataplane.ledger.state.arrays import Bools, grown, next_capacity
 
 SLACK = 1024
 """Dead positions that are tolerated before the age order is compacted."""
@@ -74,7 +74,7 @@ class Rows:
         for name, row in zip(ids, slots, strict=True):
             self.names[row] = name
         if self.end + count > len(self.order):
-            self.order = grown(self.order, room_for(len(self.order), self.end + count))
+            self.order = grown(self.order, next_capacity(len(self.order), self.end + count))
         self.generations[rows] = np.arange(first_generation, first_generation + count)
         self.since[rows] = now
         self.positions[rows] = np.arange(self.end, self.end + count)
@@ -99,14 +99,14 @@ class Rows:
         if self.end <= 2 * self.live + SLACK:
             return None
         kept = np.flatnonzero(self.order[: self.end] >= 0)
-        order = np.zeros(room_for(0, len(kept)), np.int64)
+        order = np.zeros(next_capacity(0, len(kept)), np.int64)
         order[: len(kept)] = self.order[kept]
         self.order, self.end = order, len(kept)
         self.positions[order[: self.end]] = np.arange(self.end)
         return kept
 
     def _grow(self, wanted: int) -> None:
-        capacity = room_for(self.capacity, wanted)
+        capacity = next_capacity(self.capacity, wanted)
         self.generations = grown(self.generations, capacity)
         self.since = grown(self.since, capacity)
         self.positions = grown(self.positions, capacity)

@@ -44,7 +44,7 @@ class ReservedSpace:
 
 
 class PutReservation(ReservedSpace):
-    """Room for one put; `pieces` has its columns, their values in order. `moving`: for cells to be moved, no account's
+    """Space for one put; `pieces` has its columns, their values in order. `moving`: for cells to be moved, no account's
     until they are. `samples` and `targets` as in `ParkedAllocate`."""
 
     def __init__(
@@ -61,7 +61,8 @@ class PutReservation(ReservedSpace):
 
 
 class Preallocation(ReservedSpace):
-    """Room of one unit for small puts to come: what no commit has taken yet, as pieces of one column without values."""
+    """Space of one unit for small puts to come: what no commit has taken yet, as pieces of one column without
+    values."""
 
     def __init__(self, unit: int, epoch: int, extent: int, offset: int) -> None:
         super().__init__(1)
@@ -91,7 +92,7 @@ class ParkedClaim(Parked):
         super().__init__(session, number, since, command.timeout_s)
         self.command = command
         self.partition = partition
-        self.interest: ReadyIndex | None = None
+        self.ready_index: ReadyIndex | None = None
         self.watch: Watch | None = None
 
 
@@ -302,7 +303,7 @@ class Want:
                 unit.number != self.wish,
                 unit.number not in session.attached,
                 unit.host != session.host,
-                -unit.room(update=self.update),
+                -unit.available_bytes(update=self.update),
                 unit.number,
             )
 

@@ -43,7 +43,7 @@ class State:
     """`born` is the epoch in which this state began, `epoch` the one it is in. `generations` and `serials` only grow;
     generations begin where no state that began earlier can have come to, so that a sample of a lost state is never
     taken for one of this. `touched` are the partitions whose parked claims must be judged again. `claim_waiters` are
-    the parked claims, by session and number. `room_waiters` are the puts that wait, updates apart; those that move
+    the parked claims, by session and number. `space_waiters` are the puts that wait, updates apart; those that move
     cells are in `moves`. `resting` are the accounts of lines whose first put only a change of its account can help: its
     budget is used up. `compactions` are those under way, by unit; for puts that wait since, one is looked for at
     `compact_at` at the earliest. `alarms` and `wakes` are heaps by time; entries that no longer matter are passed over
@@ -82,7 +82,7 @@ class State:
         self.budgeted: dict[int, Partition] = {}
         self.sessions: dict[int, Session] = {}
         self.parked = 0
-        self.room_waiters: dict[bool, Lines] = {True: {}, False: {}}
+        self.space_waiters: dict[bool, Lines] = {True: {}, False: {}}
         self.claim_waiters: dict[tuple[int, int], ParkedClaim] = {}
         self.resting: dict[bool, set[int]] = {True: set(), False: set()}
         self.moves: Line = {}
@@ -125,12 +125,12 @@ class State:
 
     @property
     def puts_wait(self) -> bool:
-        """Whether any put waits for room."""
-        return bool(self.moves) or any(self.room_waiters.values())
+        """Whether any put waits for space."""
+        return bool(self.moves) or any(self.space_waiters.values())
 
     def all_puts(self) -> Iterator[ParkedAllocate]:
-        """All puts that wait for room, those that move cells too."""
-        lines = chain.from_iterable([lines.values() for lines in self.room_waiters.values()])
+        """All puts that wait for space, those that move cells too."""
+        lines = chain.from_iterable([lines.values() for lines in self.space_waiters.values()])
         return chain.from_iterable([line.values() for line in (*lines, self.moves)])
 
     def drop(self, partition: Partition) -> int:
@@ -157,20 +157,20 @@ class State:
         return sorted(found, key=lambda claim: claim.place)
 
     def waiting_puts(self, partition: Partition) -> list[ParkedAllocate]:
-        """The partition's puts that wait for room, longest first."""
+        """The partition's puts that wait for space, longest first."""
         number = partition.account.number
-        lines = [lines[number].values() for lines in self.room_waiters.values() if number in lines]
+        lines = [lines[number].values() for lines in self.space_waiters.values() if number in lines]
         moves = [put for put in self.moves.values() if put.partition is partition]
         return sorted(chain(*lines, moves), key=lambda put: put.place)
 
     def look_at_puts(self) -> None:
-        """All that wait for room are judged again."""
+        """All that wait for space are judged again."""
         self.extents.freed = True
-        self.extents.loosened.update(*self.room_waiters.values())
+        self.extents.loosened.update(*self.space_waiters.values())
 
-    def wants_room(self, account: int) -> bool:
+    def wants_space(self, account: int) -> bool:
         """Whether a put of its partition waits that is no move."""
-        return any(account in lines for lines in self.room_waiters.values())
+        return any(account in lines for lines in self.space_waiters.values())
 
     def touch(self, partition: Partition) -> None:
         if partition.watches:
@@ -194,15 +194,24 @@ class State:
         """These samples may have come to be consumed, or lie elsewhere: puts of the partition that wait for eviction
         are judged again."""
         number = partition.account.number
-        if self.wants_room(number):
+        if self.wants_space(number):
             self.extents.loosened.add(number)
             if partition.outlook is not None:
                 partition.outlook.note(rows)
 
     def puts_under_way(self, partition: Partition) -> list[ParkedAllocate | PutReservation]:
-        """Puts of the partition that wait for room, and those that have it and are not committed."""
-        held = [room for session in self.sessions.values() if session.live for room in session.reservations.values()]
-        mine = [room for room in held if isinstance(room, PutReservation) and room.partition is partition]
+        """Puts of the partition that wait for space, and those that have it and are not committed."""
+        held = [
+            reservation
+            for session in self.sessions.values()
+            if session.live
+            for reservation in session.reservations.values()
+        ]
+        mine = [
+            reservation
+            for reservation in held
+            if isinstance(reservation, PutReservation) and reservation.partition is partition
+        ]
         return [*self.waiting_puts(partition), *mine]
 
     def keep_targets(self, put: ParkedAllocate | PutReservation) -> None:
@@ -226,7 +235,7 @@ class State:
         ended = [name for name in ids if not targets[name]]
         for name in ended:
             del targets[name]
-        if ended and self.wants_room(partition.account.number):
+        if ended and self.wants_space(partition.account.number):
             rows = partition.rows.find(ended)
             self.loosen(partition, rows[rows >= 0])
 
@@ -260,13 +269,13 @@ class State:
         self.answer(parked.session, parked.number, result)
 
     def _park_claim(self, parked: ParkedClaim) -> None:
-        partition, interest = parked.partition, parked.interest
-        assert interest is not None, parked.key
+        partition, ready_index = parked.partition, parked.ready_index
+        assert ready_index is not None, parked.key
         self.claim_waiters[parked.key] = parked
-        interest.waiters += 1
-        kind = kind_of(interest, parked.command)
+        ready_index.waiters += 1
+        kind = kind_of(ready_index, parked.command)
         if kind not in partition.watches:
-            partition.watches[kind] = Watch(kind, interest, parked.command)
+            partition.watches[kind] = Watch(kind, ready_index, parked.command)
         parked.watch = partition.watches[kind]
         parked.watch.join(parked.key, parked.command)
 
@@ -274,7 +283,7 @@ class State:
         partition, watch = parked.partition, parked.watch
         assert watch is not None, parked.key
         del self.claim_waiters[parked.key]
-        watch.interest.waiters -= 1
+        watch.ready_index.waiters -= 1
         watch.leave(parked.key, parked.command)
         if not watch.waiters:
             del partition.watches[watch.kind]
@@ -282,7 +291,7 @@ class State:
     def _line_of(self, parked: ParkedAllocate) -> Line:
         if parked.command.moving:
             return self.moves
-        return self.room_waiters[parked.command.update].setdefault(parked.partition.account.number, {})
+        return self.space_waiters[parked.command.update].setdefault(parked.partition.account.number, {})
 
     def _unpark_put(self, parked: ParkedAllocate) -> None:
         """Whoever stood behind it may be served."""
@@ -292,8 +301,8 @@ class State:
         if not parked.command.moving:
             self.resting[parked.command.update].discard(number)
             if not line:
-                del self.room_waiters[parked.command.update][number]
-        if not self.wants_room(number):
+                del self.space_waiters[parked.command.update][number]
+        if not self.wants_space(number):
             parked.partition.outlook = None
         self.extents.freed = True
 

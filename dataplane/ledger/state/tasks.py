@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.ledger.commands import Int64s, Order
-from dataplane.ledger.state.arrays import Bools, grown, room_for
+from dataplane.ledger.state.arrays import Bools, grown, next_capacity
 
 Float64s = npt.NDArray[np.float64]
 HELD = -1
@@ -160,7 +160,7 @@ class ReadyIndex:
     def __init__(self, task: Task, fields: tuple[str, ...], positions: int) -> None:
         self.task = task
         self.fields = fields
-        self.flags: Bools = np.zeros(room_for(0, positions), np.bool_)
+        self.flags: Bools = np.zeros(next_capacity(0, positions), np.bool_)
         self.count = 0
         self.low = 0
         self.high = 0
@@ -172,7 +172,7 @@ class ReadyIndex:
             return
         top = int(positions.max()) + 1
         if top > len(self.flags):
-            self.flags = grown(self.flags, room_for(len(self.flags), top))
+            self.flags = grown(self.flags, next_capacity(len(self.flags), top))
         self.count -= int(np.count_nonzero(self.flags[positions]))
         self.flags[positions] = ready
         now = positions[ready]
@@ -185,7 +185,7 @@ class ReadyIndex:
 
     def compact(self, kept: Int64s) -> None:
         """Positions are renumbered: `kept[i]` becomes i."""
-        flags = np.zeros(room_for(0, len(kept)), np.bool_)
+        flags = np.zeros(next_capacity(0, len(kept)), np.bool_)
         inside = kept[kept < len(self.flags)]
         flags[: len(inside)] = self.flags[inside]
         self.flags, self.low, self.high = flags, 0, len(inside)

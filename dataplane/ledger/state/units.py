@@ -12,13 +12,13 @@ LATE_S = 5.0
 class Unit:
     """`draining`: it gets nothing new, and what is there is to be moved away.
     `ceiling` is how far the arena can be backed: its capacity, or less once growing it has failed.
-    `asked` is the backing asked of the unit and not yet reported (0: none). `room` is what new rows or updates may
-    still take, backed or not. `awaited`: the controller was restarted, and the unit has not offered itself again; it
-    may be there all the time. `checking`: it compares its rows with their checksums. `shrinks` counts the orders to
-    give memory back, which it may not have carried out yet (`shrinking`): until then it is not asked to grow, and what
-    it says of its backing is from before. `compactions` counts the orders to compact. `problem` says why growing failed
-    last; it is tried again at `retry_at` at the earliest. `ordered_at`: when the order was given that it has not
-    answered (`asked` or `shrinking`). `peak_bytes` is the most that was ever used."""
+    `asked` is the backing asked of the unit and not yet reported (0: none). `available_bytes` is what new rows or
+    updates may still take, backed or not. `awaited`: the controller was restarted, and the unit has not offered itself
+    again; it may be there all the time. `checking`: it compares its rows with their checksums. `shrinks` counts the
+    orders to give memory back, which it may not have carried out yet (`shrinking`): until then it is not asked to grow,
+    and what it says of its backing is from before. `compactions` counts the orders to compact. `problem` says why
+    growing failed last; it is tried again at `retry_at` at the earliest. `ordered_at`: when the order was given that it
+    has not answered (`asked` or `shrinking`). `peak_bytes` is the most that was ever used."""
 
     draining = False
     ordered_at = 0.0
@@ -52,7 +52,7 @@ class Unit:
 
     @property
     def open(self) -> bool:
-        """Whether puts may get room there now."""
+        """Whether puts may get space there now."""
         return self.connected and not self.draining
 
     def trouble(self, now: float) -> str:
@@ -74,14 +74,14 @@ class Unit:
         """The same, if it can grow as far as it is to."""
         return self._part_of(self.space.capacity_bytes, update=update)
 
-    def room_asked(self, *, update: bool) -> int:
-        """`room`, if it grows as far as it was asked to."""
+    def space_requested(self, *, update: bool) -> int:
+        """`available_bytes`, if it grows as far as it was asked to."""
         return self._part_of(max(self.ceiling, self.asked), update=update) - self.used_bytes
 
     def _part_of(self, nbytes: int, *, update: bool) -> int:
         return nbytes if update else nbytes - int(nbytes * self.reserve_fraction)
 
-    def room(self, *, update: bool) -> int:
+    def available_bytes(self, *, update: bool) -> int:
         return self.limit(update=update) - self.used_bytes
 
     def info(self) -> UnitInfo:

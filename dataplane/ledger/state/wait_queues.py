@@ -1,4 +1,4 @@
-"""Puts that wait for room: a line for each partition, by its account, in the order in which they came."""
+"""Puts that wait for space: a line for each partition, by its account, in the order in which they came."""
 
 from __future__ import annotations
 

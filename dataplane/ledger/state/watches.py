@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dataplane.core.types import Scalar
 from dataplane.ledger.commands import Claim
-from dataplane.ledger.state.arrays import Bools, Int64s, grown, room_for
+from dataplane.ledger.state.arrays import Bools, Int64s, grown, next_capacity
 from dataplane.ledger.state.claim_terms import conditions, least_of
 from dataplane.ledger.state.tasks import ReadyIndex
 
@@ -28,9 +28,9 @@ class Watch:
     counted by their interest alone, the others by `counts`. `leasts` says how many wait for at least so many samples.
     `next_at`: a partial group's time may be over from then on, not before."""
 
-    def __init__(self, kind: str, interest: ReadyIndex, command: Claim) -> None:
+    def __init__(self, kind: str, ready_index: ReadyIndex, command: Claim) -> None:
         self.kind = kind
-        self.interest = interest
+        self.ready_index = ready_index
         self.command = command
         self.waiters: dict[tuple[int, int], None] = {}
         self.leasts: dict[int, int] = {}
@@ -122,7 +122,7 @@ class Groups:
             number = len(self.keys)
             self.keys.append(key)
             if number >= len(self.members):
-                size = room_for(len(self.members), number + 1)
+                size = next_capacity(len(self.members), number + 1)
                 self.members, self.hits = grown(self.members, size), grown(self.hits, size)
                 self.oldest = grown(self.oldest, size)
         self.numbers[key] = number

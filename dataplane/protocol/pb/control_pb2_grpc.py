@@ -333,14 +333,14 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Allocate(self, request, context):
-        """Reserves room for the values of one put; waits while there is none.
+        """Reserves space for the values of one put; waits while there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Preallocate(self, request, context):
-        """Reserves room for small puts to come; never waits.
+        """Reserves space for small puts to come; never waits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,7 @@ _OVERTAKING = ("written", "not_fetched", "error")
 """Outcomes of writes: a payload that came in frames is stored at once, while an earlier one is still fetched."""
 
 SEND_MS = 10_000
-"""Requests in flight are few and find room in the socket's queue at once, unless there is no connection to be had."""
+"""Requests in flight are few and find space in the socket's queue at once, unless there is no connection to be had."""
 
 
 class WireLostError(Exception):

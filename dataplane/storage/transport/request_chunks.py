@@ -69,7 +69,7 @@ def plan_write(
         for piece in _pieces(given):
             at = 0
             while at < len(piece):
-                part = piece[at : at + cutter.room]
+                part = piece[at : at + cutter.left]
                 yield from cutter.add(place + at, part)
                 at += len(part)
             place += len(piece)
@@ -86,7 +86,7 @@ class _Cutter:
         self._small_ranges = 0
 
     @property
-    def room(self) -> int:
+    def left(self) -> int:
         """Bytes that the chunk under way still takes; never 0."""
         return self._limit - self._chunk.nbytes
 

@@ -25,8 +25,8 @@ class Backed:
     def take(self, nbytes: int) -> int | None:
         return self._space.take(nbytes)
 
-    def give(self, room: int, nbytes: int) -> None:
-        self._space.give(room, nbytes)
+    def give(self, space: int, nbytes: int) -> None:
+        self._space.give(space, nbytes)
 
 
 class Desk:

@@ -317,7 +317,7 @@ def test_a_batch_of_large_items(make: Callable[..., Channel]) -> None:
 
 
 @every_wire
-def test_asynchronous_puts_keep_their_order_though_some_wait_for_room(make: Callable[..., Channel]) -> None:
+def test_asynchronous_puts_keep_their_order_though_some_wait_for_space(make: Callable[..., Channel]) -> None:
     channel = make()
     works = []
     for number in range(12):
@@ -331,7 +331,7 @@ def test_asynchronous_puts_keep_their_order_though_some_wait_for_room(make: Call
 
 
 @every_wire
-def test_asynchronous_puts_that_wait_for_room_are_bounded(
+def test_asynchronous_puts_that_wait_for_space_are_bounded(
     make: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pump_module, "LATER_BYTES", 40 * MIB)
@@ -340,7 +340,7 @@ def test_asynchronous_puts_that_wait_for_room_are_bounded(
     works = [channel.put(item, async_op=True) for _ in range(2)]
     works[0].wait()
     works.append(channel.put(item, async_op=True))
-    with pytest.raises(MemoryError, match="wait for room already"):
+    with pytest.raises(MemoryError, match="wait for space already"):
         channel.put(item, async_op=True)
     for _ in range(3):
         channel.get()

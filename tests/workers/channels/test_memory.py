@@ -28,9 +28,9 @@ def test_it_has_no_name(memory: ChannelMemory) -> None:
     assert memory.fd == -1
 
 
-def test_rooms_do_not_overlap_and_all_of_it_can_be_had(memory: ChannelMemory) -> None:
-    rooms = [memory.take(MIB) for _ in range(8)]
-    assert sorted(room for room in rooms if room is not None) == [n * MIB for n in range(8)]
+def test_spaces_do_not_overlap_and_all_of_it_can_be_had(memory: ChannelMemory) -> None:
+    spaces = [memory.take(MIB) for _ in range(8)]
+    assert sorted(space for space in spaces if space is not None) == [n * MIB for n in range(8)]
     assert memory.take(1) is None
     assert memory.used_bytes == memory.capacity_bytes == 8 * MIB
     memory.give(3 * MIB, MIB)
@@ -56,7 +56,7 @@ def _backed_bytes(memory: ChannelMemory) -> int:
     return Path(f"/proc/self/fd/{memory.fd}").stat().st_blocks * 512
 
 
-def test_memory_that_is_not_there_is_an_error_or_no_room(
+def test_memory_that_is_not_there_is_an_error_or_no_space(
     memory: ChannelMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ArenaSpaceError):

@@ -135,7 +135,7 @@ def test_a_putter_that_dies_leaves_whole_items_and_its_memory(make: Callable[...
     channel.put(torch.zeros(CAPACITY // 8 * 7, dtype=torch.uint8), timeout_s=30)
 
 
-def test_room_that_a_dead_process_had_reserved_is_free_again(make: Callable[..., Channel], peer: Peer) -> None:
+def test_space_that_a_dead_process_had_reserved_is_free_again(make: Callable[..., Channel], peer: Peer) -> None:
     channel = make()
     peer.call(_keep_reserved, channel)
     item = torch.zeros(CAPACITY // 4 * 3, dtype=torch.uint8)

@@ -222,12 +222,12 @@ def test_cancelling_what_was_answered_says_nothing() -> None:
     assert heads(desk.get(client=3)) == [["a"]]
 
 
-def test_room_is_waited_for_in_line_and_given_back() -> None:
+def test_space_is_waited_for_in_line_and_given_back() -> None:
     desk = Desk()
-    room = desk.reserve(CAPACITY)[0][1].room
+    space = desk.reserve(CAPACITY)[0][1].space
     assert kinds(desk.reserve(64, nowait=True)) == [wire.Full]
     assert desk.reserve(64) == []
-    assert kinds(desk.say(1, wire.ReleaseSpace, room)[1]) == [wire.ItemSpace]
+    assert kinds(desk.say(1, wire.ReleaseSpace, space)[1]) == [wire.ItemSpace]
     assert kinds(desk.reserve(CAPACITY + 1, client=3)) == [wire.TooLarge]
 
 
@@ -244,14 +244,14 @@ def test_a_put_that_waits_for_memory_holds_up_its_own_queue_only() -> None:
 
 def test_queues_that_wait_for_memory_are_served_in_turn_as_far_as_there_is() -> None:
     desk = Desk()
-    rooms = [desk.reserve(CAPACITY // 2)[0][1].room for _ in range(2)]
+    spaces = [desk.reserve(CAPACITY // 2)[0][1].space for _ in range(2)]
     assert desk.reserve(CAPACITY, client=1, key=b"a") == []
     for _ in range(2):
         assert desk.reserve(CAPACITY // 2, client=2, key=b"b") == []
         assert desk.reserve(CAPACITY // 2, client=3, key=b"c") == []
-    first = desk.say(1, wire.ReleaseSpace, rooms[0])[1]
-    second = desk.say(1, wire.ReleaseSpace, rooms[1])[1]
-    third = desk.say(2, wire.ReleaseSpace, first[0][1].room)[1]
+    first = desk.say(1, wire.ReleaseSpace, spaces[0])[1]
+    second = desk.say(1, wire.ReleaseSpace, spaces[1])[1]
+    third = desk.say(2, wire.ReleaseSpace, first[0][1].space)[1]
     assert [client for client, _ in (*first, *second, *third)] == [2, 3, 2]
     assert desk.broker.leave(3) == []
     assert [client for client, _ in desk.broker.leave(2)] == [1]
@@ -259,17 +259,17 @@ def test_queues_that_wait_for_memory_are_served_in_turn_as_far_as_there_is() -> 
 
 def test_closing_ends_waits_for_memory() -> None:
     desk = Desk()
-    room = desk.reserve(CAPACITY)[0][1].room
+    space = desk.reserve(CAPACITY)[0][1].space
     assert desk.reserve(64, client=2) == []
     assert kinds(desk.close()) == [wire.Closed]
     assert kinds(desk.reserve(64, client=2)) == [wire.Closed]
-    assert desk.say(1, wire.ReleaseSpace, room)[1] == []
+    assert desk.say(1, wire.ReleaseSpace, space)[1] == []
     assert desk.broker.channels == 0
 
 
-def test_room_that_is_not_its_own_is_refused() -> None:
+def test_space_that_is_not_its_own_is_refused() -> None:
     desk = Desk()
-    item = wire.Item("a", b"", desk.reserve(64)[0][1].room, 64)
+    item = wire.Item("a", b"", desk.reserve(64)[0][1].space, 64)
     with pytest.raises(ValueError, match="not reserved for this client"):
         desk.say(2, wire.Put, "c", KEY, item, 0, False)
     item.nbytes = 65
@@ -277,13 +277,13 @@ def test_room_that_is_not_its_own_is_refused() -> None:
         desk.say(1, wire.Put, "c", KEY, item, 0, False)
 
 
-def test_a_put_brings_room_for_the_next_while_there_is_plenty() -> None:
+def test_a_put_brings_space_for_the_next_while_there_is_plenty() -> None:
     desk = Desk()
     _, effects = desk.say(1, wire.Put, "c", KEY, wire.Item("a"), 0, False, 128)
-    assert effects[0][1].room >= 0
+    assert effects[0][1].space >= 0
     assert desk.memory.used_bytes == 128
     _, effects = desk.say(1, wire.Put, "c", KEY, wire.Item("a"), 0, False, CAPACITY // 2)
-    assert effects[0][1].room == wire.NOWHERE
+    assert effects[0][1].space == wire.NOWHERE
     desk.broker.leave(1)
     assert desk.memory.used_bytes == 0
 

@@ -27,7 +27,7 @@ class Traffic(RuleBasedStateMachine):
         self.next_number = 1
         self.requests: dict[tuple[int, int], tuple[str, bytes, int]] = {}
         self.leases: dict[tuple[int, int], tuple[bytes, list[int]]] = {}
-        self.rooms: dict[int, deque[tuple[int, int]]] = {}
+        self.spaces: dict[int, deque[tuple[int, int]]] = {}
         self.accepted: dict[bytes, set[int]] = {key: set() for key in self.KEYS}
         self.acknowledged: set[int] = set()
         self.closed = False
@@ -50,7 +50,7 @@ class Traffic(RuleBasedStateMachine):
                 case wire.BrokerDone() if kind == "put":
                     self.accepted[key].add(item)
                 case wire.ItemSpace():
-                    self.rooms.setdefault(client, deque()).append((answer.room, item))
+                    self.spaces.setdefault(client, deque()).append((answer.space, item))
                 case wire.Ended():
                     assert self.closed
                     assert self.left(key) == set()
@@ -75,9 +75,9 @@ class Traffic(RuleBasedStateMachine):
         client = data.draw(st.sampled_from(sorted(self.clients)))
         number = self.number()
         item = wire.Item(number)
-        rooms = self.rooms.get(client)
-        if rooms:
-            item.room, item.nbytes = rooms.popleft()
+        spaces = self.spaces.get(client)
+        if spaces:
+            item.space, item.nbytes = spaces.popleft()
         self.requests[(client, number)] = ("put", key, number)
         self.tell(client, wire.Put(number, "c", key, item, weight, nowait))
 
@@ -124,7 +124,7 @@ class Traffic(RuleBasedStateMachine):
     def die(self, data: st.DataObject) -> None:
         client = data.draw(st.sampled_from(sorted(self.clients)))
         self.clients.remove(client)
-        self.rooms.pop(client, None)
+        self.spaces.pop(client, None)
         for owned in (self.requests, self.leases):
             for key in [key for key in owned if key[0] == client]:
                 del owned[key]
@@ -143,17 +143,17 @@ class Traffic(RuleBasedStateMachine):
         assert not self.acknowledged & set(out)
 
     @invariant()
-    def nobody_waits_for_room_that_there_is(self) -> None:
+    def nobody_waits_for_space_that_there_is(self) -> None:
         """The first of each queue's line could not be served."""
         firsts: dict[bytes, int] = {}
         for kind, key, nbytes in self.requests.values():
             if kind == "reserve":
                 firsts.setdefault(key, nbytes)
         for nbytes in firsts.values():
-            room = self.memory.take(nbytes)
-            if room is not None:
-                self.memory.give(room, nbytes)
-            assert room is None
+            space = self.memory.take(nbytes)
+            if space is not None:
+                self.memory.give(space, nbytes)
+            assert space is None
 
     @invariant()
     def no_queue_is_too_long_but_by_what_came_back(self) -> None:

@@ -66,9 +66,9 @@ function aboutWaits({ now, waits, total = waits.length }) {
   if (puts.length) {
     const first = puts.reduce((a, b) => (a.since <= b.since ? a : b));
     const who = clientName(first.client, first.session);
-    const room = `it wants ${bytes(first.wanted)}, ${bytes(first.ready)} are free`;
+    const space = `it wants ${bytes(first.wanted)}, ${bytes(first.ready)} are free`;
     const waited = seconds(age(now, first));
-    const text = `A put of ${who} has waited ${waited} for room in ${first.partition}: ${room}.${others(puts, "put")}`;
+    const text = `A put of ${who} has waited ${waited} for space in ${first.partition}: ${space}.${others(puts, "put")}`;
     found.push(trouble("puts", "bad", text));
   }
   const tasks = new Map();

@@ -8,7 +8,7 @@ export function count(value) {
   return grouped.format(value);
 }
 
-/** 1234567 as "1.2M", where there is no room for more. */
+/** 1234567 as "1.2M", where there is no space for more. */
 export function brief(value) {
   const steps = [
     [1e9, "G"],

@@ -1,4 +1,4 @@
-// The arenas: what their bytes are, by address, and how broken up the free room is.
+// The arenas: what their bytes are, by address, and how broken up the free space is.
 
 import { ask, Refused } from "./api.js";
 import { el, keyed, mark, say, Seen } from "./dom.js";
@@ -116,12 +116,12 @@ class Arena {
     const shown = [...KINDS, "pinned"].map((kind) => ({ kind, value: total[kind] }));
     keyed(
       this.#legend,
-      [...shown, { kind: "room" }],
+      [...shown, { kind: "space" }],
       (item) => item.kind,
       ({ kind }) => {
-        if (kind === "room")
+        if (kind === "space")
           return {
-            node: el("span", { class: "room" }),
+            node: el("span", { class: "space" }),
             update() {
               say(this.node, fragmentation(map));
             },

@@ -96,7 +96,7 @@ class Card {
       partition.evicted ? `${many(partition.evicted, "sample")} evicted` : "",
       partition.evicted_unconsumed ? `${count(partition.evicted_unconsumed)} not consumed evicted` : "",
       partition.dropped ? `${count(partition.dropped)} dropped with partial groups` : "",
-      partition.waiting_puts ? `${many(partition.waiting_puts, "put")} waiting for room` : "",
+      partition.waiting_puts ? `${many(partition.waiting_puts, "put")} waiting for space` : "",
     ];
     say(this.#told, told.filter(Boolean).join(" · "));
     this.#showBudget(partition);

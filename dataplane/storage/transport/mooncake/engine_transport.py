@@ -19,7 +19,7 @@ Why a Settle: only the unit knows whether the slot held that payload all the tim
 the unit another epoch's. It refuses a Settle as it would refuse the read.
 
 A client reuses its slot as soon as its call has failed, though the unit may fetch from there later. Those bytes belong
-to a put that has failed: its room is nobody else's before the unit has confirmed to stop it, and is not read.
+to a put that has failed: its space is nobody else's before the unit has confirmed to stop it, and is not read.
 
 Whatever the engine cannot do goes in frames: small payloads, those that find no slot, peers that it does not reach,
 transfers that fail. That costs time, never a call.

@@ -37,7 +37,7 @@ def test_fields_nobody_declared_and_fields_nobody_produced(client: Client) -> No
     assert "2 of 8 samples have been put" in facts.why
 
 
-def test_producers_that_wait_for_room_are_named_first(driver: Driver, client: Client) -> None:
+def test_producers_that_wait_for_space_are_named_first(driver: Driver, client: Client) -> None:
     client.register("other")
     rollout, judge = driver.client("rollout", attach=[1]), driver.client("judge", attach=[1])
     client.put(["a"], {"x": [driver.ledger._state.units[1].limit(update=False) // 64 * 64]})
@@ -48,17 +48,17 @@ def test_producers_that_wait_for_room_are_named_first(driver: Driver, client: Cl
     driver.tick(12.5)
     facts = why(client, "ghost")
     assert (facts.waiting_puts, facts.waiting_puts_s, facts.waiting_writers) == (1, 2.5, ("rollout",))
-    assert facts.why.startswith("1 put waits for room (for 2.5 s, of 'rollout'): producers go on once")
+    assert facts.why.startswith("1 put waits for space (for 2.5 s, of 'rollout'): producers go on once")
     judge.waits(judge.allocate({"x": [64]}))
     told = why(client, "ghost").why
-    assert told.startswith("2 puts wait for room (the longest for 2.5 s, of 'rollout', 'judge'): ")
-    assert told.index("wait for room") < told.index("nobody declared")
+    assert told.startswith("2 puts wait for space (the longest for 2.5 s, of 'rollout', 'judge'): ")
+    assert told.index("wait for space") < told.index("nobody declared")
     waiting = client.waits(client.claim(1, ["ghost"], timeout_s=1.0))
     driver.tick(13.6)
     error = client.result(waiting)
     assert isinstance(error, ClaimTimeoutError)
     assert error.waiting_puts == 2
-    assert "were ready: 2 puts wait for room" in str(error)
+    assert "were ready: 2 puts wait for space" in str(error)
 
 
 def test_who_wrote_last_what_and_when(driver: Driver, client: Client) -> None:

@@ -1,4 +1,4 @@
-"""Who may be given room, in which order, and what may be copied where."""
+"""Who may be given space, in which order, and what may be copied where."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.ledger.claim_model import Name
 from tests.ledger.space_checks import SpaceChecks, granules
 
 
-class RoomChecks(SpaceChecks):
+class ReservationChecks(SpaceChecks):
     """Of the driver: its calls that wait, and the bytes that the input under way gave away."""
 
     parked: dict[Name, float]
@@ -60,7 +60,7 @@ class RoomChecks(SpaceChecks):
         self.check_granted(name, before)
 
     def grant_preallocated(self, name: Name, command: Preallocate, result: Preallocated) -> None:
-        """The room is free by the model's books, a small part, and nobody who waits can miss it."""
+        """The space is free by the model's books, a small part, and nobody who waits can miss it."""
         before = {unit: self.in_use(unit) for unit in self.units}
         self.model.preallocated(name, command, result)
         self.check_granted(name, before)

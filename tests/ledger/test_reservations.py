@@ -1,4 +1,4 @@
-"""Room: admission, the reserve, waiting in line, growing, several units."""
+"""Space: admission, the reserve, waiting in line, growing, several units."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_new_rows_leave_the_reserve_to_updates() -> None:
     assert isinstance(client.result(new), c.Allocated)
 
 
-def test_room_for_updates_makes_no_new_rows() -> None:
+def test_space_for_updates_makes_no_new_rows() -> None:
     _, client = small()
     with pytest.raises(InvalidRequestError, match="reserved for updates"):
         client.put(["a"], {"x": [64]}, update=True)
@@ -83,7 +83,7 @@ def test_rejecting_instead_of_waiting_names_the_holders() -> None:
     assert caught.value.free_bytes == 0
 
 
-def test_a_wait_for_room_times_out_and_the_next_in_line_is_served() -> None:
+def test_a_wait_for_space_times_out_and_the_next_in_line_is_served() -> None:
     driver, client = small()
     client.put(["a"], {"x": [6 * KIB]})
     first = client.waits(client.allocate({"x": [4 * KIB]}, timeout_s=5.0))
@@ -106,7 +106,7 @@ def test_abort_of_a_parked_call_ends_it_and_serves_the_next() -> None:
     assert isinstance(client.result(second), c.Allocated)
 
 
-def test_dropping_the_partition_ends_waits_for_room() -> None:
+def test_dropping_the_partition_ends_waits_for_space() -> None:
     _, client = small()
     client.register("other")
     client.put(["a"], {"x": [8 * KIB]}, partition="other")
@@ -169,7 +169,7 @@ def test_an_arena_grows_ahead_of_demand_and_puts_wait_for_it() -> None:
     assert client.unit().unbacked_bytes == 196 * MIB
 
 
-def test_a_put_that_does_not_wait_for_room_waits_for_an_arena_that_grows() -> None:
+def test_a_put_that_does_not_wait_for_space_waits_for_an_arena_that_grows() -> None:
     driver = Driver(units=0, reserve_fraction=0.0)
     client = driver.client()
     client.register()
