@@ -53,15 +53,6 @@ __all__ = [
     "HEADER_BYTES",
     "PAGE_BYTES",
 ]
-    "Arena",
-    "ArenaFormatError",
-    "MappedArena",
-    "default_capacity",
-    "sweep",
-    "sweep_recorded",
-    "HEADER_BYTES",
-    "PAGE_BYTES",
-]
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -109,13 +109,13 @@ def test_resources_that_never_come_are_an_error_that_counts_them(
 ) -> None:
     monkeypatch.setattr(module, "FIRST_WAIT_S", 0.0625)
     waits: list[float] = []
-    wait = module.wait
+    wait = module.wait_for_all
 
-    def wait_a_moment(futures: list[ray.ObjectRef], *, num_returns: int, timeout_s: float) -> list[ray.ObjectRef]:
+    def wait_a_moment(futures: list[ray.ObjectRef], *, timeout_s: float) -> list[ray.ObjectRef]:
         waits.append(timeout_s)
-        return wait(futures, num_returns=num_returns, timeout_s=min(timeout_s, 0.0625))
+        return wait(futures, timeout_s=min(timeout_s, 0.0625))
 
-    monkeypatch.setattr(module, "wait", wait_a_moment)
+    monkeypatch.setattr(module, "wait_for_all", wait_a_moment)
     monkeypatch.setattr(module, "jittered", lambda value, least, most: value)
     clock = SimpleNamespace(monotonic=lambda: sum(waits), sleep=time.sleep)  # only waits take time
     monkeypatch.setattr(module, "time", clock)
@@ -191,7 +191,7 @@ def test_what_ray_is_about_to_create_is_not_removed_meanwhile(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "remove_placement_group", remove_what_is_at_rest)
-    monkeypatch.setattr(module, "wait", interrupted)
+    monkeypatch.setattr(module, "wait_for_all", interrupted)
     for cpus in [1] * 20 + [100]:
         with pytest.raises(KeyboardInterrupt):
             RayVirtualCluster([1], False, max_colocated_worker_groups=cpus).get_placement_groups()

@@ -189,6 +189,17 @@ class Patience:
             logger.log(self._log_level, "%s: waiting for %.0f s so far", what, now - self._begun)
 
 
+def wait_for_all(futures: Sequence[ObjectRef], *, timeout_s: float) -> list[ObjectRef]:
+    """Those of `futures` that are done once all are, or `timeout_s` has passed. What a signal's handler raises is
+    raised within `STEP_S`."""
+    end = time.monotonic() + timeout_s
+    while True:
+        left_s = max(end - time.monotonic(), 0.0)
+        done, _ = ray.wait(list(futures), num_returns=len(futures), timeout=min(left_s, STEP_S))
+        if len(done) == len(futures) or left_s <= STEP_S:
+            return list(done)
+
+
 class CalledGroup(Protocol):
     """What results need to know of the group that was called."""
 

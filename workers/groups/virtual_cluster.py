@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dataplane.core.backoff import jittered
 from dataplane.core.durations import seconds
-from workers.groups.futures import STEP_S
+from workers.groups.futures import wait_for_all
 from workers.groups.started_group import kill
 from workers.placement.bundles import bundles_by_node
 from workers.placement.ports import PortKeeper
@@ -159,7 +159,7 @@ class RayVirtualCluster:
         while True:
             ready = [group.ready() for group in groups]
             timeout_s = min(jittered(wait_s, 0.5, 1.5), end - time.monotonic())
-            done = _wait_for_all(ready, timeout_s)
+            done = wait_for_all(ready, timeout_s=timeout_s)
             if len(done) == len(ready):
                 return
             asked, left_s = self._asked(), end - time.monotonic()
@@ -398,16 +398,6 @@ def _await_attempt(group: PlacementGroup, end: float) -> None:
         if outcome == "NO_RESOURCES" and row["state"] == "PENDING" and attempts > first:
             return
         time.sleep(0.01)
-
-
-def _wait_for_all(futures: Sequence[ObjectRef], timeout_s: float) -> list[ObjectRef]:
-    """Those of `futures` that are done once all are, or `timeout_s` has passed."""
-    end = time.monotonic() + timeout_s
-    while True:
-        left_s = max(end - time.monotonic(), 0.0)
-        done, _ = ray.wait(list(futures), num_returns=len(futures), timeout=min(left_s, STEP_S))
-        if len(done) == len(futures) or left_s <= STEP_S:
-            return list(done)
 
 
 def alive_nodes() -> list[dict[str, Any]]:
