@@ -10,8 +10,10 @@ import pytest
 import ray
 from ray._private import services, worker
 
+from tests.children import START_S
 from tests.lives import WAIT_S
 from tests.ray import patience
+from workers.groups import virtual_cluster
 
 
 @pytest.fixture(scope="package")
@@ -20,6 +22,7 @@ def ray_cluster() -> Iterator[None]:
     directory = tempfile.mkdtemp(prefix="tqr", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(services, "get_node", patience.get_node)
+        patch.setattr(virtual_cluster, "READY_TIMEOUT_S", START_S)
         ray.init(
             num_cpus=16,
             num_gpus=0,

@@ -33,7 +33,6 @@ GIVE_WAY_S = 2.0
 """Ray tries again after 1 s at most to create a placement group that found no space."""
 ATTEMPTS_S = 5.0
 """How long removing placement groups may wait for Ray's attempts to create them, for all of them together."""
-KEEPER_TIMEOUT_S = 60.0
 RELEASE_TIMEOUT_S = 5.0
 _RESOURCES_SHOWN_NODES = 8
 Bundle = tuple[int, int]
@@ -56,7 +55,7 @@ class RayVirtualCluster:
     all; placement groups of one node are always packed, each on another of Ray's nodes while enough have space just
     then (what a group before gave back is free a moment later).
 
-    ready_timeout_s (an attribute, settable): how long to wait for the bundles.
+    ready_timeout_s (an attribute, settable): how long to wait for the bundles, and for a node to give ports.
 
     A node of this cluster is a list entry; two may be on one of Ray's nodes where Ray has fewer. Safe to use from
     several threads. A context manager.
@@ -250,7 +249,7 @@ class RayVirtualCluster:
         """An address of the node that bundle `bundle_idx` of placement group `pg_idx` is on, and a port free there.
 
         The port is held (see `PortKeeper` for how its worker binds it) until `shutdown`, and nobody else on that node
-        gets it. Blocks up to `KEEPER_TIMEOUT_S` for that node. IndexError for a bundle that is not there.
+        gets it. Blocks up to `ready_timeout_s` for that node. IndexError for a bundle that is not there.
         """
         return self.hold_endpoints([(pg_idx, bundle_idx)])[0]
 
@@ -309,11 +308,11 @@ class RayVirtualCluster:
 
     def _answer(self, ports: ObjectRef, host: str) -> list[int]:
         try:
-            found: list[int] = ray.get(ports, timeout=KEEPER_TIMEOUT_S)
+            found: list[int] = ray.get(ports, timeout=self.ready_timeout_s)
         except RayError as error:
             del self._keepers[host]
             raise ResourcesNotReadyError(
-                f"node {host} has not given ports: {error or f'no answer within {KEEPER_TIMEOUT_S:.0f} s'}"
+                f"node {host} has not given ports: {error or f'no answer within {self.ready_timeout_s:g} s'}"
             ) from error
         return found
 
