@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 
-from dataplane import DataPlaneConfig, connect, serve
+from dataplane import DataPlaneConfig, cli, connect, serve
 from dataplane.cli import main
 from dataplane.cli.app import app
 from dataplane.cli.flags import MemoryFlags
@@ -37,6 +38,16 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_verbs_are_pinned() -> None:
     assert [command.callback.__name__ for command in app.registered_commands if command.callback] == VERBS
+
+
+def test_every_module_of_a_verb_is_in_the_table() -> None:
+    heads = [path.read_text(encoding="utf-8").split("\n", 1)[0] for path in Path(cli.__file__).parent.glob("*.py")]
+    assert {name for head in heads for name in re.findall(r"`tq (\w+)`", head)} == set(VERBS)
+
+
+def test_the_manual_has_every_verb() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert [name for name in VERBS if f"tq {name}" not in manual] == []
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in VERBS)])
