@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import logging
 import math
-import select
 import threading
 import time
 from collections import deque
@@ -99,10 +98,8 @@ class Pump:
         self._unwanted: deque[int] = deque()
         self._retiring = False
         self.ended: BaseException | None = None
-        poll = select.poll()
-        poll.register(line.stream.sock, select.POLLIN)
         self._thread = PollThread(
-            "tq-channel", poll, self._turn, self._over, patience_ms=self._patience_ms, completes=True
+            "tq-channel", line.stream.poller(), self._turn, self._over, patience_ms=self._patience_ms, completes=True
         )
         self._thread.start()
 

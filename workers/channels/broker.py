@@ -12,7 +12,6 @@ import hmac
 import logging
 import os
 import secrets
-import socket
 from pathlib import Path
 
 from workers.channels import wire
@@ -107,12 +106,12 @@ class ChannelBroker:
             self._server.send(client, [wire.encode(wire.Rejected(request.number, f"the broker speaks {wire.VERSION}"))])
             return
         self._state.join(client)
-        self._local[client] = local = request.local and connection.sock.family == socket.AF_UNIX
+        self._local[client] = local = request.local and connection.local
         memory = self._memory
         mapped_bytes = memory.nbytes if local else 0
         welcome = wire.Welcome(request.number, memory.capacity_bytes, mapped_bytes, memory.nbytes - len(memory.data))
         if local:
-            socket.send_fds(connection.sock, [wire.encode(welcome)], [memory.fd])
+            connection.send_with(wire.encode(welcome), memory.fd)
         else:
             self._server.send(client, [wire.encode(welcome)])
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -162,14 +160,10 @@ class Line:
             raise
 
     def _shake_hands(self, endpoint: Endpoint, until: float) -> None:
-        sock = self.stream.sock
-        local = sock.family == socket.AF_UNIX
-        hello = wire.OpenBroker(self.number(), wire.VERSION, endpoint.token, local)
+        hello = wire.OpenBroker(self.number(), wire.VERSION, endpoint.token, self.stream.local)
         self.stream.send([wire.encode(hello)], until)
-        self.stream.wait(until)
-        data, fds, _, _ = socket.recv_fds(sock, 4096, 1)
+        message, fds = self.stream.first(until)
         try:
-            message = self.stream.first(data, until)
             answer = wire.decode_answer(message.body)
             if not isinstance(answer, wire.Welcome):
                 raise StreamLostError(f"it refused this client: {answer}")
@@ -277,9 +271,9 @@ class Line:
     def shut(self) -> None:
         """From another thread: whoever uses this gets `StreamLostError`. Waits for a copy into the broker's memory to
         end, because the space is another's once the connection has ended."""
-        with self._writing, contextlib.suppress(OSError):
+        with self._writing:
             self._shut = True
-            self.stream.sock.shutdown(socket.SHUT_RDWR)
+            self.stream.shut()
 
     def close(self) -> None:
         """End the connection; whoever copies from its memory still may, but cannot acknowledge it any more."""

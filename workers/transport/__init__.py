@@ -1,4 +1,4 @@
-"""What crosses between processes of a job. The directory, messages and channels have no sockets of their own.
+"""What crosses between the processes of a job: the directory, messages and channels send and receive by it.
 
 Two carriers, as their users need different things of the kernel: ZMQ (`zmq_sockets`, `links`) for many peers whose
 connections come and go beside Python, heartbeats included, and streams (`stream`, `stream_server`) for a caller that

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import select
 import socket
 import time
@@ -45,8 +47,7 @@ class Stream:
         tune(sock)
         self.sock = sock
         self._splitter = Splitter(MAX_ANSWER_BYTES)
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
+        self._poll = self.poller()
 
     @classmethod
     def connect(cls, endpoint: Endpoint, within_s: float) -> Stream:
@@ -79,12 +80,30 @@ class Stream:
                 raise StreamLostError(str(error)) from error
             until = max(until, time.monotonic() + SILENT_S)
 
-    def first(self, data: bytes, until: float) -> Message:
-        """The first message, of which `data` was read already."""
-        if not data:
-            raise StreamLostError("it closed the connection")
-        self._splitter.feed(data)
-        return self.receive(until)
+    @property
+    def local(self) -> bool:
+        """Whether the server is reached by a socket of this host, through which descriptors can come."""
+        return self.sock.family == socket.AF_UNIX
+
+    def poller(self) -> select.poll:
+        """Of what comes."""
+        found = select.poll()
+        found.register(self.sock, select.POLLIN)
+        return found
+
+    def first(self, until: float) -> tuple[Message, list[int]]:
+        """The first message, and descriptors that came with it, which are the caller's to close."""
+        self.wait(until)
+        data, fds, _, _ = socket.recv_fds(self.sock, READ_BYTES, 1)
+        try:
+            if not data:
+                raise StreamLostError("it closed the connection")
+            self._splitter.feed(data)
+            return self.receive(until), fds
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
 
     def receive(self, until: float) -> Message:
         """The next message. Its payload must be taken with `receive_into` before the next. `StreamSilentError` at the
@@ -141,6 +160,11 @@ class Stream:
     def check(self) -> None:
         """Raises if the other end is known to be gone; reads nothing."""
         self._read(1, socket.MSG_PEEK)
+
+    def shut(self) -> None:
+        """From another thread: whoever uses this gets `StreamLostError`."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.sock.close()

@@ -50,6 +50,15 @@ class Connection:
         self.payload: Payload | None = None
         self.left = memoryview(b"")
 
+    @property
+    def local(self) -> bool:
+        """Whether the client is on this host, and can take descriptors."""
+        return self.sock.family == socket.AF_UNIX
+
+    def send_with(self, first: bytes, fd: int) -> None:
+        """Send the first message of this connection, and a descriptor along with it."""
+        socket.send_fds(self.sock, [first], [fd])
+
 
 @dataclass(frozen=True)
 class Service:

@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""Items that take long on their way between hosts, or find no memory at their end."""
+"""Items that take long on their way between hosts, come in many parts, or find no memory at their end."""
 
 from __future__ import annotations
 
@@ -78,3 +78,10 @@ def test_a_get_without_memory_leaves_the_item(near_and_far: tuple[Channel, Chann
         far.get()
     assert torch.equal(far.get(timeout_s=60), torch.arange(50_000))
     assert not no_memory
+
+
+def test_an_item_of_more_parts_than_the_kernel_takes_at_once(near_and_far: tuple[Channel, Channel]) -> None:
+    near, far = near_and_far
+    sent = [torch.full((20,), number) for number in range(1500)]
+    far.put(sent)
+    assert all(torch.equal(came, part) for came, part in zip(near.get(timeout_s=60), sent, strict=True))
