@@ -70,7 +70,7 @@ def _serve(folder: Path) -> None:
         from dataplane.controller.durable_ledger import make_image  # noqa: PLC0415
         from dataplane.controller.journal import Journal  # noqa: PLC0415
         from dataplane.storage import arena, client  # noqa: PLC0415
-        from tests.stored.contents import PARTITIONS, fill  # noqa: PLC0415
+        from tests.stored.contents import PARTITIONS, fill, wait_in_image  # noqa: PLC0415
 
     for name in ("state", "arenas"):
         (folder / name).mkdir(mode=0o700)
@@ -84,6 +84,7 @@ def _serve(folder: Path) -> None:
         with serve(settings) as server:
             first = connect(server.address)
             held = [one for name in PARTITIONS[:2] for one in fill(first, name)]
+            wait_in_image(first, PARTITIONS[0])
         with Journal.open(folder / "state") as journal:
             make_image(folder / "state", journal.last)
             journal.begin_from(journal.last)

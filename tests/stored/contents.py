@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.ledger.encoding import image
 from dataplane.storage import arena
 from tests.contract.values import random_tensor, same_rows
+from tests.lives import wait_until
 
 PARTITIONS = ("image", "image sealed", "journal", "journal sealed")
 """The first two are in the image of the ledger, the others in the records after it."""
@@ -160,6 +163,13 @@ def _claim(client: DataPlaneClient, partition: str) -> list[Held]:
 
 def _share(client: DataPlaneClient, partition: str, rank: int) -> KVBatchMeta:
     return client.claim_meta(partition, "reward", [], 4, dp_rank=rank, dp_world=2, step=0, lease_s=LEASE_S)
+
+
+def wait_in_image(client: DataPlaneClient, partition: str) -> None:
+    """A claim of more samples than there will be waits from now on, in a thread that ends with the process."""
+    claim = partial(client.claim_meta, partition, "policy", ["dense"], 99, where="kind != 'none'")
+    Thread(target=claim, daemon=True).start()
+    wait_until(lambda: any(each.waiting_claims for each in client.stats().partitions), "a claim waits")
 
 
 def check(client: DataPlaneClient, partition: str) -> None:

@@ -85,6 +85,8 @@ def held_of(folder: Path) -> dict[str, list[Held]]:
 def check_all(folder: Path) -> None:
     held = held_of(folder)
     with service_of(folder) as client:
+        waiting = {each.partition: each.waiting_claims for each in client.stats().partitions}
+        assert waiting == {**dict.fromkeys(PARTITIONS, 0), PARTITIONS[0]: 1}
         for partition in PARTITIONS:
             check(client, partition)
             check_claims(client, partition, held[partition])
