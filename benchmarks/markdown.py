@@ -35,7 +35,7 @@ def _met(budget: dict[str, Any]) -> str:
 
 
 def _ratios(record: dict[str, Any]) -> Iterator[str]:
-    """Others' times over those of our local road: above 1 we are faster."""
+    """Others' times over those of our local connection: above 1 we are faster."""
     rows = []
     for case in record["cases"]:
         ours = case["seconds"].get("local")

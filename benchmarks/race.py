@@ -30,7 +30,7 @@ class Outcome:
     load: float
 
     def times_local(self, name: str) -> float | None:
-        """Seconds of this system over those of our local road, the median of the rounds' quotients."""
+        """Seconds of this system over those of our local connection, the median of the rounds' quotients."""
         if not {name, "local"} <= self.seconds.keys():
             return None
         return Spread.of(ratios(self.seconds[name], self.seconds["local"])).median

@@ -31,11 +31,11 @@ COLOURS = {
 
 
 def show(outcomes: Sequence[Outcome], console: Console) -> None:
-    """One line a case: the median in milliseconds with p10 to p90, and how many times our local road's, the median
-    of the rounds' quotients."""
+    """One line a case: the median in milliseconds with p10 to p90, and how many times our local connection's, the
+    median of the rounds' quotients."""
     caption = "\n".join(f"{entry.name}: {entry.how}" for entry in ENTRIES)
     table = Table(
-        title="median ms, (p10-p90), first: before warm-up, x: times our local road",
+        title="median ms, (p10-p90), first: before warm-up, x: times our local connection",
         caption=caption,
         caption_justify="left",
     )

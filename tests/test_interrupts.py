@@ -47,8 +47,8 @@ with serve({"capacity_bytes": 32 << 20}) as service:
 
     after = (lambda step: client.stats()) if scene == "post" else go_on
     assert interrupt_everywhere(scenes[scene], most, after, within=within) > min(most, 200) // 2
-    roads = session.session_state.connections._connections.values()
-    in_flight = [session._copies, session._channel._pool._using, *[road._in_flight for road in roads]]
+    connections = session.session_state.connections._connections.values()
+    in_flight = [session._copies, session._channel._pool._using, *[connection._in_flight for connection in connections]]
     assert not any(map(len, in_flight)), [len(each) for each in in_flight]
     client.clear_samples(None, "p")
 
@@ -75,7 +75,7 @@ STEPS = (
 
 
 @pytest.mark.parametrize(
-    ("scene", "road", "most", "within"),
+    ("scene", "connection_kind", "most", "within"),
     [
         ("post", "local", 600, EVERYWHERE),
         ("put", "local", 50, EVERYWHERE),
@@ -92,8 +92,8 @@ STEPS = (
     ],
 )
 def test_the_client_goes_on_after_an_interrupt_anywhere_in_a_call(
-    scene: str, road: str, most: int, within: tuple[str, ...]
+    scene: str, connection_kind: str, most: int, within: tuple[str, ...]
 ) -> None:
-    command = [sys.executable, "-c", SCENES, scene, road, str(most), " ".join(within)]
+    command = [sys.executable, "-c", SCENES, scene, connection_kind, str(most), " ".join(within)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * WAIT_S)
     assert done.returncode == 0, done.stderr

@@ -308,8 +308,8 @@ def test_the_key_without_the_ticket_opens_nothing(services: dict[str, Server], s
     assert heard(f"tcp://{zmq_address_of(server.address)}", hello(), own.ticket, own.curve_key)
     assert not heard(f"tcp://{zmq_address_of(server.address)}", hello(), Ticket.of(secret, "x"), own.curve_key)
     with connect(server.address, force_remote=True, **tls()) as client:
-        roads = client._connections.get().session_state.connections
-        roads._config = replace(roads._config, token=secret or None)
+        unit_connections = client._connections.get().session_state.connections
+        unit_connections._config = replace(unit_connections._config, token=secret or None)
         client.register_partition("p", ["x"], None, ["t"])
         with pytest.raises(AuthenticationError, match="storage unit"):
             client.put_samples(["a"], "p", {"x": torch.ones(1, 4)})

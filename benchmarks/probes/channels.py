@@ -42,17 +42,17 @@ def channels_and_queues(*, quick: bool) -> list[Figure]:
 class _Worker:
     """One end of both."""
 
-    def put(self, road: Any, count: int, nbytes: int) -> None:
+    def put(self, connection_kind: Any, count: int, nbytes: int) -> None:
         item = torch.zeros(nbytes, dtype=torch.uint8)
         for _ in range(count):
-            road.put(item)
+            connection_kind.put(item)
 
-    def get(self, road: Any, count: int) -> float:
+    def get(self, connection_kind: Any, count: int) -> float:
         """Seconds for all but the first, which is waited for before the clock starts."""
-        road.get()
+        connection_kind.get()
         begun = time.perf_counter()
         for _ in range(count - 1):
-            road.get()
+            connection_kind.get()
         return time.perf_counter() - begun
 
 
@@ -61,17 +61,17 @@ def _measure(channel: Channel, repetitions: int) -> list[Figure]:
     producer, consumer = actor.remote(), actor.remote()
     queue = Queue(maxsize=PLACES)
 
-    def rate(road: Any, count: int, nbytes: int) -> float:
-        taken = consumer.get.remote(road, count)
-        ray.get(producer.put.remote(road, count, nbytes), timeout=WAIT_S)
+    def rate(connection_kind: Any, count: int, nbytes: int) -> float:
+        taken = consumer.get.remote(connection_kind, count)
+        ray.get(producer.put.remote(connection_kind, count, nbytes), timeout=WAIT_S)
         return (count - 1) / float(ray.get(taken, timeout=WAIT_S))
 
     figures = []
     for name, nbytes, through_channel, through_queue in SIZES:
         sides: list[tuple[Any, int, list[float]]] = [(channel, through_channel, []), (queue, through_queue, [])]
         for order in alternating(sides, repetitions + WARM_UP):
-            for road, count, rates in order:
-                rates.append(rate(road, count, nbytes))
+            for connection_kind, count, rates in order:
+                rates.append(rate(connection_kind, count, nbytes))
         figures += _figures(name, nbytes, *(rates[WARM_UP:] for _, _, rates in sides))
     queue.shutdown()
     return figures

@@ -26,24 +26,24 @@ def cost(*, quick: bool) -> list[Figure]:
     batch = build(TOKENS)
     with contextlib.ExitStack() as stack:
         clients = {
-            (policy, road): stack.enter_context(_client(policy, remote=road == "remote"))
+            (policy, connection_kind): stack.enter_context(_client(policy, remote=connection_kind == "remote"))
             for policy in POLICIES
-            for road in ("local", "remote")
+            for connection_kind in ("local", "remote")
         }
         for order in alternating(list(clients.items()), (7 if quick else 15) + WARM_UP):
-            for (policy, road), client in order:
+            for (policy, connection_kind), client in order:
                 _turn(client, batch)
                 for op, seconds in _turn(client, batch).items():
-                    taken.setdefault((policy, road, op), []).append(seconds)
+                    taken.setdefault((policy, connection_kind, op), []).append(seconds)
     measured = {key: seconds[WARM_UP:] for key, seconds in taken.items()}
     return [
         Figure(
-            name=f"{op} 19 MB, {road}, checksums {policy} : never",
-            rounds=ratios(measured[policy, road, op], measured["never", road, op]),
+            name=f"{op} 19 MB, {connection_kind}, checksums {policy} : never",
+            rounds=ratios(measured[policy, connection_kind, op], measured["never", connection_kind, op]),
             unit="x time",
-            note=f"{1e3 * median(measured['never', road, op]):.2f} ms without",
+            note=f"{1e3 * median(measured['never', connection_kind, op]):.2f} ms without",
         )
-        for road, policy in (("local", "across-hosts"), ("local", "always"), ("remote", "across-hosts"))
+        for connection_kind, policy in (("local", "across-hosts"), ("local", "always"), ("remote", "across-hosts"))
         for op in ("put", "read")
     ]
 

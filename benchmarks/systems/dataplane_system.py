@@ -1,4 +1,4 @@
-"""This project: the local road (shared memory) and the remote road (ZMQ over tcp)."""
+"""This project: the local connection (shared memory) and the remote connection (ZMQ over tcp)."""
 
 from __future__ import annotations
 

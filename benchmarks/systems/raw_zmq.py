@@ -1,4 +1,5 @@
-"""The limit of the remote road: the same bytes between two processes over ZMQ on loopback tcp, and nothing else."""
+"""The limit of the remote connection: the same bytes between two processes over ZMQ on loopback tcp, and nothing
+else."""
 
 from __future__ import annotations
 

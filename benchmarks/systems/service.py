@@ -17,7 +17,7 @@ class Service:
     """Started by the constructor with these settings of `serve`; `address` and `pid` are those of its process.
 
     tcp_only: the units listen on tcp alone, as on a machine whose ZMQ cannot check who connects over ipc, so that a
-    client with `force_remote` measures the road between hosts.
+    client with `force_remote` measures the connection between hosts.
     """
 
     def __init__(self, settings: dict[str, Any], *, tcp_only: bool = False) -> None:

@@ -55,13 +55,13 @@ def measure(config: DataPlaneConfig, budget_s: float) -> Iterator[Measure]:
     from dataplane import DataPlaneClient
 
     torch.manual_seed(0)
-    for remote, road in ((False, ""), (True, " over ZMQ")):
+    for remote, connection_kind in ((False, ""), (True, " over ZMQ")):
         with DataPlaneClient(replace(config, force_remote=remote)).connect() as client, _partition(client) as name:
             bench = _Bench(client, name, budget_s)
             if not remote:
                 yield from bench.small()
                 yield bench.claim()
-            yield from bench.rows(f"{LARGE_ROWS} rows of 1 MiB{road}", LARGE_ROWS, LARGE_BYTES)
+            yield from bench.rows(f"{LARGE_ROWS} rows of 1 MiB{connection_kind}", LARGE_ROWS, LARGE_BYTES)
             if not remote:
                 yield from bench.rows(f"{MANY_ROWS} rows of 4 KiB", MANY_ROWS, MANY_BYTES)
 

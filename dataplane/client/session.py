@@ -115,7 +115,7 @@ def end_copies(copies: InFlight, config: DataPlaneConfig) -> None:
 
 
 def session_lock(config: DataPlaneConfig) -> SessionLock | None:
-    """A held lock that lets units on this host know that this process is alive; None where every road is to be
+    """A held lock that lets units on this host know that this process is alive; None where every connection is to be
     remote."""
     if config.force_remote:
         return None

@@ -1,4 +1,4 @@
-"""A client's connection to one storage unit: the handshake that decides the road, and the remote road."""
+"""A client's connection to one storage unit: the handshake that chooses between shared memory and ZMQ, and the latter."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class UnitConnection:
         hit("attach.proven")
         self.arena, self.local = arena, True
 
-    # --- the remote road ----------------------------------------------------------------------------------------
+    # --- the remote connection ----------------------------------------------------------------------------------------
 
     def write(
         self,

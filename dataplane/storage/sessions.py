@@ -107,7 +107,7 @@ class Sessions:
     def attach(self, session: int, request: pb.Attach) -> pb.Challenge:
         """A challenge for a client that may be local, or the reason why it stays remote."""
         if not request.lock_path:
-            return pb.Challenge(local=False, why="the client asked for the remote road")
+            return pb.Challenge(local=False, why="the client asked for the remote connection")
         if request.boot_id != self._host:
             return pb.Challenge(local=False, why="the client runs on another host")
         if not self._arena_is_local:

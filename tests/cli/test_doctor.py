@@ -77,7 +77,7 @@ def test_a_service_is_reached_and_used(filled: DataPlaneClient, capsys: pytest.C
     text = capsys.readouterr().out
     assert "ok     session: open, with neither token nor TLS" in text
     assert "ok     units: 1 storage unit, 1 on this host" in text
-    assert "there and back by the best road" in text
+    assert "there and back by the best connection" in text
     assert "there and back by ZMQ" in text
     assert "\x1b" not in text
     assert text.splitlines()[-1].startswith("all " if code == 0 else "")

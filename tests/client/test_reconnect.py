@@ -94,7 +94,8 @@ def ending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture(params=["ipc", "tcp"])
 def door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The road to the controller. An ipc endpoint has another name in each epoch, a tcp door reconnects by itself."""
+    """The connection to the controller. An ipc endpoint has another name in each epoch, a tcp door reconnects by
+    itself."""
     if request.param == "tcp":
         monkeypatch.setattr(handshake, "boot_id", lambda: "another host")
     return str(request.param)

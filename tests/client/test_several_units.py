@@ -35,12 +35,12 @@ def units():
 
 
 @pytest.fixture
-def roads(units):
+def unit_connections(units):
     config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN, call_timeout_s=WAIT_S)
-    roads = UnitConnections(config, session=1, lock=None, memory=BufferPool(64 * MIB))
-    roads.learn([changed(unit.info, unit=number) for number, unit in units.items()])
-    yield roads
-    roads.close()
+    unit_connections = UnitConnections(config, session=1, lock=None, memory=BufferPool(64 * MIB))
+    unit_connections.learn([changed(unit.info, unit=number) for number, unit in units.items()])
+    yield unit_connections
+    unit_connections.close()
 
 
 @pytest.fixture
@@ -74,51 +74,51 @@ def stored(units, field):
     ]
 
 
-def test_all_units_are_read_at_the_same_time(units, roads, meeting):
+def test_all_units_are_read_at_the_same_time(units, unit_connections, meeting):
     field = rows()
-    batch = assemble(roads.gather([field], {1, 2, 3}))
+    batch = assemble(unit_connections.gather([field], {1, 2, 3}))
     assert [row.tolist() for row in batch["a"].unbind()] == stored(units, field)
 
 
-def test_all_units_are_written_at_the_same_time(units, roads, meeting):
+def test_all_units_are_written_at_the_same_time(units, unit_connections, meeting):
     values = noise(3 * 1000, seed=9)
     sizes = np.full(3, 1000)
     column = EncodedColumn("a", BYTES, sizes, sizes, None, FlatValues(values, np.arange(3) * 1000, sizes))
     placements = [c.Placement(column=0, first=k, last=k + 1, unit=k + 1, offset=640) for k in range(3)]
     unfinished: set[int] = set()
-    roads.write(placements, [column], 5, unfinished)
+    unit_connections.write(placements, [column], 5, unfinished)
     assert not unfinished
     for k in range(3):
         assert units[k + 1].arena.data[640:1640].tolist() == values[1000 * k : 1000 * (k + 1)].tolist()
 
 
-def test_one_connection_to_each_unit_is_kept(units, roads):
+def test_one_connection_to_each_unit_is_kept(units, unit_connections):
     field = rows()
     for _ in range(5):
-        roads.gather([field], {1, 2, 3})
-    kept = [roads.connection(unit) for unit in (1, 2, 3)]
+        unit_connections.gather([field], {1, 2, 3})
+    kept = [unit_connections.connection(unit) for unit in (1, 2, 3)]
     assert [len(connection._idle) for connection in kept] == [1, 1, 1]
 
 
-def test_when_one_fails_the_others_have_ended_and_are_good_for_more(units, roads):
+def test_when_one_fails_the_others_have_ended_and_are_good_for_more(units, unit_connections):
     field = rows()
-    roads.gather([field], {1, 2, 3})
+    unit_connections.gather([field], {1, 2, 3})
     units[2].server.stop()
     with pytest.raises((StorageUnitError, ServiceRestartedError)):
-        roads.gather([field], {1, 2, 3})
-    assert all(not len(roads.connection(unit)._in_flight) for unit in (1, 2, 3))
-    assert roads.unknown({1}), "whichever failed is asked about"
+        unit_connections.gather([field], {1, 2, 3})
+    assert all(not len(unit_connections.connection(unit)._in_flight) for unit in (1, 2, 3))
+    assert unit_connections.unknown({1}), "whichever failed is asked about"
     rest = rows(units=1)
-    assert [row.tolist() for row in assemble(roads.gather([rest], {1}))["a"].unbind()] == stored(units, rest)
+    assert [row.tolist() for row in assemble(unit_connections.gather([rest], {1}))["a"].unbind()] == stored(units, rest)
 
 
-def test_writes_that_failed_are_named_and_no_others(units, roads):
-    roads.gather([rows()], {1, 2, 3})
+def test_writes_that_failed_are_named_and_no_others(units, unit_connections):
+    unit_connections.gather([rows()], {1, 2, 3})
     units[2].server.stop()
     sizes = np.full(3, 1000)
     column = EncodedColumn("a", BYTES, sizes, sizes, None, FlatValues(noise(3000), np.arange(3) * 1000, sizes))
     placements = [c.Placement(column=0, first=k, last=k + 1, unit=k + 1, offset=640) for k in range(3)]
     unfinished: set[int] = set()
     with pytest.raises(StorageUnitError):
-        roads.write(placements, [column], 5, unfinished)
+        unit_connections.write(placements, [column], 5, unfinished)
     assert unfinished == {2}

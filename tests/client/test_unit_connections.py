@@ -35,12 +35,12 @@ def memory():
 
 
 @pytest.fixture
-def roads(unit, memory):
+def unit_connections(unit, memory):
     config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN)
-    roads = UnitConnections(config, session=1, lock=None, memory=memory)
-    roads.learn([unit.info])
-    yield roads
-    roads.close()
+    unit_connections = UnitConnections(config, session=1, lock=None, memory=memory)
+    unit_connections.learn([unit.info])
+    yield unit_connections
+    unit_connections.close()
 
 
 @pytest.fixture
@@ -102,22 +102,22 @@ def values(column):
     return (column.values() if column.is_nested else column).contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def test_a_small_batch_is_one_request(unit, roads, replies, gathered):
+def test_a_small_batch_is_one_request(unit, unit_connections, replies, gathered):
     fields = [
         jagged("a", 64, [3, 0, 700]),
         jagged("b", 8192, [5, 5, 5]),
         located("c", LOGPROBS, [500, 524, 548], [1] * 3),
     ]
-    batch = assemble(roads.gather(fields, {UNIT}))
+    batch = assemble(unit_connections.gather(fields, {UNIT}))
     assert replies == [8 * 703 + 8 * 15 + 3 * 24]
     assert gathered == [8 * 703, 8 * 15, 3 * 24], "the one copy: out of the frame"
     for field in fields:
         assert values(batch[field.name]) == stored(unit, field)
 
 
-def test_a_large_column_is_the_buffer_it_was_received_into(unit, roads, replies, gathered):
+def test_a_large_column_is_the_buffer_it_was_received_into(unit, unit_connections, replies, gathered):
     fields = [jagged("a", 64, [200_000] * 5), jagged("b", 64 + 8_000_000, [100_000] * 5)]
-    batch = assemble(roads.gather(fields, {UNIT}))
+    batch = assemble(unit_connections.gather(fields, {UNIT}))
     assert sum(replies) == 12_000_000
     assert len(replies) == -(-12_000_000 // READ_BYTES)
     assert gathered == []
@@ -127,10 +127,10 @@ def test_a_large_column_is_the_buffer_it_was_received_into(unit, roads, replies,
     assert values(batch["b"]) == stored(unit, fields[1]), "no column is written by writing another"
 
 
-def test_shared_rows_travel_once_and_are_spread_by_one_copy(unit, roads, replies, gathered):
+def test_shared_rows_travel_once_and_are_spread_by_one_copy(unit, unit_connections, replies, gathered):
     start, length = 4096, 50_000
     field = located("prompt", TOKENS, [start, start, start + 8 * length, start], [length] * 4)
-    batch = assemble(roads.gather([field], {UNIT}))
+    batch = assemble(unit_connections.gather([field], {UNIT}))
     assert replies == [2 * 8 * length]
     assert gathered == [4 * 8 * length]
     assert values(batch["prompt"]) == stored(unit, field)
@@ -138,33 +138,33 @@ def test_shared_rows_travel_once_and_are_spread_by_one_copy(unit, roads, replies
     assert values(batch["prompt"])[8 * length : 16 * length] == stored(unit, field)[8 * length : 16 * length]
 
 
-def test_every_second_row_lies_together_once_received(unit, roads, replies, gathered):
+def test_every_second_row_lies_together_once_received(unit, unit_connections, replies, gathered):
     field = located("rows", FieldSpec(FieldKind.DENSE, "float32", (10_000,)), range(0, 15_200_000, 80_000), [1] * 190)
-    batch = assemble(roads.gather([field], {UNIT}))
+    batch = assemble(unit_connections.gather([field], {UNIT}))
     assert sum(replies) == 190 * 40_000
     assert gathered == []
     assert values(batch["rows"]) == stored(unit, field)
 
 
-def test_rows_in_another_order_are_gathered_by_one_copy(unit, roads, replies, gathered):
+def test_rows_in_another_order_are_gathered_by_one_copy(unit, unit_connections, replies, gathered):
     field = located("a", TOKENS, [90_000, 10_000, 50_000], [1000, 2000, 3000])
-    batch = assemble(roads.gather([field], {UNIT}))
+    batch = assemble(unit_connections.gather([field], {UNIT}))
     assert replies == [6000 * 8]
     assert gathered == [6000 * 8]
     assert values(batch["a"]) == stored(unit, field)
 
 
-def test_padded_rows_are_copied_once(unit, roads, replies, gathered):
+def test_padded_rows_are_copied_once(unit, unit_connections, replies, gathered):
     field = jagged("a", 64, [1000, 10, 500])
-    batch = decode_batch(roads.gather([field], {UNIT}))
+    batch = decode_batch(unit_connections.gather([field], {UNIT}))
     assert replies == gathered == [8 * 1510]
     assert batch["a"].shape == (3, 1000)
     assert values(batch["a"][1, :10]) == stored(unit, field)[8000:8080]
 
 
-def test_what_is_received_is_warm_again_when_the_result_is_gone(unit, roads, memory):
+def test_what_is_received_is_warm_again_when_the_result_is_gone(unit, unit_connections, memory):
     fields = [jagged("a", 64, [200_000] * 5)]
-    batch = assemble(roads.gather(fields, {UNIT}))
+    batch = assemble(unit_connections.gather(fields, {UNIT}))
     view = batch["a"].values()[5:]
     del batch
     assert memory.idle_bytes == 0

@@ -1,4 +1,4 @@
-"""Roads to a storage unit that fails, or that has another life than the client knows."""
+"""Connections to a storage unit that fails, or that has another life than the client knows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def unit() -> Iterator[Unit]:
 
 
 @pytest.fixture
-def roads(unit: Unit) -> Iterator[UnitConnections]:
+def unit_connections(unit: Unit) -> Iterator[UnitConnections]:
     config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN)
     made = UnitConnections(config, session=1, lock=None, memory=BufferPool(0))
     made.learn([unit.info])
@@ -66,27 +66,29 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, 
     go_on.set()
 
 
-def test_a_unit_that_failed_is_asked_about_before_it_is_used_again(unit: Unit, roads: UnitConnections) -> None:
-    roads.gather([ROW], {UNIT})
-    assert not roads.unknown({UNIT})
+def test_a_unit_that_failed_is_asked_about_before_it_is_used_again(
+    unit: Unit, unit_connections: UnitConnections
+) -> None:
+    unit_connections.gather([ROW], {UNIT})
+    assert not unit_connections.unknown({UNIT})
     unit.server.stop()
     with pytest.raises(StorageUnitError):
-        roads.gather([ROW], {UNIT})
-    assert roads.unknown({UNIT})
-    roads.learn([unit.info])
-    assert not roads.unknown({UNIT})
+        unit_connections.gather([ROW], {UNIT})
+    assert unit_connections.unknown({UNIT})
+    unit_connections.learn([unit.info])
+    assert not unit_connections.unknown({UNIT})
 
 
 def test_a_unit_of_another_epoch_is_asked_about_too(unit: Unit) -> None:
     config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN)
-    roads = UnitConnections(config, session=1, lock=None, memory=BufferPool(0))
-    roads.learn([changed(unit.info, epoch=EPOCH - 1)])
+    unit_connections = UnitConnections(config, session=1, lock=None, memory=BufferPool(0))
+    unit_connections.learn([changed(unit.info, epoch=EPOCH - 1)])
     with pytest.raises(StorageUnitError, match="started anew"):
-        roads.gather([ROW], {UNIT})
-    assert roads.unknown({UNIT})
-    roads.learn([unit.info])
-    roads.gather([ROW], {UNIT})
-    roads.close()
+        unit_connections.gather([ROW], {UNIT})
+    assert unit_connections.unknown({UNIT})
+    unit_connections.learn([unit.info])
+    unit_connections.gather([ROW], {UNIT})
+    unit_connections.close()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_a_unit_of_another_epoch_is_asked_about_too(unit: Unit) -> None:
 )
 def test_a_call_under_way_at_a_unit_that_is_over_says_so(
     unit: Unit,
-    roads: UnitConnections,
+    unit_connections: UnitConnections,
     held_up: tuple[threading.Event, threading.Event],
     later: dict[str, int],
     kind: type[Exception],
@@ -107,29 +109,29 @@ def test_a_call_under_way_at_a_unit_that_is_over_says_so(
 ) -> None:
     came, _ = held_up
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(roads.gather, [ROW], {UNIT})
+        reading = pool.submit(unit_connections.gather, [ROW], {UNIT})
         assert came.wait(WAIT_S)
-        roads.learn([changed(unit.info, **later)])
+        unit_connections.learn([changed(unit.info, **later)])
         with pytest.raises(kind, match=message):
             reading.result(WAIT_S)
 
 
 def test_a_call_under_way_when_the_client_closes_says_so(
-    roads: UnitConnections, held_up: tuple[threading.Event, threading.Event]
+    unit_connections: UnitConnections, held_up: tuple[threading.Event, threading.Event]
 ) -> None:
     came, _ = held_up
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(roads.gather, [ROW], {UNIT})
+        reading = pool.submit(unit_connections.gather, [ROW], {UNIT})
         assert came.wait(WAIT_S)
-        roads.close()
+        unit_connections.close()
         with pytest.raises(ClientClosedError):
             reading.result(WAIT_S)
     with pytest.raises(ClientClosedError):
-        roads.gather([ROW], {UNIT})
+        unit_connections.gather([ROW], {UNIT})
 
 
 def test_learning_does_not_wait_for_a_handshake(
-    unit: Unit, roads: UnitConnections, monkeypatch: pytest.MonkeyPatch
+    unit: Unit, unit_connections: UnitConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heartbeats bring what is learned."""
     came, go_on = threading.Event(), threading.Event()
@@ -142,29 +144,29 @@ def test_learning_does_not_wait_for_a_handshake(
 
     monkeypatch.setattr(BulkServer, "_answer", slow)
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(roads.gather, [ROW], {UNIT})
+        reading = pool.submit(unit_connections.gather, [ROW], {UNIT})
         assert came.wait(WAIT_S)
         other = changed(unit.info, unit=UNIT + 1)
-        roads.learn([unit.info, other])
-        assert not roads.unknown({UNIT + 1})
+        unit_connections.learn([unit.info, other])
+        assert not unit_connections.unknown({UNIT + 1})
         go_on.set()
         assert set(reading.result(WAIT_S)) == {"x"}
 
 
 def test_space_that_could_not_be_given_back_is_once_the_unit_has_another_life(
-    unit: Unit, roads: UnitConnections
+    unit: Unit, unit_connections: UnitConnections
 ) -> None:
-    roads.gather([ROW], {UNIT})
+    unit_connections.gather([ROW], {UNIT})
     unit.server.stop()
     unfinished = {UNIT}
-    roads.stop(5, unfinished)
+    unit_connections.stop(5, unfinished)
     assert unfinished == {UNIT}
-    assert roads.settled() == []
-    roads.learn([unit.info])
-    assert roads.settled() == []
-    roads.learn([changed(unit.info, epoch=EPOCH + 1)])
-    assert roads.settled() == [5]
-    assert roads.settled() == []
+    assert unit_connections.settled() == []
+    unit_connections.learn([unit.info])
+    assert unit_connections.settled() == []
+    unit_connections.learn([changed(unit.info, epoch=EPOCH + 1)])
+    assert unit_connections.settled() == [5]
+    assert unit_connections.settled() == []
 
 
 def test_a_desk_gives_such_space_back(unit: Unit) -> None:
@@ -180,7 +182,9 @@ def test_a_desk_gives_such_space_back(unit: Unit) -> None:
     session_state.close()
 
 
-def test_a_unit_that_did_not_confirm_is_asked_again(roads: UnitConnections, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_that_did_not_confirm_is_asked_again(
+    unit_connections: UnitConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stop, refusals = UnitConnection.stop_put, iter(range(2))
 
     def refusing(connection: UnitConnection, reservation: int, timeout_s: float) -> None:
@@ -189,46 +193,46 @@ def test_a_unit_that_did_not_confirm_is_asked_again(roads: UnitConnections, monk
         stop(connection, reservation, timeout_s)
 
     monkeypatch.setattr(UnitConnection, "stop_put", refusing)
-    roads.gather([ROW], {UNIT})
+    unit_connections.gather([ROW], {UNIT})
     unfinished = {UNIT}
-    roads.stop(5, unfinished)
+    unit_connections.stop(5, unfinished)
     assert unfinished == {UNIT}
-    wait_until(lambda: roads.settled() == [5])
-    assert roads.settled() == []
+    wait_until(lambda: unit_connections.settled() == [5])
+    assert unit_connections.settled() == []
 
 
-def test_a_unit_that_the_service_has_no_more_is_let_go_of(unit: Unit, roads: UnitConnections) -> None:
+def test_a_unit_that_the_service_has_no_more_is_let_go_of(unit: Unit, unit_connections: UnitConnections) -> None:
     other, later = changed(unit.info, unit=UNIT + 1), changed(unit.info, unit=UNIT + 2)
-    roads.gather([ROW], {UNIT})
-    connection = roads.connection(UNIT)
-    roads.learn([changed(unit.info, unit=UNIT - 1)])
-    assert not roads.unknown({UNIT}), "a list from before it joined"
+    unit_connections.gather([ROW], {UNIT})
+    connection = unit_connections.connection(UNIT)
+    unit_connections.learn([changed(unit.info, unit=UNIT - 1)])
+    assert not unit_connections.unknown({UNIT}), "a list from before it joined"
     unit.server.stop()
-    roads.stop(5, {UNIT})
-    roads.learn([other, later])
-    assert roads.unknown({UNIT, UNIT - 1})
-    assert not roads.unknown({UNIT + 1, UNIT + 2})
-    assert roads.settled() == [5]
+    unit_connections.stop(5, {UNIT})
+    unit_connections.learn([other, later])
+    assert unit_connections.unknown({UNIT, UNIT - 1})
+    assert not unit_connections.unknown({UNIT + 1, UNIT + 2})
+    assert unit_connections.settled() == [5]
     with pytest.raises(ClientClosedError):
         connection.read([0], [8], timeout_s=1.0)
     with pytest.raises(StorageUnitError, match="does not list it"):
-        roads.gather([ROW], {UNIT})
+        unit_connections.gather([ROW], {UNIT})
 
 
 def test_places_that_their_unit_gave_back_are_not_touched(unit: Unit) -> None:
     lock = SessionLock.create(unit.arena.path.parent)
-    roads = UnitConnections(
+    unit_connections = UnitConnections(
         DataPlaneConfig(address="nowhere:1", token=TOKEN), session=1, lock=lock, memory=BufferPool(0)
     )
-    roads.learn([unit.info])
-    assert roads.connection(UNIT).local
+    unit_connections.learn([unit.info])
+    assert unit_connections.connection(UNIT).local
     last = unit.arena.backed_bytes // 64
     there, beyond = (msgspec.structs.replace(ROW, offsets=np.array([64 * place])) for place in (last - 1, last))
-    assert roads.backed([ROW, there])
-    assert not roads.backed([msgspec.structs.replace(there, lengths=np.array([2]))]), "its end is beyond"
-    assert not roads.backed([ROW, beyond])
+    assert unit_connections.backed([ROW, there])
+    assert not unit_connections.backed([msgspec.structs.replace(there, lengths=np.array([2]))]), "its end is beyond"
+    assert not unit_connections.backed([ROW, beyond])
     unit.arena.punch(4096)
-    assert not roads.backed([there])
-    assert roads.backed([ROW])
-    roads.close()
+    assert not unit_connections.backed([there])
+    assert unit_connections.backed([ROW])
+    unit_connections.close()
     lock.close()

@@ -1,4 +1,5 @@
-"""One service for the suite, and one client per road and style: every test of the contract runs on all of them."""
+"""One service for the suite, and one client per connection and style: every test of the contract runs on all of
+them."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def unit_transport() -> str:
 
 
 @pytest.fixture(params=["local", "remote", "local-async", "remote-async", "engine", "engine-async"])
-def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def connection_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How a client reaches the arena: mapped, by ZMQ, by transfer engine."""
     if request.param.startswith("engine"):
         require_engine()
@@ -66,24 +67,24 @@ def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-def settings_of(road: str) -> dict[str, Any]:
-    """Of a client on that road."""
-    is_engine = road.startswith("engine")
+def settings_of(connection_kind: str) -> dict[str, Any]:
+    """Of a client on that connection."""
+    is_engine = connection_kind.startswith("engine")
     return {
-        "force_remote": is_engine or road.startswith("remote"),
+        "force_remote": is_engine or connection_kind.startswith("remote"),
         "bulk_transport": "mooncake" if is_engine else "zmq",
     }
 
 
 @pytest.fixture
-def open_client(server: Server, road: str) -> Iterator[Callable[[], DataPlaneClient]]:
-    """Makes clients of the road under test; they are closed afterwards."""
+def open_client(server: Server, connection_kind: str) -> Iterator[Callable[[], DataPlaneClient]]:
+    """Makes clients of the connection under test; they are closed afterwards."""
     opened: list[Any] = []
 
     def make(**settings: Any) -> Any:
-        settings = {**settings_of(road), "heartbeat_s": 0.5, **settings}
+        settings = {**settings_of(connection_kind), "heartbeat_s": 0.5, **settings}
         client: Any
-        if road.endswith("async"):
+        if connection_kind.endswith("async"):
             client = Blocking(connect_async(server.address, **settings))
         else:
             client = connect(server.address, **settings)

@@ -225,10 +225,10 @@ def _parent_with_child(address: str, ready: int, end: int) -> None:
 
 
 @pytest.mark.usefixtures("poison")
-def test_nearly_full_and_poisoned(road: str) -> None:
+def test_nearly_full_and_poisoned(connection_kind: str) -> None:
     """Space is reused at once, and overwritten first; readers that copy or hold views see their own rows."""
     settings = {"capacity_bytes": 2 * MIB, "reserve_fraction": 0.1, "bulk_transport": unit_transport()}
-    with serve(settings) as server, connect(server.address, **settings_of(road)) as client:
+    with serve(settings) as server, connect(server.address, **settings_of(connection_kind)) as client:
         client.register_partition("p", ["input_ids"], None, [])
         generator = np.random.default_rng(0)
         kept: list[tuple[list[torch.Tensor], torch.Tensor]] = []

@@ -64,25 +64,25 @@ def numbers_of(client: DataPlaneClient, meta: KVBatchMeta, order: list[str]) -> 
     return [int(row[0]) for row in got["x"].unbind()], list(order)
 
 
-def expected(road: str, how: list[str]) -> list[str]:
-    return LOOKED_UP if road.endswith("async") else how
+def expected(connection_kind: str, how: list[str]) -> list[str]:
+    return LOOKED_UP if connection_kind.endswith("async") else how
 
 
 def test_what_has_not_changed_is_copied_before_the_answer_is_there(
-    client: DataPlaneClient, located: KVBatchMeta, order: list[str], road: str
+    client: DataPlaneClient, located: KVBatchMeta, order: list[str], connection_kind: str
 ) -> None:
-    assert numbers_of(client, located, order) == (list(range(6)), expected(road, GUESSED))
+    assert numbers_of(client, located, order) == (list(range(6)), expected(connection_kind, GUESSED))
     order.clear()
     batch = client.get_batch(located, pad_value_dict={"x": -1}, pad_to_seqlen=120)
     assert batch["x"].shape == (6, 120)
-    assert order == expected(road, GUESSED)
+    assert order == expected(connection_kind, GUESSED)
     assert located == client.locate(located.with_fields(["x", "y"])), "a hint is no part of what a meta says"
 
 
 def test_places_stay_aligned_through_everything_that_is_done_to_a_meta(
-    client: DataPlaneClient, located: KVBatchMeta, order: list[str], road: str
+    client: DataPlaneClient, located: KVBatchMeta, order: list[str], connection_kind: str
 ) -> None:
-    how = expected(road, GUESSED)
+    how = expected(connection_kind, GUESSED)
     assert numbers_of(client, located.subset([4, 1, 4]), order) == ([4, 1, 4], how)
     assert numbers_of(client, located.slice(2, 5), order) == ([2, 3, 4], how)
     assert numbers_of(client, located.drop(["s0", "s5"]), order) == ([1, 2, 3, 4], how)
@@ -94,23 +94,23 @@ def test_places_stay_aligned_through_everything_that_is_done_to_a_meta(
 
 
 def test_another_client_reads_from_there_too_once_it_is_connected(
-    open_client: Callable[[], DataPlaneClient], located: KVBatchMeta, order: list[str], road: str
+    open_client: Callable[[], DataPlaneClient], located: KVBatchMeta, order: list[str], connection_kind: str
 ) -> None:
     other, sent = open_client(), pickle.loads(pickle.dumps(located))
     assert numbers_of(other, sent, order) == (list(range(6)), LOOKED_UP)
-    assert numbers_of(other, sent, order) == (list(range(6)), expected(road, GUESSED))
+    assert numbers_of(other, sent, order) == (list(range(6)), expected(connection_kind, GUESSED))
 
 
 def test_overwritten_rows_are_read_where_they_are(
-    client: DataPlaneClient, located: KVBatchMeta, order: list[str], road: str, poison: None
+    client: DataPlaneClient, located: KVBatchMeta, order: list[str], connection_kind: str, poison: None
 ) -> None:
     put(client, 2, 3, start=100)
-    assert numbers_of(client, located, order) == ([0, 1, 102, 103, 4, 5], expected(road, BOTH))
-    assert numbers_of(client, located.slice(4, 6), order) == ([4, 5], expected(road, GUESSED))
+    assert numbers_of(client, located, order) == ([0, 1, 102, 103, 4, 5], expected(connection_kind, BOTH))
+    assert numbers_of(client, located.slice(4, 6), order) == ([4, 5], expected(connection_kind, GUESSED))
 
 
 def test_other_bytes_at_the_same_place_are_not_taken_for_the_old_ones(
-    client: DataPlaneClient, located: KVBatchMeta, order: list[str], road: str, poison: None
+    client: DataPlaneClient, located: KVBatchMeta, order: list[str], connection_kind: str, poison: None
 ) -> None:
     def write(number: int) -> KVBatchMeta:
         return client.put_samples(located, "p", {"x": [torch.full((60_000,), number)] * 6})
@@ -120,8 +120,8 @@ def test_other_bytes_at_the_same_place_are_not_taken_for_the_old_ones(
     again = client.locate(write(3), ["x"])
     before, after = first.places["x"], again.places["x"]
     assert before.offsets.tolist() == after.offsets.tolist(), "the space was used again"
-    assert numbers_of(client, first, order) == ([3] * 6, expected(road, BOTH))
-    assert numbers_of(client, again, order) == ([3] * 6, expected(road, GUESSED))
+    assert numbers_of(client, first, order) == ([3] * 6, expected(connection_kind, BOTH))
+    assert numbers_of(client, again, order) == ([3] * 6, expected(connection_kind, GUESSED))
 
 
 def test_cleared_samples_are_told_of_and_born_again_are_others(
@@ -147,16 +147,16 @@ def test_what_is_missing_cannot_be_located(client: DataPlaneClient, located: KVB
 
 
 def test_moved_rows_are_read_where_they_are(
-    client: DataPlaneClient, server: Lives, located: KVBatchMeta, order: list[str], road: str
+    client: DataPlaneClient, server: Lives, located: KVBatchMeta, order: list[str], connection_kind: str
 ) -> None:
     server.unit()
     client.drain(1, timeout_s=60)
-    assert numbers_of(client, located, order) == (list(range(6)), expected(road, BOTH))
+    assert numbers_of(client, located, order) == (list(range(6)), expected(connection_kind, BOTH))
     client.drop_unit(1)
     server.units[0].stop()
     assert numbers_of(client, located, order)[0] == list(range(6))
     again = client.locate(located)
-    assert numbers_of(client, again, order) == (list(range(6)), expected(road, GUESSED))
+    assert numbers_of(client, again, order) == (list(range(6)), expected(connection_kind, GUESSED))
 
 
 def test_another_life_of_the_unit_is_not_taken_for_the_one_it_was(

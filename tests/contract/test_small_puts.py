@@ -87,17 +87,17 @@ def until(true: Callable[[], bool], what: str) -> None:
 
 @pytest.mark.usefixtures("steady")
 def test_a_small_local_put_is_one_command(
-    commands: Commands, client: DataPlaneClient, partition: str, road: str
+    commands: Commands, client: DataPlaneClient, partition: str, connection_kind: str
 ) -> None:
     client.register_partition(partition, ["x", "y"], None, [])
     put(client, partition, -1)
-    if road.startswith("local"):
+    if connection_kind.startswith("local"):
         commands.wait_until_writers_are_attached()
     commands.clear()
     for number in range(PUTS):
         put(client, partition, number)
     assert commands["Commit"] == PUTS
-    if road.startswith("local"):
+    if connection_kind.startswith("local"):
         assert commands["Preallocate"] == 1
         assert commands["Allocate"] == 0
     else:

@@ -45,8 +45,15 @@ def client(server: Server) -> Iterator[DataPlaneClient]:
 def kill(server: Server) -> Iterator[Kill]:
     """Runs a client that does its job until it kills itself at a failpoint."""
 
-    def run(job: str, at: str, path: Path, road: str) -> None:
-        settings = {"how": "kill", "partition": "p", "at": at, "job": job, "path": str(path), "road": road}
+    def run(job: str, at: str, path: Path, connection_kind: str) -> None:
+        settings = {
+            "how": "kill",
+            "partition": "p",
+            "at": at,
+            "job": job,
+            "path": str(path),
+            "connection_kind": connection_kind,
+        }
         with contextlib.closing(Dying(server.address, settings)) as dying:
             assert dying.said() == "there"
             assert dying.ended() == -signal.SIGKILL
@@ -74,17 +81,17 @@ def soon(client: DataPlaneClient, done: Callable[[Any], bool]) -> None:
     pytest.fail(f"still so after a minute: {stats}")
 
 
-@pytest.mark.parametrize("road", ["local", "remote"])
+@pytest.mark.parametrize("connection_kind", ["local", "remote"])
 @pytest.mark.parametrize("at", ["saved", "mid_file", "before_rename", "after_rename"])
-def test_who_saves_dies(client: DataPlaneClient, kill: Kill, tmp_path: Path, at: str, road: str) -> None:
+def test_who_saves_dies(client: DataPlaneClient, kill: Kill, tmp_path: Path, at: str, connection_kind: str) -> None:
     client.checkpoint(tmp_path / "c")
     older = whole(tmp_path / "c")
     client.put_samples(["new"], "p")
-    kill("checkpoint", f"checkpoint.{at}", tmp_path / "c", road)
+    kill("checkpoint", f"checkpoint.{at}", tmp_path / "c", connection_kind)
     assert whole(tmp_path / "c").partitions[0].live == (6 if at == "after_rename" else 5)
     if at != "after_rename":
         assert whole(tmp_path / "c") == older
-    kill("checkpoint", f"checkpoint.{at}", tmp_path / "d", road)
+    kill("checkpoint", f"checkpoint.{at}", tmp_path / "d", connection_kind)
     assert (tmp_path / "d").exists() == (at == "after_rename")
     soon(client, lambda stats: not any(unit.pinned_bytes for unit in stats.units))
     for name in "cd":

@@ -73,20 +73,22 @@ BEFORE_ATTACHED = ["call.Allocate.after", "call.Locate.after", "get.mid_copy"]
 """Where a local client holds bytes, and no unit can tell that it is gone."""
 
 
-def give_up_if_unattached(server: Server, road: str, at: str) -> None:
+def give_up_if_unattached(server: Server, connection_kind: str, at: str) -> None:
     """End the session of the dead client if no unit can tell that it is gone."""
-    if road == "remote" or at in BEFORE_ATTACHED:
+    if connection_kind == "remote" or at in BEFORE_ATTACHED:
         give_up(server)
 
 
 @pytest.mark.parametrize(
-    ("road", "at"), [("local", at) for at in LOCAL_PUT] + [("remote", at) for at in REMOTE_PUT], ids=str
+    ("connection_kind", "at"), [("local", at) for at in LOCAL_PUT] + [("remote", at) for at in REMOTE_PUT], ids=str
 )
-def test_killed_in_a_put(server: Server, survivor: DataPlaneClient, victim: Victim, road: str, at: str) -> None:
-    dying = victim(road=road, job="put", at=at)
+def test_killed_in_a_put(
+    server: Server, survivor: DataPlaneClient, victim: Victim, connection_kind: str, at: str
+) -> None:
+    dying = victim(connection_kind=connection_kind, job="put", at=at)
     assert dying.said() == "there"
     assert dying.ended() == -signal.SIGKILL
-    give_up_if_unattached(server, road, at)
+    give_up_if_unattached(server, connection_kind, at)
     survivor.put_samples(names(7), "p", {"x": rows(7)})
     assert survivor.list_samples("p").sample_ids == names(7)
     assert torch.equal(survivor.get_samples(names(7), "p", ["x"])["x"], rows(7))
@@ -100,7 +102,7 @@ def test_killed_while_its_rows_are_forced_to_the_disk(tmp_path: Path) -> None:
         connect(server.address, put_timeout_s=60.0) as survivor,
     ):
         survivor.register_partition("p", {"x": None}, None, ["train"])
-        victim = {"road": "local", "job": "put", "at": "put.before_force", "how": "kill", "partition": "p"}
+        victim = {"connection_kind": "local", "job": "put", "at": "put.before_force", "how": "kill", "partition": "p"}
         with contextlib.closing(Dying(server.address, victim)) as dying:
             assert dying.said() == "there"
             assert dying.ended() == -signal.SIGKILL
@@ -110,14 +112,14 @@ def test_killed_while_its_rows_are_forced_to_the_disk(tmp_path: Path) -> None:
 
 
 def test_killed_after_a_commit_the_rows_stay(survivor: DataPlaneClient, victim: Victim) -> None:
-    dying = victim(road="local", job="put", at="call.Commit.after")
+    dying = victim(connection_kind="local", job="put", at="call.Commit.after")
     assert dying.ended() == -signal.SIGKILL
     back = survivor.get_samples(names(5, "v"), "p", ["x"])
     assert torch.equal(back["x"], rows(5, 0))
 
 
 @pytest.mark.parametrize(
-    ("road", "at"),
+    ("connection_kind", "at"),
     [
         ("local", "get.mid_copy"),
         ("local", "get.copied"),
@@ -131,12 +133,14 @@ def test_killed_after_a_commit_the_rows_stay(survivor: DataPlaneClient, victim: 
     ],
     ids=str,
 )
-def test_killed_in_a_get(server: Server, survivor: DataPlaneClient, victim: Victim, road: str, at: str) -> None:
+def test_killed_in_a_get(
+    server: Server, survivor: DataPlaneClient, victim: Victim, connection_kind: str, at: str
+) -> None:
     survivor.put_samples(names(5), "p", {"x": rows(5)})
-    dying = victim(road=road, job="get", at=at)
+    dying = victim(connection_kind=connection_kind, job="get", at=at)
     assert dying.said() == "there"
     dying.ended()
-    give_up_if_unattached(server, road, at)
+    give_up_if_unattached(server, connection_kind, at)
     survivor.clear_samples(names(5), "p")
     survivor.put_samples(names(7), "p", {"x": rows(7, 2)})
     assert torch.equal(survivor.get_samples(names(7), "p", ["x"])["x"], rows(7, 2))
@@ -146,7 +150,7 @@ def test_killed_in_a_get(server: Server, survivor: DataPlaneClient, victim: Vict
 @pytest.mark.parametrize("at", ["call.Claim.before", "call.Claim.after"])
 def test_killed_around_a_claim(server: Server, survivor: DataPlaneClient, victim: Victim, at: str) -> None:
     survivor.put_samples(names(5), "p", {"x": torch.arange(5)})
-    dying = victim(road="local", job="claim", at=at)
+    dying = victim(connection_kind="local", job="claim", at=at)
     assert dying.said() == "claiming"
     assert dying.ended() == -signal.SIGKILL
     give_up(server)
@@ -154,7 +158,7 @@ def test_killed_around_a_claim(server: Server, survivor: DataPlaneClient, victim
 
 
 def test_killed_while_a_claim_waits(server: Server, survivor: DataPlaneClient, victim: Victim) -> None:
-    dying = victim(road="local", job="claim")
+    dying = victim(connection_kind="local", job="claim")
     assert dying.said() == "claiming"
     while not any(part.waiting_claims for part in survivor.stats().partitions):
         assert dying.alive
@@ -167,7 +171,7 @@ def test_killed_while_a_claim_waits(server: Server, survivor: DataPlaneClient, v
 def test_a_stopped_reader_keeps_its_bytes_until_it_dies(survivor: DataPlaneClient, victim: Victim) -> None:
     """SIGSTOP for longer than every time-out: the bytes under its views are not reused, and come back at its death."""
     survivor.put_samples(names(5), "p", {"x": rows(5)})
-    stopped = victim(road="local", job="views", how="stop")
+    stopped = victim(connection_kind="local", job="views", how="stop")
     assert stopped.said() == "there"
     survivor.clear_samples(names(5), "p")
     with (
@@ -182,7 +186,7 @@ def test_a_stopped_reader_keeps_its_bytes_until_it_dies(survivor: DataPlaneClien
 
 def test_a_stopped_remote_writer_is_fenced(server: Server, survivor: DataPlaneClient, victim: Victim) -> None:
     """It is given up after its silence; when it wakes, its frames and its commit are refused."""
-    stopped = victim(road="remote", job="put", at="bulk.write.between_frames", how="stop")
+    stopped = victim(connection_kind="remote", job="put", at="bulk.write.between_frames", how="stop")
     assert stopped.said() == "there"
     give_up(server)
     survivor.put_samples(names(7), "p", {"x": rows(7)})

@@ -1,8 +1,8 @@
 """A client process that dies, or stops, at a named failpoint.
 
-Settings: road ("local" or "remote"), job ("put", "get", "claim", "views", or with a path "checkpoint" and "restore"),
-at (failpoint, or "" to wait for the parent), how ("kill": by SIGKILL at the place; "stop": by SIGSTOP), partition.
-Says "there" just before it dies or waits.
+Settings: connection ("local" or "remote"), job ("put", "get", "claim", "views", or with a path "checkpoint" and
+"restore"), at (failpoint, or "" to wait for the parent), how ("kill": by SIGKILL at the place; "stop": by SIGSTOP),
+partition. Says "there" just before it dies or waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ MIB = 1 << 20
 
 
 def main(address: str, settings: dict[str, Any], say: Callable[[str], None]) -> None:
-    client = connect(address, force_remote=settings["road"] == "remote", heartbeat_s=0.2, client_name="victim")
+    client = connect(
+        address, force_remote=settings["connection_kind"] == "remote", heartbeat_s=0.2, client_name="victim"
+    )
     if settings["job"] != "restore":
         client.list_samples(settings["partition"])
 

@@ -1,4 +1,4 @@
-"""Frames of the bulk road: whole messages to a real server, and a server's replies to a real client's socket."""
+"""Frames of the bulk connection: whole messages to a real server, and a server's replies to a real client's socket."""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ Script = Generator[Step, Any, None]
 
 @dataclass
 class Thread:
-    """One script under way. `waits_for` is a call's number, a token of the bulk road, "drain", or None: it can run."""
+    """One script under way. `waits_for` is a call's number, a token of the bulk connection, "drain", or None: it can
+    run."""
 
     make: Callable[[Client, Thread], Script]
     script: Script | None = None
@@ -400,7 +401,7 @@ class Client:
             self.state = "closing"
             self.bye = self.issue(Bye())
 
-    # --- the bulk road ---------------------------------------------------------------------------------------
+    # --- the bulk connection ---------------------------------------------------------------------------------------
 
     def send_frame(self, thread: Thread, unit: int, offset: int, data: bytes, grant: Name) -> None:
         script, frame, epoch = thread.script, self.world.version(), self.units[unit].epoch

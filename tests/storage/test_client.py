@@ -41,13 +41,13 @@ def unit():
 
 
 @pytest.fixture(params=["ipc", "tcp"])
-def road(request):
+def connection_kind(request):
     return request.param
 
 
 @pytest.fixture
-def connection(unit, road):
-    with unit.connect(road) as made:
+def connection(unit, connection_kind):
+    with unit.connect(connection_kind) as made:
         yield made
 
 
@@ -227,13 +227,13 @@ connection.write(list(range(0, 8 << 20, 1 << 19)), [b"x" * (1 << 19)] * 16, rese
 """
 
 
-def test_a_writer_killed_between_frames_leaves_whole_requests_and_is_fenced(unit, road):
-    with Process(REMOTE_WRITER, msgspec.json.encode(unit.by(road)).decode(), TOKEN) as process:
+def test_a_writer_killed_between_frames_leaves_whole_requests_and_is_fenced(unit, connection_kind):
+    with Process(REMOTE_WRITER, msgspec.json.encode(unit.by(connection_kind)).decode(), TOKEN) as process:
         assert process.line() == ""
         process.kill()
     unit.server.order(FenceSession(unit=UNIT, session=5))
     assert unit.expect(SessionGone).session == 5
-    with unit.connect(road) as other:
+    with unit.connect(connection_kind) as other:
         other.write([12 * MIB], [b"after"], reservation=1, timeout_s=WAIT_S)
     assert not unit.arena.data[CHUNK_BYTES : 8 * MIB].any(), "of the torn request nothing"
     assert len(set(unit.arena.data[:CHUNK_BYTES].tolist())) == 1, "of the request before it all or nothing"
@@ -282,9 +282,9 @@ def test_a_silent_unit_is_a_timeout_that_names_it(unit, connection, monkeypatch)
     release.set()
 
 
-def test_a_unit_that_goes_is_noticed_at_once(road):
+def test_a_unit_that_goes_is_noticed_at_once(connection_kind):
     unit = Unit()
-    with unit.connect(road) as connection:
+    with unit.connect(connection_kind) as connection:
         connection.write([0], [b"abc"], reservation=1, timeout_s=WAIT_S)
         unit.close()
         with pytest.raises(StorageUnitError, match="cannot be reached"):

@@ -299,7 +299,7 @@ def test_a_fence_between_challenge_and_proof_wins(unit, peer):
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        ({"lock_path": ""}, "asked for the remote road"),
+        ({"lock_path": ""}, "asked for the remote connection"),
         ({"boot_id": "elsewhere"}, "another host"),
         ({"lock_path": "/etc/passwd"}, "directory"),
     ],

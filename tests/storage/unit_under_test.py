@@ -1,4 +1,4 @@
-"""A real storage unit without a controller, for tests of the bulk road: reports are kept in a queue."""
+"""A real storage unit without a controller, for tests of the bulk connection: reports are kept in a queue."""
 
 from __future__ import annotations
 
@@ -68,12 +68,14 @@ class Unit:
             capacity_bytes=self.arena.capacity_bytes,
         )
 
-    def by(self, road: str) -> UnitInfo:
+    def by(self, connection_kind: str) -> UnitInfo:
         """The unit as one reachable by `ipc` or `tcp` only."""
-        return changed(self.info, endpoints=tuple(each for each in self.info.endpoints if each.startswith(road)))
+        return changed(
+            self.info, endpoints=tuple(each for each in self.info.endpoints if each.startswith(connection_kind))
+        )
 
-    def connect(self, road: str = "ipc", *, session: int = 1, **more: Any) -> UnitConnection:
-        return UnitConnection(self.by(road), session=session, token=TOKEN, **({"timeout_s": WAIT_S} | more))
+    def connect(self, connection_kind: str = "ipc", *, session: int = 1, **more: Any) -> UnitConnection:
+        return UnitConnection(self.by(connection_kind), session=session, token=TOKEN, **({"timeout_s": WAIT_S} | more))
 
     def expect(self, kind: type[Report]) -> Report:
         """The next report, which must be a `kind`."""

@@ -104,7 +104,7 @@ def _round_trip(config: DataPlaneConfig) -> Iterator[Finding]:
     from dataplane import DataPlaneClient
 
     row = torch.randint(0, 256, (_ROW_BYTES,), dtype=torch.uint8)
-    for remote, road in ((False, "the best road"), (True, "ZMQ")):
+    for remote, connection_kind in ((False, "the best connection"), (True, "ZMQ")):
         settings = replace(config, force_remote=remote, put_timeout_s=_PUT_S)
         with DataPlaneClient(settings).connect() as client, _partition(client) as name:
             began = time.monotonic()
@@ -112,8 +112,10 @@ def _round_trip(config: DataPlaneConfig) -> Iterator[Finding]:
             back = client.get_samples(["row"], name, ["bytes"])["bytes"].values()
             took_ms = (time.monotonic() - began) * 1000
             if not torch.equal(back, row):
-                raise ValueError(f"a row of {readable(_ROW_BYTES)} came back changed by {road}")
-        yield Finding(what="round trip", found=f"{readable(_ROW_BYTES)} there and back by {road} in {took_ms:.1f} ms")
+                raise ValueError(f"a row of {readable(_ROW_BYTES)} came back changed by {connection_kind}")
+        yield Finding(
+            what="round trip", found=f"{readable(_ROW_BYTES)} there and back by {connection_kind} in {took_ms:.1f} ms"
+        )
 
 
 @contextlib.contextmanager

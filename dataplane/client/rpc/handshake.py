@@ -3,7 +3,7 @@ address.
 
 Not over gRPC, because clients live in training processes, which fork (data loaders do), and gRPC does not bear that: a
 process with live gRPC threads crashed in 1 to 10 of 100 plain forks (grpcio 1.85, fork support on), and with fork
-support off its children cannot use gRPC at all. ZMQ has no such trouble, so parent and child use one road.
+support off its children cannot use gRPC at all. ZMQ has no such trouble, so parent and child both use it.
 
 First of all the client asks the gRPC server, in the one small call that `http2` makes, to prove that it is the service,
 and for the keys of the ZMQ servers.

@@ -1,4 +1,4 @@
-"""Channels for tests, by each road, and what waits for them. Fixtures are imported by the files that use them."""
+"""Channels for tests, by each connection, and what waits for them. Fixtures are imported by the files that use them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.transport.endpoint import Endpoint
 
 MIB = 1 << 20
 CAPACITY = 32 * MIB
-ROADS = ("shared", "tcp", "local")
+CONNECTION_KINDS = ("shared", "tcp", "local")
 WAIT_S = 60.0
 
 # On a busy machine a broker may stand still for longer than users wait for one.
@@ -55,15 +55,15 @@ def broker() -> Iterator[ChannelBroker]:
 
 @pytest.fixture
 def make(broker: ChannelBroker, request: pytest.FixtureRequest) -> Iterator[Callable[..., Channel]]:
-    """A maker of channels of one road; without a parameter, of shared memory."""
-    road = getattr(request, "param", "shared")
+    """A maker of channels of one connection; without a parameter, of shared memory."""
+    connection_kind = getattr(request, "param", "shared")
     made: list[Channel] = []
 
     def channel(maxsize: int = 0, **more: Any) -> Channel:
-        if road == "local":
+        if connection_kind == "local":
             made.append(Channel.create("c", maxsize=maxsize, local=True, **more))
             return made[-1]
-        endpoint = broker.endpoint if road == "shared" else elsewhere(broker.endpoint)
+        endpoint = broker.endpoint if connection_kind == "shared" else elsewhere(broker.endpoint)
         settings = ChannelSettings(
             name="c", ident=f"c{len(made)}", maxsize=maxsize, distributed=False, nodes=(0,), endpoints=(endpoint,)
         )
@@ -83,8 +83,8 @@ def peer() -> Iterator[Peer]:
     process.stop()
 
 
-every_road = pytest.mark.parametrize("make", ROADS, indirect=True)
-every_wire = pytest.mark.parametrize("make", ROADS[:2], indirect=True)
+every_connection = pytest.mark.parametrize("make", CONNECTION_KINDS, indirect=True)
+every_wire = pytest.mark.parametrize("make", CONNECTION_KINDS[:2], indirect=True)
 
 
 def waiting(channel: Channel, *, gets: int = 0, puts: int = 0) -> None:

@@ -20,7 +20,7 @@ from tests.workers.channels.channels import (
     alongside,
     broker,
     elsewhere,
-    every_road,
+    every_connection,
     every_wire,
     finished,
     make,
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.integration
 # --- items -----------------------------------------------------------------------------------------------------------
 
 
-@every_road
+@every_connection
 def test_what_is_put_is_got_in_order(make: Callable[..., Channel]) -> None:
     channel = make()
     for number in range(5):
@@ -205,7 +205,7 @@ def test_local_channels_hand_over_the_object_itself() -> None:
 # --- queues ----------------------------------------------------------------------------------------------------------
 
 
-@every_road
+@every_connection
 def test_keys_do_not_cross_synchronous_or_not(make: Callable[..., Channel]) -> None:
     channel = make()
     first = channel.get(key="a", async_op=True)
@@ -218,7 +218,7 @@ def test_keys_do_not_cross_synchronous_or_not(make: Callable[..., Channel]) -> N
     assert second.wait() == "for b"
 
 
-@every_road
+@every_connection
 def test_nowait_raises_what_asyncio_raises(make: Callable[..., Channel]) -> None:
     channel = make(maxsize=1)
     with pytest.raises(asyncio.QueueEmpty):
@@ -246,7 +246,7 @@ def test_put_nowait_is_full_too_when_there_is_no_memory(make: Callable[..., Chan
     channel.put_nowait(item)
 
 
-@every_road
+@every_connection
 def test_sizes(make: Callable[..., Channel]) -> None:
     channel = make(maxsize=2)
     assert (channel.qsize(), channel.empty(), channel.full()) == (0, True, False)
@@ -258,7 +258,7 @@ def test_sizes(make: Callable[..., Channel]) -> None:
     assert channel.qsize("other") == 1
 
 
-@every_road
+@every_connection
 def test_a_put_waits_for_a_place_and_a_get_for_an_item(make: Callable[..., Channel]) -> None:
     channel = make(maxsize=1)
     channel.put(0)
@@ -273,7 +273,7 @@ def test_a_put_waits_for_a_place_and_a_get_for_an_item(make: Callable[..., Chann
     assert outcome == [2]
 
 
-@every_road
+@every_connection
 def test_batches(make: Callable[..., Channel]) -> None:
     channel = make(maxsize=3)
     first, second = channel.get_batch(4, async_op=True), channel.get_batch(4, async_op=True)
@@ -373,7 +373,7 @@ def test_many_threads_share_a_handle(make: Callable[..., Channel]) -> None:
             assert of_one == sorted(of_one)
 
 
-@every_road
+@every_connection
 def test_a_handles_own_timeout_leaves_the_call_under_way(make: Callable[..., Channel]) -> None:
     channel = make()
     work = channel.get(async_op=True)
@@ -383,7 +383,7 @@ def test_a_handles_own_timeout_leaves_the_call_under_way(make: Callable[..., Cha
     assert work.wait() == 1
 
 
-@every_road
+@every_connection
 def test_weights_may_be_numbers_of_any_type(make: Callable[..., Channel]) -> None:
     channel = make()
     for weight in (np.int64(2), np.float32(1.5), np.float64(0.5), 2**70):

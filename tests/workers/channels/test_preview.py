@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.workers.channels.channels import broker, every_road, every_wire, make
+from tests.workers.channels.channels import broker, every_connection, every_wire, make
 from workers.channels import Channel, ChannelBroker
 from workers.channels.preview import SHOWN_CHARS, SHOWN_ITEMS
 
@@ -27,7 +27,7 @@ class Here:
         return int, ("not a number",)
 
 
-@every_road
+@every_connection
 def test_items_are_shown_and_stay(make: Callable[..., Channel]) -> None:
     channel = make()
     assert str(channel) == "[]"
@@ -40,7 +40,7 @@ def test_items_are_shown_and_stay(make: Callable[..., Channel]) -> None:
     assert str(channel) == "[]"
 
 
-@every_road
+@every_connection
 def test_what_is_shown_is_bounded(make: Callable[..., Channel]) -> None:
     channel = make()
     for number in range(SHOWN_ITEMS + 5):
@@ -62,7 +62,7 @@ def test_large_items_are_shown_by_their_tensors(make: Callable[..., Channel]) ->
     assert channel.get()["ids"].shape == (4096,)
 
 
-@every_road
+@every_connection
 def test_items_that_cannot_be_shown_hide_no_others(make: Callable[..., Channel]) -> None:
     channel = make()
     channel.put(Odd())
@@ -77,7 +77,7 @@ def test_items_that_cannot_be_loaded_are_shown_as_such(make: Callable[..., Chann
     assert "<cannot be shown: NotSerializableError" in str(channel)
 
 
-@every_road
+@every_connection
 def test_a_handle_that_let_go_says_so(make: Callable[..., Channel]) -> None:
     channel = make()
     channel.disconnect()

@@ -23,7 +23,7 @@ from dataplane.core.addresses import split_address
 from tests.lives import wait_until
 from tests.workers.channels.channels import (
     CAPACITY,
-    ROADS,
+    CONNECTION_KINDS,
     alongside,
     broker,
     elsewhere,
@@ -150,11 +150,11 @@ def _run_broker() -> str:
     return kept()["broker"].endpoint
 
 
-@pytest.mark.parametrize("road", ROADS[:2])
-def test_a_broker_that_dies_is_named_to_all_who_use_it(peer: Peer, road: str) -> None:
+@pytest.mark.parametrize("connection_kind", CONNECTION_KINDS[:2])
+def test_a_broker_that_dies_is_named_to_all_who_use_it(peer: Peer, connection_kind: str) -> None:
     endpoint = peer.call(_run_broker)
     address = Endpoint.parse(endpoint).address
-    endpoint = endpoint if road == "shared" else elsewhere(endpoint)
+    endpoint = endpoint if connection_kind == "shared" else elsewhere(endpoint)
     settings = ChannelSettings(name="c", ident="c", maxsize=1, distributed=False, nodes=(0,), endpoints=(endpoint,))
     channel = Channel(settings)
     channel._create()

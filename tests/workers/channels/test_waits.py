@@ -26,7 +26,7 @@ from tests.workers.channels.channels import (
     MIB,
     alongside,
     broker,
-    every_road,
+    every_connection,
     every_wire,
     finished,
     make,
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.integration
 # --- handles ---------------------------------------------------------------------------------------------------------
 
 
-@every_road
+@every_connection
 def test_async_code_puts_and_gets(make: Callable[..., Channel]) -> None:
     channel = make(maxsize=2)
 
@@ -62,7 +62,7 @@ def test_async_code_puts_and_gets(make: Callable[..., Channel]) -> None:
     assert asyncio.run(both()) == list(range(20))
 
 
-@every_road
+@every_connection
 def test_a_cancelled_wait_leaves_its_get_under_way(make: Callable[..., Channel]) -> None:
     channel = make()
 
@@ -79,7 +79,7 @@ def test_a_cancelled_wait_leaves_its_get_under_way(make: Callable[..., Channel])
     assert work.wait() == "a"
 
 
-@every_road
+@every_connection
 def test_a_get_that_nobody_has_a_handle_of_takes_nothing(make: Callable[..., Channel]) -> None:
     channel = make()
     works = [channel.get(async_op=True) for _ in range(2)]
@@ -94,7 +94,7 @@ def test_a_get_that_nobody_has_a_handle_of_takes_nothing(make: Callable[..., Cha
     assert channel.get(timeout_s=30) == "b"
 
 
-@every_road
+@every_connection
 def test_waits_end_at_their_timeouts(make: Callable[..., Channel]) -> None:
     channel = make(maxsize=1, timeout_s=0.05)
     with pytest.raises(ChannelTimeoutError, match="get of channel 'c'"):
@@ -124,7 +124,7 @@ def test_a_wait_for_memory_ends_at_its_timeout(make: Callable[..., Channel], asy
     assert channel.qsize() == 1
 
 
-@every_road
+@every_connection
 @pytest.mark.parametrize("async_op", [False, True])
 def test_the_log_says_what_is_waited_for(
     make: Callable[..., Channel], async_op: bool, monkeypatch: pytest.MonkeyPatch
@@ -176,7 +176,7 @@ def test_a_put_that_waits_for_memory_holds_up_no_other_queue(make: Callable[...,
     assert torch.equal(first.get(), large)
 
 
-@every_road
+@every_connection
 def test_a_closed_channel_is_drained_and_ends(make: Callable[..., Channel]) -> None:
     channel = make(maxsize=2)
     channel.put("a")
@@ -196,7 +196,7 @@ def test_a_closed_channel_is_drained_and_ends(make: Callable[..., Channel]) -> N
     channel.close()
 
 
-@every_road
+@every_connection
 def test_closing_comes_after_the_puts_before_it(make: Callable[..., Channel]) -> None:
     for _ in range(10):
         channel = make()
@@ -207,7 +207,7 @@ def test_closing_comes_after_the_puts_before_it(make: Callable[..., Channel]) ->
         assert [channel.get() for _ in range(20)] == list(range(20))
 
 
-@every_road
+@every_connection
 def test_closing_wakes_who_waits(make: Callable[..., Channel]) -> None:
     channel = make()
     work = channel.get(key="k", async_op=True)
@@ -219,7 +219,7 @@ def test_closing_wakes_who_waits(make: Callable[..., Channel]) -> None:
         work.wait()
 
 
-@every_road
+@every_connection
 def test_disconnecting_wakes_who_waits(make: Callable[..., Channel]) -> None:
     channel = make()
     work = channel.get(key="k", async_op=True)
@@ -305,7 +305,7 @@ def _use_and_end(end: str) -> None:
     wait_until(lambda: process.num_fds() <= descriptors, "no more descriptors than before")
 
 
-@every_road
+@every_connection
 @pytest.mark.parametrize("timeout_s", [math.inf, math.nan, -1.0])
 def test_a_wait_without_an_end_is_refused(make: Any, timeout_s: float) -> None:
     channel = make()

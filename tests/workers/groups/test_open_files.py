@@ -18,7 +18,7 @@ from tests.alone import alone
 from tests.lives import Proxy, wait_until
 from tests.open_files import exhausted
 from tests.workers.channels.channels import CAPACITY, broker, make
-from tests.workers.messages.messengers import Here, address, one_road
+from tests.workers.messages.messengers import Here, address, one_connection
 from workers.channels import Channel, ChannelBroker
 from workers.directory import Directory, DirectoryClient, Kind, server
 from workers.directory import client as client_module
@@ -27,7 +27,7 @@ from workers.messages import Messenger
 from workers.placement.ports import PortKeeper
 
 pytestmark = pytest.mark.integration
-__all__ = ["broker", "make", "one_road"]
+__all__ = ["broker", "make", "one_connection"]
 
 
 def _refused(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, work: Callable[[], Any]) -> None:
@@ -47,12 +47,12 @@ def test_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
             assert client.listing
 
 
-def test_messages(one_road: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = one_road.client()
+def test_messages(one_connection: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = one_connection.client()
     assert client.listing(Kind.WORKER) == [], "it is connected"
-    monkeypatch.setattr(one_road, "client", lambda: client)
-    _refused(monkeypatch, os, "eventfd", lambda: one_road.worker(address(0)))
-    a = one_road.worker(address(0))
+    monkeypatch.setattr(one_connection, "client", lambda: client)
+    _refused(monkeypatch, os, "eventfd", lambda: one_connection.worker(address(0)))
+    a = one_connection.worker(address(0))
     assert a.broadcast(1, [address(0)]) == 1
 
 

@@ -131,7 +131,7 @@ def here(request: pytest.FixtureRequest) -> Iterator[Here]:
 
 
 @pytest.fixture
-def one_road() -> Iterator[Here]:
+def one_connection() -> Iterator[Here]:
     workers = Here(True)
     yield workers
     workers.close()

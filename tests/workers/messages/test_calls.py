@@ -14,7 +14,7 @@ import torch
 
 from dataplane.core.buffer_pool import BufferPool
 from tests.lives import wait_until
-from tests.workers.messages.messengers import WAIT_S, Here, address, here, one_road, until_it_fails
+from tests.workers.messages.messengers import WAIT_S, Here, address, here, one_connection, until_it_fails
 from tests.workers.messages.test_late import Dam, far
 from workers.errors import (
     MessageBacklogError,
@@ -103,16 +103,16 @@ def test_no_memory_for_its_bytes_costs_that_call(far: Here, monkeypatch: pytest.
     _settled(a)
 
 
-def test_a_message_between_two_is_still_for_the_next_receive(one_road: Here) -> None:
-    a, b = one_road.workers(2)
+def test_a_message_between_two_is_still_for_the_next_receive(one_connection: Here) -> None:
+    a, b = one_connection.workers(2)
     with pytest.raises(MessageTimeoutError):
         b.recv(A, timeout_s=0.1)
     a.send("for the next", B, async_op=True)
     assert b.recv(A) == "for the next"
 
 
-def test_a_receiver_that_begins_late_gets_the_first(one_road: Here) -> None:
-    a, b, c = one_road.workers(3)
+def test_a_receiver_that_begins_late_gets_the_first(one_connection: Here) -> None:
+    a, b, c = one_connection.workers(3)
     works = [a.broadcast(step, [A, B, C], async_op=True) for step in range(3)]
     assert [b.broadcast(None, [A, B, C]) for _ in range(3)] == [0, 1, 2]
     assert [c.broadcast(None, [A, B, C]) for _ in range(3)] == [0, 1, 2]
@@ -140,10 +140,10 @@ def test_a_receiver_that_gave_up_before_its_source_was_there(here: Here) -> None
     assert b.broadcast(None, PAIR) == "second"
 
 
-def test_a_source_without_place_for_what_it_sends(one_road: Here) -> None:
+def test_a_source_without_place_for_what_it_sends(one_connection: Here) -> None:
     """Not even for word of its failure, with a backlog that is full."""
-    a = one_road.worker(A, backlog_bytes=64 << 10)
-    b = one_road.worker(B)
+    a = one_connection.worker(A, backlog_bytes=64 << 10)
+    b = one_connection.worker(B)
     numbers = itertools.count()
     with pytest.raises(MessageBacklogError):
         until_it_fails(lambda: a.broadcast(next(numbers), PAIR, async_op=True))
@@ -158,8 +158,8 @@ def test_a_source_without_place_for_what_it_sends(one_road: Here) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"timeout_s": -1.0}, {"options": "nccl"}])
-def test_a_call_with_arguments_that_cannot_be_is_a_call(one_road: Here, wrong: dict[str, Any]) -> None:
-    a, b = one_road.workers(2)
+def test_a_call_with_arguments_that_cannot_be_is_a_call(one_connection: Here, wrong: dict[str, Any]) -> None:
+    a, b = one_connection.workers(2)
     waiting = b.broadcast(None, PAIR, async_op=True)
     with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
         a.broadcast("not sent", PAIR, **wrong)
@@ -173,8 +173,8 @@ def test_a_call_with_arguments_that_cannot_be_is_a_call(one_road: Here, wrong: d
     _settled(a)
 
 
-def test_a_call_that_raises_what_was_refused_before_is_a_call(one_road: Here) -> None:
-    a, b = one_road.workers(2)
+def test_a_call_that_raises_what_was_refused_before_is_a_call(one_connection: Here) -> None:
+    a, b = one_connection.workers(2)
     a.send("first contact", B, async_op=True)
     assert b.recv(A) == "first contact"
     a.send("object", B)

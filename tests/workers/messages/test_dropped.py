@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.lives import wait_until
-from tests.workers.messages.messengers import WAIT_S, Here, address, here, one_road
+from tests.workers.messages.messengers import WAIT_S, Here, address, here, one_connection
 from tests.workers.messages.test_calls import Ends
 from tests.workers.messages.test_late import Dam, far
 from workers.errors import MessageMismatchError, MessageTimeoutError, NotSerializableError
@@ -90,8 +90,8 @@ def test_what_had_come_is_given_back_in_its_place(here: Here, size: int) -> None
     assert [(int(values[0]), payload) for values, payload in got] == [(number, number) for number in range(3)]
 
 
-def test_who_waits_already_has_what_is_given_back(one_road: Here) -> None:
-    a, b = one_road.workers(2)
+def test_who_waits_already_has_what_is_given_back(one_connection: Here) -> None:
+    a, b = one_connection.workers(2)
     first, second = (b.recv(A, async_op=True) for _ in range(2))
     a.send("only", B)
     _has_come(first)
@@ -99,8 +99,8 @@ def test_who_waits_already_has_what_is_given_back(one_road: Here) -> None:
     assert second.wait() == "only"
 
 
-def test_a_handle_that_somebody_has_goes_on(one_road: Here) -> None:
-    a, b = one_road.workers(2)
+def test_a_handle_that_somebody_has_goes_on(one_connection: Here) -> None:
+    a, b = one_connection.workers(2)
     got: list[Any] = []
     came = threading.Event()
     b.recv(A, async_op=True).then(came.set)
@@ -137,8 +137,8 @@ class _Broken:
         return _broken, ()
 
 
-def test_what_cannot_be_loaded_does_not_come_again(one_road: Here) -> None:
-    a, b = one_road.workers(2)
+def test_what_cannot_be_loaded_does_not_come_again(one_connection: Here) -> None:
+    a, b = one_connection.workers(2)
     a.send(_Broken(), B, async_op=True)
     a.send("second", B, async_op=True)
     with pytest.raises(NotSerializableError, match="a received object cannot be loaded: ImportError"):
@@ -192,8 +192,8 @@ def test_what_is_known_to_be_written_is_received(here: Here) -> None:
     assert b.recv(A) == "next"
 
 
-def test_one_of_another_form_refuses_what_was_given_back(one_road: Here) -> None:
-    a, b = one_road.workers(2)
+def test_one_of_another_form_refuses_what_was_given_back(one_connection: Here) -> None:
+    a, b = one_connection.workers(2)
     work = b.recv_tensor(torch.zeros(3), A, async_op=True)
     a.send_tensor(torch.ones(3), B)
     _has_come(work)
@@ -226,20 +226,20 @@ def test_a_broadcast_has_its_number_whoever_drops_its_handle(here: Here, size: i
 # --- the ends -----------------------------------------------------------------------------------------------------
 
 
-def test_nothing_of_a_source_that_was_started_anew_is_given_back(one_road: Here) -> None:
-    a, b = one_road.workers(2)
+def test_nothing_of_a_source_that_was_started_anew_is_given_back(one_connection: Here) -> None:
+    a, b = one_connection.workers(2)
     work = b.recv(A, async_op=True)
     a.send("of the first", B)
     _has_come(work)
     a.close()
-    a = one_road.worker(A)
+    a = one_connection.worker(A)
     a.send("of the second", B)
     del work
     assert b.recv(A) == "of the second"
 
 
-def test_what_a_source_had_sent_before_it_died_is_given_back(one_road: Here) -> None:
-    a, b = one_road.workers(2)
+def test_what_a_source_had_sent_before_it_died_is_given_back(one_connection: Here) -> None:
+    a, b = one_connection.workers(2)
     work = b.recv(A, async_op=True)
     a.send("the last", B)
     _has_come(work)
@@ -249,8 +249,8 @@ def test_what_a_source_had_sent_before_it_died_is_given_back(one_road: Here) -> 
     assert b.recv(A) == "the last"
 
 
-def test_a_handle_may_go_after_its_messenger(one_road: Here) -> None:
-    a, b = one_road.workers(2)
+def test_a_handle_may_go_after_its_messenger(one_connection: Here) -> None:
+    a, b = one_connection.workers(2)
     waiting, came = (b.recv(A, async_op=True) for _ in range(2))
     a.send("to nobody", B)
     b.close()

@@ -13,7 +13,7 @@ import torch
 
 from tests.alone import alone, leaves_nothing_open
 from tests.lives import Proxy, wait_until
-from tests.workers.messages.messengers import Here, address, elsewhere, here, one_road, until_it_fails
+from tests.workers.messages.messengers import Here, address, elsewhere, here, one_connection, until_it_fails
 from workers.directory import Directory, DirectoryClient, Kind
 from workers.directory import client as client_module
 from workers.errors import (
@@ -80,9 +80,9 @@ def test_a_peer_that_dies_after_first_contact(here: Here) -> None:
             a.send(torch.ones(BIG), B)
 
 
-def test_what_a_peer_sent_before_it_died_is_received(one_road: Here) -> None:
-    (a,) = one_road.workers(1)
-    with elsewhere(one_road.directory, B, _send_then_wait) as peer:
+def test_what_a_peer_sent_before_it_died_is_received(one_connection: Here) -> None:
+    (a,) = one_connection.workers(1)
+    with elsewhere(one_connection.directory, B, _send_then_wait) as peer:
         first = a.recv(B)
         a.send("got", B)
         assert peer.hear() == "said"
@@ -96,11 +96,11 @@ def test_what_a_peer_sent_before_it_died_is_received(one_road: Here) -> None:
 
 
 def test_each_message_that_died_with_its_sender_is_an_error_in_its_place(
-    one_road: Here, monkeypatch: pytest.MonkeyPatch
+    one_connection: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Mappings, "open", lambda *_: None)  # as on another host
-    (a,) = one_road.workers(1)
-    with elsewhere(one_road.directory, B, _send_small_and_large) as peer:
+    (a,) = one_connection.workers(1)
+    with elsewhere(one_connection.directory, B, _send_small_and_large) as peer:
         assert a.recv(B) == "hello"
         assert peer.hear() == "sent"
         queues = a._engine.incoming._arrivals
@@ -124,10 +124,10 @@ def _send_small_and_large(messenger: Messenger, pipe: Any) -> None:
     pipe.poll(120)
 
 
-def test_children_of_a_worker_have_addresses(one_road: Here) -> None:
-    (a,) = one_road.workers(1)
+def test_children_of_a_worker_have_addresses(one_connection: Here) -> None:
+    (a,) = one_connection.workers(1)
     child = A.get_child_address(0)
-    with elsewhere(one_road.directory, child, _reply):
+    with elsewhere(one_connection.directory, child, _reply):
         a.send(torch.ones(BIG), child)
         assert a.recv(child) == ("g:0:0", BIG)
 
@@ -174,14 +174,14 @@ def test_what_one_sent_that_was_started_anew_is_not_received(here: Here) -> None
         a.recv(B)
 
 
-def test_the_end_of_a_group_ends_waits_for_its_workers(one_road: Here) -> None:
-    (a,) = one_road.workers(1)
-    client = one_road.client()
+def test_the_end_of_a_group_ends_waits_for_its_workers(one_connection: Here) -> None:
+    (a,) = one_connection.workers(1)
+    client = one_connection.client()
     client.register_group("h", {})
     waiting = a.recv(address(0, "h"), async_op=True)
     never = a.send(1, address(1, "h"), async_op=True)
     assert never is not None
-    one_road.worker(address(0, "h"))
+    one_connection.worker(address(0, "h"))
     client.end(Kind.GROUP, "h", why="it was shut down")
     for each in (waiting, never):
         with pytest.raises(WorkerLostError, match=r"h:\d is gone"):
@@ -202,8 +202,8 @@ def test_closing_wakes_who_waits_and_refuses_the_rest(here: Here) -> None:
 
 
 @pytest.mark.parametrize("size", [10, BIG])
-def test_what_was_sent_outlives_its_sender(one_road: Here, size: int) -> None:
-    a, b = one_road.workers(2)
+def test_what_was_sent_outlives_its_sender(one_connection: Here, size: int) -> None:
+    a, b = one_connection.workers(2)
     for _ in range(3):
         a.send(torch.ones(size), B, async_op=True)
     a.close()
@@ -221,12 +221,12 @@ def test_closing_waits_until_values_were_pulled() -> None:
     workers.close()
 
 
-def test_a_name_is_one_workers(one_road: Here) -> None:
-    (a,) = one_road.workers(1)
+def test_a_name_is_one_workers(one_connection: Here) -> None:
+    (a,) = one_connection.workers(1)
     with pytest.raises(NameInUseError, match="g:0"):
-        one_road.worker(A)
+        one_connection.worker(A)
     a.close()
-    one_road.worker(A).close()
+    one_connection.worker(A).close()
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -293,9 +293,9 @@ def test_a_worker_that_was_given_up_learns_it_and_goes_on(here: Here) -> None:
     proxy.close()
 
 
-def test_a_message_may_come_before_its_receiver_knows_that_it_is_registered_anew(one_road: Here) -> None:
-    a = one_road.worker(A)
-    proxy = Proxy(int(one_road.directory.address.rpartition(":")[2]))
+def test_a_message_may_come_before_its_receiver_knows_that_it_is_registered_anew(one_connection: Here) -> None:
+    a = one_connection.worker(A)
+    proxy = Proxy(int(one_connection.directory.address.rpartition(":")[2]))
     with DirectoryClient(f"127.0.0.1:{proxy.port}") as client:
         real, held = client._registered_anew, []
         client._registered_anew = lambda *args: held.append(args)  # type: ignore[method-assign]
@@ -316,10 +316,12 @@ def test_a_message_may_come_before_its_receiver_knows_that_it_is_registered_anew
     proxy.close()
 
 
-def test_what_a_given_up_worker_is_reading_is_not_written_over(one_road: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_given_up_worker_is_reading_is_not_written_over(
+    one_connection: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It stood still in the middle of a receive from memory that its sender had back meanwhile."""
-    a, c = one_road.worker(A), one_road.worker(address(2))
-    proxy = Proxy(int(one_road.directory.address.rpartition(":")[2]))
+    a, c = one_connection.worker(A), one_connection.worker(address(2))
+    proxy = Proxy(int(one_connection.directory.address.rpartition(":")[2]))
     reads, go_on, real = threading.Event(), threading.Event(), deliveries.unpack
 
     def stand_still(*args: Any, **kwargs: Any) -> Any:
@@ -346,9 +348,9 @@ def test_what_a_given_up_worker_is_reading_is_not_written_over(one_road: Here, m
     proxy.close()
 
 
-def test_a_worker_whose_name_was_taken_meanwhile_ends(one_road: Here) -> None:
-    a = one_road.worker(A)
-    proxy = Proxy(int(one_road.directory.address.rpartition(":")[2]))
+def test_a_worker_whose_name_was_taken_meanwhile_ends(one_connection: Here) -> None:
+    a = one_connection.worker(A)
+    proxy = Proxy(int(one_connection.directory.address.rpartition(":")[2]))
     with DirectoryClient(f"127.0.0.1:{proxy.port}") as client:
         b = Messenger(B, client, timeout_s=60.0)
         waiting = b.recv(A, async_op=True)
@@ -356,7 +358,7 @@ def test_a_worker_whose_name_was_taken_meanwhile_ends(one_road: Here) -> None:
         proxy.cut()
         with pytest.raises(WorkerLostError, match="g:1"):
             waiting_for.wait()
-        another = one_road.worker(B)
+        another = one_connection.worker(B)
         proxy.heal()
         with pytest.raises(WorkerLostError, match="g:1 is gone: the job's directory gave it up"):
             waiting.wait()

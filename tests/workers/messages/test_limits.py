@@ -26,7 +26,7 @@ from dataplane.core.wakeup import LONGEST_MS, poll_ms
 from dataplane.errors import InternalError
 from tests.alone import alone
 from tests.lives import wait_until
-from tests.workers.messages.messengers import Here, address, here, one_road, until_it_fails
+from tests.workers.messages.messengers import Here, address, here, one_connection, until_it_fails
 from workers.directory import Directory, DirectoryClient, Kind
 from workers.errors import MessageBacklogError, MessageTimeoutError, WorkerLostError
 from workers.messages import CollectiveGroupOptions, io_thread, wire
@@ -55,15 +55,15 @@ def test_polls_take_waits_of_any_size(left_s: float, ms: int) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", ENDLESS)
-def test_a_wait_without_an_end_is_refused_at_the_call(one_road: Here, timeout_s: float) -> None:
-    (a,) = one_road.workers(1)
+def test_a_wait_without_an_end_is_refused_at_the_call(one_connection: Here, timeout_s: float) -> None:
+    (a,) = one_connection.workers(1)
     operations: list[Callable[[], Any]] = [
         lambda: a.recv(B, timeout_s=timeout_s),
         lambda: a.send(1, B, timeout_s=timeout_s),
         lambda: a.send_tensor(torch.ones(1), B, timeout_s=timeout_s),
         lambda: a.recv_tensor(torch.ones(1), B, timeout_s=timeout_s),
         lambda: a.broadcast(1, [A, B], timeout_s=timeout_s),
-        lambda: one_road.worker(B, timeout_s=timeout_s),
+        lambda: one_connection.worker(B, timeout_s=timeout_s),
     ]
     for operation in operations:
         with pytest.raises(ValueError, match="a wait has an end"):
@@ -72,11 +72,11 @@ def test_a_wait_without_an_end_is_refused_at_the_call(one_road: Here, timeout_s:
         a.recv(B, timeout_s="long")  # type: ignore[arg-type]
 
 
-def test_a_very_long_wait_is_one(one_road: Here) -> None:
-    (a,) = one_road.workers(1)
+def test_a_very_long_wait_is_one(one_connection: Here) -> None:
+    (a,) = one_connection.workers(1)
     waiting = a.recv(B, timeout_s=1e18, async_op=True)
-    b = one_road.worker(B)
-    assert [entry.name for entry in one_road.client().listing(Kind.WORKER)] == ["g:0", "g:1"]
+    b = one_connection.worker(B)
+    assert [entry.name for entry in one_connection.client().listing(Kind.WORKER)] == ["g:0", "g:1"]
     b.send("late", A, timeout_s=1e18)
     assert waiting.wait() == "late"
 
@@ -113,9 +113,9 @@ def test_options_that_are_none(wrong: dict[str, Any], kind: type[Exception]) -> 
 # --- many messages -------------------------------------------------------------------------------------------------
 
 
-def test_small_messages_count_too(one_road: Here) -> None:
-    a = one_road.worker(A, backlog_bytes=1 << 20)
-    b = one_road.worker(B)
+def test_small_messages_count_too(one_connection: Here) -> None:
+    a = one_connection.worker(A, backlog_bytes=1 << 20)
+    b = one_connection.worker(B)
     numbers = iter(range(1000))
     with pytest.raises(MessageBacklogError, match="that this worker keeps"):
         until_it_fails(lambda: a.send(next(numbers), B, async_op=True))
@@ -287,9 +287,9 @@ def test_idle_connections_are_closed_and_made_again(here: Here, monkeypatch: pyt
         work.wait()
 
 
-def test_a_message_for_another_incarnation_is_dropped(one_road: Here) -> None:
+def test_a_message_for_another_incarnation_is_dropped(one_connection: Here) -> None:
     """The process that has a peer's port by now is not that peer."""
-    a, b = one_road.workers(2)
+    a, b = one_connection.workers(2)
     a.send("first contact", B, async_op=True)
     assert b.recv(A) == "first contact"
     peer = a._engine._peers["g:1"]
@@ -304,10 +304,10 @@ def test_a_message_for_another_incarnation_is_dropped(one_road: Here) -> None:
 
 @pytest.mark.parametrize("end", ["incarnation", "receiver"])
 def test_parts_of_a_message_between_others_are_dropped(
-    one_road: Here, monkeypatch: pytest.MonkeyPatch, end: str
+    one_connection: Here, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """A connection that was cut may bring them late, under the number of a message that is on its way."""
-    a, b = (one_road.worker(address(rank), shared_memory=False) for rank in range(2))
+    a, b = (one_connection.worker(address(rank), shared_memory=False) for rank in range(2))
     real = a._engine._serve
 
     def serve_twice(name: str, pull: wire.Pull) -> None:
@@ -324,9 +324,9 @@ def test_parts_of_a_message_between_others_are_dropped(
     assert torch.equal(b.recv(A), sent)
 
 
-def test_a_port_that_was_something_else_s_is_tried_again(one_road: Here) -> None:
-    (a,) = one_road.workers(1)
-    client = one_road.client()
+def test_a_port_that_was_something_else_s_is_tried_again(one_connection: Here) -> None:
+    (a,) = one_connection.workers(1)
+    client = one_connection.client()
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))  # while it is open, the kernel gives the port to nobody
@@ -369,9 +369,9 @@ def _once(real: Callable[..., Any]) -> Callable[..., Any]:
     [(Incoming, "arrive"), (links.Links, "send"), (io_thread.IoThread, "_meet"), (io_thread.IoThread, "_found")],
 )
 def test_a_defect_at_one_message_is_that_message_s(
-    one_road: Here, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+    one_connection: Here, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
-    a, b = one_road.workers(2)
+    a, b = one_connection.workers(2)
     monkeypatch.setattr(owner, name, _once(getattr(owner, name)))
     with pytest.raises(InternalError, match="a defect"):
         a.send("fails", B)
@@ -382,10 +382,10 @@ def test_a_defect_at_one_message_is_that_message_s(
 @pytest.mark.parametrize("name", ["post", "_meet", "_deliver"])
 @pytest.mark.parametrize("met", [True, False])
 def test_a_defect_at_one_receive_is_that_receive_s(
-    one_road: Here, monkeypatch: pytest.MonkeyPatch, name: str, met: bool
+    one_connection: Here, monkeypatch: pytest.MonkeyPatch, name: str, met: bool
 ) -> None:
     """Whether the message meets its receive at once, or when the directory has said that its sender lives."""
-    a, b = one_road.workers(2)
+    a, b = one_connection.workers(2)
     if met:
         a.send("first contact", B, async_op=True)
         assert b.recv(A) == "first contact"
@@ -400,9 +400,9 @@ def test_a_defect_at_one_receive_is_that_receive_s(
 
 
 def test_a_defect_at_a_message_that_was_pulled_is_its_receive_s(
-    one_road: Here, monkeypatch: pytest.MonkeyPatch
+    one_connection: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, b = (one_road.worker(address(rank), shared_memory=False) for rank in range(2))
+    a, b = (one_connection.worker(address(rank), shared_memory=False) for rank in range(2))
     monkeypatch.setattr(Incoming, "_deliver", _once(Incoming._deliver))
     sent = a.send(torch.arange(LARGE), B, async_op=True)
     with pytest.raises(InternalError, match="a defect"):
@@ -414,8 +414,10 @@ def test_a_defect_at_a_message_that_was_pulled_is_its_receive_s(
     assert b.recv(A) == "fine"
 
 
-def test_a_defect_as_a_receive_gives_up_is_that_receive_s(one_road: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = one_road.workers(2)
+def test_a_defect_as_a_receive_gives_up_is_that_receive_s(
+    one_connection: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = one_connection.workers(2)
     real = Incoming._drop_left
     monkeypatch.setattr(Incoming, "_drop_left", _once(real))
     first, second = (b.recv(A, async_op=True, timeout_s=0.1) for _ in range(2))
@@ -428,9 +430,9 @@ def test_a_defect_as_a_receive_gives_up_is_that_receive_s(one_road: Here, monkey
 
 
 def test_the_end_of_an_engine_by_a_defect_is_known_to_its_peers(
-    one_road: Here, monkeypatch: pytest.MonkeyPatch
+    one_connection: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, b = one_road.workers(2)
+    a, b = one_connection.workers(2)
     waiting = b.recv(A, async_op=True)
     monkeypatch.setattr(a._engine, "_ring", _once(a._engine._ring))
     a._engine.call(lambda: None)

@@ -1,5 +1,6 @@
 # ruff: noqa: F401
-"""What is sent arrives, in order, whoever sends first: both roads, shared memory and frames, keep the same contract."""
+"""What is sent arrives, in order, whoever sends first: both connections, shared memory and frames, keep the same
+contract."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.messages.messengers import Here, address, here, one_road
+from tests.workers.messages.messengers import Here, address, here, one_connection
 from workers.directory.address import WorkerAddress
 from workers.messages import Messenger, WithPayload
 
@@ -91,14 +92,14 @@ def test_any_object_arrives_as_it_was(here: Here) -> None:
         _same(b.recv(A), value)
 
 
-def test_what_cannot_be_imported_goes_by_value(one_road: Here) -> None:
-    a, b = one_road.workers(2)
+def test_what_cannot_be_imported_goes_by_value(one_connection: Here) -> None:
+    a, b = one_connection.workers(2)
     a.send(lambda x: x + 1, B)
     assert b.recv(A)(1) == 2
 
 
-def test_one_tensor_in_two_places_stays_one(one_road: Here) -> None:
-    a, b = one_road.workers(2)
+def test_one_tensor_in_two_places_stays_one(one_connection: Here) -> None:
+    a, b = one_connection.workers(2)
     tensor = torch.ones(3)
     a.send([tensor, tensor], B)
     first, second = b.recv(A)
@@ -144,8 +145,8 @@ def test_tensors_in_place(here: Here) -> None:
         assert torch.equal(target, source)
 
 
-def test_a_parameter_takes_the_values_in_place(one_road: Here) -> None:
-    a, b = one_road.workers(2)
+def test_a_parameter_takes_the_values_in_place(one_connection: Here) -> None:
+    a, b = one_connection.workers(2)
     weight = torch.nn.Parameter(torch.zeros(3))
     a.send_tensor(torch.nn.Parameter(torch.ones(3)), B)
     b.recv_tensor(weight, A)
@@ -192,14 +193,14 @@ def test_both_sides_may_send_first(here: Here, size: int, async_op: bool) -> Non
     assert torch.equal(second.result(60), torch.zeros(3, size))
 
 
-def test_a_ring_may_send_first(one_road: Here) -> None:
-    ring = one_road.workers(3)
+def test_a_ring_may_send_first(one_connection: Here) -> None:
+    ring = one_connection.workers(3)
 
     def pass_on(me: Messenger, rank: int) -> Any:
         me.send(rank, address((rank + 1) % 3))
         return me.recv(address((rank - 1) % 3))
 
-    passed = [one_road.start(pass_on, me, rank) for rank, me in enumerate(ring)]
+    passed = [one_connection.start(pass_on, me, rank) for rank, me in enumerate(ring)]
     assert [each.result(60) for each in passed] == [2, 0, 1]
 
 
@@ -305,8 +306,8 @@ def test_messages_to_a_worker_that_is_not_there_yet_arrive_in_order(here: Here) 
     assert [b.recv(A)[0] for _ in range(11)] == list(range(11))
 
 
-def test_pairs_do_not_wait_for_each_other(one_road: Here) -> None:
-    a, b, c = one_road.workers(3)
+def test_pairs_do_not_wait_for_each_other(one_connection: Here) -> None:
+    a, b, c = one_connection.workers(3)
     from_b = a.recv(B, async_op=True)
     c.send("c", A)
     assert a.recv(C) == "c"

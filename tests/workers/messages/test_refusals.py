@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.messages.messengers import Here, address, here, one_road, settling, until_it_fails
+from tests.workers.messages.messengers import Here, address, here, one_connection, settling, until_it_fails
 from workers.directory.address import WorkerAddress
 from workers.errors import (
     GroupOptionsError,
@@ -58,8 +58,8 @@ def test_ends_that_do_not_fit_both_raise_and_the_pair_stays_usable(
     assert b.recv(A) == "fine"
 
 
-def test_a_target_of_another_shape_is_not_touched(one_road: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = one_road.workers(2)
+def test_a_target_of_another_shape_is_not_touched(one_connection: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = one_connection.workers(2)
     target = torch.zeros(2, 3)
     with settling(monkeypatch):
         receiving = b.recv_tensor(target, A, async_op=True)
@@ -72,9 +72,9 @@ def test_a_target_of_another_shape_is_not_touched(one_road: Here, monkeypatch: p
 
 
 def test_what_is_refused_after_send_returned_is_said_in_the_next_operation(
-    one_road: Here, caplog: pytest.LogCaptureFixture
+    one_connection: Here, caplog: pytest.LogCaptureFixture
 ) -> None:
-    a, b = one_road.workers(2)
+    a, b = one_connection.workers(2)
     a.send("first contact", B, async_op=True)
     b.recv(A)
     a.send("object", B)
@@ -105,8 +105,8 @@ def test_the_options_of_both_ends_are_compared_at_first_contact(here: Here, monk
     assert b.recv(A) == 3
 
 
-def test_no_options_are_the_default_ones(one_road: Here) -> None:
-    a, b = one_road.workers(2)
+def test_no_options_are_the_default_ones(one_connection: Here) -> None:
+    a, b = one_connection.workers(2)
     a.send(1, B, options=CollectiveGroupOptions(), async_op=True)
     assert b.recv(A) == 1
 
@@ -150,8 +150,8 @@ def test_an_object_that_cannot_be_received(here: Here) -> None:
 
 
 @pytest.mark.parametrize("value", ["text", torch.ones(2).to_sparse(), None])
-def test_only_strided_tensors_go_in_place(one_road: Here, value: Any) -> None:
-    (a,) = one_road.workers(1)
+def test_only_strided_tensors_go_in_place(one_connection: Here, value: Any) -> None:
+    (a,) = one_connection.workers(1)
     with pytest.raises(TypeError, match="take a strided tensor"):
         a.send_tensor(value, B)
     with pytest.raises(TypeError, match="take a strided tensor"):
@@ -163,8 +163,8 @@ def test_only_strided_tensors_go_in_place(one_road: Here, value: Any) -> None:
     [torch.zeros(1, 3).expand(2, 3), torch.zeros(6).unfold(0, 3, 1), torch.zeros(9).as_strided((3, 3), (2, 1))],
     ids=["expanded", "windows", "strided"],
 )
-def test_a_target_that_overlaps_itself_is_refused_and_takes_nothing(one_road: Here, target: torch.Tensor) -> None:
-    a, b = one_road.workers(2)
+def test_a_target_that_overlaps_itself_is_refused_and_takes_nothing(one_connection: Here, target: torch.Tensor) -> None:
+    a, b = one_connection.workers(2)
     sent = torch.arange(float(target.numel())).reshape(target.shape)
     sending = a.send_tensor(sent, B, async_op=True)
     with pytest.raises(ValueError, match="several of its elements share a place"):
@@ -176,16 +176,16 @@ def test_a_target_that_overlaps_itself_is_refused_and_takes_nothing(one_road: He
     sending.wait()
 
 
-def test_a_group_is_not_a_worker(one_road: Here) -> None:
-    (a,) = one_road.workers(1)
+def test_a_group_is_not_a_worker(one_connection: Here) -> None:
+    (a,) = one_connection.workers(1)
     for operation in (lambda: a.send(1, WorkerAddress("g")), lambda: a.recv(WorkerAddress("g"))):
         with pytest.raises(ValueError, match="g is a group: name one of its workers"):
             operation()
 
 
-def test_a_rank_that_the_group_has_not_is_refused_at_once(one_road: Here) -> None:
-    one_road.client().register_group("g", {"world_size": 2})
-    a, b = one_road.workers(2)
+def test_a_rank_that_the_group_has_not_is_refused_at_once(one_connection: Here) -> None:
+    one_connection.client().register_group("g", {"world_size": 2})
+    a, b = one_connection.workers(2)
     operations = [
         lambda: a.send(1, address(9)),
         lambda: a.recv(address(9)),

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.lives import wait_until
-from tests.workers.messages.messengers import Here, address, elsewhere, one_road, want_of
+from tests.workers.messages.messengers import Here, address, elsewhere, one_connection, want_of
 from workers.directory.address import WorkerAddress
 from workers.errors import WorkerLostError
 from workers.messages import Messenger, broadcast_members, fetches, outgoing, relays
@@ -332,9 +332,9 @@ def _send_and_hold_back(messenger: Messenger, pipe: Any) -> None:
 
 
 @pytest.mark.integration
-def test_one_whose_port_is_another_s_by_now_is_not_asked(one_road: Here) -> None:
+def test_one_whose_port_is_another_s_by_now_is_not_asked(one_connection: Here) -> None:
     """And what is under way to the other goes on."""
-    a, b = one_road.worker(NAMES[0]), one_road.worker(NAMES[1], shared_memory=False)
+    a, b = one_connection.worker(NAMES[0]), one_connection.worker(NAMES[1], shared_memory=False)
     sending = a.send(torch.arange(BIG), NAMES[1], async_op=True)
     assert sending is not None
     wait_until(lambda: b._engine.incoming._arrivals, "the message has come")

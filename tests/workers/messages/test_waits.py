@@ -14,7 +14,7 @@ from tests.late import Late
 from tests.lives import wait_until
 from tests.logs import logged
 from tests.processor import costs_little
-from tests.workers.messages.messengers import Here, address, here, one_road
+from tests.workers.messages.messengers import Here, address, here, one_connection
 from workers.errors import MessageBacklogError, MessageTimeoutError, MessengerClosedError, NameNotFoundError
 from workers.messages import async_work
 from workers.transport import waiting as waiting_module
@@ -46,8 +46,8 @@ def test_waits_from_async_code(here: Here) -> None:
     assert values.sum() == BIG
 
 
-def test_a_cancelled_wait_leaves_the_operation(one_road: Here) -> None:
-    a, b = one_road.workers(2)
+def test_a_cancelled_wait_leaves_the_operation(one_connection: Here) -> None:
+    a, b = one_connection.workers(2)
 
     async def give_up(receiving: Any) -> None:
         with pytest.raises(MessageTimeoutError):
@@ -64,8 +64,8 @@ def test_a_cancelled_wait_leaves_the_operation(one_road: Here) -> None:
     assert receiving.wait() == 5
 
 
-def test_what_follows(one_road: Here) -> None:
-    a, b = one_road.workers(2)
+def test_what_follows(one_connection: Here) -> None:
+    a, b = one_connection.workers(2)
     receiving = b.recv(A, async_op=True)
     next_receiving = receiving.then(b.recv, A, async_op=True)
     doubled = next_receiving.then(lambda factor: factor * 2, 21)
@@ -97,19 +97,19 @@ def test_no_operation_waits_without_a_bound(here: Here) -> None:
     assert b.recv(A) == "for the next receive"
 
 
-def test_the_default_bound(one_road: Here) -> None:
-    a = one_road.worker(A, timeout_s=0.1)
+def test_the_default_bound(one_connection: Here) -> None:
+    a = one_connection.worker(A, timeout_s=0.1)
     with pytest.raises((MessageTimeoutError, NameNotFoundError)):
         a.recv(B)
 
 
-def test_a_long_wait_is_logged(one_road: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_wait_is_logged(one_connection: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting_module, "LOG_EVERY_S", 0.02)
-    (a,) = one_road.workers(1)
+    (a,) = one_connection.workers(1)
     with logged("g:0: recv from g:1: waiting for"):
-        waits = [one_road.start(a.recv, B)]
+        waits = [one_connection.start(a.recv, B)]
     with logged("g:0: recv from g:2: waiting for"):
-        waits.append(one_road.start(lambda: asyncio.run(a.recv(C, async_op=True).async_wait())))
+        waits.append(one_connection.start(lambda: asyncio.run(a.recv(C, async_op=True).async_wait())))
     a.close()
     for each in waits:
         with pytest.raises(MessengerClosedError):
@@ -120,8 +120,8 @@ def test_what_is_done_as_a_wait_runs_out_is_not_lost() -> None:
     assert async_work.AsyncWork(Late("done"), "recv").wait(0.01) == "done"
 
 
-def test_waiting_costs_no_processor_time(one_road: Here) -> None:
-    a, _ = one_road.workers(2)
+def test_waiting_costs_no_processor_time(one_connection: Here) -> None:
+    a, _ = one_connection.workers(2)
 
     def wait() -> None:
         with pytest.raises(MessageTimeoutError):
