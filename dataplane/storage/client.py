@@ -1,4 +1,4 @@
-"""A client's connection to one storage unit: the handshake that chooses between shared memory and ZMQ, and the latter."""
+"""A client's connection to one storage unit: the handshake that chooses shared memory or ZMQ, and the latter."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_a_memory_limit_that_others_use_up_is_named(tmp_path: Path, monkeypatch:
         def little(directory: Any) -> AvailableMemory:
             return AvailableMemory(free_bytes=5, limit="the cgroup's memory limit of 9 bytes")
 
-        monkeypatch.setattr("dataplane.storage.arena.space", little)
+        monkeypatch.setattr("dataplane.storage.arena.available_memory", little)
         with pytest.raises(CapacityTimeoutError, match=r"5 free .the cgroup's memory limit of 9 bytes"):
             client.put_samples(["large"], "p", row(80 * MIB))
         works(client, "small")
