@@ -21,7 +21,7 @@ import zmq
 from dataplane.core.addresses import join_address, resolve_host
 from dataplane.core.wakeup import poll_ms
 from dataplane.core.zmq_io import bind_tcp, send
-from dataplane.errors import InternalError
+from dataplane.errors import InternalError, ProtocolVersionError
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, allow_more
 from workers.directory import wire
 from workers.directory.process import has_ended
@@ -46,6 +46,7 @@ class _Client:
     """fd: of the connection that its last Hello came over, until that ends."""
 
     process: wire.Process
+    version: int
     fd: int | None = None
     lost_at: float = 0.0
 
@@ -145,11 +146,15 @@ class Directory:
         if isinstance(request, wire.OpenDirectory):
             if client is None and request.known:
                 self._say([(session, wire.Unknown("it was silent for too long, and was given up"))])
-            client = self._clients.setdefault(session, _Client(request.process))
+            client = self._clients.setdefault(session, _Client(request.process, request.version))
             client.fd, client.lost_at = fd if fd in self._connected else None, time.monotonic()
             return
         if client is None:
             # Of before its connection broke. After its Hello it asks again.
+            return
+        if client.version != wire.VERSION:
+            error = ProtocolVersionError(client_version=client.version, service_version=wire.VERSION)
+            self._say([(session, wire.failed(request.number, error))])
             return
         self._say(self._answer(session, request))
 

@@ -12,6 +12,8 @@ from dataplane.core.durations import seconds
 from dataplane.errors import DataPlaneError
 from workers.transport.encoding import carried, decoder
 
+VERSION = 1
+"""Raised with every change of what is written here or in `workers.messages.wire`."""
 Facts = dict[str, str | int | float | bool | list[str | int] | None]
 """What else is known of a name: small and plain."""
 
@@ -61,10 +63,12 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenDirectory(msgspec.Struct, frozen=True, tag=True):
-    """Said first on each connection. known: the directory has answered this client before."""
+    """Said first on each connection. known: the directory has answered this client before. A directory answers
+    questions of another version with a `ProtocolVersionError`."""
 
     process: Process
     known: bool = False
+    version: int = VERSION
 
 
 class RegisterProcess(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -27,6 +27,7 @@ from workers.directory.address import WorkerAddress
 from workers.directory.process import has_ended, this_process
 from workers.directory.registry import Registry
 from workers.directory.wire import (
+    VERSION,
     End,
     Failed,
     Found,
@@ -39,7 +40,7 @@ from workers.directory.wire import (
     decode_reply,
 )
 from workers.errors import DirectoryLostError, NameInUseError, NameNotFoundError, WorkerLostError
-from workers.transport.encoding import encode
+from workers.transport.encoding import encode, error_of
 
 pytestmark = pytest.mark.integration
 
@@ -411,6 +412,23 @@ def test_no_wait_of_a_peer_ends_the_directory(directory: Directory, client: Dire
         peer.send(encode(Listing(number=2, kind=Kind.WORKER)))
         assert peer.poll(60_000)
         assert decode_reply(peer.recv()) == Found(2)
+    assert client.listing(Kind.WORKER) == []
+
+
+def test_a_client_of_another_version_is_refused_and_others_are_not(
+    directory: Directory, client: DirectoryClient
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        peer.connect(f"tcp://{directory.address}")
+        peer.send(encode(OpenDirectory(this_process(), version=VERSION + 1)))
+        peer.send(encode(Listing(number=1, kind=Kind.WORKER)))
+        assert peer.poll(60_000)
+        reply = decode_reply(peer.recv())
+    assert isinstance(reply, Failed)
+    assert str(error_of(reply)) == (
+        f"client speaks protocol version {VERSION + 1}, the service speaks {VERSION}; install the same release on both"
+    )
     assert client.listing(Kind.WORKER) == []
 
 
