@@ -19,8 +19,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from dataplane import ClaimTimeoutError, OpEvent, Server, Shared, build_data_plane_client, connect, connect_async, serve
-from dataplane.client import tracing
-from dataplane.client.events import OnEvent
+from dataplane.client.events import OnEvent, tracer
 from dataplane.config import MIB
 from tests.contract.conftest import Blocking
 
@@ -276,7 +275,7 @@ def test_spans_of_async_operations_are_their_tasks(server: Server, spans: InMemo
 
 def test_without_a_provider_there_are_no_spans() -> None:
     assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
-    assert tracing.tracer() is None
+    assert tracer() is None
 
 
 def test_without_the_package_there_are_none_either(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,11 +283,11 @@ def test_without_the_package_there_are_none_either(server: Server, monkeypatch: 
     events: list[OpEvent] = []
     with connect(server.address, on_event=events.append) as client:
         client.stats()
-    assert tracing.tracer() is None
+    assert tracer() is None
     assert [event.op for event in events] == ["stats"]
 
 
 def test_while_the_package_is_being_imported_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """By another thread: what it will have is not there yet."""
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", ModuleType("opentelemetry.trace"))
-    assert tracing.tracer() is None
+    assert tracer() is None
