@@ -107,11 +107,11 @@ def end_copies(copies: InFlight, config: DataPlaneConfig) -> None:
     """Let none begin and wait for those under way: as long as one may be silent, and then for the stop of its put.
     Raises `CallTimeoutError`."""
     copies.shut()
-    patience_s = config.call_timeout_s + config.connect_timeout_s
-    left = copies.wait(patience_s)
+    limit_s = config.call_timeout_s + config.connect_timeout_s
+    left = copies.wait(limit_s)
     if left:
         what = f"close(): {left} operations that are copying"
-        raise CallTimeoutError(what=what, waited_s=patience_s, peer="this process")
+        raise CallTimeoutError(what=what, waited_s=limit_s, peer="this process")
 
 
 def session_lock(config: DataPlaneConfig) -> SessionLock | None:

@@ -164,7 +164,7 @@ class LedgerThread:
         try:
             while not self._stopping.is_set():
                 deadline = self._ledger.next_deadline()
-                ready = dict(poller.poll(self._patience_ms(deadline)))
+                ready = dict(poller.poll(self._timeout_ms(deadline)))
                 woken = 0.0 if self._watch is None else self._watch.clock()
                 self._tick(deadline)
                 if self._waker.fd in ready:
@@ -209,7 +209,7 @@ class LedgerThread:
         sync()
         self._watch.synced(self._watch.clock() - began)
 
-    def _patience_ms(self, deadline: float | None) -> int | None:
+    def _timeout_ms(self, deadline: float | None) -> int | None:
         return self._zmq.pause_ms(None if deadline is None else poll_ms(deadline - self._now()))
 
     def _now(self) -> float:

@@ -169,7 +169,7 @@ class UnitLink:
         link = self._stream(address)
         self._thread = threading.Thread(target=self._run, args=(link,), name="tq-unit-link", daemon=True)
         self._thread.start()
-        if not self._answered.wait(self._patience_s()):
+        if not self._answered.wait(self._limit_s()):
             busy = self._busy
             self.close()
             late = CallTimeoutError(what="AddUnit", waited_s=self._opening_s, peer=f"the controller at {address}")
@@ -276,7 +276,7 @@ class UnitLink:
             return None, ServiceUnavailableError(address=self._address, why=f"the address cannot be resolved: {error}")
 
     def _stream(self, address: str) -> GrpcLink:
-        deadline = time.monotonic() + self._patience_s()
+        deadline = time.monotonic() + self._limit_s()
         keys = keys_of(address, self._token, self._tls, deadline=deadline, check=self._check)
         self._on_proven(keys)
         with self._guard:
@@ -287,7 +287,7 @@ class UnitLink:
             link: GrpcLink = grpc_stream.GrpcLink(address, keys, self._outbox.stream([add, *again]), self._tls)
             return link
 
-    def _patience_s(self) -> float:
+    def _limit_s(self) -> float:
         """How long to wait for the controller's answer: `timeout_s`; for its first one, what is left of `opening_s`."""
         if self._answered.is_set():
             return self._timeout_s
@@ -331,6 +331,6 @@ class UnitLink:
 
     def _limit(self, link: GrpcLink, accepted: threading.Event) -> None:
         """A link that is not answered for long, or not wanted any more, is given up."""
-        self._settled.wait(2 * self._patience_s())
+        self._settled.wait(2 * self._limit_s())
         if not accepted.is_set():
             link.close()

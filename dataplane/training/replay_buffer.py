@@ -236,9 +236,9 @@ class ReplayBuffer:
         try:
             for number, where in enumerate(wheres, 1):
                 waits = number == len(wheres)
-                patience_s = max(deadline - time.monotonic(), 0.0) if waits else 0.0
+                limit_s = max(deadline - time.monotonic(), 0.0) if waits else 0.0
                 if left:
-                    parts.append(self._claim(where, left, blocking=waits, timeout_s=patience_s))
+                    parts.append(self._claim(where, left, blocking=waits, timeout_s=limit_s))
                     left -= parts[-1].size
         except BaseException:
             for part in parts:

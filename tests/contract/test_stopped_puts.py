@@ -60,12 +60,12 @@ class HeldUnit:
     """The unit's thread, stopped just before it carries out the first write that reaches it, until `go_on`.
 
     `began`: the thread is there; `given_up`: the client's write has ended, one way or another. Writes wait for the unit
-    for `patience_s` from then on.
+    for `limit_s` from then on.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.go_on, self.given_up = threading.Event(), threading.Event(), threading.Event()
-        self.patience_s = 0.3
+        self.limit_s = 0.3
         carry_out, send, written = BulkServer._write, UnitConnection.write, UnitConnection._written
 
         def held(server: BulkServer, *request: Any) -> int:
@@ -75,7 +75,7 @@ class HeldUnit:
 
         def watched(connection: UnitConnection, *args: Any, **more: Any) -> None:
             try:
-                send(connection, *args, **{**more, "timeout_s": self.patience_s})
+                send(connection, *args, **{**more, "timeout_s": self.limit_s})
             finally:
                 self.given_up.set()
 
@@ -90,7 +90,7 @@ class HeldUnit:
     def interrupt_between_frames(self) -> None:
         """Arm an interrupt in the client's second request, once its first is with the unit."""
         frames = iter(range(100))
-        self.patience_s = WAIT_S
+        self.limit_s = WAIT_S
 
         def interrupt() -> None:
             if next(frames) == 3:

@@ -102,9 +102,9 @@ class Player:
         self.asleep_until = 0.0
         os.kill(self.process.pid, signal.SIGCONT)
 
-    def await_obeyed(self, before: int, patience_s: float = PROGRESS_S) -> bool:
+    def await_obeyed(self, before: int, limit_s: float = PROGRESS_S) -> bool:
         """Whether it has carried out more orders than `before`, in time."""
-        end = time.monotonic() + patience_s
+        end = time.monotonic() + limit_s
         while self.obeyed <= before:
             if time.monotonic() > end or self.process.exitcode not in (None, -signal.SIGKILL):
                 return False

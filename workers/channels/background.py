@@ -99,7 +99,7 @@ class Pump:
         self._retiring = False
         self.ended: BaseException | None = None
         self._thread = PollThread(
-            "tq-channel", line.stream.poller(), self._turn, self._over, patience_ms=self._patience_ms, completes=True
+            "tq-channel", line.stream.poller(), self._turn, self._over, timeout_ms=self._timeout_ms, completes=True
         )
         self._thread.start()
 
@@ -247,7 +247,7 @@ class Pump:
             self.ended = error
             self._thread.stop()
 
-    def _patience_ms(self) -> int | None:
+    def _timeout_ms(self) -> int | None:
         with self._guard:
             while self._looks and not self._awaits(self._looks[0][1]):
                 heapq.heappop(self._looks)

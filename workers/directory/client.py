@@ -98,7 +98,7 @@ class DirectoryClient:
                 self._monitor = self._socket.get_monitor_socket(_EVENTS)
                 sources = poller(self._socket, self._monitor)
                 self._thread = PollThread(
-                    "tq-directory-client", sources, self._turn, self._over, patience_ms=self._patience_ms
+                    "tq-directory-client", sources, self._turn, self._over, timeout_ms=self._timeout_ms
                 )
                 self._connect()
             except BaseException:
@@ -271,7 +271,7 @@ class DirectoryClient:
         self._context.destroy(linger=0)
         self._fail(errors.DirectoryLostError(address=self.address, why=why))
 
-    def _patience_ms(self) -> int | None:
+    def _timeout_ms(self) -> int | None:
         return None if self._away_since is None or self._lost is not None else poll_ms(AWAY_S / 4)
 
     def _look(self) -> None:

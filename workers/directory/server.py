@@ -77,7 +77,7 @@ class Directory:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
             self.address = join_address(host, self._bind(host))
             sources = poller(self._socket, self._monitor)
-            self._thread = PollThread("tq-directory", sources, self._turn, self._over, patience_ms=self._patience_ms)
+            self._thread = PollThread("tq-directory", sources, self._turn, self._over, timeout_ms=self._timeout_ms)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -118,7 +118,7 @@ class Directory:
     def _expire(self) -> None:
         self._say(self._registry.expire(time.monotonic()))
 
-    def _patience_ms(self) -> int | None:
+    def _timeout_ms(self) -> int | None:
         moments = [] if (expiry := self._registry.next_expiry()) is None else [expiry - time.monotonic()]
         if any(client.fd is None for client in self._clients.values()):
             moments.append(_LOOK_AGAIN_S)

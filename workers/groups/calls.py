@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
 
 from workers.errors import WorkerLostError
-from workers.groups.futures import Called, GroupFuture, Patience, cause_of, noted
+from workers.groups.futures import Called, GroupFuture, LoggedWait, cause_of, noted
 
 REDUCTIONS: Mapping[str, Callable[[Iterable[float]], float]] = {"max": max, "min": min, "mean": fmean}
 _COLOURS = re.compile(r"\x1b\[\d+m")
@@ -44,16 +44,16 @@ class Handle(Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """The result, or what was raised. Blocks until it is done, or for `timeout` seconds (`CallWaitTimeoutError`;
         it goes on). A log line every `futures.LOG_EVERY_S` says what is waited for."""
-        future, patience = self._future(), Patience(timeout)
-        while not futures.wait([future], patience.step_s()).done:
-            patience.check(self._what)
+        future, wait = self._future(), LoggedWait(timeout)
+        while not futures.wait([future], wait.step_s()).done:
+            wait.check(self._what)
         return future.result()
 
     async def async_wait(self, timeout: float | None = None) -> T:
         """The same for async code: the event loop is woken when it is done."""
-        future, patience = asyncio.wrap_future(self._future()), Patience(timeout)
-        while not (await asyncio.wait([future], timeout=patience.step_s()))[0]:
-            patience.check(self._what)
+        future, wait = asyncio.wrap_future(self._future()), LoggedWait(timeout)
+        while not (await asyncio.wait([future], timeout=wait.step_s()))[0]:
+            wait.check(self._what)
         return future.result()
 
     def done(self) -> bool:

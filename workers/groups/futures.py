@@ -54,15 +54,15 @@ class GroupFuture:
         handler raises is raised within `STEP_S`; a log line says every `LOG_EVERY_S` which workers are waited for;
         after `timeout` seconds, `CallWaitTimeoutError`, which names those that are late.
         """
-        patience = Patience(timeout, self._log_level, self._late)
+        wait = LoggedWait(timeout, self._log_level, self._late)
         results: list[Any] = [None] * len(self._calls)
         items: dict[int, list[Any]] = {}
         place_of = {call.reference: place for place, call in enumerate(self._calls)}
         waiting = list(place_of)
         while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=patience.step_s(STEP_S))
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=wait.step_s(STEP_S))
             if not done:
-                patience.check(self._named(self._calls[place_of[reference]] for reference in waiting))
+                wait.check(self._named(self._calls[place_of[reference]] for reference in waiting))
                 continue
             place = place_of[done[0]]
             call = self._calls[place]
@@ -161,7 +161,7 @@ def _not_done(what: str, waited_s: float) -> Exception:
     return CallWaitTimeoutError(what=what, waited_s=waited_s)
 
 
-class Patience:
+class LoggedWait:
     """A wait in steps: `check` after each raises `late(what, timeout)` once `timeout` seconds are over, and logs every
     `LOG_EVERY_S` what is waited for."""
 

@@ -122,7 +122,7 @@ class IoThread:
             self._links = Links(self._context)
             name, sources = f"tq-messages-{self.name}", poller(self._router, self._links.socket)
             self._thread = PollThread(
-                name, sources, self._turn, self._over, patience_ms=self._patience_ms, completes=True
+                name, sources, self._turn, self._over, timeout_ms=self._timeout_ms, completes=True
             )
             undo.callback(self._thread.forget)
             self._unsubscribe = directory.subscribe(self._told)
@@ -214,7 +214,7 @@ class IoThread:
             return defect
         return None
 
-    def _patience_ms(self) -> int | None:
+    def _timeout_ms(self) -> int | None:
         moment = min(self._next_expiry, self._timers[0][0] if self._timers else math.inf)
         return None if moment == math.inf else poll_ms(moment - time.monotonic())
 

@@ -44,7 +44,7 @@ class PollThread:
         turn: Callable[[Any], None],
         ended: Callable[[BaseException | None], None],
         *,
-        patience_ms: Callable[[], int | None] = lambda: None,
+        timeout_ms: Callable[[], int | None] = lambda: None,
         completes: bool = False,
     ) -> None:
         self._waker = Waker()
@@ -53,7 +53,7 @@ class PollThread:
         self._stopping = False
         self._completes = completes
         self._thread = threading.Thread(
-            target=self._run, args=(poller, turn, ended, patience_ms), name=name, daemon=True
+            target=self._run, args=(poller, turn, ended, timeout_ms), name=name, daemon=True
         )
         poller.register(self._waker.fd, select.POLLIN)
 
@@ -94,14 +94,14 @@ class PollThread:
         poller: Poller,
         turn: Callable[[Any], None],
         ended: Callable[[BaseException | None], None],
-        patience_ms: Callable[[], int | None],
+        timeout_ms: Callable[[], int | None],
     ) -> None:
         _here.completes = self._completes
         error: BaseException | None = None
         woken = self._waker.fd
         try:
             while not self._stopping:
-                found = poller.poll(patience_ms())
+                found = poller.poll(timeout_ms())
                 for source, _ in found:
                     if source == woken:
                         self._waker.clear()

@@ -88,7 +88,7 @@ class StreamServer:
             self._epoll = select.epoll()
             undo.callback(self._let_go)
             self.endpoint = self._listen(name, host, token)
-            self.thread = PollThread(name, self, self._turn, self._over, patience_ms=self._patience_ms)
+            self.thread = PollThread(name, self, self._turn, self._over, timeout_ms=self._timeout_ms)
             undo.pop_all()
 
     def start(self) -> None:
@@ -171,7 +171,7 @@ class StreamServer:
             for fd in self._listeners:
                 self._epoll.register(fd, select.EPOLLIN)
 
-    def _patience_ms(self) -> int | None:
+    def _timeout_ms(self) -> int | None:
         return None if self._deaf_until is None else poll_ms(self._deaf_until - time.monotonic())
 
     def _serve(self, connection: Connection, events: int) -> None:

@@ -135,8 +135,8 @@ class ControllerChannel(OpenChannel):
 
     def _await(self, pool: SocketPool, dealer: Socket, outgoing: OutgoingCalls) -> zmq_frames.Reply | None:
         """The call's answer, if it comes before the call must be looked at."""
-        patience_ms = max(0, int((outgoing.wake_at - time.monotonic()) * 1000) + 1)
-        zmq.zmq_poll([(dealer, zmq.POLLIN), (pool.waker.fd, zmq.POLLIN)], patience_ms)
+        timeout_ms = max(0, int((outgoing.wake_at - time.monotonic()) * 1000) + 1)
+        zmq.zmq_poll([(dealer, zmq.POLLIN), (pool.waker.fd, zmq.POLLIN)], timeout_ms)
         for reply in arrived(dealer):
             if reply.number not in (outgoing.number, 0):
                 self._calls.heard(reply)

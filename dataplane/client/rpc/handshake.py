@@ -285,8 +285,8 @@ def _ask(
             with contextlib.suppress(zmq.Again):
                 dealer.send_multipart(frames, zmq.NOBLOCK)
             repeat_at = now + REPEAT_S
-        patience_ms = int(min(deadline - now, repeat_at - now, LOOK_S) * 1000) + 1
-        ready = dict(zmq.zmq_poll([(dealer, zmq.POLLIN), (refused, zmq.POLLIN)], patience_ms))
+        timeout_ms = int(min(deadline - now, repeat_at - now, LOOK_S) * 1000) + 1
+        ready = dict(zmq.zmq_poll([(dealer, zmq.POLLIN), (refused, zmq.POLLIN)], timeout_ms))
         if dealer in ready:
             return _reply(dealer, address)
         if refused in ready:

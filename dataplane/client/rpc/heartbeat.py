@@ -111,9 +111,9 @@ class HeartbeatThread:
             self._let_go()
 
     def _turn(self) -> None:
-        patience_ms = max(0, int((self._look_at - time.monotonic()) * 1000) + 1)
+        timeout_ms = max(0, int((self._look_at - time.monotonic()) * 1000) + 1)
         sources = (self._dealer, self._monitor, self._waker.fd)
-        zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], patience_ms)
+        zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], timeout_ms)
         self._waker.clear()
         end, self._end_it = self._end_it, None
         if end is not None:

@@ -51,7 +51,7 @@ class OutgoingCalls:
     since: float
     deadline: float
     resend_at: float
-    patience_s: float = RESEND_S
+    resend_s: float = RESEND_S
     doubted: bool = field(default=False, init=False)
 
     @property
@@ -140,14 +140,14 @@ class Calls:
         """A call to send. Its deadline: a command that can wait gets its own timeout and then the time of any other,
         so that the ledger's answer comes first; `timeout_s` replaces the latter."""
         now = time.monotonic()
-        patience_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
         if isinstance(command, c.Allocate | c.Shrink | c.FindCells) or (
             isinstance(command, c.Claim) and command.blocking
         ):
-            patience_s += command.timeout_s
+            limit_s += command.timeout_s
         with self._lock:
             call = self._numbering.issue(command, now=now)
-        return self._outgoing(call, now, now + patience_s)
+        return self._outgoing(call, now, now + limit_s)
 
     def begin_post(self, command: c.Command) -> OutgoingCalls:
         """A call to send and not to wait for; `due` brings it back until it is answered."""
@@ -165,8 +165,8 @@ class Calls:
                 what=outgoing.method, waited_s=now - outgoing.since, peer=f"the controller at {self.session.address}"
             )
         self.check()
-        outgoing.patience_s = min(outgoing.patience_s * RESEND_GROWTH, RESEND_MAX_S)
-        outgoing.resend_at = now + outgoing.patience_s
+        outgoing.resend_s = min(outgoing.resend_s * RESEND_GROWTH, RESEND_MAX_S)
+        outgoing.resend_at = now + outgoing.resend_s
         with self._lock:
             if not self._numbering.is_open(outgoing.number):
                 return outgoing.frames
