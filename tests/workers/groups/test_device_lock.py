@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.children import Child
+from tests.lives import wait_until
 from workers.errors import DeviceLockTimeoutError
 from workers.groups import device_lock
 from workers.groups.device_lock import DeviceLock
@@ -94,15 +95,25 @@ def test_threads_of_a_worker_have_it_together(files: Path) -> None:
         mine.release()
 
 
-def test_a_wait_names_who_holds_it_and_leaves_nothing(
+def test_a_wait_names_who_holds_it(
     files: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(device_lock, "LOG_EVERY_S", 0.01)
     first, second = lock(files, 0, "1"), lock(files, 1, "0", "1")
     with first:
+        thread = threading.Thread(target=second.acquire)
+        thread.start()
+        wait_until(lambda: "w:1: waiting for accelerator 1, which w:0 holds" in caplog.text, "the log names it")
+    thread.join(WAIT_S)
+    assert held(first)
+    second.release()
+
+
+def test_a_wait_that_times_out_leaves_nothing(files: Path) -> None:
+    first, second = lock(files, 0, "1"), lock(files, 1, "0", "1")
+    with first:
         with pytest.raises(DeviceLockTimeoutError, match=r"w:1 waited .* accelerator 1, which w:0 holds"):
             second.acquire(timeout_s=0.2)
-        assert "w:1: waiting for accelerator 1, which w:0 holds" in caplog.text
         assert not held(lock(files, 2, "0"))
     with second:
         assert held(first)
