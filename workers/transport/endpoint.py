@@ -1,4 +1,4 @@
-"""Where a server of streams is, as one string."""
+"""The address of a stream server as one string."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """host: the boot id of its machine; name: of its socket there (Linux, abstract); address: "host:port" for others;
-    token: what its clients have to show. Has no spaces in any of them."""
+    """host: boot id of the machine; name: of the abstract Unix socket there; address: "host:port"
+    for other machines; token: the secret that clients present. None of them may contain spaces."""
 
     host: str
     name: str
@@ -20,7 +20,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str) -> Endpoint:
-        """ValueError for what is no endpoint."""
+        """Parse an endpoint. ValueError if the text is malformed."""
         parts = text.split(" ")
         if len(parts) != 4:
             raise ValueError("this is not the endpoint of a server: it has a host, a name, an address and a token")

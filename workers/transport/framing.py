@@ -1,4 +1,4 @@
-"""Messages in a stream of bytes: a header (`HEADER`: bytes of the body, bytes of the payload), a body and a payload."""
+"""Messages in a byte stream: a header (`HEADER`: sizes of body and payload), the body and the payload."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARTS = 64
 
 
 class Message(NamedTuple):
-    """A body as it came, and the bytes of payload that follow it."""
+    """A body, and the size of the payload that follows it in the stream."""
 
     body: bytes
     payload_bytes: int
@@ -30,8 +30,9 @@ def framed(body: bytes, payload_bytes: int = 0) -> bytes:
 
 
 class Splitter:
-    """Cuts a stream of bytes into messages. `feed` what came, then take messages until there is none; the payload of
-    one must be taken from `rest` (and the stream) before the next. limit_bytes: of a body."""
+    """Splits a byte stream into messages. Call `feed` with received bytes, then `next` until it
+    returns None; read a message's payload from `rest` (and then the stream) before the next
+    message. limit_bytes: of a body."""
 
     def __init__(self, limit_bytes: int = MAX_REQUEST_BYTES) -> None:
         self._limit_bytes = limit_bytes
@@ -41,7 +42,7 @@ class Splitter:
         self._buffer += data
 
     def next(self) -> Message | None:
-        """ValueError where the stream is no stream of messages."""
+        """The next complete message, or None. ValueError if the stream is malformed."""
         buffer = self._buffer
         if len(buffer) < HEADER.size:
             return None
@@ -56,7 +57,8 @@ class Splitter:
         return Message(body, payload_bytes)
 
     def rest(self, target: memoryview) -> memoryview:
-        """Move what has come already of a payload to the start of `target`; what is left of that."""
+        """Move received payload bytes to the start of `target`; return the part of `target` that is
+        still to be filled."""
         count = min(len(target), len(self._buffer))
         target[:count] = memoryview(self._buffer)[:count]
         del self._buffer[:count]
@@ -64,7 +66,7 @@ class Splitter:
 
 
 def send_some(sock: socket, pending: deque[memoryview]) -> None:
-    """Send as much of what is pending, in one call, as the socket takes now; BlockingIOError if that is nothing."""
+    """Send as much of `pending` as the socket takes in one call. BlockingIOError if it takes nothing."""
     if len(pending) == 1:
         sent = sock.send(pending[0])
     else:

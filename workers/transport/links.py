@@ -1,4 +1,4 @@
-"""Connections to those that a worker sends to: one socket for all of them, however many there are."""
+"""Connections to the processes that a worker sends to, all of one ZMQ socket."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class _Link:
 
 
 class Links:
-    """For one thread. A connection is made when something is to be sent, and each has a name of its own, so that what
-    comes from one that was cut is nobody's."""
+    """Connections of one thread. A connection is made when there is something to send. Each has an
+    identity of its own, so that late replies from a closed connection are not taken for replies of
+    a new one."""
 
     def __init__(self, context: zmq.Context[Socket], *, most: int | None = None) -> None:
         self.socket = open_socket(context, zmq.ROUTER, linger_ms=LINGER_MS)
@@ -50,7 +51,8 @@ class Links:
         return len(self._by_peer)
 
     def send(self, peer: str, endpoint: str, frames: Sequence[Any], idle: Callable[[str], bool]) -> None:
-        """Send to `peer`, which is at `endpoint`. idle: of a peer, whether nothing is under way to it."""
+        """Send to `peer` at `endpoint`. idle(peer): whether no request to that peer is pending;
+        idle connections may be closed to stay within the limit."""
         link = self._by_peer.get(peer)
         if link is not None and link.endpoint != endpoint:
             self.cut(peer)
@@ -65,12 +67,12 @@ class Links:
             self._sent(self._connect(peer, endpoint), frames)
 
     def others(self, peer: str, endpoint: str) -> bool:
-        """Whether what goes to `endpoint` now is the connection of another than `peer`."""
+        """Whether the connection to `endpoint` belongs to another peer than `peer`."""
         link = self._by_url.get(url_of(endpoint))
         return link is not None and link.peer != peer
 
     def send_to_all(self, frames: Sequence[Any]) -> None:
-        """Send to all that are connected."""
+        """Send to every connected peer."""
         for link in self._by_peer.values():
             self._sent(link, frames)
 
@@ -86,14 +88,14 @@ class Links:
     def received(
         self, decode: Callable[[Any], M], reader: str, followed: tuple[type, ...]
     ) -> Iterator[tuple[str, M, list[zmq.Frame]]]:
-        """The answers that are there: from whom, what they say, and their frames; see `zmq_sockets.received`."""
+        """The replies that have arrived: peer, message and frames; see `zmq_sockets.received`."""
         for route, answer, frames in received(self.socket, decode, reader, followed):
             link = self._by_route.get(route)
             if link is not None:
                 yield link.peer, answer, frames
 
     def cut(self, peer: str) -> None:
-        """End the connection, if there is one; what was not sent is not sent."""
+        """Close the connection, if there is one. Unsent messages are dropped."""
         link = self._by_peer.pop(peer, None)
         if link is not None:
             del self._by_route[link.route], self._by_url[link.url]
@@ -112,7 +114,7 @@ class Links:
         return link
 
     def _make_space(self, idle: Callable[[str], bool]) -> None:
-        """For one more. Those that are in use are not counted on to go."""
+        """Close idle connections until one more is allowed. Connections in use stay open."""
         excess = len(self) + 1 - self._most
         if excess > 0:
             oldest = list(itertools.islice(self._by_peer, excess + _LOOK_AT))

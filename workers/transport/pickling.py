@@ -1,8 +1,8 @@
-"""Python objects as a skeleton and runs of bytes, and back: what messages and channels carry.
+"""Python objects as a pickled skeleton and runs of bytes, and back; used by messages and channels.
 
-Tensors and arrays anywhere in an object go as their bytes, copied once; what is left, the skeleton, is pickled (by
-value where a class or function cannot be imported elsewhere). Both ends are workers of one job, which trust each other.
-"""
+Tensors and arrays anywhere in an object are sent as their bytes, copied once. The rest, the
+skeleton, is pickled (by value where a class or function cannot be imported by the receiver). Both
+ends are workers of one job and trust each other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """A run of bytes: a tensor's values, C-contiguous, or (dtype empty) a buffer of some other object."""
+    """A run of bytes: a tensor's values, C-contiguous, or (with an empty dtype) a buffer of another object."""
 
     start: int
     nbytes: int
@@ -51,7 +51,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
     def check(self) -> None:
-        """ValueError for parts that are not among the bytes."""
+        """ValueError if a part is outside of the bytes."""
         for segment in self.segments:
             if segment.start < 0 or segment.nbytes < 0 or segment.start + segment.nbytes > self.nbytes:
                 raise ValueError(f"{segment.nbytes} bytes from {segment.start} of an object of {self.nbytes}")
@@ -70,7 +70,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Of the parts, and the skeleton after them."""
+        """Of the parts and the skeleton after them."""
         return self.layout.nbytes
 
     def write(self, memory: Bytes) -> None:

@@ -1,4 +1,4 @@
-"""Threads that serve sockets: each waits for its sources, and for other threads that have something for it."""
+"""Threads that serve sockets: each polls its sockets and can be woken by other threads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _here = threading.local()
 
 
 def refuse_waiting(what: str) -> None:
-    """RuntimeError in a thread that may not wait for `what`, as others' work is done by it."""
+    """RuntimeError if this thread completes futures, and so must not wait for `what`."""
     if getattr(_here, "completes", False):
         raise RuntimeError(f"{what}: a function given to `then` must not wait for other work")
 
 
 class Poller(Protocol):
-    """As `select.poll` and `zmq.Poller`: timeouts are in milliseconds, None is none; finds sources and their events."""
+    """What `select.poll` and `zmq.Poller` have in common: timeouts in milliseconds, None for no limit."""
 
     def register(self, source: Any, events: int, /) -> Any: ...
 
@@ -30,12 +30,11 @@ class Poller(Protocol):
 
 
 class PollThread:
-    """Calls `turn`, with what `poller` found, whenever there is something, and after each `wake`.
+    """Calls `turn` with the events that `poller` found, and after each `wake`.
 
-    patience_ms: how long the next poll may take, None for any time; completes: futures are completed by this thread,
-    so that it may not wait for any; ended: called last, with the error of `turn` that ended the thread; None after
-    `stop`. `wake` and `stop` are for any thread, and for finalizers.
-    """
+    timeout_ms: of the next poll, None for no limit; completes: the thread completes futures, so it
+    must not wait for any; ended: called last, with the exception of `turn` that ended the thread,
+    or None after `stop`. `wake` and `stop` may be called from any thread and from finalizers."""
 
     def __init__(
         self,
@@ -62,31 +61,31 @@ class PollThread:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def wake(self) -> None:
-        """Have it look at what is new. Never after the waker was closed, when its descriptor may be another's."""
+        """Make the thread call `turn`. Does nothing after the thread has ended."""
         with self._waking:
             self._waker.wake()
 
     def stop(self) -> None:
-        """End after the turn under way."""
+        """End the thread after the current turn."""
         self._stopping = True
         self.wake()
 
     def join(self, within_s: float | None = None) -> None:
-        """Wait for the end of the thread, unless it is the caller's own."""
+        """Wait until the thread has ended; returns at once if it is the calling thread."""
         if threading.current_thread() is not self._thread:
             self._thread.join(within_s)
 
     def close(self, within_s: float = JOIN_S) -> None:
-        """Both. Idempotent."""
+        """`stop` and `join`. Idempotent."""
         self.stop()
         self.join(within_s)
 
     def forget(self) -> None:
-        """Give the descriptor back where the thread never ran: before `start`, and in a forked child."""
+        """Close the descriptor of a thread that never ran: before `start`, or in a forked child."""
         self._waker.close()
 
     def _run(

@@ -1,4 +1,4 @@
-"""The client's end of a stream of messages, in one thread at a time. Nothing waits without a deadline."""
+"""The client side of a message stream, used by one thread at a time. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class StreamSilentError(TimeoutError):
 
 
 class StreamLostError(ConnectionError):
-    """The other end closed the stream or is gone."""
+    """The other end closed the stream or died."""
 
 
 def tune(sock: socket.socket) -> None:
-    """Small messages leave at once, and a machine that vanished is noticed within about a quarter of a minute."""
+    """Set TCP options: no delay for small messages, and keepalives that detect a vanished machine within about 15 s."""
     sock.setblocking(False)
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -41,7 +41,7 @@ def tune(sock: socket.socket) -> None:
 
 
 class Stream:
-    """`StreamLostError` from any method once the other end is gone."""
+    """A connection to a stream server. Every method raises `StreamLostError` once the other end has closed it."""
 
     def __init__(self, sock: socket.socket) -> None:
         tune(sock)
@@ -51,7 +51,7 @@ class Stream:
 
     @classmethod
     def connect(cls, endpoint: Endpoint, within_s: float) -> Stream:
-        """By the socket of this host, or else over tcp. OSError where nothing answers."""
+        """Connect through a Unix socket on the same host, otherwise over TCP. OSError if nothing listens."""
         if endpoint.host == boot_id():
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -67,8 +67,8 @@ class Stream:
         return cls(socket.create_connection(split_address(endpoint.address), within_s))
 
     def send(self, parts: Sequence[bytes | memoryview], until: float) -> None:
-        """All of `parts`. `StreamSilentError` at the moment `until`, or once nothing was taken for `SILENT_S` if that
-        is later: the stream is of no use then."""
+        """Send all of `parts`. Raises `StreamSilentError` at the time `until`, or after `SILENT_S`
+        without progress if that is later; the stream cannot be used afterwards."""
         pending = deque([memoryview(part) for part in parts if len(part)])
         while pending:
             try:
@@ -82,17 +82,17 @@ class Stream:
 
     @property
     def local(self) -> bool:
-        """Whether the server is reached by a socket of this host, through which descriptors can come."""
+        """Whether this is a Unix socket, which can carry file descriptors."""
         return self.sock.family == socket.AF_UNIX
 
     def poller(self) -> select.poll:
-        """Of what comes."""
+        """A poller of this stream for incoming data."""
         found = select.poll()
         found.register(self.sock, select.POLLIN)
         return found
 
     def first(self, until: float) -> tuple[Message, list[int]]:
-        """The first message, and descriptors that came with it, which are the caller's to close."""
+        """Receive the first message and the file descriptors sent with it; the caller closes them."""
         self.wait(until)
         data, fds, _, _ = socket.recv_fds(self.sock, READ_BYTES, 1)
         try:
@@ -106,8 +106,8 @@ class Stream:
             raise
 
     def receive(self, until: float) -> Message:
-        """The next message. Its payload must be taken with `receive_into` before the next. `StreamSilentError` at the
-        moment `until`, and nothing is lost."""
+        """Receive the next message. Read its payload with `receive_into` before the next call.
+        Raises `StreamSilentError` at the time `until`; no data is lost then."""
         while True:
             message = self._splitter.next()
             if message is not None:
@@ -116,7 +116,7 @@ class Stream:
             self._splitter.feed(self._read() or b"")
 
     def arrived(self) -> Message | None:
-        """The next message if it is there, or has been read already; reads once at most."""
+        """The next message if it has arrived, else None. Reads from the socket at most once."""
         message = self._splitter.next()
         if message is None:
             data = self._read()
@@ -126,8 +126,9 @@ class Stream:
         return message
 
     def receive_into(self, target: memoryview, until: float) -> None:
-        """The payload of the message that came last, whole, or one part of it after another. `StreamSilentError` at the
-        moment `until`, or once nothing came for `SILENT_S` if that is later."""
+        """Read the payload of the last message into the given buffer, whole or in consecutive
+        parts. Raises `StreamSilentError` at the time `until`, or after `SILENT_S` without data if
+        that is later."""
         left = self._splitter.rest(target)
         while left:
             try:
@@ -143,7 +144,7 @@ class Stream:
             until = max(until, time.monotonic() + SILENT_S)
 
     def skip(self, nbytes: int, until: float) -> None:
-        """Take that much of the payload of the message that came last, and drop it."""
+        """Read this many bytes of the last message's payload and drop them."""
         scratch = memoryview(bytearray(min(nbytes, READ_BYTES)))
         while nbytes:
             part = scratch[:nbytes]
@@ -152,17 +153,17 @@ class Stream:
             nbytes -= len(part)
 
     def wait(self, until: float) -> None:
-        """Until there is something to read. `StreamSilentError` at `until`."""
+        """Wait until there is something to read. Raises `StreamSilentError` at `until`."""
         left_s = until - time.monotonic()
         if not self._poll.poll(poll_ms(left_s)):
             raise StreamSilentError
 
     def check(self) -> None:
-        """Raises if the other end is known to be gone; reads nothing."""
+        """Raise if the other end has closed the stream; reads nothing."""
         self._read(1, socket.MSG_PEEK)
 
     def shut(self) -> None:
-        """From another thread: whoever uses this gets `StreamLostError`."""
+        """Close the stream from another thread: its user gets `StreamLostError`."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
@@ -176,7 +177,7 @@ class Stream:
             raise StreamSilentError
 
     def _read(self, most: int = READ_BYTES, flags: int = 0) -> bytes | None:
-        """What is there; None for nothing."""
+        """The bytes that are there; None if there are none."""
         try:
             data = self.sock.recv(most, flags)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The server's end of streams of messages: one thread for all its connections, local ones and those over tcp."""
+"""The server side of message streams: one thread serves all connections, Unix and TCP."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ READS_PER_TURN = 8
 
 
 class Payload(NamedTuple):
-    """Where a message's payload is to go, and what is called once it is there."""
+    """The buffer for a message's payload, and the function to call when it is complete."""
 
     target: memoryview
     whole: Callable[[], None]
 
 
 class Connection:
-    """ident: tells it from others that are open."""
+    """One client. ident: unique among open connections."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -52,19 +52,19 @@ class Connection:
 
     @property
     def local(self) -> bool:
-        """Whether the client is on this host, and can take descriptors."""
+        """Whether the client is on this host and can receive file descriptors."""
         return self.sock.family == socket.AF_UNIX
 
     def send_with(self, first: bytes, fd: int) -> None:
-        """Send the first message of this connection, and a descriptor along with it."""
+        """Send the first message of this connection together with a file descriptor."""
         socket.send_fds(self.sock, [first], [fd])
 
 
 @dataclass(frozen=True)
 class Service:
-    """What is served, all in the server's thread. take: a message came; an error out of it ends that connection
-    (ValueError: it sent nonsense); left: a connection has ended; ended: the server serves no more, as it was closed, or
-    died of a defect."""
+    """The functions of a server, all called in its thread. take: a message arrived; an exception
+    from it closes that connection (ValueError: the message was malformed). left: a connection was
+    closed. ended: the server has stopped, by `close` or by an internal error."""
 
     take: Callable[[Connection, Message], Payload | None]
     left: Callable[[int], None]
@@ -72,11 +72,9 @@ class Service:
 
 
 class StreamServer:
-    """Serves from `start` to `close`.
-
-    name: of its thread, and of its socket on this host; host: the name or address to bind for clients on other
-    machines, and what they reach it by; clients: names these, for the log. OSError if the host cannot be bound.
-    """
+    """Serves from `start` to `close`. name: of its thread and of its Unix socket; host: the name or
+    address to bind for clients on other machines, which is also what they connect to; clients: what
+    the log calls the clients. OSError if the host cannot be bound."""
 
     def __init__(self, name: str, host: str, token: str, service: Service, *, clients: str) -> None:
         self._service = service
@@ -158,7 +156,8 @@ class StreamServer:
         self._connections[connection.ident] = connection
 
     def _turn_deaf(self, error: OSError) -> None:
-        """Leave new connections where they wait: to be told of them again and again would take all time."""
+        """Stop polling the listening sockets for a while: a pending connection that cannot be
+        accepted would wake the thread all the time."""
         if self._deaf_until is None:
             log.warning("cannot take new connections of %s, and will try again: %s", self._who, error)
             for fd in self._listeners:
@@ -191,7 +190,7 @@ class StreamServer:
             self.drop(connection.ident)
 
     def drop(self, ident: int) -> None:
-        """End a connection."""
+        """Close a connection."""
         connection = self._connections.pop(ident, None)
         if connection is None:
             return
@@ -237,7 +236,7 @@ class StreamServer:
                 return
 
     def _receive_payload(self, connection: Connection) -> bool:
-        """Whether the payload is whole now."""
+        """Whether the payload is complete."""
         while connection.left:
             try:
                 count = connection.sock.recv_into(connection.left)
@@ -254,7 +253,7 @@ class StreamServer:
     # --- out
 
     def send(self, ident: int, parts: Sequence[bytes | memoryview]) -> None:
-        """Never blocks; what the socket does not take now waits for it."""
+        """Queue the message and send as much as the socket takes now. Never blocks."""
         connection = self._connections[ident]
         waits = bool(connection.out)
         connection.out.extend(map(memoryview, parts))

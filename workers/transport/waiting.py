@@ -1,4 +1,4 @@
-"""Waits for futures, of which the log tells while they last."""
+"""Waits for futures, with a log message for each `LOG_EVERY_S` of waiting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def done_within(future: Future[Any], what: str, timeout_s: float | None) -> bool:
-    """Wait until `future` is done, for `timeout_s` at most; whether it is. what: names what is waited for."""
+    """Wait at most `timeout_s` for `future`; return whether it is done. what: the operation, for the log."""
     begun = time.monotonic()
     while not future.done():
         left_s = LOG_EVERY_S if timeout_s is None else min(LOG_EVERY_S, begun + timeout_s - time.monotonic())

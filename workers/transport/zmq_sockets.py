@@ -1,5 +1,5 @@
-"""ZMQ sockets between processes of a job, and the messages that come through them: a head of a known type, and for some
-types a frame of bytes after it."""
+"""ZMQ sockets between processes of a job. A message is a frame with a struct of a known type, and
+for some types a second frame of bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_socket(context: zmq.Context[Socket], kind: int, *, linger_ms: int = 0) -> Socket:
-    """Whose queues have any length: what may wait in them is bounded by what its users have under way."""
+    """Open a socket without a limit on its queues: callers bound what they have in flight."""
     socket = context.socket(kind)
     for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, linger_ms)):
         socket.set(option, value)
@@ -28,7 +28,7 @@ def open_socket(context: zmq.Context[Socket], kind: int, *, linger_ms: int = 0) 
 
 
 def poller(*sockets: zmq.Socket[Any]) -> zmq.Poller:
-    """Of what comes through these."""
+    """A poller of these sockets for incoming messages."""
     found = zmq.Poller()
     for each in sockets:
         found.register(each, zmq.POLLIN)
@@ -36,13 +36,13 @@ def poller(*sockets: zmq.Socket[Any]) -> zmq.Poller:
 
 
 def end_silent(socket: Socket, every_ms: int, silence_ms: int) -> None:
-    """Have ZMQ's own threads send heartbeats, and end connections of which nothing came for `silence_ms`."""
+    """Send ZMQ heartbeats every `every_ms`, and close connections that are silent for `silence_ms`."""
     socket.set(zmq.HEARTBEAT_IVL, every_ms)
     socket.set(zmq.HEARTBEAT_TIMEOUT, silence_ms)
 
 
 def connect(socket: Socket, address: str) -> None:
-    """To "host:port"."""
+    """Connect to "host:port"."""
     url = url_of(address)
     if "[" in url:
         socket.set(zmq.IPV6, 1)
@@ -50,13 +50,13 @@ def connect(socket: Socket, address: str) -> None:
 
 
 def url_of(address: str) -> str:
-    """Of "host:port", as ZMQ writes it."""
+    """The ZMQ URL of "host:port"."""
     host, port = split_address(address)
     return f"tcp://{bracketed(host)}:{port}"
 
 
 def events(monitor: zmq.Socket[Any]) -> Iterator[tuple[int, int]]:
-    """What became of a socket's connections since: the events, and their values."""
+    """The connection events of a monitored socket that have not been read: (event, value) each."""
     while readable(monitor):
         event: dict[str, Any] = dict(recv_monitor_message(monitor))
         yield event["event"], event["value"]
@@ -65,8 +65,9 @@ def events(monitor: zmq.Socket[Any]) -> Iterator[tuple[int, int]]:
 def received(
     socket: Socket, decode: Callable[[Any], M], reader: str, followed: tuple[type, ...] = ()
 ) -> Iterator[tuple[bytes, M, list[zmq.Frame]]]:
-    """The messages that are there: their route (of a ROUTER), what they say, and their frames without the route. What
-    is none of ours is dropped. reader: names who reads, for the log; followed: the types that a frame follows."""
+    """The messages that have arrived: the route (of a ROUTER), the message, and its frames without
+    the route. Malformed messages are logged and dropped. reader: the receiver, for the log;
+    followed: message types that have a second frame."""
     for frames in arrived(socket):
         route = frames.pop(0).bytes if socket.type == zmq.ROUTER else b""
         try:
@@ -74,13 +75,13 @@ def received(
             if len(frames) != 1 + isinstance(message, followed):
                 raise msgspec.DecodeError(f"{type(message).__name__} in {len(frames)} frames")
         except msgspec.DecodeError as error:
-            _log.warning("a message that is none of ours came to %s, and was dropped: %s", reader, error)
+            _log.warning("malformed message to %s dropped: %s", reader, error)
             continue
         yield route, message, frames
 
 
 def frame(body: Any) -> zmq.Frame:
-    """Bytes that are sent from where they are; they must stay as they are."""
+    """A frame that sends `body` without a copy; `body` must not change until it is sent."""
     try:
         return zmq.Frame(body, copy=False, track=False)
     except OSError:
