@@ -364,7 +364,7 @@ def test_a_message_that_makes_no_sense_is_dropped(frames: list[bytes]) -> None:
     with Directory("127.0.0.1") as directory, zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.linger = 0
         peer.connect(f"tcp://{directory.address}")
-        with logged("and was dropped"):
+        with logged("malformed message to the directory dropped"):
             peer.send_multipart(frames)
         client = DirectoryClient(directory.address)
         assert client.register_group("g", {}).live
