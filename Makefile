@@ -160,7 +160,7 @@ format: setup ## let ruff rewrite
 	@$(BIN)/ruff format .
 
 async-client: setup ## generate dataplane/client/async_calls.py, the calls of the async client, from client.py
-	@$(BIN)/python tools/async_calls.py
+	@$(BIN)/python -m tests.client.async_calls
 
 proto: ## generate dataplane/protocol/pb from proto/ (tools in an environment of their own: they pin an old protobuf)
 	@test -x .venv-proto/bin/python || { $(PYTHON) -m venv .venv-proto && .venv-proto/bin/pip install -q $(PIP_ARGS) grpcio-tools==1.71.2; }

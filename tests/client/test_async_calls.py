@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import pytest
 
-TOOL = Path(__file__).parents[2] / "tools" / "async_calls.py"
+from tests.client.async_calls import CALLS, CLIENT, generated
 
 
 @pytest.mark.integration
 def test_generating_again_changes_nothing() -> None:
-    tool = runpy.run_path(str(TOOL))
-    assert tool["generated"](tool["CLIENT"].read_text()) == tool["CALLS"].read_text(), "run `make async-client`"
+    assert generated(CLIENT.read_text()) == CALLS.read_text(), "run `make async-client`"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-CLIENT = Path(__file__).parents[1] / "dataplane" / "client" / "client.py"
+CLIENT = Path(__file__).parents[2] / "dataplane" / "client" / "client.py"
 CALLS = CLIENT.with_name("async_calls.py")
 HEAD = '''"""The calls of `AsyncDataPlaneClient`. Generated from `client.py` by `make async-client`: do not edit."""
 
