@@ -93,6 +93,8 @@ class DurableLedger:
         epoch = max(time.time_ns(), (journal.number("epoch") or 0) + 1)
         recovered = journal.fact("image") is not None
         booted_before, fsynced_before = journal.fact("boot"), journal.fsynced
+        if not recovered and journal.last:
+            raise journal.facts_missing()
         if fsynced:
             journal.force()
         if recovered:

@@ -84,6 +84,8 @@ class Log:
         try:
             with self._named("cannot be opened"):
                 self._prepare()
+            if self.fact("format") is None:
+                raise self.facts_missing()
             for what, ours in (("format", FORMAT), ("protocol", PROTOCOL_VERSION)):
                 if (found := self.fact(what)) != ours:
                     why = f"its journal has {what} {found}, this version reads {ours}"
@@ -91,6 +93,9 @@ class Log:
         except BaseException:
             self._db.close()
             raise
+
+    def facts_missing(self) -> StateDirError:
+        return self.error(f"{LOG_NAME} is damaged: its table of facts is incomplete", _DAMAGED)
 
     def _prepare(self) -> None:
         """Before the journal is looked at."""
@@ -259,8 +264,15 @@ class Journal(Log):
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.executescript(_SCHEMA)
         self._db.execute("PRAGMA synchronous = OFF")
-        if self.fact("format") is None:
+        if self._is_new():
             self.set_facts(format=FORMAT, protocol=PROTOCOL_VERSION)
+
+    def _is_new(self) -> bool:
+        (facts,) = self._db.execute("SELECT count(*) FROM facts").fetchone()
+        return not facts and not self._has_records() and not any(self.directory.glob("image-*"))
+
+    def _has_records(self) -> bool:
+        return self._db.execute("SELECT 1 FROM log LIMIT 1").fetchone() is not None
 
     def force(self) -> None:
         """From now on `sync` forces what was appended to the disk. What is there already is forced now."""
@@ -298,8 +310,9 @@ class Journal(Log):
                 f"{self._end.least - self._last} are lost",
                 f"Put back a copy of the directory or restore a checkpoint; to go on without them, delete {END_NAME}",
             )
+        image = self.image_path(self._droppable)
         for path in self.directory.glob("image-*"):
-            if path != self.image_path(self._droppable):
+            if path != image and image.exists():
                 path.unlink(missing_ok=True)
 
     @property

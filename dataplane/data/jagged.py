@@ -151,6 +151,11 @@ def row_lengths(nested: Tensor) -> Tensor:
     return (offsets.diff() if given is None else given).to(torch.int64)
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The bytes, uint8 `[nbytes]`, of a contiguous tensor on its device, not copied."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
+
+
 def byte_view(tensor: Tensor) -> UInt8s:
     """The bytes `[nbytes]` of a contiguous CPU tensor, not copied; they keep its storage alive."""
     assert tensor.is_contiguous(), tensor.stride()
@@ -159,7 +164,7 @@ def byte_view(tensor: Tensor) -> UInt8s:
     if tensor.dtype in _NUMPYS:
         view = plain.numpy().reshape(-1).view(np.uint8)
     else:
-        view = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()  # one element may have any stride
+        view = flat_bytes(plain).numpy()
     return view
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Unpack
 
 from dataplane.client.client import DataPlaneClient
@@ -34,6 +36,8 @@ class ClientSampler(ABC):
         **options: Unpack[ClaimOptions],
     ) -> None:
         checked(ClaimOptions, options)
+        if type(pool_size) is not int or pool_size < 1:
+            raise InvalidRequestError(f"pool_size={pool_size!r}: expected a whole number of samples, at least 1")
         self._client = client
         self._partition = partition_id
         self._task = task_name
@@ -65,8 +69,7 @@ class ClientSampler(ABC):
         if not pool.size:
             return pool
         try:
-            kept = list(self.select(pool, batch_size))
-            self._check(kept, pool, batch_size)
+            kept = self._checked(self.select(pool, batch_size), pool, batch_size)
         except BaseException:
             self._client.nack(pool)
             raise
@@ -74,9 +77,15 @@ class ClientSampler(ABC):
         self._client.nack(pool.subset([row for row in range(pool.size) if row not in chosen]))
         return pool.subset(kept)
 
-    def _check(self, kept: list[int], pool: KVBatchMeta, batch_size: int) -> None:
+    def _checked(self, selected: Sequence[int], pool: KVBatchMeta, batch_size: int) -> list[int]:
+        rows = list(selected) if isinstance(selected, Iterable) else [selected]
+        try:
+            kept = [-1 if isinstance(row, bool) else index(row) for row in rows]
+        except TypeError:
+            kept = [-1]
         if len(set(kept)) < len(kept) or len(kept) > batch_size or not set(kept) <= set(range(pool.size)):
             raise InvalidRequestError(
-                f"{type(self).__name__}.select returned {len(kept)} rows of a pool of {pool.size}: expected at most "
-                f"batch_size={batch_size}, each in [0, {pool.size}) and once"
+                f"{type(self).__name__}.select returned {reprlib.repr(rows)} of a pool of {pool.size}: expected at "
+                f"most batch_size={batch_size} different whole numbers in [0, {pool.size})"
             )
+        return kept

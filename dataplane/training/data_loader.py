@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dataplane.client.client import DataPlaneClient
 from dataplane.client.operations.claim import ClaimOptions, checked
+from dataplane.client.operations.sample_names import name_tuple
 from dataplane.core.durations import seconds
 from dataplane.core.failpoints import hit
 from dataplane.core.schema import Layout, round_up
@@ -121,13 +122,15 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
             raise ValueError(f"{dp_rank=}, {dp_world=}: a share needs both")
         timeout_s = seconds("timeout_s", timeout_s)
         lease_s = checked(ClaimOptions, options).get("lease_s")
-        form = _Form(tuple(fields), layout, pad_value_dict, pad_to_multiple, device)
+        fields = name_tuple("fields", fields)
+        wanted = fields if required_fields is None else name_tuple("required_fields", required_fields)
+        form = _Form(fields, layout, pad_value_dict, pad_to_multiple, device)
         claims = _Claims(
             client,
             {
                 "partition_id": partition_id,
                 "task_name": task_name,
-                "required_fields": list(fields if required_fields is None else required_fields),
+                "required_fields": wanted,
                 "batch_size": batch_size * (dp_world or 1),
                 **options,
                 **({} if dp_world is None else {"dp_rank": dp_rank, "dp_world": dp_world}),

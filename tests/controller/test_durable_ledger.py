@@ -74,6 +74,17 @@ def test_a_life_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
     second.close()
 
 
+def test_records_without_an_image_are_refused(tmp_path: Path) -> None:
+    durable = opened(tmp_path)
+    durable.apply(c.OpenSession(nonce="n", host="h", name="", protocol_version=PROTOCOL_VERSION))
+    durable.close()
+    with Journal.open(tmp_path) as journal:
+        journal.set_facts(image=None)
+    with pytest.raises(StateDirError, match="its table of facts is incomplete"):
+        opened(tmp_path)
+    assert list(tmp_path.glob("image-*"))
+
+
 def test_it_goes_on_from_an_image_and_what_came_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "NICE", 0)  # it is this process that makes the image
     log = a_day(steps=400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sqlite3
@@ -311,6 +312,31 @@ def test_another_format_or_protocol_is_refused(tmp_path: Path, what: str, ours: 
         journal.set_facts(**{what: 99})
     with pytest.raises(StateDirError, match=f"{what} 99, this version reads {ours}"):
         Journal.open(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["DROP TABLE facts", "DELETE FROM facts", "DELETE FROM facts WHERE name = 'format'"])
+def test_a_journal_that_lost_its_facts_is_refused(tmp_path: Path, damage: str) -> None:
+    with Journal.open(tmp_path) as journal:
+        journal.write_image(0, b"image")
+        journal.begin_from(0)
+        journal.append(b"record")
+    with contextlib.closing(sqlite3.connect(tmp_path / LOG_NAME)) as database:
+        database.execute(damage)
+        database.commit()
+    for _ in range(2):
+        with pytest.raises(StateDirError, match="its table of facts is incomplete"):
+            Journal.open(tmp_path)
+    assert (tmp_path / "image-0").exists()
+
+
+def test_a_start_that_is_refused_removes_no_image(tmp_path: Path) -> None:
+    with Journal.open(tmp_path) as journal:
+        journal.write_image(0, b"image")
+        journal.begin_from(0)
+    (tmp_path / "image-0").rename(tmp_path / "image-1")
+    with Journal.open(tmp_path) as journal, pytest.raises(StateDirError, match="image-0 cannot be read"):
+        journal.image()
+    assert (tmp_path / "image-1").exists()
 
 
 def test_a_full_disk_appends_nothing(tmp_path: Path) -> None:

@@ -27,6 +27,15 @@ def why(client: Client, *fields: str, **more: object) -> c.Blocked:
     return client.call(c.Blocked, c.WhyBlocked(partition="p", task="train", fields=fields, **more))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("name", "value"), [("group_size", 0), ("group_size", -2), ("max_lag", -1)])
+def test_terms_that_a_claim_refuses_are_refused(client: Client, name: str, value: int) -> None:
+    for command in (c.WhyBlocked, c.Claim):
+        more = {} if command is c.WhyBlocked else {"batch_size": 4, "blocking": False, "timeout_s": 0.0}
+        item = command(partition="p", task="train", fields=(), **{name: value}, **more)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match=rf"{name}={value}: must"):
+            client.raise_(item)
+
+
 def test_fields_nobody_declared_and_fields_nobody_produced(client: Client) -> None:
     client.put(["a", "b"], {"x": [1, 1]})
     facts = why(client, "x", "reward", "ghost")

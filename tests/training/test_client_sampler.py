@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
+import torch
 
 from dataplane import ClientSampler, DataPlaneClient, KVBatchMeta, connect, serve
 
@@ -61,8 +63,8 @@ def test_a_complete_partition_ends_in_an_empty_meta(client: DataPlaneClient) -> 
     assert [best.claim(3).size for _ in range(3)] == [3, 1, 0]
 
 
-@pytest.mark.parametrize("rows", [[0, 0], [4], [-1], [0, 1, 2]])
-def test_rows_that_are_none_are_refused_and_the_pool_goes_back(client: DataPlaneClient, rows: list[int]) -> None:
+@pytest.mark.parametrize("rows", [[0, 0], [4], [-1], [0, 1, 2], [0.0], [True, False], None, ["0"]])
+def test_rows_that_are_none_are_refused_and_the_pool_goes_back(client: DataPlaneClient, rows: Any) -> None:
     fixed = Fixed(client, "p", "train", [], pool_size=4)
     fixed.rows = rows
     with pytest.raises(ValueError, match=r"Fixed\.select"):
@@ -70,3 +72,15 @@ def test_rows_that_are_none_are_refused_and_the_pool_goes_back(client: DataPlane
     fixed.rows = []
     assert fixed.claim(2).size == 0
     assert client.claim_meta("p", "train", [], 4, blocking=False).size == 4
+
+
+def test_rows_may_be_a_tensor(client: DataPlaneClient) -> None:
+    fixed = Fixed(client, "p", "train", [], pool_size=4)
+    fixed.rows = torch.tensor([2, 0])  # type: ignore[assignment]
+    assert len(fixed.claim(2).sample_ids) == 2
+
+
+@pytest.mark.parametrize("pool_size", [0, -1, "4", None, True])
+def test_the_size_of_a_pool_is_checked(client: DataPlaneClient, pool_size: Any) -> None:
+    with pytest.raises(ValueError, match="pool_size="):
+        BestFirst(client, "p", "train", [], pool_size=pool_size)

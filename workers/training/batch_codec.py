@@ -20,7 +20,15 @@ from tensordict import NonTensorData, NonTensorStack
 from torch import Tensor
 
 from dataplane.core.types import GRANULE_BYTES
-from dataplane.data.jagged import DTYPE_NAMES, TORCH_DTYPES, is_jagged, jagged_from_values, offsets_of, row_lengths
+from dataplane.data.jagged import (
+    DTYPE_NAMES,
+    TORCH_DTYPES,
+    flat_bytes,
+    is_jagged,
+    jagged_from_values,
+    offsets_of,
+    row_lengths,
+)
 from dataplane.data.object_codec import decode_object, encode_object, encode_rows
 
 
@@ -268,4 +276,4 @@ def _values_and_lengths(nested: Tensor) -> tuple[Tensor, Tensor]:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The elements of `tensor` in row-major order as uint8 [nbytes] on the CPU; a view where it can be one."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())

@@ -20,6 +20,7 @@ from ray import cloudpickle
 from torch import Tensor
 
 from dataplane.core.buffer_pool import FROM_BYTES, BufferPool
+from dataplane.data.jagged import flat_bytes
 from workers.errors import NotSerializableError
 
 Bytes = npt.NDArray[np.uint8]
@@ -247,7 +248,7 @@ def _fill(flat: Tensor, tensor: Tensor) -> None:
     """flat: uint8, as many bytes as `tensor` has."""
     source = tensor.detach()
     if _in_a_row(source):
-        flat.copy_(source.reshape(-1).view(torch.uint8))
+        flat.copy_(flat_bytes(source))
     else:
         flat.view(source.dtype).view(source.shape).copy_(source)
 
@@ -258,7 +259,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     source = tensor.detach()
     if not _in_a_row(source):
         source = source.resolve_conj().resolve_neg().contiguous()
-    data: memoryview = source.cpu().reshape(-1).view(torch.uint8).numpy().data
+    data: memoryview = flat_bytes(source.cpu()).numpy().data
     return data
 
 

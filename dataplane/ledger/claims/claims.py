@@ -22,7 +22,7 @@ from dataplane.ledger import commands as c
 from dataplane.ledger.claims import selection, shares, waiting
 from dataplane.ledger.claims.samplers import SAMPLERS
 from dataplane.ledger.claims.why_blocked import blocked
-from dataplane.ledger.state.claim_terms import least_of
+from dataplane.ledger.state.claim_terms import check_terms, least_of
 from dataplane.ledger.state.limits import check_limit
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.sessions import ParkedClaim, Session, UnconfirmedClaim
@@ -263,12 +263,11 @@ class Claims:
             raise InvalidRequestError(f"batch_size={batch}: must be at least 1")
         if least is not None and not 1 <= least <= batch:
             raise InvalidRequestError(f"min_batch_size={least}: must be in [1, batch_size={batch}]")
-        if group is not None and not 1 <= group <= (batch if least is None else least):
+        check_terms(command)
+        if group is not None and group > (batch if least is None else least):
             raise InvalidRequestError(f"group_size={group}: a claim of {least or batch} cannot hold a whole group")
         if command.partial_after_s is not None and not (group is not None and command.partial_after_s >= 0):
             raise InvalidRequestError(f"partial_after_s={command.partial_after_s}: not negative, and with a group_size")
-        if command.max_lag is not None and command.max_lag < 0:
-            raise InvalidRequestError(f"max_lag={command.max_lag}: must not be negative")
         if not command.timeout_s >= 0:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         _check_lease(command.lease_s)

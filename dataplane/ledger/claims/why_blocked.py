@@ -9,7 +9,7 @@ import numpy as np
 from dataplane.errors import first_few
 from dataplane.ledger.commands import Blocked, Claim, Int64s, Predicate, WhyBlocked, Writer
 from dataplane.ledger.state.arrays import Bools
-from dataplane.ledger.state.claim_terms import conditions
+from dataplane.ledger.state.claim_terms import check_terms, conditions
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.state import State
 from dataplane.ledger.state.tasks import ReadyIndex
@@ -20,6 +20,7 @@ NAMED = 5
 
 def blocked(state: State, partition: Partition, ready_index: ReadyIndex, command: Claim | WhyBlocked) -> Blocked:
     """The facts about a claim as things stand."""
+    check_terms(command)
     task, fields = ready_index.task, ready_index.fields
     rows = partition.rows.in_order()
     rows = rows[task.claim_ids[rows] == 0]

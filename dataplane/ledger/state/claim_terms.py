@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from dataplane.errors import InvalidRequestError
 from dataplane.ledger.commands import Claim, Predicate, WhyBlocked
 from dataplane.ledger.state.tasks import ReadyIndex
+
+
+def check_terms(command: Claim | WhyBlocked) -> None:
+    """InvalidRequestError for terms that no sample or group can meet."""
+    if command.group_size is not None and command.group_size < 1:
+        raise InvalidRequestError(f"group_size={command.group_size}: must be at least 1")
+    if command.max_lag is not None and command.max_lag < 0:
+        raise InvalidRequestError(f"max_lag={command.max_lag}: must not be negative")
 
 
 def least_of(command: Claim) -> int:

@@ -55,6 +55,7 @@ def test_nan_payloads_and_signs_survive() -> None:
 @pytest.mark.parametrize(
     "value",
     [
+        torch.ones(1, 4)[:, 0],
         torch.arange(12).reshape(3, 4).t(),
         torch.arange(12)[::3],
         torch.arange(4).expand(3, 4),
@@ -64,7 +65,7 @@ def test_nan_payloads_and_signs_survive() -> None:
         torch.tensor(5.0),
         torch.ones(3, requires_grad=True),
     ],
-    ids=["transposed", "strided", "expanded", "conjugate", "no rows", "empty rows", "scalar", "grad"],
+    ids=["one element", "transposed", "strided", "expanded", "conjugate", "no rows", "empty rows", "scalar", "grad"],
 )
 def test_dense_of_any_strides(value: torch.Tensor) -> None:
     back = through({"x": value})["x"]

@@ -47,7 +47,14 @@ def test_tensors_of_every_type_and_shape(name: str, shape: list[int], random: An
 
 def test_tensors_that_do_not_lie_in_a_row() -> None:
     base = torch.arange(48, dtype=torch.float64).reshape(6, 8)
-    views = [base.t(), base[::2, 1::3], base[0].expand(5, 8), base.to(torch.complex64).t().conj(), base[:, :0]]
+    views = [
+        base.t(),
+        base[::2, 1::3],
+        base[0].expand(5, 8),
+        base.to(torch.complex64).t().conj(),
+        base[:, :0],
+        base[:1, 0],
+    ]
     for got, sent in zip(there_and_back(views), views, strict=True):
         assert torch.equal(got, sent.resolve_conj())
 
