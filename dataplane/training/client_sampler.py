@@ -36,6 +36,8 @@ class ClientSampler(ABC):
         **options: Unpack[ClaimOptions],
     ) -> None:
         checked(ClaimOptions, options)
+        if not isinstance(client, DataPlaneClient):
+            raise TypeError(f"client is {type(client).__name__}: a ClientSampler takes a DataPlaneClient")
         if type(pool_size) is not int or pool_size < 1:
             raise InvalidRequestError(f"pool_size={pool_size!r}: expected a whole number of samples, at least 1")
         self._client = client

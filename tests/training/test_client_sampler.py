@@ -74,6 +74,11 @@ def test_rows_that_are_none_are_refused_and_the_pool_goes_back(client: DataPlane
     assert client.claim_meta("p", "train", [], 4, blocking=False).size == 4
 
 
+def test_a_client_of_another_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match="client is object: a ClientSampler takes a DataPlaneClient"):
+        BestFirst(object(), "p", "train", [], pool_size=4)  # type: ignore[arg-type]
+
+
 def test_rows_may_be_a_tensor(client: DataPlaneClient) -> None:
     fixed = Fixed(client, "p", "train", [], pool_size=4)
     fixed.rows = torch.tensor([2, 0])  # type: ignore[assignment]

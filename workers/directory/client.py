@@ -118,7 +118,9 @@ class DirectoryClient:
 
     def register_group(self, name: str, facts: Facts) -> DirectoryEntry:
         """Take a group's name: its workers may register, and what is known of workers of an ended group of that name is
-        forgotten. Stays until `end`, whatever becomes of this process. `NameInUseError` while another has it."""
+        forgotten. Stays until `end`, whatever becomes of this process. `NameInUseError` while another has it;
+        ValueError or TypeError for a name that no worker's address can have."""
+        WorkerAddress(name)
         return self._one(self._ask_register(Kind.GROUP, name, (), facts, owned=False), f"registering group {name!r}")
 
     def register_worker(self, address: WorkerAddress, endpoint: str, facts: Facts | None = None) -> DirectoryEntry:

@@ -415,6 +415,13 @@ def test_no_wait_of_a_peer_ends_the_directory(directory: Directory, client: Dire
     assert client.listing(Kind.WORKER) == []
 
 
+@pytest.mark.parametrize("name", ["", "a:b"])
+def test_a_group_whose_name_no_address_can_have_is_not_registered(client: DirectoryClient, name: str) -> None:
+    with pytest.raises(ValueError, match="it must not be empty and not contain"):
+        client.register_group(name, {})
+    assert client.listing(Kind.GROUP) == []
+
+
 def test_a_client_of_another_version_is_refused_and_others_are_not(
     directory: Directory, client: DirectoryClient
 ) -> None:
