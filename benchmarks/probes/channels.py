@@ -42,17 +42,17 @@ def channels_and_queues(*, quick: bool) -> list[Figure]:
 class _Worker:
     """One end of both."""
 
-    def put(self, connection_kind: Any, count: int, nbytes: int) -> None:
+    def put(self, way: Any, count: int, nbytes: int) -> None:
         item = torch.zeros(nbytes, dtype=torch.uint8)
         for _ in range(count):
-            connection_kind.put(item)
+            way.put(item)
 
-    def get(self, connection_kind: Any, count: int) -> float:
+    def get(self, way: Any, count: int) -> float:
         """Seconds for all but the first, which is waited for before the clock starts."""
-        connection_kind.get()
+        way.get()
         begun = time.perf_counter()
         for _ in range(count - 1):
-            connection_kind.get()
+            way.get()
         return time.perf_counter() - begun
 
 
@@ -61,17 +61,17 @@ def _measure(channel: Channel, repetitions: int) -> list[Figure]:
     producer, consumer = actor.remote(), actor.remote()
     queue = Queue(maxsize=PLACES)
 
-    def rate(connection_kind: Any, count: int, nbytes: int) -> float:
-        taken = consumer.get.remote(connection_kind, count)
-        ray.get(producer.put.remote(connection_kind, count, nbytes), timeout=WAIT_S)
+    def rate(way: Any, count: int, nbytes: int) -> float:
+        taken = consumer.get.remote(way, count)
+        ray.get(producer.put.remote(way, count, nbytes), timeout=WAIT_S)
         return (count - 1) / float(ray.get(taken, timeout=WAIT_S))
 
     figures = []
     for name, nbytes, through_channel, through_queue in SIZES:
         sides: list[tuple[Any, int, list[float]]] = [(channel, through_channel, []), (queue, through_queue, [])]
         for order in alternating(sides, repetitions + WARM_UP):
-            for connection_kind, count, rates in order:
-                rates.append(rate(connection_kind, count, nbytes))
+            for way, count, rates in order:
+                rates.append(rate(way, count, nbytes))
         figures += _figures(name, nbytes, *(rates[WARM_UP:] for _, _, rates in sides))
     queue.shutdown()
     return figures

@@ -77,7 +77,7 @@ class EventEmitter:
 
     def _told(self, operation: Operation[T], name: str) -> Operation[T]:
         notes = _Notes(name)
-        span = started(notes.op)
+        span = start_span(notes.op)
         try:
             result = yield from _seen(operation, notes)
         except BaseException as error:
@@ -200,17 +200,18 @@ def _attributes(event: OpEvent) -> dict[str, Any]:
     return {f"dataplane.{name}": value for name, value in shown.items() if value}
 
 
-NAME = "dataplane"
+TRACER_NAME = "dataplane"
 
 
 def tracer() -> Any | None:
-    """What makes spans; None where no provider is set. Nothing is imported: who sets one has done so."""
+    """The tracer of the application's provider; None if no provider is set. OpenTelemetry is not imported here: an
+    application that set a provider has imported it."""
     trace = sys.modules.get("opentelemetry.trace")
     if not hasattr(trace, "get_tracer_provider"):  # another thread may be at importing it
         return None
     assert trace is not None
     provider = trace.get_tracer_provider()
-    return None if isinstance(provider, trace.ProxyTracerProvider) else provider.get_tracer(NAME)
+    return None if isinstance(provider, trace.ProxyTracerProvider) else provider.get_tracer(TRACER_NAME)
 
 
 class TraceSpan:
@@ -220,7 +221,7 @@ class TraceSpan:
         self._span = span
 
     def end(self, name: str, attributes: Mapping[str, Any], error: BaseException | None) -> None:
-        """It ends now, under this name, with the error that ended the operation."""
+        """End the span under this name; `error` is what the operation raised."""
         trace = sys.modules["opentelemetry.trace"]
         self._span.update_name(name)
         self._span.set_attributes(attributes)
@@ -230,10 +231,10 @@ class TraceSpan:
         self._span.end()
 
 
-def started(op: str) -> TraceSpan | None:
-    """A span that begins now; None where nobody wants one."""
+def start_span(op: str) -> TraceSpan | None:
+    """Start a span; None if no provider is set."""
     made = tracer()
     if made is None:
         return None
     kind = sys.modules["opentelemetry.trace"].SpanKind.CLIENT
-    return TraceSpan(made.start_span(f"{NAME} {op}", kind=kind))
+    return TraceSpan(made.start_span(f"{TRACER_NAME} {op}", kind=kind))

@@ -311,8 +311,8 @@ class Journal(Log):
                 f"Put back a copy of the directory or restore a checkpoint; to go on without them, delete {END_NAME}",
             )
         image = self.image_path(self._droppable)
-        for path in self.directory.glob("image-*"):
-            if path != image and image.exists():
+        if image.exists():
+            for path in set(self.directory.glob("image-*")) - {image}:
                 path.unlink(missing_ok=True)
 
     @property

@@ -160,11 +160,7 @@ def byte_view(tensor: Tensor) -> UInt8s:
     """The bytes `[nbytes]` of a contiguous CPU tensor, not copied; they keep its storage alive."""
     assert tensor.is_contiguous(), tensor.stride()
     plain = tensor.detach() if tensor.requires_grad else tensor
-    view: UInt8s
-    if tensor.dtype in _NUMPYS:
-        view = plain.numpy().reshape(-1).view(np.uint8)
-    else:
-        view = flat_bytes(plain).numpy()
+    view: UInt8s = plain.numpy().reshape(-1).view(np.uint8) if tensor.dtype in _NUMPYS else flat_bytes(plain).numpy()
     return view
 
 

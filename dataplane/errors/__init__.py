@@ -16,7 +16,7 @@
     │   ├── StaleSchemaError            a put was encoded under a schema that no longer holds
     │   ├── InvalidRequestError         duplicates, wrong counts, malformed arguments
     │   ├── RowsChangedError            another writer changed rows that were to be appended to
-    │   ├── ShareConflictError             a rank's share of a step went back, and another claim has it
+    │   ├── ShareConflictError          a rank's share of a step went back, and another claim has it
     │   ├── PartitionSealedError        new ids after a seal
     │   ├── PartitionDroppedError       the partition went while a call waited on it
     │   ├── RequestTooLargeError        can never fit, whatever is cleared
@@ -69,6 +69,15 @@ from dataplane.errors.missing import PartitionNotFoundError as PartitionNotFound
 from dataplane.errors.missing import SampleNotFoundError as SampleNotFoundError
 from dataplane.errors.missing import StaleSampleError as StaleSampleError
 from dataplane.errors.missing import TaskNotFoundError as TaskNotFoundError
+from dataplane.errors.service import AuthenticationError as AuthenticationError
+from dataplane.errors.service import CallCancelledError as CallCancelledError
+from dataplane.errors.service import ProtocolVersionError as ProtocolVersionError
+from dataplane.errors.service import ServiceError as ServiceError
+from dataplane.errors.service import ServiceRestartedError as ServiceRestartedError
+from dataplane.errors.service import ServiceUnavailableError as ServiceUnavailableError
+from dataplane.errors.service import SessionExpiredError as SessionExpiredError
+from dataplane.errors.service import StorageUnitError as StorageUnitError
+from dataplane.errors.service import TlsError as TlsError
 from dataplane.errors.storage import ArenaSpaceError as ArenaSpaceError
 from dataplane.errors.storage import CheckpointWriteError as CheckpointWriteError
 from dataplane.errors.storage import ChecksumError as ChecksumError
@@ -380,90 +389,6 @@ class CallTimeoutError(WaitTimeoutError):
 
 
 # --- the service, or the way to it ----------------------------------------------------------------------------
-
-
-class ServiceError(DataPlaneError, ConnectionError):
-    """The service could not be reached, or would not serve this client."""
-
-    grpc_status = "UNAVAILABLE"
-
-
-class ServiceUnavailableError(ServiceError):
-    """`why` names the remedy, too, which depends on the cause."""
-
-    def __init__(self, *, address: str, why: str) -> None:
-        super().__init__(f"no data plane service at {address}: {why.rstrip('.')}.", address=address, why=why)
-
-
-class AuthenticationError(ServiceError):
-    grpc_status = "UNAUTHENTICATED"
-
-    def __init__(self, *, peer: str, why: str) -> None:
-        super().__init__(
-            f"{peer} refused this client: {why}. Pass the service's token (config.token or --token-file).",
-            peer=peer,
-            why=why,
-        )
-
-
-class TlsError(ServiceError):
-    """One end speaks TLS and the other does not, or one does not take the other's certificate."""
-
-    grpc_status = "UNAUTHENTICATED"
-
-    def __init__(self, *, address: str, why: str) -> None:
-        super().__init__(f"no secure connection to {address}: {why}", address=address, why=why)
-
-
-class ProtocolVersionError(ServiceError):
-    grpc_status = "UNIMPLEMENTED"
-
-    def __init__(self, *, client_version: int, service_version: int) -> None:
-        super().__init__(
-            f"client speaks protocol version {client_version}, the service speaks {service_version}; "
-            "install the same release on both",
-            client_version=client_version,
-            service_version=service_version,
-        )
-
-
-class SessionExpiredError(ServiceError):
-    grpc_status = "FAILED_PRECONDITION"
-
-    def __init__(self, *, session: int, why: str) -> None:
-        super().__init__(
-            f"session {session} is over: {why}. What it had claimed or reserved went back.", session=session, why=why
-        )
-
-
-class ServiceRestartedError(ServiceError):
-    """`lost` says what went with the epoch that was expected; empty where it is not known to be lost."""
-
-    grpc_status = "FAILED_PRECONDITION"
-
-    def __init__(self, *, expected_epoch: int, got_epoch: int, what: str, lost: str = "") -> None:
-        since = f"it began anew, without what it held: {lost}" if lost else "that process was restarted since"
-        super().__init__(
-            f"{what} belongs to epoch {got_epoch}, expected {expected_epoch}: {since}",
-            expected_epoch=expected_epoch,
-            got_epoch=got_epoch,
-            what=what,
-            lost=lost,
-        )
-
-
-class StorageUnitError(ServiceError):
-    def __init__(self, *, unit: int, endpoint: str, why: str) -> None:
-        super().__init__(f"storage unit {unit} at {endpoint}: {why}", unit=unit, endpoint=endpoint, why=why)
-
-
-class CallCancelledError(ServiceError):
-    grpc_status = "CANCELLED"
-
-    def __init__(self, *, session: int, number: int) -> None:
-        super().__init__(
-            f"call {number} of session {session} was withdrawn before it took effect", session=session, number=number
-        )
 
 
 class PortTakenError(DataPlaneError, OSError):

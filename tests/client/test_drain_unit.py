@@ -11,7 +11,7 @@ from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.errors import CapacityTimeoutError
 from dataplane.ledger import commands as c
 
-NO_ROOM = CapacityTimeoutError(wanted_bytes=64, free_bytes=0, waited_s=0.0, holders=[])
+NO_SPACE = CapacityTimeoutError(wanted_bytes=64, free_bytes=0, waited_s=0.0, holders=[])
 
 
 def page(*lengths: int) -> c.FoundCells:
@@ -34,7 +34,7 @@ def test_pages_get_smaller_until_space_is_waited_for(lengths: tuple[int, ...]) -
     """Also where they cannot: values of no bytes take space of an open unit, too."""
     progress = _Progress(1, timeout_s=60.0)
     progress.page = page(*lengths)
-    steps = (next(_no_space(progress, NO_ROOM), None) for _ in range(40))
+    steps = (next(_no_space(progress, NO_SPACE), None) for _ in range(40))
     asked = next(step for step in steps if step is not None)
     assert isinstance(asked, Send)
     assert isinstance(asked.command, c.Allocate)

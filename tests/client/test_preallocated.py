@@ -85,7 +85,7 @@ def test_parts_follow_one_another_until_the_space_is_used_up(buffer: Preallocate
     assert take(buffer, 64) is None
 
 
-def test_a_space_goes_back_once_replaced_and_no_longer_in_use(buffer: PreallocatedBuffer) -> None:
+def test_space_goes_back_once_replaced_and_no_longer_in_use(buffer: PreallocatedBuffer) -> None:
     add(buffer, number=7)
     first, second = take(buffer, 64), take(buffer, 64)
     assert take(buffer, 256) is None
@@ -126,7 +126,7 @@ def test_after_a_failure_the_space_is_given_up_once_nobody_writes_to_it(buffer: 
     assert list(buffer.returned) == [7]
 
 
-def test_two_failures_give_a_space_back_once(buffer: PreallocatedBuffer) -> None:
+def test_two_failures_give_space_back_once(buffer: PreallocatedBuffer) -> None:
     add(buffer)
     first, second = take(buffer, 64), take(buffer, 64)
     buffer.finish(first, failed=True)

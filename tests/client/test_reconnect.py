@@ -94,8 +94,7 @@ def ending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture(params=["ipc", "tcp"])
 def door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The connection to the controller. An ipc endpoint has another name in each epoch, a tcp door reconnects by
-    itself."""
+    """The kind of connection to the controller. An ipc endpoint has another name in each epoch."""
     if request.param == "tcp":
         monkeypatch.setattr(handshake, "boot_id", lambda: "another host")
     return str(request.param)

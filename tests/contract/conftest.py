@@ -1,5 +1,5 @@
-"""One service for the suite, and one client per connection and style: every test of the contract runs on all of
-them."""
+"""One service for the suite, and one client per kind of connection and style: every test of the
+contract runs with all of them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def connection_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 
 def settings_of(connection_kind: str) -> dict[str, Any]:
-    """Of a client on that connection."""
+    """Of a client with that kind of connection."""
     is_engine = connection_kind.startswith("engine")
     return {
         "force_remote": is_engine or connection_kind.startswith("remote"),
@@ -78,7 +78,7 @@ def settings_of(connection_kind: str) -> dict[str, Any]:
 
 @pytest.fixture
 def open_client(server: Server, connection_kind: str) -> Iterator[Callable[[], DataPlaneClient]]:
-    """Makes clients of the connection under test; they are closed afterwards."""
+    """Makes clients with the kind of connection under test; they are closed afterwards."""
     opened: list[Any] = []
 
     def make(**settings: Any) -> Any:

@@ -208,7 +208,7 @@ def test_pad_nested(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float8_e5m2], ids=str)
-def test_the_connection_of_accelerators_gives_the_same(dtype: torch.dtype) -> None:
+def test_the_code_path_of_accelerators_gives_the_same(dtype: torch.dtype) -> None:
     nested = to_nested_by_length(random_tensor((4, 5, 2), dtype), LENGTHS)
     values, starts, lengths = detached_values(nested), row_starts(nested), row_lengths(nested)
     assert same_bits(_pad_by_mask(values, starts, lengths, 7, 1), pad_nested(nested, 1, width=7))

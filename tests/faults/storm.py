@@ -177,15 +177,15 @@ class Storm:
             poke = poke.replace("-near", "-far")
         # On a busy machine a saver takes half a minute from one time to the next.
         limit_s = (POKED_TIMES if poke else order.nth) * PROGRESS_S
-        end, limit_s = time.monotonic() + limit_s, POKE_S if poke else limit_s
-        while not player.await_obeyed(before, limit_s):
+        end, wait_s = time.monotonic() + limit_s, POKE_S if poke else limit_s
+        while not player.await_obeyed(before, wait_s):
             code = player.process.exitcode
             if player.obeyed > before:  # just now, and it may have died of it
                 return
             if code is not None or time.monotonic() > end:
                 raise StormError(f"{player.name} did not come to {order.at} (exit code {code})")
             if poke:
-                limit_s = min(2 * limit_s, POKE_MOST_S)
+                wait_s = min(2 * wait_s, POKE_MOST_S)
                 poked = self.scene.everybody[poke]
                 poked.kill()
                 poked.start()  # it may not get ready before `player` goes on

@@ -1,6 +1,6 @@
 """A client process that dies, or stops, at a named failpoint.
 
-Settings: connection ("local" or "remote"), job ("put", "get", "claim", "views", or with a path "checkpoint" and
+Settings: connection_kind ("local" or "remote"), job ("put", "get", "claim", "views", or with a path "checkpoint" and
 "restore"), at (failpoint, or "" to wait for the parent), how ("kill": by SIGKILL at the place; "stop": by SIGSTOP),
 partition. Says "there" just before it dies or waits.
 """

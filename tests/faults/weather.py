@@ -19,11 +19,11 @@ TAKE = (
 )
 BEGIN = ("session.before_open", "session.opened")
 ATTACH = ("attach.before_proof", "attach.proven")
-SPACE = ("call.Allocate.before", "call.Allocate.after")
-ROOM_AHEAD = ("call.Preallocate.before", "call.Preallocate.after")
+ALLOCATE = ("call.Allocate.before", "call.Allocate.after")
+PREALLOCATE = ("call.Preallocate.before", "call.Preallocate.after")
 CLIENT_POINTS: dict[str, tuple[str, ...]] = {
-    "producer-near": (*BEGIN, *ATTACH, *ROOM_AHEAD, "put.mid_copy", *PUT),
-    "producer-far": ("session.opened", "session.found", *SPACE, "bulk.write.between_frames", *PUT),
+    "producer-near": (*BEGIN, *ATTACH, *PREALLOCATE, "put.mid_copy", *PUT),
+    "producer-far": ("session.opened", "session.found", *ALLOCATE, "bulk.write.between_frames", *PUT),
     "consumer-near": ("session.found", *TAKE),
     "consumer-far": ("attach.proven", "bulk.read.between_frames", *TAKE),
     "streamer": (

@@ -10,7 +10,7 @@ import pytest
 from dataplane.ledger.commands import Claim, Predicate, WhyBlocked
 from dataplane.ledger.state.claim_terms import kind_of
 
-INTEREST: Any = SimpleNamespace(task=SimpleNamespace(name="train"), fields=("x",))
+READY_INDEX: Any = SimpleNamespace(task=SimpleNamespace(name="train"), fields=("x",))
 COMMON: dict[str, Any] = {"partition": "p", "task": "train", "fields": ("x",), "batch_size": 2}
 OTHER: dict[str, dict[str, Any]] = {
     "where": {"where": (Predicate(tag="reward", op=">", value=0.5),)},
@@ -30,4 +30,4 @@ def test_there_are_terms_of_every_option_that_decides() -> None:
 def test_claims_on_other_terms_are_of_another_kind(option: str) -> None:
     terms = OTHER[option]
     rest = {name: value for name, value in terms.items() if name != option}
-    assert kind_of(INTEREST, Claim(**COMMON, **terms)) != kind_of(INTEREST, Claim(**COMMON, **rest))
+    assert kind_of(READY_INDEX, Claim(**COMMON, **terms)) != kind_of(READY_INDEX, Claim(**COMMON, **rest))

@@ -34,7 +34,7 @@ def find(client: Client, unit: int = 1, **more: object) -> tuple[int, c.FoundCel
     return number, found
 
 
-def space(client: Client, found: c.FoundCells, **more: object) -> int:
+def reserve(client: Client, found: c.FoundCells, **more: object) -> int:
     sizes = c.ColumnSizes(name=found.field, sizes=found.lengths * found.spec.unit_bytes)
     settings = {"on_full": c.OnFull.REJECT, **more}
     number = client.post(c.Allocate(partition=found.partition, columns=(sizes,), update=True, moving=True, **settings))
@@ -62,7 +62,7 @@ def switch(found: c.FoundCells, located: int, reservation: int, unit: int = 1, *
 
 def move_page(client: Client, unit: int = 1, **more: object) -> c.Moved:
     located, found = find(client, unit, **more)
-    return client.call(c.Moved, switch(found, located, space(client, found), unit))
+    return client.call(c.Moved, switch(found, located, reserve(client, found), unit))
 
 
 def places(client: Client, *ids: str, field: str = "x") -> list[tuple[int, int, int]]:
@@ -194,7 +194,7 @@ def test_what_was_written_or_cleared_meanwhile_is_left_alone() -> None:
     client.put(["a", "b", "c", "d"], {"x": [1000] * 4}, unit_wish=1)
     client.do(c.Drain(unit=1))
     located, found = find(client)
-    number = space(client, found)
+    number = reserve(client, found)
     client.put(["a"], {"x": [1000]})
     written = places(client, "a")
     client.clear("b", "c")
@@ -282,7 +282,7 @@ def test_moves_may_take_the_reserve_and_wait_behind_every_update() -> None:
     client.do(c.Drain(unit=1, force=True))
     located, found = find(client)
     with pytest.raises(CapacityTimeoutError):
-        space(client, found)
+        reserve(client, found)
     sizes = c.ColumnSizes(name="x", sizes=found.lengths)
     move = client.waits(c.Allocate(partition="p", columns=(sizes,), update=True, moving=True))
     update = other.waits(other.allocate({"x": [20 * KIB]}, update=True))
@@ -348,12 +348,12 @@ def test_a_move_that_makes_no_sense_changes_nothing_and_frees_its_space() -> Non
         {"lengths": found.lengths[:1]},
     ):
         with pytest.raises(InvalidRequestError):
-            client.raise_(switch(found, wrong.pop("located", located), space(client, found), **wrong))
+            client.raise_(switch(found, wrong.pop("located", located), reserve(client, found), **wrong))
         assert client.unit(2).reserved_bytes == 0
     put = client.post(client.allocate({"x": [100, 200]}))
     with pytest.raises(InvalidRequestError, match="to be moved"):
         client.raise_(switch(found, located, put))
-    number = space(client, found)
+    number = reserve(client, found)
     with pytest.raises(InvalidRequestError, match="of a move"):
         client.raise_(c.Commit(partition="p", samples=by_ids("a"), mode=c.Mode.UPSERT, reservation=number))
     with pytest.raises(InvalidRequestError, match="as an update of one column"):
@@ -365,7 +365,7 @@ def test_a_partition_that_was_dropped_has_nothing_moved() -> None:
     _, client = two_units()
     client.put(["a"], {"x": [100]}, unit_wish=1)
     located, found = find(client)
-    number = space(client, found)
+    number = reserve(client, found)
     client.call(c.Cleared, c.Clear(partition="p", samples=None))
     client.register()
     client.put(["a"], {"x": [100]}, unit_wish=2)
@@ -379,7 +379,7 @@ def test_the_unit_that_cells_were_moved_to_is_gone() -> None:
     client.put(["a"], {"x": [100]}, unit_wish=1)
     client.do(c.Drain(unit=1))
     located, found = find(client)
-    number = space(client, found)
+    number = reserve(client, found)
     driver.apply(c.UnitLost(unit=2))
     got = client.raw(switch(found, located, number))
     assert type(got).__name__ == "StorageUnitError"
@@ -427,12 +427,12 @@ def test_only_cells_that_the_finding_pinned_are_moved() -> None:
     client.put(["a", "b"], {"x": [0, 100]}, unit_wish=1)
     located, found = find(client)
     client.put(["a"], {"x": [0]}, mode=c.Mode.UPDATE, update=True, unit_wish=1)
-    moved = client.call(c.Moved, switch(found, located, space(client, found)))
+    moved = client.call(c.Moved, switch(found, located, reserve(client, found)))
     assert (moved.cells, moved.skipped) == (1, 1)
     client.put(["c"], {"x": [100]}, unit_wish=1)
     other = client.post(c.Locate(partition="p", samples=by_ids("b"), fields=("x",)))
     located, found = find(client)
-    moved = client.call(c.Moved, switch(found, other, space(client, found)))
+    moved = client.call(c.Moved, switch(found, other, reserve(client, found)))
     assert (moved.cells, moved.skipped) == (0, 2)
 
 

@@ -151,18 +151,20 @@ def test_a_put_under_way_is_committed_though_its_unit_is_not_back_yet() -> None:
     driver = Driver()
     client = driver.client(attach=[1])
     client.register()
-    spaces = [client.post(client.allocate({"x": [64]})) for _ in range(2)]
+    reservations = [client.post(client.allocate({"x": [64]})) for _ in range(2)]
     driver.ledger = again(driver.ledger, 8)
 
-    def commit(name: str, space: int) -> c.Commit:
+    def commit(name: str, reservation: int) -> c.Commit:
         columns = commit_columns({"x": [64]})
-        return c.Commit(partition="p", samples=by_ids(name), mode=c.Mode.CREATE, reservation=space, columns=columns)
+        return c.Commit(
+            partition="p", samples=by_ids(name), mode=c.Mode.CREATE, reservation=reservation, columns=columns
+        )
 
-    client.call(c.Committed, commit("a", spaces[0]))
+    client.call(c.Committed, commit("a", reservations[0]))
     assert offer(driver, unit=1, host="here").error is None
     driver.apply(c.UnitLost(unit=1))
     with pytest.raises(StorageUnitError, match="its connection to the controller is lost"):
-        client.raise_(commit("b", spaces[1]))
+        client.raise_(commit("b", reservations[1]))
 
 
 @pytest.mark.parametrize("more", [{"capacity_bytes": 2 * MIB}, {"backed_bytes": 0}, {"epoch": 0}], ids=str)

@@ -68,7 +68,7 @@ def test_thousands_of_parked_calls_are_not_too_deep() -> None:
     assert made.fingerprint() == driver.ledger.fingerprint()
 
 
-def test_a_spaces_ahead_and_pins_are_kept() -> None:
+def test_preallocated_space_and_pins_are_kept() -> None:
     driver = Driver()
     client = driver.client(attach=[1])
     client.register()

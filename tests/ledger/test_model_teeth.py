@@ -34,9 +34,9 @@ def what_has_space_keeps_nothing(patch: pytest.MonkeyPatch) -> None:
 
     def careless(self: LedgerEvictor, *args: object) -> object:
         for session in self.ledger._state.sessions.values():
-            for space in session.reservations.values():
-                if hasattr(space, "targets"):
-                    self.ledger._state.let_targets_go(space)  # type: ignore[arg-type]
+            for reservation in session.reservations.values():
+                if hasattr(reservation, "targets"):
+                    self.ledger._state.let_targets_go(reservation)  # type: ignore[arg-type]
         return judge(self, *args)  # type: ignore[arg-type]
 
     patch.setattr(LedgerEvictor, "feed", careless)

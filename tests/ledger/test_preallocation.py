@@ -34,17 +34,17 @@ def client(driver: Driver) -> Client:
 
 
 def allocate(client: Client, nbytes: int = SPACE) -> tuple[int, int]:
-    """Number of the space, and where it begins."""
+    """Number of the reservation, and where it begins."""
     number = client.post(c.Preallocate(unit=1, nbytes=nbytes))
     got = client.result(number)
     assert isinstance(got, c.Preallocated), got
     return number, got.offset
 
 
-def commit(space: int, offset: int | None, sample: str, x: int = 10, y: int = 0, **more: object) -> c.Commit:
+def commit(reservation: int, offset: int | None, sample: str, x: int = 10, y: int = 0, **more: object) -> c.Commit:
     columns = commit_columns({"x": [x], **({"y": [y]} if y else {})})
     settings = {"partition": "p", "mode": c.Mode.UPSERT, "columns": columns, **more}
-    return c.Commit(samples=by_ids(sample), reservation=space, offset=offset, **settings)
+    return c.Commit(samples=by_ids(sample), reservation=reservation, offset=offset, **settings)
 
 
 def places(client: Client, sample: str, field: str = "x") -> tuple[int, int]:
@@ -54,39 +54,39 @@ def places(client: Client, sample: str, field: str = "x") -> tuple[int, int]:
 
 
 def test_columns_lie_one_after_another_each_from_a_granule_of_its_own(client: Client) -> None:
-    space, start = allocate(client)
-    client.call(c.Committed, commit(space, start, "a", x=70, y=5))
+    reservation, start = allocate(client)
+    client.call(c.Committed, commit(reservation, start, "a", x=70, y=5))
     assert places(client, "a", "x") == (start, 70)
     assert places(client, "a", "y") == (start + 128, 5)
 
 
 def test_a_kind_taken_from_a_schema_that_no_longer_names_it_is_refused(client: Client) -> None:
-    space, start = allocate(client)
+    reservation, start = allocate(client)
     columns = tuple(msgspec.structs.replace(column, by_schema=True) for column in commit_columns({"x": [10]}))
     with pytest.raises(StaleSchemaError, match="'x'"):
-        client.raise_(commit(space, start, "a", columns=columns))
-    client.call(c.Committed, commit(space, start, "a"))
-    client.call(c.Committed, commit(space, start + 64, "b", columns=columns))
+        client.raise_(commit(reservation, start, "a", columns=columns))
+    client.call(c.Committed, commit(reservation, start, "a"))
+    client.call(c.Committed, commit(reservation, start + 64, "b", columns=columns))
 
 
 def test_parts_may_be_taken_in_any_order_and_what_is_left_goes_back_whole(driver: Driver, client: Client) -> None:
-    space, start = allocate(client)
+    reservation, start = allocate(client)
     for number, part in enumerate([5, 0, 15, 7, 6]):
-        client.call(c.Committed, commit(space, start + 64 * part, f"s{number}"))
+        client.call(c.Committed, commit(reservation, start + 64 * part, f"s{number}"))
         assert client.used() == SPACE, "taken or not, all of it is in use"
     held = sorted(driver.ledger.held_ranges())
     assert [size for _, _, size in held] == [64, 256, 64, 64, 64, 448, 64]
-    client.do(c.Abort(reservation=space))
+    client.do(c.Abort(reservation=reservation))
     assert client.used() == 5 * 64
     client.clear("s0", "s1", "s2", "s3", "s4")
     assert client.used() == 0
     assert driver.ledger.free_ranges(1) == [(0, MIB)]
 
 
-def test_a_space_used_up_holds_nothing_and_its_abort_is_harmless(driver: Driver, client: Client) -> None:
-    space, start = allocate(client, 128)
-    client.call(c.Committed, commit(space, start, "a", x=100))
-    client.do(c.Abort(reservation=space))
+def test_preallocated_space_used_up_holds_nothing_and_its_abort_is_harmless(driver: Driver, client: Client) -> None:
+    reservation, start = allocate(client, 128)
+    client.call(c.Committed, commit(reservation, start, "a", x=100))
+    client.do(c.Abort(reservation=reservation))
     assert places(client, "a") == (start, 100)
     client.clear("a")
     assert client.used() == 0
@@ -94,26 +94,26 @@ def test_a_space_used_up_holds_nothing_and_its_abort_is_harmless(driver: Driver,
 
 @pytest.mark.parametrize(("at", "x"), [(0, SPACE + 1), (SPACE, 1), (-64, 1), (32, 1), (64 * 15, 65), (None, 1)])
 def test_a_commit_outside_the_space_is_refused_and_takes_nothing(client: Client, at: int | None, x: int) -> None:
-    space, start = allocate(client)
+    reservation, start = allocate(client)
     with pytest.raises(InvalidRequestError):
-        client.raise_(commit(space, None if at is None else start + at, "a", x=x))
-    client.call(c.Committed, commit(space, start, "b", x=SPACE))
+        client.raise_(commit(reservation, None if at is None else start + at, "a", x=x))
+    client.call(c.Committed, commit(reservation, start, "b", x=SPACE))
 
 
 def test_the_same_part_cannot_be_taken_twice(client: Client) -> None:
-    space, start = allocate(client)
-    client.call(c.Committed, commit(space, start, "a"))
+    reservation, start = allocate(client)
+    client.call(c.Committed, commit(reservation, start, "a"))
     with pytest.raises(InvalidRequestError, match="no longer"):
-        client.raise_(commit(space, start, "b"))
+        client.raise_(commit(reservation, start, "b"))
 
 
 def test_a_fault_leaves_the_part_reserved(driver: Driver, client: Client) -> None:
-    space, start = allocate(client)
-    client.call(c.Committed, commit(space, start, "a"))
+    reservation, start = allocate(client)
+    client.call(c.Committed, commit(reservation, start, "a"))
     with pytest.raises(SampleExistsError):
-        client.raise_(commit(space, start + 64, "a", mode=c.Mode.CREATE))
+        client.raise_(commit(reservation, start + 64, "a", mode=c.Mode.CREATE))
     assert client.used() == SPACE
-    client.call(c.Committed, commit(space, start + 64, "b", mode=c.Mode.CREATE))
+    client.call(c.Committed, commit(reservation, start + 64, "b", mode=c.Mode.CREATE))
 
 
 def test_space_of_one_put_takes_no_offset(client: Client) -> None:
@@ -123,21 +123,21 @@ def test_space_of_one_put_takes_no_offset(client: Client) -> None:
 
 
 def test_shared_values_and_rows_of_no_bytes(client: Client) -> None:
-    space, start = allocate(client)
+    reservation, start = allocate(client)
     columns = commit_columns({"x": [3, 4]}, index=[1, 0, 1])
     command = c.Commit(
         partition="p",
         samples=by_ids("a", "b", "c"),
         mode=c.Mode.UPSERT,
-        reservation=space,
+        reservation=reservation,
         offset=start,
         columns=columns,
     )
     client.call(c.Committed, command)
     assert [places(client, name) for name in "abc"] == [(start + 3, 4), (start, 3), (start + 3, 4)]
-    client.call(c.Committed, commit(space, start + 64, "d", x=0))
+    client.call(c.Committed, commit(reservation, start + 64, "d", x=0))
     assert places(client, "d")[1] == 0
-    client.call(c.Committed, commit(space, start + 64, "e"))
+    client.call(c.Committed, commit(reservation, start + 64, "e"))
 
 
 def test_only_a_session_local_to_the_unit_gets_preallocated_space(driver: Driver) -> None:
@@ -182,8 +182,8 @@ def test_a_put_that_waits_for_its_budget_keeps_nobody_from_preallocated_space(cl
     client.register("full", budget_bytes=128)
     client.put(["a"], {"x": [64]}, partition="full")
     waiting = client.waits(client.allocate({"x": [64]}, "full"))
-    space, start = allocate(client)
-    client.call(c.Committed, commit(space, start, "b"))
+    reservation, start = allocate(client)
+    client.call(c.Committed, commit(reservation, start, "b"))
     assert client.result(waiting) is None
     client.clear("a", partition="full")
     assert isinstance(client.result(waiting), c.Allocated)
@@ -204,8 +204,8 @@ def test_a_put_that_waits_for_a_larger_piece_keeps_others_from_the_bytes_it_want
 
 
 def test_space_comes_back_when_its_session_is_proven_gone(driver: Driver, client: Client) -> None:
-    space, start = allocate(client)
-    client.call(c.Committed, commit(space, start + 128, "a"))
+    reservation, start = allocate(client)
+    client.call(c.Committed, commit(reservation, start + 128, "a"))
     other = driver.client("other")
     driver.apply(c.SessionSilent(session=client.session))
     assert other.used() == SPACE
@@ -215,30 +215,30 @@ def test_space_comes_back_when_its_session_is_proven_gone(driver: Driver, client
 
 
 def test_space_of_a_lost_unit_takes_nothing(driver: Driver, client: Client) -> None:
-    space, start = allocate(client)
+    reservation, start = allocate(client)
     driver.apply(c.UnitLost(unit=1))
     with pytest.raises(StorageUnitError):
-        client.raise_(commit(space, start, "a"))
+        client.raise_(commit(reservation, start, "a"))
     with pytest.raises(CapacityTimeoutError):
         client.raise_(c.Preallocate(unit=1, nbytes=64))
     driver.add_unit(name="unit0", epoch=2)
     with pytest.raises(ServiceRestartedError):
-        client.raise_(commit(space, start, "a"))
+        client.raise_(commit(reservation, start, "a"))
 
 
 def test_overflowing_lengths_are_refused(client: Client) -> None:
-    space, start = allocate(client)
+    reservation, start = allocate(client)
     column = c.CommitColumn(name="x", spec=BYTES, lengths=np.array([(1 << 63) - 1], np.int64))
     command = c.Commit(
-        partition="p", samples=by_ids("a"), mode=c.Mode.UPSERT, reservation=space, offset=start, columns=(column,)
+        partition="p", samples=by_ids("a"), mode=c.Mode.UPSERT, reservation=reservation, offset=start, columns=(column,)
     )
     with pytest.raises(InvalidRequestError):
         client.raise_(command)
 
 
 def test_the_log_of_commits_into_preallocated_space_replays(driver: Driver, client: Client) -> None:
-    space, start = allocate(client)
-    client.call(c.Committed, commit(space, start + 64, "a", x=100, y=3))
-    client.call(c.Committed, commit(space, start, "b"))
+    reservation, start = allocate(client)
+    client.call(c.Committed, commit(reservation, start + 64, "a", x=100, y=3))
+    client.call(c.Committed, commit(reservation, start, "b"))
     client.clear("b")
     assert driver.replay().fingerprint() == driver.ledger.fingerprint()

@@ -407,7 +407,7 @@ def test_a_waiting_put_that_cannot_be_judged_ends_alone(monkeypatch: pytest.Monk
     good = client.waits(client.allocate({"x": [7 * KIB]}))
     failing = [True]
 
-    def refuse(spaces: Any, partition: Partition, want: Any) -> None:
+    def refuse(reservations: Any, partition: Partition, want: Any) -> None:
         if failing:
             failing.clear()
             raise OverflowError("of one put")

@@ -116,13 +116,15 @@ class LedgerWriter(LedgerDriver):
         """Preallocated space if the client has none, then a commit that takes a part of it: the next free, another, or
         none."""
         client = self.draw_client(data)
-        spaces = [number for session, number in self.model.ahead & set(self.model.reserved) if session == client.id]
-        if not spaces:
+        reservations = [
+            number for session, number in self.model.ahead & set(self.model.reserved) if session == client.id
+        ]
+        if not reservations:
             self.attach_all(client)
             unit = data.draw(st.sampled_from(sorted(client.attached) or [1]))
             self.call(client, Preallocate(unit=unit, nbytes=data.draw(st.sampled_from([1, 300, 700, 1500, 3000]))))
-            spaces = [client.next - 1]
-        number = data.draw(st.sampled_from(sorted(spaces)))
+            reservations = [client.next - 1]
+        number = data.draw(st.sampled_from(sorted(reservations)))
         left = self.model.reserved.get((client.id, number), [])
         first = [(offset, offset + nbytes) for _, offset, nbytes in left] or [(0, 0)]
         start, end = data.draw(st.sampled_from(first))

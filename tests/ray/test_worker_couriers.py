@@ -103,10 +103,10 @@ def test_batches_are_laid_over_the_ranks_of_another_group(
     groups: tuple[Group, Group], channel: Channel, way: dict[str, Any]
 ) -> None:
     two, three = groups
-    connection_kind = None if way.get("enable_p2p") else channel
+    through = None if way.get("enable_p2p") else channel
     for source, target, size in ((two, three, 4), (three, two, 6)):
-        sent = source.deliver(target.worker_group_name, 12, connection_kind, **way)
-        got = target.collect(source.worker_group_name, 12, connection_kind, **way).wait()
+        sent = source.deliver(target.worker_group_name, 12, through, **way)
+        got = target.collect(source.worker_group_name, 12, through, **way).wait()
         sent.wait()
         rows = [list(range(size * rank, size * (rank + 1))) for rank in range(12 // size)]
         assert got == [(mine, [str(row) for row in mine]) for mine in rows]

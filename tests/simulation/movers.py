@@ -11,7 +11,7 @@ from tests.ledger.values import value_places
 from tests.simulation.client import Ask, Client, Drain, Post, Read, Reply, Script, Stop, Thread, Withdrawn, Write
 from tests.simulation.scripts import PIECE, Make, rounds
 
-SPACE = [c.OnFull.REJECT, c.OnFull.WAIT, c.OnFull.WAIT]
+ON_FULL = [c.OnFull.REJECT, c.OnFull.WAIT, c.OnFull.WAIT]
 
 
 def mover(seed: int, count: int) -> Make:
@@ -31,7 +31,7 @@ def mover(seed: int, count: int) -> Make:
                         timeout_s=random.choice([0.0, 3.0]),
                     )
                 )
-                yield from move(client, thread, unit, page, random.choice(SPACE))
+                yield from move(client, thread, unit, page, random.choice(ON_FULL))
         except (Withdrawn, DataPlaneError):
             thread.shielded = True
             yield Post(c.Drain(unit=unit, undo=True))

@@ -82,7 +82,7 @@ def test_a_client_of_another_kind_is_refused() -> None:
 def test_rows_may_be_a_tensor(client: DataPlaneClient) -> None:
     fixed = Fixed(client, "p", "train", [], pool_size=4)
     fixed.rows = torch.tensor([2, 0])  # type: ignore[assignment]
-    assert len(fixed.claim(2).sample_ids) == 2
+    assert fixed.claim(2).sample_ids == ["c", "a"]
 
 
 @pytest.mark.parametrize("pool_size", [0, -1, "4", None, True])

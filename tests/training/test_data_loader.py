@@ -240,6 +240,12 @@ def test_arguments(client: DataPlaneClient, options: dict[str, Any], text: str) 
         loader(client, "p", **options)
 
 
+@pytest.mark.parametrize("named", [{"fields": "x"}, {"fields": ["x"], "required_fields": "x"}])
+def test_one_text_is_no_list_of_names(client: DataPlaneClient, named: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{list(named)[-1]}='x': pass a list of names, not one string"):
+        StreamingDataLoader(client, "p", "train", batch_size=2, **named)
+
+
 # --- the end --------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ def test_producers_run_ahead_by_the_window_and_no_further(make: type[StalenessPo
     assert policy.headroom(Flow(version=0, running=20, stored=8)) == 0
     assert policy.headroom(Flow(version=3, consumed=24, stored=8, running=8)) == 8
     assert policy.headroom(Flow(version=3, consumed=32, stored=8, running=8)) == 0, (
-        "a batch taken is not made space yet"
+        "a batch that was taken gives no headroom until its step is over"
     )
 
 

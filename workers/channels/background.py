@@ -25,7 +25,6 @@ from workers.transport.stream import StreamLostError, StreamSilentError
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 10.0
 LATER_BYTES = 1 << 30
 """Bytes of puts that may wait here for space at the broker."""
 
@@ -160,7 +159,7 @@ class Pump:
 
     def close(self) -> None:
         """End now: whatever is under way fails with `ChannelClosedError`. Blocks until the thread has ended."""
-        self._thread.close(CLOSE_S)
+        self._thread.close()
 
     def forget(self) -> None:
         """In a forked child, where there is no such thread: close this copy of its connection."""

@@ -49,7 +49,7 @@ class ChannelBroker:
             undo.pop_all()
         self.endpoint = str(self._server.endpoint)
         self._state = Broker(self._memory)
-        self._server.start()
+        self._server.thread.start()
 
     @property
     def alive(self) -> bool:

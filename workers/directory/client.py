@@ -96,11 +96,11 @@ class DirectoryClient:
             try:
                 self._socket = open_socket(self._context, zmq.DEALER)
                 self._monitor = self._socket.get_monitor_socket(_EVENTS)
+                self._connect()
                 sources = poller(self._socket, self._monitor)
                 self._thread = PollThread(
                     "tq-directory-client", sources, self._turn, self._over, timeout_ms=self._timeout_ms
                 )
-                self._connect()
             except BaseException:
                 self._context.destroy(linger=0)
                 raise
@@ -293,8 +293,8 @@ class DirectoryClient:
             self._fail(errors.DirectoryLostError(address=self.address, why=f"{what} for {most_s:.0f} s"))
 
     def _connected(self) -> None:
-        """A new connection begins with Hello. Whether the directory heard on an older one what it has not answered, or
-        its answer was lost, nobody knows."""
+        """A new connection begins with `OpenDirectory`. Whether the directory heard on an older one what it has not
+        answered, or its answer was lost, nobody knows."""
         hello = wire.OpenDirectory(self._process, known=self._known)
         with self._guard:
             self._away_since = self._lost = None

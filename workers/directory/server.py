@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Client:
-    """fd: of the connection that its last Hello came over, until that ends."""
+    """fd: of the connection that its last `OpenDirectory` came over, until that ends."""
 
     process: wire.Process
     version: int
@@ -150,7 +150,7 @@ class Directory:
             client.fd, client.lost_at = fd if fd in self._connected else None, time.monotonic()
             return
         if client is None:
-            # Of before its connection broke. After its Hello it asks again.
+            # Of before its connection broke. After its `OpenDirectory` it asks again.
             return
         if client.version != wire.VERSION:
             error = ProtocolVersionError(client_version=client.version, service_version=wire.VERSION)

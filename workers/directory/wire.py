@@ -13,7 +13,8 @@ from dataplane.errors import DataPlaneError
 from workers.transport.encoding import carried, decoder
 
 VERSION = 1
-"""Raised with every change of what is written here or in `workers.messages.wire`."""
+"""Raised with every change of what is written here, in `workers.messages.wire` or in the `Layout` of
+`workers.transport.pickling`."""
 Facts = dict[str, str | int | float | bool | list[str | int] | None]
 """What else is known of a name: small and plain."""
 
@@ -143,8 +144,8 @@ class Gone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unknown(msgspec.Struct, frozen=True, tag=True):
-    """The answer to the Hello of a process that the directory had given up: what it had registered as its own is lost,
-    and it watches nothing. It counts as a new one from now on."""
+    """The answer to the `OpenDirectory` of a process that the directory had given up: what it had registered as its own
+    is lost, and it watches nothing. It counts as a new one from now on."""
 
     why: str
 

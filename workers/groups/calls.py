@@ -123,8 +123,7 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
             raise ValueError(f"reduction_type is one of {', '.join(REDUCTIONS)}, got {reduction_type!r}")
         self.wait()
         asked = [
-            Called(call.name, call.actor._tq_durations.remote(call.reference.task_id().hex()), call.actor)
-            for call in self._calls
+            Called(call.name, call.actor._tq_durations.remote(call.reference.task_id().hex())) for call in self._calls
         ]
         each = GroupCall(f"{self._method} durations", asked, self._keep).wait()
         merged: dict[str, list[float]] = {}

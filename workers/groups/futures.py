@@ -1,5 +1,6 @@
-"""The results of a call on the workers of a group, waited for together. `GroupFuture` is the one way to wait, for both
-interfaces of groups and for their start; `MultiWorkerFuture`, of `RayWorkerGroup`, says whose results are returned."""
+"""The results of a call on the workers of a group, waited for together. `GroupFuture` is the one way to block for them,
+for both interfaces of groups and for their start; `MultiWorkerFuture`, of `RayWorkerGroup`, says whose results are
+returned."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ class GroupFuture:
         All are waited for at the same time, generators too, so that the first to fail raises its exception at once,
         wanted or not, with a note of the worker. The others go on, and what they raise is dropped. What a signal's
         handler raises is raised within `STEP_S`; a log line says every `LOG_EVERY_S` which workers are waited for;
-        after `timeout` seconds, `CallWaitTimeoutError`, which names those that are late.
+        after `timeout` seconds, once none is ready, `CallWaitTimeoutError`, which names those that are late.
         """
         wait = LoggedWait(timeout, self._log_level, self._late)
         results: list[Any] = [None] * len(self._calls)
@@ -60,26 +61,29 @@ class GroupFuture:
         place_of = {call.reference: place for place, call in enumerate(self._calls)}
         waiting = list(place_of)
         while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=wait.step_s(STEP_S))
-            if not done:
+            first, others = ray.wait(waiting, num_returns=1, timeout=wait.step_s(STEP_S))
+            if not first:
                 wait.check(self._named(self._calls[place_of[reference]] for reference in waiting))
                 continue
-            place = place_of[done[0]]
-            call = self._calls[place]
-            try:
-                if not isinstance(call.reference, ObjectRefGenerator):
-                    value = ray.get(call.reference)
-                elif _take(call.reference, items.setdefault(place, []), call.wanted):
-                    waiting.append(call.reference)
-                    continue
-                else:
-                    value = items[place]
-            except Exception as error:
-                _drop_errors(waiting)
-                raised = self._raised(call, error)
-                raise raised from raised.__cause__
-            if call.wanted:
-                results[place] = value
+            also, waiting = ray.wait(others, num_returns=len(others), timeout=0) if others else ([], [])
+            ready = [*first, *also]
+            for number, reference in enumerate(ready, 1):
+                place = place_of[reference]
+                call = self._calls[place]
+                try:
+                    if not isinstance(reference, ObjectRefGenerator):
+                        value = ray.get(reference)
+                    elif _take(reference, items.setdefault(place, []), call.wanted):
+                        waiting.append(reference)
+                        continue
+                    else:
+                        value = items[place]
+                except Exception as error:
+                    _drop_errors([*ready[number:], *waiting])
+                    raised = self._raised(call, error)
+                    raise raised from raised.__cause__
+                if call.wanted:
+                    results[place] = value
         return results
 
     def _named(self, calls: Iterable[Called]) -> str:

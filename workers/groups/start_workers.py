@@ -42,10 +42,11 @@ def start_workers(
 
     Workers are made and constructed all at the same time. Their environment, lowest first: this process's, `env_vars`,
     what the class asks for, the rank variables; what overrides what is logged. Blocks until every constructor has
-    returned, up to `timeout_s` (`WorkerStartError`). What a constructor raises is raised here, at once, with a note of
-    the worker's name and rank. Endpoints are held until the group ends. ValueError where `groups` do not fit the
-    cluster or as many workers as it allows are on a bundle already. After any error no worker, initializer or port is
-    left, nor a placement group that was not there before.
+    returned, up to `timeout_s` for making the actors and as long again for their constructors (`WorkerStartError`).
+    What a constructor raises is raised here, at once, with a note of the worker's name and rank. Endpoints are held
+    until the group ends. ValueError where `groups` do not fit the cluster or as many workers as it allows are on a
+    bundle already. After any error no worker, initializer or port is left, nor a placement group that was not there
+    before.
     """
     timeout_s = seconds("timeout_s", timeout_s)
     crew = StartedGroup()

@@ -64,7 +64,7 @@ class Connection:
 class Service:
     """The functions of a server, all called in its thread. take: a message arrived; an exception
     from it closes that connection (ValueError: the message was malformed). left: a connection was
-    closed. ended: the server has stopped, by `close` or by an internal error."""
+    closed. ended: the server has stopped, by `thread.close` or by an internal error."""
 
     take: Callable[[Connection, Message], Payload | None]
     left: Callable[[int], None]
@@ -72,7 +72,7 @@ class Service:
 
 
 class StreamServer:
-    """Serves from `start` to `close`. name: of its thread and of its Unix socket; host: the name or
+    """Serves from `thread.start` to `thread.close`. name: of its thread and of its Unix socket; host: the name or
     address to bind for clients on other machines, which is also what they connect to; clients: what
     the log calls the clients. OSError if the host cannot be bound."""
 
@@ -88,9 +88,6 @@ class StreamServer:
             self.endpoint = self._listen(name, host, token)
             self.thread = PollThread(name, self, self._turn, self._over, timeout_ms=self._timeout_ms)
             undo.pop_all()
-
-    def start(self) -> None:
-        self.thread.start()
 
     def _listen(self, name: str, host: str, token: str) -> Endpoint:
         name = f"{name}-{secrets.token_hex(16)}"

@@ -201,9 +201,7 @@ class Drains:
         """The first few sessions that have reserved or pinned something there."""
         found = []
         for session in self.state.sessions.values():
-            held = [reservation.extents() for reservation in session.reservations.values()] + list(
-                session.pins.values()
-            )
+            held = [*(each.extents() for each in session.reservations.values()), *session.pins.values()]
             if any(some(self._on(unit, numbers)) for numbers in held):
                 found.append(f"session {session.number} ({session.name or 'unnamed'}, {session.state})")
             if len(found) == HOLDERS:

@@ -312,6 +312,8 @@ def problems(queue: str, found: dict[str, Any]) -> list[str]:
     said = []
     if found["client"].startswith("dataplane.") != (queue == "adapter"):
         said.append(f"the client was of {found['client']}")
+    if not found["ids"]:
+        said.append("nothing was trained")
     expected = Counter(found["ids"] * SIBLINGS)
     trained = Counter(name for ids in found["trained"] for name in ids)
     if trained != expected:
@@ -329,7 +331,9 @@ def differing(first: Any, second: Any) -> bool:
     if type(first) is not type(second):
         return True
     if isinstance(first, torch.Tensor):
-        return first.dtype != second.dtype or not torch.equal(first, second)
+        if first.dtype != second.dtype or first.shape != second.shape:
+            return True
+        return not torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (first, second)))
     if isinstance(first, dict):
         return first.keys() != second.keys() or any(differing(first[name], second[name]) for name in first)
     if isinstance(first, list):

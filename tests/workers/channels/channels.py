@@ -1,4 +1,5 @@
-"""Channels for tests, by each connection, and what waits for them. Fixtures are imported by the files that use them."""
+"""Channels for tests, by each kind of connection, and what waits for them. Fixtures are imported by the files that use
+them."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def broker() -> Iterator[ChannelBroker]:
 
 @pytest.fixture
 def make(broker: ChannelBroker, request: pytest.FixtureRequest) -> Iterator[Callable[..., Channel]]:
-    """A maker of channels of one connection; without a parameter, of shared memory."""
+    """A maker of channels with one kind of connection; without a parameter, by shared memory."""
     connection_kind = getattr(request, "param", "shared")
     made: list[Channel] = []
 

@@ -28,9 +28,9 @@ def test_it_has_no_name(memory: ChannelMemory) -> None:
     assert memory.fd == -1
 
 
-def test_spaces_do_not_overlap_and_all_of_it_can_be_had(memory: ChannelMemory) -> None:
-    spaces = [memory.take(MIB) for _ in range(8)]
-    assert sorted(space for space in spaces if space is not None) == [n * MIB for n in range(8)]
+def test_pieces_do_not_overlap_and_all_of_it_can_be_had(memory: ChannelMemory) -> None:
+    offsets = [memory.take(MIB) for _ in range(8)]
+    assert sorted(offset for offset in offsets if offset is not None) == [n * MIB for n in range(8)]
     assert memory.take(1) is None
     assert memory.used_bytes == memory.capacity_bytes == 8 * MIB
     memory.give(3 * MIB, MIB)

@@ -244,13 +244,13 @@ def test_a_put_that_waits_for_memory_holds_up_its_own_queue_only() -> None:
 
 def test_queues_that_wait_for_memory_are_served_in_turn_as_far_as_there_is() -> None:
     desk = Desk()
-    spaces = [desk.reserve(CAPACITY // 2)[0][1].space for _ in range(2)]
+    offsets = [desk.reserve(CAPACITY // 2)[0][1].space for _ in range(2)]
     assert desk.reserve(CAPACITY, client=1, key=b"a") == []
     for _ in range(2):
         assert desk.reserve(CAPACITY // 2, client=2, key=b"b") == []
         assert desk.reserve(CAPACITY // 2, client=3, key=b"c") == []
-    first = desk.say(1, wire.ReleaseSpace, spaces[0])[1]
-    second = desk.say(1, wire.ReleaseSpace, spaces[1])[1]
+    first = desk.say(1, wire.ReleaseSpace, offsets[0])[1]
+    second = desk.say(1, wire.ReleaseSpace, offsets[1])[1]
     third = desk.say(2, wire.ReleaseSpace, first[0][1].space)[1]
     assert [client for client, _ in (*first, *second, *third)] == [2, 3, 2]
     assert desk.broker.leave(3) == []

@@ -27,7 +27,7 @@ class Traffic(RuleBasedStateMachine):
         self.next_number = 1
         self.requests: dict[tuple[int, int], tuple[str, bytes, int]] = {}
         self.leases: dict[tuple[int, int], tuple[bytes, list[int]]] = {}
-        self.spaces: dict[int, deque[tuple[int, int]]] = {}
+        self.granted: dict[int, deque[tuple[int, int]]] = {}
         self.accepted: dict[bytes, set[int]] = {key: set() for key in self.KEYS}
         self.acknowledged: set[int] = set()
         self.closed = False
@@ -50,7 +50,7 @@ class Traffic(RuleBasedStateMachine):
                 case wire.BrokerDone() if kind == "put":
                     self.accepted[key].add(item)
                 case wire.ItemSpace():
-                    self.spaces.setdefault(client, deque()).append((answer.space, item))
+                    self.granted.setdefault(client, deque()).append((answer.space, item))
                 case wire.Ended():
                     assert self.closed
                     assert self.left(key) == set()
@@ -75,9 +75,9 @@ class Traffic(RuleBasedStateMachine):
         client = data.draw(st.sampled_from(sorted(self.clients)))
         number = self.number()
         item = wire.Item(number)
-        spaces = self.spaces.get(client)
-        if spaces:
-            item.space, item.nbytes = spaces.popleft()
+        granted = self.granted.get(client)
+        if granted:
+            item.space, item.nbytes = granted.popleft()
         self.requests[(client, number)] = ("put", key, number)
         self.tell(client, wire.Put(number, "c", key, item, weight, nowait))
 
@@ -124,7 +124,7 @@ class Traffic(RuleBasedStateMachine):
     def die(self, data: st.DataObject) -> None:
         client = data.draw(st.sampled_from(sorted(self.clients)))
         self.clients.remove(client)
-        self.spaces.pop(client, None)
+        self.granted.pop(client, None)
         for owned in (self.requests, self.leases):
             for key in [key for key in owned if key[0] == client]:
                 del owned[key]

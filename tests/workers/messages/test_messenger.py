@@ -1,6 +1,5 @@
 # ruff: noqa: F401
-"""What is sent arrives, in order, whoever sends first: both connections, shared memory and frames, keep the same
-contract."""
+"""What is sent arrives, in order, whoever sends first: shared memory and frames keep the same contract."""
 
 from __future__ import annotations
 
