@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from tests.faults.forks import forks
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 WAIT_S = 300
 

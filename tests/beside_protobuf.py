@@ -14,7 +14,7 @@ from google.protobuf import __version__
 
 from dataplane.config import DataPlaneConfig
 from dataplane.core.types import PROTOCOL_VERSION
-from tests.lives import WAIT_S
+from tests.restarts import WAIT_S
 
 OURS, THEIRS = "dataplane.controller.grpc_server", "grpc_health.v1.health_pb2_grpc"
 

@@ -26,9 +26,9 @@ from dataplane.protocol.grpc_loader import import_with_grpc
 from tests.children import START_S
 from tests.gloo import four, gloo, gloo_pool, pair  # noqa: F401
 from tests.isolation import SHARED_MEMORY, Outside, default_signals, own_shared_memory
-from tests.lives import WAIT_S, wait_until
 from tests.parallel import ByPlace, rank
 from tests.profiles import budget
+from tests.restarts import WAIT_S, wait_until
 
 END_S = 300.0
 """How long the test process may take to end after its last test."""
@@ -42,7 +42,7 @@ import_with_grpc("dataplane.controller.grpc_server")
 # A test process may stand still on a busy machine for longer than users wait for a connection.
 DataPlaneConfig.__init__.__kwdefaults__["connect_timeout_s"] = WAIT_S
 
-# Ray ends what has not started after 30 s, or 60; the rest is in tests/ray/patience.py.
+# Ray ends what has not started after 30 s, or 60; the rest is in tests/ray/slow_start.py.
 os.environ |= {
     "RAY_gcs_server_port_wait_time_s": f"{START_S:.0f}",
     "RAY_raylet_start_wait_time_s": f"{START_S:.0f}",

@@ -12,8 +12,8 @@ import torch
 from dataplane import AsyncDataPlaneClient, connect_async
 from dataplane.protocol.fd_limits import allow_more
 
-PATIENCE_S = 400.0
-PATIENT: dict[str, Any] = {"connect_timeout_s": PATIENCE_S, "call_timeout_s": PATIENCE_S}
+LIMIT_S = 400.0
+LONG_TIMEOUTS: dict[str, Any] = {"connect_timeout_s": LIMIT_S, "call_timeout_s": LIMIT_S}
 """Settings of a client, for a service that has a thousand sessions on a machine with few cores."""
 AT_ONCE = 4
 """So many sessions of a process are opened, or closed, at once."""
@@ -36,7 +36,7 @@ async def one_turn(client: AsyncDataPlaneClient, sample_id: str) -> None:
 
 
 async def claim_and_read(client: AsyncDataPlaneClient, partition: str) -> str:
-    meta = await client.claim_meta(partition, "train", ["x"], 1, timeout_s=PATIENCE_S)
+    meta = await client.claim_meta(partition, "train", ["x"], 1, timeout_s=LIMIT_S)
     found = await client.get_data(meta)
     (sample_id,) = meta.sample_ids
     assert found["x"].unbind()[0].tolist() == content(sample_id), sample_id
@@ -46,7 +46,7 @@ async def claim_and_read(client: AsyncDataPlaneClient, partition: str) -> str:
 async def member(address: str, group: int, count: int, say: Connection) -> None:
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(None, say.recv)
-    clients = [connect_async(address, **PATIENT) for _ in range(count)]
+    clients = [connect_async(address, **LONG_TIMEOUTS) for _ in range(count)]
     for first in range(0, count, AT_ONCE):
         some = enumerate(clients[first : first + AT_ONCE], first)
         await asyncio.gather(*(one_turn(client, f"{group}-{number}") for number, client in some))

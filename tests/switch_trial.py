@@ -18,7 +18,7 @@ import ray
 from ray.job_config import JobConfig
 
 from tests.children import START_S
-from tests.ray.patience import be_patient
+from tests.ray.slow_start import allow_slow_starts
 
 MINE = {"env_vars": {"MINE": "job"}}
 OWN = {"env_vars": {"OWN": "here"}}
@@ -87,7 +87,7 @@ def use() -> None:
 
 
 def main(address: str, *more: str) -> None:
-    be_patient()
+    allow_slow_starts()
     saw: dict[str, Any] = {"driver": where()}
     common: dict[str, Any] = {"address": address, "log_to_driver": False}
     os.environ["RAY_ADDRESS"] = address

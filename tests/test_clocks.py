@@ -98,10 +98,10 @@ class Service:
     """A real ledger in its thread, by a clock that the test sets, and sessions that ask it."""
 
     def __init__(self, clock: Clock) -> None:
-        door = ZmqServer("127.0.0.1", 0)
-        door.introduce(FACTS)
+        server = ZmqServer("127.0.0.1", 0)
+        server.introduce(FACTS)
         ledger = Ledger(7, heartbeat_s=SETTINGS.heartbeat_s, session_timeout_s=SETTINGS.session_timeout_s)
-        self.shell = LedgerThread(ledger, door, FACTS, clock=clock)
+        self.shell = LedgerThread(ledger, server, FACTS, clock=clock)
         self.shell.start()
         self.outputs: queue.SimpleQueue[c.Output] = queue.SimpleQueue()
         self._number = 0

@@ -15,11 +15,11 @@ import torch
 import dataplane
 from tests import crowd
 from tests.faults.forks import forks
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 SESSIONS = 1000
 PROCESSES = 8
-PATIENCE_S = 450.0
+LIMIT_S = 450.0
 KIB = 1 << 10
 MOST_BYTES = 400 * KIB
 """Of the service's memory for one session. 80 to 150 KiB were measured."""
@@ -45,7 +45,7 @@ class Service:
 
     def end(self) -> None:
         self._process.terminate()
-        self._process.communicate(timeout=PATIENCE_S)
+        self._process.communicate(timeout=LIMIT_S)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def members(service: Service) -> Iterator[list[tuple[BaseProcess, Connection]]]:
 
 
 def hear(pipe: Connection) -> object:
-    assert pipe.poll(PATIENCE_S), "a process with sessions says nothing"
+    assert pipe.poll(LIMIT_S), "a process with sessions says nothing"
     said = pipe.recv()
     assert not isinstance(said, crowd.Failure), said
     return said
@@ -83,7 +83,7 @@ def hear(pipe: Connection) -> object:
 @pytest.mark.timeout(1200)
 def test_a_thousand_sessions(service: Service, members: list[tuple[BaseProcess, Connection]]) -> None:
     pipes = [pipe for _, pipe in members]
-    with dataplane.connect(service.address, **crowd.PATIENT) as client:
+    with dataplane.connect(service.address, **crowd.LONG_TIMEOUTS) as client:
         client.register_partition("turns", ["x"], SESSIONS, ["train"])
         client.register_partition("parked", ["x"], SESSIONS, ["train"])
         before = service.size()
@@ -91,9 +91,9 @@ def test_a_thousand_sessions(service: Service, members: list[tuple[BaseProcess, 
             pipe.send("begin")
         for pipe in pipes:
             assert hear(pipe) == "turns done"
-        wait_until(lambda: parked_claims(client) == SESSIONS, "every session has a claim that waits", PATIENCE_S)
+        wait_until(lambda: parked_claims(client) == SESSIONS, "every session has a claim that waits", LIMIT_S)
         # More for a moment where sessions are looked for again, as heartbeats were late.
-        at_most = wait_until(lambda: few_files(service, before), "few open files for each session", PATIENCE_S)
+        at_most = wait_until(lambda: few_files(service, before), "few open files for each session", LIMIT_S)
         ids = [f"{number % PROCESSES}-{number}" for number in range(SESSIONS)]
         client.put_samples(ids, "parked", {"x": [torch.tensor(crowd.content(each)) for each in ids]})
         got = [each for pipe in pipes for each in hear(pipe)]  # type: ignore[attr-defined]
@@ -103,8 +103,8 @@ def test_a_thousand_sessions(service: Service, members: list[tuple[BaseProcess, 
             pipe.send("close")
         for pipe in pipes:
             assert hear(pipe) == "closed"
-        wait_until(lambda: len(client.stats().sessions) == 1, "every session ended", PATIENCE_S)
-        wait_until(lambda: service.size()[1] - before[1] < SESSIONS / 10, "their files are closed", PATIENCE_S)
+        wait_until(lambda: len(client.stats().sessions) == 1, "every session ended", LIMIT_S)
+        wait_until(lambda: service.size()[1] - before[1] < SESSIONS / 10, "their files are closed", LIMIT_S)
     nbytes, files = ((most - less) / SESSIONS for most, less in zip(at_most, before, strict=True))
     print(f"{SESSIONS} sessions: {nbytes / KIB:.0f} KiB and {files:.1f} open files of the service for each")
     assert nbytes < MOST_BYTES

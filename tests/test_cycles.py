@@ -18,7 +18,7 @@ from dataplane.ledger import commands as c
 from dataplane.storage.arena import HEADER_BYTES
 from tests.alone import alone
 from tests.ledger.driver import Client, Driver
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 

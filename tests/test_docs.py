@@ -78,8 +78,8 @@ def test_python(script: list[Block]) -> None:
 
 def run_by_itself(script: list[Block]) -> subprocess.CompletedProcess[str]:
     write = "".join(f"open({block.file!r}, 'w').write({block.code!r})\n" for block in script if block.file)
-    patience = "from tests.ray.patience import be_patient; be_patient(); "
-    return in_process_of_its_own([sys.executable, "-c", patience + write + code_of(script)])
+    slow_starts = "from tests.ray.slow_start import allow_slow_starts; allow_slow_starts(); "
+    return in_process_of_its_own([sys.executable, "-c", slow_starts + write + code_of(script)])
 
 
 @pytest.fixture(scope="module")

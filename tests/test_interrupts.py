@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.lives import WAIT_S
+from tests.restarts import WAIT_S
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -18,7 +18,7 @@ import torch
 from dataplane import connect, serve
 from dataplane.ledger import commands as c
 from tests.interrupting import interrupt_everywhere
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 scene, remote, most, within = sys.argv[1], sys.argv[2] == "remote", int(sys.argv[3]), tuple(sys.argv[4].split(" "))
 IDS = ["a", "b", "c"]

@@ -23,7 +23,7 @@ from dataplane.protocol import zmq_frames
 from dataplane.protocol.pb import control_pb2 as pb
 from dataplane.protocol.pb import control_pb2_grpc
 from dataplane.storage.unit import StorageUnit
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 

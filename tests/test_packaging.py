@@ -118,8 +118,8 @@ def pip(python: Path, *arguments: str | Path) -> None:
 
 def bare(python: Path) -> dict[str, str]:
     """No variable of this process's environment but those that give Ray's processes more time to start."""
-    patience = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
-    return {"PATH": "/usr/bin:/bin", "HOME": str(python.parents[2]), "RAY_AUTH_MODE": "token", **patience}
+    slow_starts = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+    return {"PATH": "/usr/bin:/bin", "HOME": str(python.parents[2]), "RAY_AUTH_MODE": "token", **slow_starts}
 
 
 @pytest.mark.soak

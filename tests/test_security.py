@@ -1,4 +1,4 @@
-"""Who is let in, and who is not, through every door of a real service."""
+"""Which peers each server of a real service admits, and which it refuses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from dataplane.storage.transport import connection as bulk_wire
 from dataplane.storage.unit import StorageUnit
 from tests.conftest import litter, our_files
 from tests.contract.conftest import Blocking
-from tests.lives import CONFIG, Lives
+from tests.restarts import CONFIG, RestartableService
 from tests.secure import tls
 
 pytestmark = pytest.mark.integration
@@ -151,7 +151,7 @@ def test_storage_units_are_refused_and_told_why(
 
 
 @pytest.mark.parametrize("shown", [None, "open-sesame-7f3b"])
-def test_the_grpc_door_refuses_the_same(services: dict[str, Server], shown: str | None) -> None:
+def test_the_grpc_server_refuses_the_same(services: dict[str, Server], shown: str | None) -> None:
     metadata = (("authorization", f"Bearer {shown}"),) if shown else ()
     with grpc.insecure_channel(services["token"].address) as channel, pytest.raises(grpc.RpcError) as caught:
         asked(channel, "OpenSession", opening_message(), metadata)
@@ -286,15 +286,15 @@ def attach() -> list[bytes]:
     return [bulk_pb2.BulkRequest(protocol_version=PROTOCOL_VERSION, session=1, call=1).SerializeToString()]
 
 
-@pytest.mark.parametrize("door", ["controller", "unit"])
+@pytest.mark.parametrize("endpoint", ["controller", "unit"])
 @pytest.mark.parametrize("key", ["", "wrong"])
-def test_zmq_doors_of_a_service_with_tls_say_nothing_without_the_key(
-    services: dict[str, Server], door: str, key: str
+def test_zmq_servers_of_a_service_with_tls_say_nothing_without_the_key(
+    services: dict[str, Server], endpoint: str, key: str
 ) -> None:
     server = services["tls"]
     curve_key = ServerKeys().public if key else ""
     ticket = own_keys(server.address, **tls()).ticket
-    if door == "controller":
+    if endpoint == "controller":
         assert not heard(f"tcp://{zmq_address_of(server.address)}", hello(), ticket, curve_key)
         return
     assert not heard(endpoint_of_unit(server, **tls()), attach(), ticket, curve_key)
@@ -316,17 +316,19 @@ def test_the_key_without_the_ticket_opens_nothing(services: dict[str, Server], s
 
 
 @pytest.mark.parametrize("kind", ["plain", "tls"])
-@pytest.mark.parametrize("door", ["grpc", "controller", "unit"])
-def test_whatever_a_stranger_sends_to_a_port_changes_nothing(services: dict[str, Server], kind: str, door: str) -> None:
+@pytest.mark.parametrize("endpoint", ["grpc", "controller", "unit"])
+def test_whatever_a_stranger_sends_to_a_port_changes_nothing(
+    services: dict[str, Server], kind: str, endpoint: str
+) -> None:
     server = services[kind]
     unit = endpoint_of_unit(server, **SERVICES[kind]).removeprefix("tcp://")
-    where = {"grpc": server.address, "controller": zmq_address_of(server.address), "unit": unit}[door]
+    where = {"grpc": server.address, "controller": zmq_address_of(server.address), "unit": unit}[endpoint]
     host, _, port = where.rpartition(":")
     for noise in (b"\x00" * 64, b"GET / HTTP/1.1\r\n\r\n", secrets.token_bytes(4096)):
         with socket.create_connection((host, int(port)), timeout=WAIT_S) as peer:
             peer.sendall(noise)
     with connect(server.address, force_remote=True, **SERVICES[kind]) as client:
-        put_and_get(client, f"{kind} {door}")
+        put_and_get(client, f"{kind} {endpoint}")
 
 
 @pytest.mark.parametrize("who", ["service", "unit", "client"])
@@ -348,31 +350,31 @@ def test_a_zmq_without_curve_is_named(services: dict[str, Server], monkeypatch: 
 
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1], ids=["older", "newer"])
-@pytest.mark.parametrize("door", ["keys", "zmq", "grpc", "unit link", "bulk"])
+@pytest.mark.parametrize("endpoint", ["keys", "zmq", "grpc", "unit link", "bulk"])
 def test_another_version_of_the_protocol_is_refused_with_both_named(
-    services: dict[str, Server], monkeypatch: pytest.MonkeyPatch, door: str, version: int
+    services: dict[str, Server], monkeypatch: pytest.MonkeyPatch, endpoint: str, version: int
 ) -> None:
     both = rf"client speaks protocol version {version}, the service speaks {PROTOCOL_VERSION}"
-    kind = "tls" if door == "keys" else "plain"
-    if door == "grpc":
+    kind = "tls" if endpoint == "keys" else "plain"
+    if endpoint == "grpc":
         with grpc.insecure_channel(services[kind].address) as channel, pytest.raises(grpc.RpcError, match=both):
             asked(channel, "OpenSession", opening_message(version))
         return
-    module = {"keys": server_keys, "zmq": handshake, "unit link": grpc_stream, "bulk": bulk_wire}[door]
+    module = {"keys": server_keys, "zmq": handshake, "unit link": grpc_stream, "bulk": bulk_wire}[endpoint]
     monkeypatch.setattr(module, "PROTOCOL_VERSION", version)
     with pytest.raises(ProtocolVersionError, match=both) as caught:
-        use(services[kind], door, kind)
+        use(services[kind], endpoint, kind)
     assert (caught.value.client_version, caught.value.service_version) == (version, PROTOCOL_VERSION)
 
 
-def use(server: Server, door: str, kind: str) -> None:
-    if door == "unit link":
+def use(server: Server, endpoint: str, kind: str) -> None:
+    if endpoint == "unit link":
         StorageUnit(DataPlaneConfig(capacity_bytes=MIB), server.address).start()
     with connect(server.address, **SERVICES[kind]) as client:
         put_and_get(client, "versions")
 
 
-# --- new keys with every life
+# --- new keys with every start
 
 
 @pytest.mark.parametrize("style", ["local", "remote", "remote-async"])
@@ -381,27 +383,27 @@ def test_clients_and_units_go_on_with_a_service_that_has_new_keys(
     tmp_path: Path, style: str, token: str | None
 ) -> None:
     config = replace(CONFIG, token=token, **tls())
-    lives = Lives(tmp_path / "state", config)
-    lives.start()
-    lives.unit(state_dir=str(tmp_path / "state"))
-    settings = {**vars(replace(config, force_remote=style != "local")), "address": lives.address}
+    restartable = RestartableService(tmp_path / "state", config)
+    restartable.start()
+    restartable.unit(state_dir=str(tmp_path / "state"))
+    settings = {**vars(replace(config, force_remote=style != "local")), "address": restartable.address}
     address = settings.pop("address")
     client: Any = Blocking(connect_async(address, **settings)) if "async" in style else connect(address, **settings)
     try:
         put_and_get(client, "before")
-        before = own_keys(lives.address, token=token, **tls())
-        lives.restart()
+        before = own_keys(restartable.address, token=token, **tls())
+        restartable.restart()
         put_and_get(client, "another controller")
-        after = own_keys(lives.address, token=token, **tls())
+        after = own_keys(restartable.address, token=token, **tls())
         assert before.curve_key != after.curve_key
         assert before.ticket != after.ticket
         assert before.secret == after.secret
-        lives.units.pop().stop()
-        lives.unit(state_dir=str(tmp_path / "state"))
+        restartable.units.pop().stop()
+        restartable.unit(state_dir=str(tmp_path / "state"))
         put_and_get(client, "another unit")
     finally:
         client.close()
-        lives.close()
+        restartable.close()
         discard(tmp_path / "state", ["/dev/shm"])
 
 

@@ -13,7 +13,7 @@ from dataplane.client.rpc import handshake, heartbeat
 from dataplane.config import DataPlaneConfig
 from dataplane.controller.controller import Controller
 from dataplane.errors import ServiceUnavailableError
-from tests.lives import ProxyPair
+from tests.restarts import ProxyPair
 
 pytestmark = pytest.mark.integration
 

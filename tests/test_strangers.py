@@ -39,8 +39,8 @@ from dataplane.protocol.proof import NONCE_BYTES, proof_of
 from dataplane.protocol.server_keys import keys_of
 from dataplane.protocol.zap import ENDPOINT
 from dataplane.storage.arena_record import discard
-from tests.lives import CONFIG, Lives, wait_until
 from tests.logs import logged
+from tests.restarts import CONFIG, RestartableService, wait_until
 from tests.test_security import endpoint_of_unit, heard, hello
 
 pytestmark = pytest.mark.integration
@@ -111,10 +111,10 @@ UNFINISHED = {
 
 
 @pytest.mark.parametrize("what", UNFINISHED)
-@pytest.mark.parametrize("door", ["controller", "unit"])
-def test_what_strangers_never_finish_is_not_kept(service: Service, door: str, what: str) -> None:
+@pytest.mark.parametrize("endpoint", ["controller", "unit"])
+def test_what_strangers_never_finish_is_not_kept(service: Service, endpoint: str, what: str) -> None:
     unit = endpoint_of_unit_at(service.address).removeprefix("tcp://")
-    address = zmq_address_of(service.address) if door == "controller" else unit
+    address = zmq_address_of(service.address) if endpoint == "controller" else unit
     before = service.peak_bytes(anew=True)
     with contextlib.ExitStack() as ends:
         for _ in range(CONNECTIONS):
@@ -352,35 +352,35 @@ class Impostor:
 
 
 def test_who_takes_the_place_of_a_service_learns_no_token_and_no_ticket_of_another_instance(tmp_path: Path) -> None:
-    lives = Lives(tmp_path / "state", replace(CONFIG, token=TOKEN))
-    lives.start()
-    lives.unit(state_dir=str(tmp_path / "state"))
+    restartable = RestartableService(tmp_path / "state", replace(CONFIG, token=TOKEN))
+    restartable.start()
+    restartable.unit(state_dir=str(tmp_path / "state"))
     try:
-        with connect(lives.address, token=TOKEN, heartbeat_s=0.1) as client, ThreadPoolExecutor(1) as pool:
+        with connect(restartable.address, token=TOKEN, heartbeat_s=0.1) as client, ThreadPoolExecutor(1) as pool:
             put_and_get(client)
-            door = client._connections.get()._channel.endpoint
-            assert door.startswith("ipc://")
+            endpoint = client._connections.get()._channel.endpoint
+            assert endpoint.startswith("ipc://")
             client.register_partition("q", ["x"], None, ["t"])
             waiting = pool.submit(client.claim_meta, "q", "t", ["x"], 1)
-            lives.stop()
-            impostor = Impostor(lives.address, door)
+            restartable.stop()
+            impostor = Impostor(restartable.address, endpoint)
             wait_until(lambda: len(impostor.told) > 2, "what clients say to whoever listens")
             wait_until(lambda: impostor.passwords, "what libzmq shows when it connects again")
             impostor.close()
-            lives.start()
+            restartable.start()
             client.put_samples(["a"], "q", {"x": torch.ones(1, 4)})
             assert waiting.result(WAIT_S).sample_ids == ["a"]
-            living = keys_of(lives.address, TOKEN, None, deadline=time.monotonic() + WAIT_S).ticket
+            living = keys_of(restartable.address, TOKEN, None, deadline=time.monotonic() + WAIT_S).ticket
             assert living is not None
             for shown in impostor.told:
                 assert TOKEN.encode() not in shown
                 assert living.code.encode() not in shown
             for password in impostor.passwords:
-                endpoint = f"tcp://{zmq_address_of(lives.address)}"
+                endpoint = f"tcp://{zmq_address_of(restartable.address)}"
                 assert not heard(endpoint, hello(), replace(living, code=password.decode()))
-            assert heard(f"tcp://{zmq_address_of(lives.address)}", hello(), living)
+            assert heard(f"tcp://{zmq_address_of(restartable.address)}", hello(), living)
     finally:
-        lives.close()
+        restartable.close()
         discard(tmp_path / "state", ["/dev/shm"])
 
 
@@ -403,9 +403,9 @@ def test_who_cannot_prove_that_it_knows_the_token_is_no_service(monkeypatch: pyt
 def test_an_impostor_ends_neither_sessions_nor_storage_units(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    lives = Lives(tmp_path / "state", replace(CONFIG, token=TOKEN))
-    lives.start()
-    unit = lives.unit(state_dir=str(tmp_path / "state"))
+    restartable = RestartableService(tmp_path / "state", replace(CONFIG, token=TOKEN))
+    restartable.start()
+    unit = restartable.unit(state_dir=str(tmp_path / "state"))
     asked: set[str] = set()
 
     def answer(address: str, files: object, nonce: bytes, rest: object) -> tuple[bytes, str]:
@@ -416,14 +416,14 @@ def test_an_impostor_ends_neither_sessions_nor_storage_units(
         return pb.Keys(error=pb.Error(name=name, facts=facts)).SerializeToString(), address
 
     try:
-        with connect(lives.address, token=TOKEN, heartbeat_s=0.1) as client:
+        with connect(restartable.address, token=TOKEN, heartbeat_s=0.1) as client:
             put_and_get(client)
             with monkeypatch.context() as patched:
                 patched.setattr(server_keys, "_ask", answer)
-                lives.restart()
+                restartable.restart()
                 wait_until(lambda: asked >= {"tq-heartbeat", "tq-unit-link"}, "both to look for the service")
             put_and_get(client)
             assert not unit.lost.is_set()
     finally:
-        lives.close()
+        restartable.close()
         discard(tmp_path / "state", ["/dev/shm"])

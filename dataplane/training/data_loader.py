@@ -35,7 +35,7 @@ from dataplane.errors import (
 
 log = logging.getLogger(__name__)
 CLAIM_S = 1.0
-"""How long one claim of the thread that fetches ahead waits on the service, and so how long closing may take."""
+"""How long one claim of the thread that fetches ahead waits at most, and so how long closing may take."""
 
 
 class MicroBatch(NamedTuple):
@@ -317,7 +317,10 @@ class _Taking:
     def _fetcher(self) -> threading.Thread:
         """A new thread that fetches ahead, until the end or an error."""
         name = f"stream of {self._claims.partition}/{self._claims.task}"
-        thread = threading.Thread(target=_fetch_ahead, args=(self._claims, self._queue), name=name, daemon=True)
+        # A call of the loader that runs out of time is told what the last claim was waiting for: one has to end before.
+        claim_s = min(CLAIM_S, max(self._timeout_s / 2, 0.05))
+        arguments = (self._claims, self._queue, claim_s)
+        thread = threading.Thread(target=_fetch_ahead, args=arguments, name=name, daemon=True)
         thread.start()
         return thread
 
@@ -459,12 +462,12 @@ class _Queue:
             return left
 
 
-def _fetch_ahead(claims: _Claims, queue: _Queue) -> None:
+def _fetch_ahead(claims: _Claims, queue: _Queue, claim_s: float) -> None:
     """The thread: claims and reads while there is space, until the end, an error or `queue.drop`."""
     more = True
     while more and queue.wait_for_space():
         try:
-            taken = claims.next(CLAIM_S)
+            taken = claims.next(claim_s)
         except ClaimTimeoutError as error:
             queue.late(error)
         except Exception as error:

@@ -17,7 +17,7 @@ from dataplane.ledger import commands as c
 from dataplane.storage.unit import StorageUnit
 from tests.children import Child
 from tests.cli.service import TQ, filled  # noqa: F401
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 

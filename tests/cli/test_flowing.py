@@ -16,7 +16,7 @@ from dataplane import DataPlaneConfig, ServiceUnavailableError, connect, serve
 from dataplane.cli import main, throughput
 from dataplane.cli.throughput import flow, where
 from dataplane.config import MIB
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.secure import tls
 
 pytestmark = pytest.mark.integration

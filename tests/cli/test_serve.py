@@ -28,8 +28,8 @@ from dataplane.storage.arena_record import discard
 from dataplane.storage.unit_process import UnitProcesses
 from tests.cli.service import Service, child_of, services  # noqa: F401
 from tests.conftest import litter
-from tests.lives import wait_until
 from tests.ports import free_ports
+from tests.restarts import wait_until
 from tests.web_client import ask
 
 pytestmark = pytest.mark.slow

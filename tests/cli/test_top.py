@@ -25,7 +25,7 @@ from dataplane.cli.top import frame
 from dataplane.client.rpc.channel import ControllerChannel
 from tests.children import Child
 from tests.cli.service import TQ, complaints, filled  # noqa: F401
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 

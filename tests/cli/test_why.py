@@ -11,7 +11,7 @@ import torch
 from dataplane import DataPlaneClient
 from dataplane.cli import main
 from tests.cli.service import filled  # noqa: F401
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -24,7 +24,7 @@ from dataplane import (
 )
 from dataplane.client import preallocated
 from dataplane.client.unit_connections import UnitConnections
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -467,7 +467,7 @@ def test_closing_after_the_service_has_gone_is_quiet(soon: None) -> None:
     channel.close()
 
 
-def test_the_door_refuses_what_is_no_request(real: Controller) -> None:
+def test_the_server_refuses_what_is_no_request(real: Controller) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = handshake.dealer_socket(context, f"tcp://{handshake.zmq_address_of(real.address)}")
     try:

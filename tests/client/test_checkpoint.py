@@ -29,7 +29,7 @@ from dataplane.client.checkpoint import files, manifest, save
 from dataplane.client.unit_connections import UnitConnections
 from dataplane.core import failpoints
 from dataplane.protocol import zmq_frames
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 

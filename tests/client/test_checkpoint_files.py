@@ -23,8 +23,8 @@ from dataplane import CheckpointError, CheckpointWriteError, DataPlaneClient, Da
 from dataplane.client.checkpoint import atomic_dir as placing
 from dataplane.client.checkpoint import files, manifest, save
 from dataplane.core import failpoints
-from tests.lives import wait_until
 from tests.profiles import budget
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 

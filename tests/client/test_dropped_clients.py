@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dataplane import AsyncDataPlaneClient, DataPlaneClient, connect, connect_async, serve
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 

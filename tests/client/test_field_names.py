@@ -15,7 +15,7 @@ from dataplane import DataPlaneClient, Server, connect, connect_async, serve
 from dataplane.client.session_state import Schema, Warned
 from dataplane.core.types import FieldSpec
 from dataplane.errors import FieldNotFoundError, PartitionNotFoundError, SchemaError
-from tests.lives import WAIT_S, wait_until
+from tests.restarts import WAIT_S, wait_until
 
 pytestmark = pytest.mark.integration
 

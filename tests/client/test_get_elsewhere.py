@@ -13,7 +13,7 @@ from dataplane import DataPlaneClient, SampleNotFoundError, connect
 from dataplane.client.operations import drain_unit
 from dataplane.core import failpoints
 from dataplane.errors import StorageUnitError
-from tests.lives import Lives, one_unit, wait_until
+from tests.restarts import RestartableService, one_unit, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -21,18 +21,18 @@ ROWS = [torch.arange(100), torch.arange(7)]
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Lives]:
+def server(tmp_path: Path) -> Iterator[RestartableService]:
     """A service with two storage units, whose rows are all in the first."""
-    with one_unit(tmp_path / "state") as lives:
-        with connect(lives.address) as client:
+    with one_unit(tmp_path / "state") as restartable:
+        with connect(restartable.address) as client:
             client.register_partition("p", ["x"], None, ["train"])
             client.put_samples(["a", "b"], "p", {"x": ROWS})
-        lives.unit()
-        yield lives
+        restartable.unit()
+        yield restartable
 
 
 @pytest.fixture
-def client(server: Lives) -> Iterator[DataPlaneClient]:
+def client(server: RestartableService) -> Iterator[DataPlaneClient]:
     with connect(server.address, force_remote=True) as made:
         yield made
 
@@ -49,7 +49,7 @@ def no_gc() -> Iterator[None]:
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("copy", [True, False])
 def test_rows_that_were_moved_are_read_where_they_are_now(
-    server: Lives, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch, copy: bool
+    server: RestartableService, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch, copy: bool
 ) -> None:
     monkeypatch.setattr(drain_unit, "LOOK_S", 0.1)  # for a reader, who does not end before
     acts = [lambda: leave(server)]
@@ -61,14 +61,14 @@ def test_rows_that_were_moved_are_read_where_they_are_now(
     wait_until(lambda: all(unit.pinned_bytes == 0 for unit in client.stats().units))
 
 
-def leave(server: Lives) -> None:
+def leave(server: RestartableService) -> None:
     """The first unit is emptied, and ends, though somebody reads."""
     with connect(server.address) as other:
         other.drain(1, timeout_s=300)
     server.units[0].stop()
 
 
-def test_rows_that_are_gone_with_their_unit_are_told_of(server: Lives, client: DataPlaneClient) -> None:
+def test_rows_that_are_gone_with_their_unit_are_told_of(server: RestartableService, client: DataPlaneClient) -> None:
     def die() -> None:
         server.units[0].stop()
         with connect(server.address) as other:
@@ -81,7 +81,7 @@ def test_rows_that_are_gone_with_their_unit_are_told_of(server: Lives, client: D
         client.get_samples(["a", "b"], "p", ["x"])
 
 
-def test_a_unit_that_still_has_the_rows_is_asked_once(server: Lives, client: DataPlaneClient) -> None:
+def test_a_unit_that_still_has_the_rows_is_asked_once(server: RestartableService, client: DataPlaneClient) -> None:
     copies = []
     failpoints.arm("get.mid_copy", lambda: copies.append(1))
     server.units[0].stop()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dataplane import DataPlaneConfig, Server, connect, connect_async, serve
-from tests.lives import WAIT_S, wait_until
+from tests.restarts import WAIT_S, wait_until
 
 pytestmark = pytest.mark.integration
 

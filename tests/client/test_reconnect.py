@@ -1,4 +1,4 @@
-"""Clients and storage units that outlive their controller: they go on with its next life, or are told what was lost."""
+"""Clients and storage units that outlive their controller: they go on with its next run, or are told what was lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dataplane.errors import ClaimTimeoutError, ClientClosedError, ServiceRestar
 from dataplane.protocol.resolver import register_resolver
 from tests.client.test_channel import in_fork
 from tests.contract.conftest import Blocking
-from tests.lives import CONFIG, NO_HEARTBEATS, WAIT_S, Lives, ProxyPair, wait_until
+from tests.restarts import CONFIG, NO_HEARTBEATS, WAIT_S, ProxyPair, RestartableService, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -30,9 +30,9 @@ STILL = replace(CONFIG, **NO_HEARTBEATS)
 
 
 @pytest.fixture
-def lives(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lives]:
+def restartable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RestartableService]:
     """With `CONFIG`, or what a test says."""
-    made = Lives(tmp_path / "state", getattr(request, "param", CONFIG))
+    made = RestartableService(tmp_path / "state", getattr(request, "param", CONFIG))
     made.start()
     made.unit()
     yield made
@@ -68,13 +68,13 @@ def proxy_to() -> Iterator[Callable[[int], ProxyPair]]:
 
 
 @pytest.fixture
-def open_client(lives: Lives, pool: ThreadPoolExecutor, proxy_to: object) -> Iterator[Open]:
+def open_client(restartable: RestartableService, pool: ThreadPoolExecutor, proxy_to: object) -> Iterator[Open]:
     """Makes clients, which are closed at the end."""
     made: list[Any] = []
 
     def client(style: str = "local", address: str = "", **settings: Any) -> Any:
-        changed = {"force_remote": style.startswith("remote"), "address": address or lives.address, **settings}
-        config = {**vars(lives.config), **changed}
+        changed = {"force_remote": style.startswith("remote"), "address": address or restartable.address, **settings}
+        config = {**vars(restartable.config), **changed}
         made.append(Blocking(connect_async(**config)) if style.endswith("async") else connect(**config))
         made[-1].stats()
         return made[-1]
@@ -93,7 +93,7 @@ def ending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.fixture(params=["ipc", "tcp"])
-def door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kind of connection to the controller. An ipc endpoint has another name in each epoch."""
     if request.param == "tcp":
         monkeypatch.setattr(handshake, "boot_id", lambda: "another host")
@@ -139,7 +139,7 @@ def calls_of(client: Any) -> Any:
 
 
 def test_everything_goes_on(
-    lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str, ending: str, door: str
+    restartable: RestartableService, open_client: Open, pool: ThreadPoolExecutor, style: str, ending: str, endpoint: str
 ) -> None:
     client, other = open_client(style), open_client()
     register(client)
@@ -147,7 +147,7 @@ def test_everything_goes_on(
     assert client.claim_meta("p", "train", FIELDS, 1).sample_ids == ["s1"]
     waiting = claim_two(pool, client, other)
     before = client.stats()
-    lives.restart()
+    restartable.restart()
     check(client, 1, 2)
     put(client, 3)
     assert waiting.result(WAIT_S).sample_ids == ["s2", "s3"]
@@ -159,17 +159,19 @@ def test_everything_goes_on(
     check(open_client(style), 1, 2, 3)
 
 
-def test_calls_wait_for_its_return(lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str) -> None:
+def test_calls_wait_for_its_return(
+    restartable: RestartableService, open_client: Open, pool: ThreadPoolExecutor, style: str
+) -> None:
     client = open_client(style)
     register(client)
     put(client, 1)
-    lives.stop()
+    restartable.stop()
     wait_until(lambda: calls_of(client).waiting, "a lost service")
     calls = [pool.submit(put, client, number) for number in (2, 3, 4)]
     claim = pool.submit(client.claim_meta, "p", "train", FIELDS, 4)
     wait_until(lambda: calls_of(client)._numbering.unanswered >= 4, "calls under way")
     assert not any(call.done() for call in [*calls, claim])
-    lives.start()
+    restartable.start()
     for call in calls:
         assert call.result(WAIT_S).size == 1
     assert sorted(claim.result(WAIT_S).sample_ids) == ["s1", "s2", "s3", "s4"]
@@ -181,13 +183,15 @@ def test_calls_wait_for_its_return(lives: Lives, open_client: Open, pool: Thread
 @pytest.mark.parametrize(
     "point", ["put.before_commit", "call.Allocate.after", "call.Commit.after", "call.Commit.before"]
 )
-def test_a_put_in_flight_is_done_once(lives: Lives, open_client: Open, ending: str, point: str) -> None:
+def test_a_put_in_flight_is_done_once(
+    restartable: RestartableService, open_client: Open, ending: str, point: str
+) -> None:
     client = open_client()
     register(client)
 
     def restart() -> None:
         failpoints.disarm()
-        lives.restart()
+        restartable.restart()
 
     failpoints.arm(point, restart)
     meta = client.put_samples(["s1"], "p", rows(1), mode="create")
@@ -198,53 +202,55 @@ def test_a_put_in_flight_is_done_once(lives: Lives, open_client: Open, ending: s
     assert sum(unit.reserved_bytes for unit in client.stats().units) == 0
 
 
-def test_views_stay_pinned_and_their_release_arrives(lives: Lives, open_client: Open, style: str) -> None:
+def test_views_stay_pinned_and_their_release_arrives(
+    restartable: RestartableService, open_client: Open, style: str
+) -> None:
     client, other = open_client("local-async" if style.endswith("async") else "local"), open_client(style)
     register(client)
     put(client, 1, 2)
     views = client.get_samples(["s1", "s2"], "p", FIELDS, copy=False)
-    lives.restart()
+    restartable.restart()
     client.clear_samples(["s1", "s2"], "p")
     for number in range(3, 8):
         put(other, number)
     assert torch.equal(views["x"], rows(1, 2)["x"])
     assert views["n"].tolist() == [1, 2]
     assert sum(unit.pinned_bytes for unit in other.stats().units) > 0
-    lives.stop()
+    restartable.stop()
     wait_until(lambda: calls_of(client).waiting, "a lost service")
     del views
-    lives.start()
+    restartable.start()
     wait_until(lambda: sum(unit.pinned_bytes for unit in other.stats().units) == 0, "an unpinned arena")
     check(other, 3, 4, 5, 6, 7)
 
 
 def test_the_end_of_a_service_that_keeps_its_state_is_noticed_at_once(tmp_path: Path, ending: str) -> None:
     """Not after two heartbeats, which last longer here than the call may take."""
-    lives = Lives(tmp_path / "state", replace(STILL, units=0))
-    lives.start()
+    restartable = RestartableService(tmp_path / "state", replace(STILL, units=0))
+    restartable.start()
     try:
-        with connect(lives.address, **NO_HEARTBEATS, call_timeout_s=WAIT_S) as client:
+        with connect(restartable.address, **NO_HEARTBEATS, call_timeout_s=WAIT_S) as client:
             client.register_partition("p", FIELDS, None, ["train"])
-            lives.restart()
+            restartable.restart()
             assert client.check_consumption_status("p", ["train"]) is False
     finally:
-        lives.close()
+        restartable.close()
 
 
 def test_an_address_that_names_a_service_is_resolved_again(
-    lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str
+    restartable: RestartableService, open_client: Open, pool: ThreadPoolExecutor, style: str
 ) -> None:
-    register_resolver("moving", lambda rest: lives.address)
-    moving = lives.unit("moving:service")
+    register_resolver("moving", lambda rest: restartable.address)
+    moving = restartable.unit("moving:service")
     client = open_client(style, "moving:service")
-    lives.units[0].stop()
+    restartable.units[0].stop()
     register(client)
     put(client, 1)
     waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
-    before = lives.address
-    lives.stop()
-    lives.start(elsewhere=True)
-    assert lives.address != before
+    before = restartable.address
+    restartable.stop()
+    restartable.start(elsewhere=True)
+    assert restartable.address != before
     check(client, 1)
     wait_until(lambda: [unit.connected for unit in client.stats().units].count(True) == 1, "the unit")
     put(client, 2)
@@ -252,17 +258,17 @@ def test_an_address_that_names_a_service_is_resolved_again(
     assert not moving.lost.is_set()
 
 
-def test_it_goes_on_again_and_again(lives: Lives, open_client: Open, style: str) -> None:
+def test_it_goes_on_again_and_again(restartable: RestartableService, open_client: Open, style: str) -> None:
     client = open_client(style)
     register(client)
     for number in range(4):
         put(client, number)
-        lives.restart()
+        restartable.restart()
     check(client, 0, 1, 2, 3)
 
 
 def test_work_under_way_is_done_exactly_once(
-    lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str, ending: str
+    restartable: RestartableService, open_client: Open, pool: ThreadPoolExecutor, style: str, ending: str
 ) -> None:
     """Producers and consumers do not notice that the controller ends and lives again all the time."""
     each, producers = 25, [open_client(style) for _ in range(2)]
@@ -288,8 +294,8 @@ def test_work_under_way_is_done_exactly_once(
         count = 0
         while not done.is_set():
             before = len(finished)
-            wait_until(lambda before=before: len(finished) >= before + 5 or done.is_set(), "puts of this life")
-            lives.restart()
+            wait_until(lambda before=before: len(finished) >= before + 5 or done.is_set(), "puts of this run")
+            restartable.restart()
             count += 1
         return count
 
@@ -312,66 +318,70 @@ def test_work_under_way_is_done_exactly_once(
 # --- it does not, or without its state
 
 
-@pytest.mark.parametrize("lives", [STILL], indirect=True, ids=["still"])
-def test_after_the_window_calls_fail_and_a_late_return_is_found(lives: Lives, open_client: Open, style: str) -> None:
+@pytest.mark.parametrize("restartable", [STILL], indirect=True, ids=["still"])
+def test_after_the_window_calls_fail_and_a_late_return_is_found(
+    restartable: RestartableService, open_client: Open, style: str
+) -> None:
     client = open_client(style, reconnect_s=0.3)
     register(client)
     put(client, 1)
-    lives.stop()
-    with pytest.raises(ServiceUnavailableError, match=rf"at {lives.address}: .* not come back within 0\.3 s"):
+    restartable.stop()
+    with pytest.raises(ServiceUnavailableError, match=rf"at {restartable.address}: .* not come back within 0\.3 s"):
         put(client, 2)
     with pytest.raises(ServiceUnavailableError):
         client.claim_meta("p", "train", FIELDS, 1)
-    lives.start()
+    restartable.start()
     wait_until(lambda: not calls_of(client).pointless, "the service")
     check(client, 1)
     put(client, 2)
     assert sorted(client.claim_meta("p", "train", FIELDS, 2).sample_ids) == ["s1", "s2"]
 
 
-@pytest.mark.parametrize("lives", [STILL], indirect=True, ids=["still"])
+@pytest.mark.parametrize("restartable", [STILL], indirect=True, ids=["still"])
 def test_a_call_under_way_fails_when_the_window_ends(
-    lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str
+    restartable: RestartableService, open_client: Open, pool: ThreadPoolExecutor, style: str
 ) -> None:
     client, other = open_client(style, reconnect_s=0.3), open_client()
     register(client)
     waiting = claim_two(pool, client, other)
-    lives.stop()
-    with pytest.raises(ServiceUnavailableError, match=lives.address):
+    restartable.stop()
+    with pytest.raises(ServiceUnavailableError, match=restartable.address):
         waiting.result(WAIT_S)
 
 
 def test_a_lost_state_is_told_to_whoever_waits_and_to_all_later_calls(
-    lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str, ending: str, door: str
+    restartable: RestartableService, open_client: Open, pool: ThreadPoolExecutor, style: str, ending: str, endpoint: str
 ) -> None:
     client, other = open_client(style), open_client()
     register(client)
     put(client, 1)
     waiting = claim_two(pool, client, other)
     before = client.stats().epoch
-    lives.stop()
-    lives.forget()
-    lives.start()
+    restartable.stop()
+    restartable.forget()
+    restartable.start()
     for call in (waiting.result, lambda *_: check(client, 1), lambda *_: put(client, 2)):
         with pytest.raises(ServiceRestartedError) as caught:
             call(WAIT_S)
         assert (caught.value.expected_epoch, caught.value.got_epoch > before) == (before, True)
         assert "every partition, sample and claim" in caught.value.lost
-        assert lives.address in str(caught.value)
+        assert restartable.address in str(caught.value)
     wait_until(lambda: calls_of(other).over, "the other client's end")
     register(open_client(style))
 
 
-def test_a_service_without_a_state_is_not_waited_for(lives: Lives, open_client: Open, style: str) -> None:
-    lives.stop()
-    lives.start(durable=False)
+def test_a_service_without_a_state_is_not_waited_for(
+    restartable: RestartableService, open_client: Open, style: str
+) -> None:
+    restartable.stop()
+    restartable.start(durable=False)
     client = open_client(style)
     register(client)
     epoch = client.stats().epoch
-    lives.stop()
+    restartable.stop()
     with pytest.raises(ServiceUnavailableError):
         put(client, 1)
-    lives.start(durable=False)
+    restartable.start(durable=False)
 
     def told() -> Any:
         try:
@@ -386,11 +396,11 @@ def test_a_service_without_a_state_is_not_waited_for(lives: Lives, open_client: 
 
 
 def test_closing_while_it_is_gone_ends_calls_and_is_quick(
-    lives: Lives, open_client: Open, pool: ThreadPoolExecutor, style: str
+    restartable: RestartableService, open_client: Open, pool: ThreadPoolExecutor, style: str
 ) -> None:
     client = open_client(style)
     register(client)
-    lives.stop()
+    restartable.stop()
     wait_until(lambda: calls_of(client).waiting, "a lost service")
     waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
     wait_until(lambda: calls_of(client)._numbering.unanswered, "a call under way")
@@ -400,20 +410,22 @@ def test_closing_while_it_is_gone_ends_calls_and_is_quick(
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_child_forked_while_it_is_gone_is_told_so_and_the_parent_goes_on(lives: Lives, open_client: Open) -> None:
+def test_a_child_forked_while_it_is_gone_is_told_so_and_the_parent_goes_on(
+    restartable: RestartableService, open_client: Open
+) -> None:
     client = open_client()
     register(client)
     put(client, 1)
-    lives.stop()
+    restartable.stop()
     wait_until(lambda: calls_of(client).waiting, "a lost service")
 
     def child() -> None:
-        with pytest.raises(ServiceUnavailableError, match=lives.address):
+        with pytest.raises(ServiceUnavailableError, match=restartable.address):
             client.stats()
         client.close()
 
     assert in_fork(child) == 0
-    lives.start()
+    restartable.start()
     check(client, 1)
 
 
@@ -421,17 +433,17 @@ def test_a_child_forked_while_it_is_gone_is_told_so_and_the_parent_goes_on(lives
 
 
 def test_a_unit_without_its_service_starts_over_with_one_that_knows_nothing(
-    lives: Lives, open_client: Open, style: str
+    restartable: RestartableService, open_client: Open, style: str
 ) -> None:
-    (unit,) = lives.units
+    (unit,) = restartable.units
     client = open_client("local")
     register(client)
     put(client, 1)
     views = client.get_samples(["s1"], "p", FIELDS, copy=False)
     (before,) = client.stats().units
-    lives.stop()
-    lives.forget()
-    lives.start()
+    restartable.stop()
+    restartable.forget()
+    restartable.start()
     after = open_client(style)
     register(after)
     wait_until(lambda: [each.connected for each in after.stats().units] == [True], "the unit")
@@ -443,11 +455,11 @@ def test_a_unit_without_its_service_starts_over_with_one_that_knows_nothing(
     assert not unit.lost.is_set()
 
 
-def test_a_unit_waits_no_longer_than_it_is_told(lives: Lives) -> None:
-    unit = lives.unit(reconnect_s=0.2)
-    lives.stop()
+def test_a_unit_waits_no_longer_than_it_is_told(restartable: RestartableService) -> None:
+    unit = restartable.unit(reconnect_s=0.2)
+    restartable.stop()
     assert unit.lost.wait(WAIT_S)
-    assert not lives.units[0].lost.is_set()
+    assert not restartable.units[0].lost.is_set()
 
 
 # --- the network
@@ -455,7 +467,7 @@ def test_a_unit_waits_no_longer_than_it_is_told(lives: Lives) -> None:
 
 @pytest.mark.parametrize("failure", ["pause", "cut"])
 def test_a_network_that_heals_is_no_end(
-    lives: Lives,
+    restartable: RestartableService,
     open_client: Open,
     proxy_to: Callable[[int], ProxyPair],
     pool: ThreadPoolExecutor,
@@ -464,7 +476,7 @@ def test_a_network_that_heals_is_no_end(
     failure: str,
 ) -> None:
     monkeypatch.setattr(handshake, "boot_id", lambda: "another host")
-    proxy = proxy_to(lives.port)
+    proxy = proxy_to(restartable.port)
     client, other = open_client(style, f"127.0.0.1:{proxy.port}"), open_client()
     register(client)
     put(client, 1)
@@ -481,11 +493,11 @@ def test_a_network_that_heals_is_no_end(
 
 
 def test_a_unit_that_was_cut_off_keeps_its_number_and_its_rows(
-    lives: Lives, open_client: Open, proxy_to: Callable[[int], ProxyPair], style: str
+    restartable: RestartableService, open_client: Open, proxy_to: Callable[[int], ProxyPair], style: str
 ) -> None:
-    proxy = proxy_to(lives.port)
-    far = lives.unit(f"127.0.0.1:{proxy.port}")
-    lives.units[0].stop()
+    proxy = proxy_to(restartable.port)
+    far = restartable.unit(f"127.0.0.1:{proxy.port}")
+    restartable.units[0].stop()
     client = open_client(style)
     register(client)
     put(client, 1)

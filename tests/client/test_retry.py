@@ -56,7 +56,7 @@ class Attempts:
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any]) -> None:
-    """What `patience` has of `time`, and no other thread of this process."""
+    """What `retry` has of `time`, and no other thread of this process."""
     monkeypatch.setattr(retry, "time", SimpleNamespace(**{"monotonic": time.monotonic, **functions}))
 
 

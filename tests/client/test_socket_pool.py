@@ -16,8 +16,8 @@ from dataplane.controller.controller import Controller
 from dataplane.errors import ServiceUnavailableError
 from dataplane.ledger import commands as c
 from tests.controller.service import Open, ScriptedLedger, ledger, open_channel, scripted  # noqa: F401
-from tests.lives import wait_until
 from tests.open_files import exhausted
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -142,9 +142,9 @@ def with_ray(name: str, directory: Path, scripts: list[str]) -> None:
     """The original keeps its controller and its storage in Ray actors."""
     import ray  # noqa: PLC0415
 
-    from tests.ray.patience import be_patient  # noqa: PLC0415
+    from tests.ray.slow_start import allow_slow_starts  # noqa: PLC0415
 
-    be_patient()
+    allow_slow_starts()
     place = tempfile.mkdtemp(prefix="tqc", dir="/tmp")
     try:
         ray.init(num_cpus=8, num_gpus=0, include_dashboard=False, _temp_dir=place, log_to_driver=False)

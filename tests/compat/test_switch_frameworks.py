@@ -85,7 +85,7 @@ class Rollout(Worker):
 """,
     "main.py": """
 import json, sys
-from tests.ray.patience import be_patient
+from tests.ray.slow_start import allow_slow_starts
 from rlinf.scheduler import Channel, Cluster, ComponentPlacement
 from rlinf.workers import Rollout
 
@@ -104,7 +104,7 @@ class Config:
         component_placement = {"rollout": "0:0-1"}
 
 
-be_patient()
+allow_slow_starts()
 cluster = Cluster(cluster_cfg={"num_nodes": 1, "component_placement": Config.cluster.component_placement})
 strategy = ComponentPlacement(Config, cluster).get_strategy("rollout")
 rollout = Rollout.create_group("cfg").launch(cluster, name="rollout", placement_strategy=strategy)

@@ -25,7 +25,7 @@ from dataplane.compat.transfer_queue import session
 from dataplane.compat.transfer_queue.session import current_client
 from dataplane.compat.transfer_queue.settings import Settings
 from dataplane.errors import CheckpointError, PartitionDroppedError
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -17,7 +17,7 @@ from dataplane.errors import (
     StaleSampleError,
     TaskNotFoundError,
 )
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -18,7 +18,7 @@ from dataplane.config import MIB
 from dataplane.core import failpoints
 from dataplane.errors import ChecksumError
 from tests.faults.forks import forks
-from tests.lives import Lives, one_unit, wait_until
+from tests.restarts import RestartableService, one_unit, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -26,10 +26,10 @@ FIELDS = ["tokens", "score", "text", "prompt", "matrix"]
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Lives]:
+def server(tmp_path: Path) -> Iterator[RestartableService]:
     """A service with one storage unit; tests start more."""
-    with one_unit(tmp_path / "state") as lives:
-        yield lives
+    with one_unit(tmp_path / "state") as restartable:
+        yield restartable
 
 
 def content(*numbers: int) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def live_bytes(client: DataPlaneClient) -> dict[int, int]:
     return {unit.unit: unit.live_bytes for unit in client.stats().units}
 
 
-def test_everything_is_elsewhere_and_the_same(server: Lives, client: DataPlaneClient) -> None:
+def test_everything_is_elsewhere_and_the_same(server: RestartableService, client: DataPlaneClient) -> None:
     client.register_partition("p", FIELDS, None, ["train", "score"])
     first, second = put(client, *range(10)), put(client, *range(10, 17))
     claimed = client.claim_meta("p", "train", ["tokens"], 4)
@@ -86,7 +86,7 @@ def test_everything_is_elsewhere_and_the_same(server: Lives, client: DataPlaneCl
         client.drain(1)
 
 
-def test_a_unit_with_rows_is_not_dropped_but_by_force(server: Lives, client: DataPlaneClient) -> None:
+def test_a_unit_with_rows_is_not_dropped_but_by_force(server: RestartableService, client: DataPlaneClient) -> None:
     client.register_partition("p", FIELDS, None, ["train"])
     put(client, 1)
     with pytest.raises(InvalidRequestError, match="1 live samples; drain it"):
@@ -96,7 +96,7 @@ def test_a_unit_with_rows_is_not_dropped_but_by_force(server: Lives, client: Dat
 
 
 def test_others_write_and_clear_and_read_meanwhile(
-    server: Lives, open_client: Callable[[], DataPlaneClient], client: DataPlaneClient
+    server: RestartableService, open_client: Callable[[], DataPlaneClient], client: DataPlaneClient
 ) -> None:
     client.register_partition("p", FIELDS, None, ["train"])
     put(client, *range(8))
@@ -139,7 +139,7 @@ def undone(client: DataPlaneClient) -> str:
 
 
 def test_without_space_elsewhere_it_ends_by_saying_what_is_left_and_goes_on_when_there_is(
-    server: Lives, client: DataPlaneClient
+    server: RestartableService, client: DataPlaneClient
 ) -> None:
     client.register_partition("p", ["x"], None, ["train"])
     rows = torch.arange(3 * MIB, dtype=torch.uint8).reshape(12, -1)
@@ -170,7 +170,7 @@ def test_without_space_elsewhere_it_ends_by_saying_what_is_left_and_goes_on_when
     assert torch.equal(client.get_samples([f"s{n}" for n in range(12)], "p", ["x"])["x"], rows)
 
 
-def test_a_unit_that_is_gone_cannot_be_drained(server: Lives, client: DataPlaneClient) -> None:
+def test_a_unit_that_is_gone_cannot_be_drained(server: RestartableService, client: DataPlaneClient) -> None:
     client.register_partition("p", FIELDS, None, ["train"])
     put(client, 1, 2)
     server.unit()
@@ -182,7 +182,7 @@ def test_a_unit_that_is_gone_cannot_be_drained(server: Lives, client: DataPlaneC
     assert "storage unit 1" in failed.value.facts["why"]
 
 
-def test_undrained_it_takes_rows_again(server: Lives, client: DataPlaneClient) -> None:
+def test_undrained_it_takes_rows_again(server: RestartableService, client: DataPlaneClient) -> None:
     client.register_partition("p", FIELDS, None, ["train"])
     server.unit()
     client.drain(1, timeout_s=10)
@@ -195,7 +195,7 @@ def test_undrained_it_takes_rows_again(server: Lives, client: DataPlaneClient) -
     check(client, ["s1", "s2"], 1, 2)
 
 
-def test_a_damaged_row_is_named_and_not_passed_on(server: Lives) -> None:
+def test_a_damaged_row_is_named_and_not_passed_on(server: RestartableService) -> None:
     with connect(server.address, force_remote=True) as client:
         client.register_partition("p", ["x"], None, ["train"])
         client.put_samples(["good", "bad"], "p", {"x": torch.arange(200, dtype=torch.uint8).reshape(2, 100)})
@@ -214,17 +214,17 @@ def test_a_damaged_row_is_named_and_not_passed_on(server: Lives) -> None:
 
 def test_who_drains_may_be_killed_and_the_service_restarted(tmp_path: Path) -> None:
     """Killed before a switch, and after it: whoever drains next finds all that is left."""
-    lives = Lives(tmp_path / "state")
+    restartable = RestartableService(tmp_path / "state")
     try:
-        lives.start()
-        lives.unit()
-        with connect(lives.address, reconnect_s=60.0) as client:
+        restartable.start()
+        restartable.unit()
+        with connect(restartable.address, reconnect_s=60.0) as client:
             client.register_partition("p", FIELDS, None, ["train"])
             meta = put(client, *range(12))
-            lives.unit()
+            restartable.unit()
             for point in ("move.before_switch", "call.Move.after"):
-                assert killed_at(point, lives.address) == -signal.SIGKILL
-                lives.restart()
+                assert killed_at(point, restartable.address) == -signal.SIGKILL
+                restartable.restart()
                 check(client, meta, *range(12))
                 assert client.stats().units[0].draining
             wait_until(lambda: all(unit.connected for unit in client.stats().units))
@@ -235,7 +235,7 @@ def test_who_drains_may_be_killed_and_the_service_restarted(tmp_path: Path) -> N
             wait_until(lambda: client.stats().units[0].reserved_bytes == 0, "space of the killed goes back")
             assert idle.live_bytes > 0
     finally:
-        lives.close()
+        restartable.close()
 
 
 def killed_at(point: str, address: str) -> int:

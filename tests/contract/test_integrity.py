@@ -18,7 +18,7 @@ from dataplane.ledger import commands as c
 from dataplane.storage.client import UnitConnection
 from tests.contract.conftest import MIB, Blocking, unit_transport
 from tests.contract.values import same_rows
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -17,7 +17,7 @@ import torch
 from dataplane import DataPlaneClient, Server, connect, connect_async, serve
 from dataplane.core import failpoints
 from dataplane.errors import ClientClosedError
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 from .conftest import settings_of, unit_transport
 from .values import same_rows

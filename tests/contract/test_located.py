@@ -13,7 +13,7 @@ import torch
 from dataplane import DataPlaneClient, KVBatchMeta, SampleNotFoundError, StaleSampleError
 from dataplane.core import failpoints
 from dataplane.errors import FieldNotProducedError
-from tests.lives import Lives, one_unit, wait_until
+from tests.restarts import RestartableService, one_unit, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -21,9 +21,9 @@ GUESSED, LOOKED_UP, BOTH = ["copy", "answer"], ["answer", "copy"], ["copy", "ans
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Lives]:
-    with one_unit(tmp_path / "state") as lives:
-        yield lives
+def server(tmp_path: Path) -> Iterator[RestartableService]:
+    with one_unit(tmp_path / "state") as restartable:
+        yield restartable
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_what_is_missing_cannot_be_located(client: DataPlaneClient, located: KVB
 
 
 def test_moved_rows_are_read_where_they_are(
-    client: DataPlaneClient, server: Lives, located: KVBatchMeta, order: list[str], connection_kind: str
+    client: DataPlaneClient, server: RestartableService, located: KVBatchMeta, order: list[str], connection_kind: str
 ) -> None:
     server.unit()
     client.drain(1, timeout_s=60)
@@ -159,8 +159,8 @@ def test_moved_rows_are_read_where_they_are(
     assert numbers_of(client, again, order) == (list(range(6)), expected(connection_kind, GUESSED))
 
 
-def test_another_life_of_the_unit_is_not_taken_for_the_one_it_was(
-    client: DataPlaneClient, server: Lives, located: KVBatchMeta, order: list[str]
+def test_another_run_of_the_unit_is_not_taken_for_the_one_it_was(
+    client: DataPlaneClient, server: RestartableService, located: KVBatchMeta, order: list[str]
 ) -> None:
     server.units[0].stop()
     wait_until(lambda: not client.stats().units[0].connected)

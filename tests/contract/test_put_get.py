@@ -19,7 +19,7 @@ from dataplane.errors import (
     SampleNotFoundError,
     SchemaError,
 )
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 from .values import DTYPES, random_tensor, same, same_rows
 

@@ -20,7 +20,7 @@ from dataplane.ledger import commands as c
 pytestmark = pytest.mark.integration
 
 PUTS = 40
-PATIENCE_S = 60.0
+LIMIT_S = 60.0
 
 
 class Commands(Counter[str]):
@@ -79,7 +79,7 @@ def put(client: DataPlaneClient, partition: str, number: int, **more: Any) -> An
 
 
 def until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + LIMIT_S
     while not true():
         assert time.monotonic() < deadline, what
         time.sleep(0.05)

@@ -16,7 +16,7 @@ from dataplane.config import DataPlaneConfig
 from dataplane.controller.controller import Controller
 from dataplane.errors import DataPlaneError
 from dataplane.ledger import commands as c
-from tests.lives import NO_HEARTBEATS, WAIT_S
+from tests.restarts import NO_HEARTBEATS, WAIT_S
 
 QUICK = DataPlaneConfig(heartbeat_s=0.1, connect_timeout_s=60.0, call_timeout_s=60.0)
 NEVER_S = 600.0
@@ -122,7 +122,7 @@ def open_channel() -> Iterator[Open]:
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A channel does nothing only because the machine is slow: it repeats no call, goes round no door and leaves no
+    """A channel does nothing only because the machine is slow: it repeats no call, goes round no server and leaves no
     goodbye unanswered. `STILL` says that of its heartbeats."""
     monkeypatch.setattr(pending_calls, "RESEND_S", NEVER_S)
     monkeypatch.setattr(handshake, "IPC_WAIT_S", 60.0)

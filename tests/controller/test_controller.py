@@ -86,7 +86,7 @@ def test_stopping_ends_everything_and_answers_parked_calls() -> None:
         ControllerChannel.open(replace(CONFIG, address=address))
 
 
-def test_epochs_grow_from_life_to_life() -> None:
+def test_epochs_grow_from_run_to_run() -> None:
     epochs = []
     for _ in range(2):
         with Controller(CONFIG) as controller:

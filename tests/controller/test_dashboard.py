@@ -23,7 +23,7 @@ from dataplane.core.addresses import split_address
 from dataplane.protocol.http import server as server_module
 from dataplane.protocol.http.auth import Guard
 from dataplane.protocol.http.messages import HttpError, HttpRequest
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.secure import tls
 from tests.web_client import WAIT_S, Answer, ask, context
 
@@ -201,11 +201,11 @@ def test_the_session_of_the_server_lives_as_long_as_it_is_looked_at_and_longer(s
     time.sleep(1.0)
     with connect(server.address, client_name="looker") as client:
 
-        def lives() -> bool:
+        def restartable() -> bool:
             (mine,) = (session for session in client.stats().sessions if session.name == "tq http")
             return mine.state == "live"
 
-        wait_until(lives, "a heartbeat after it")
+        wait_until(restartable, "a heartbeat after it")
         shown = [session["name"] for session in json(server, "/api/stats")["sessions"]]
         assert "looker" in shown
         assert "tq http" not in shown, "it is no client"
@@ -342,7 +342,7 @@ def test_the_certificate_is_the_services(secured: Server) -> None:
         ask(secured.http_address, "/healthz", context=context(authority="other-ca"))
 
 
-# --- its life
+# --- its run
 
 
 def test_a_port_that_is_taken_fails_the_start_and_leaves_nothing(server: Server) -> None:

@@ -238,7 +238,7 @@ def test_its_clock_goes_on(tmp_path: Path) -> None:
     second.close()
 
 
-def test_settings_are_those_of_the_new_life(tmp_path: Path) -> None:
+def test_settings_are_those_of_the_new_run(tmp_path: Path) -> None:
     opened(tmp_path).close()
     durable = opened(tmp_path, replace(SETTINGS, session_timeout_s=77.0))
     assert durable._ledger._state.session_timeout_s == 77.0
@@ -306,7 +306,7 @@ def test_a_forced_state_survives_the_crash_of_its_machine(tmp_path: Path, kill: 
     second._journal.set_facts(boot="yet another boot")
     kill(second)
     third = opened(tmp_path)
-    assert not third.recovered  # it was not forced in its second life
+    assert not third.recovered  # it was not forced in its second run
     third.close()
 
 
@@ -328,7 +328,7 @@ def test_a_start_that_fails_after_the_crash_of_the_machine_loses_no_rows(
     second.close()
 
 
-def test_only_what_a_life_leaves_behind_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_a_run_leaves_behind_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     durable = DurableLedger.open(tmp_path, SETTINGS, fsynced=True)
     synced: list[int] = []
     monkeypatch.setattr(durable._journal, "sync", lambda: synced.append(1))

@@ -34,9 +34,9 @@ def serve() -> Iterator[Serve]:
     shells = []
 
     def start(ledger: ScriptedLedger, **settings: Any) -> LedgerThread:
-        door = ZmqServer("127.0.0.1", 0)
-        door.introduce(FACTS)
-        shells.append(LedgerThread(ledger, door, FACTS, **settings))
+        server = ZmqServer("127.0.0.1", 0)
+        server.introduce(FACTS)
+        shells.append(LedgerThread(ledger, server, FACTS, **settings))
         shells[-1].start()
         return shells[-1]
 
@@ -289,13 +289,13 @@ def test_a_fault_in_what_was_submitted_is_logged_and_the_thread_goes_on(
     ledger_wakes(shell)
 
 
-def test_a_fault_in_the_door_is_logged_and_the_thread_goes_on(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_the_server_is_logged_and_the_thread_goes_on(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     shell = serve(ScriptedLedger())
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer, monkeypatch.context() as patched:
         peer.linger = 0
         # It fails on the first message, before it has looked at it.
         serve_one = ZmqServer.serve
-        patched.setattr(ZmqServer, "serve", lambda door, handler: serve_one(door, handler) and fail())
+        patched.setattr(ZmqServer, "serve", lambda server, handler: serve_one(server, handler) and fail())
         peer.connect(shell._zmq.endpoints[0])
         # The message is read on its own, or with what there is to know of its connection.
         with logged("and goes on"):

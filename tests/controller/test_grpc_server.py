@@ -267,7 +267,7 @@ def test_stopping_answers_those_who_wait(ledger: ScriptedLedger) -> None:
         assert "is stopping" in str(error)
 
 
-def test_a_defect_in_a_handler_is_logged_and_told_and_the_door_goes_on(
+def test_a_defect_in_a_handler_is_logged_and_told_and_the_server_goes_on(
     scripted: grpc.Channel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stub = control_pb2_grpc.ControlStub(scripted)

@@ -17,7 +17,7 @@ from dataplane.controller.controller import Controller
 from dataplane.errors import StateDirError
 from dataplane.ledger import commands as c
 from tests.controller.service import ScriptedLedger, done
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.web_client import ask
 
 pytestmark = pytest.mark.integration

@@ -1,4 +1,4 @@
-"""The journal of a state directory: what was appended is there for the next life, or an error says what is not."""
+"""The journal of a state directory: what was appended is there for the next run, or an error says what is not."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_damaged_record_is_named(tmp_path: Path, damage: str) -> None:
 
 
 def left_by_a_kill(folder: Path, copy: Path, count: int, *, synced: int = 0) -> None:
-    """What a life that was killed after `count` records leaves, and of which so many were fsynced."""
+    """What a run that was killed after `count` records leaves, and of which so many were fsynced."""
     with Journal.open(folder) as journal:
         if synced:
             journal.force()

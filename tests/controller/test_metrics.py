@@ -20,8 +20,8 @@ from dataplane.errors import ServiceUnavailableError
 from dataplane.storage.unit import StorageUnit
 from tests.controller.service import ScriptedLedger
 from tests.documents import ROOT
-from tests.lives import wait_until
 from tests.metrics_read import Scrape, scrape
+from tests.restarts import wait_until
 from tests.web_client import WAIT_S, ask
 
 pytestmark = pytest.mark.integration

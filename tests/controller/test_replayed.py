@@ -15,7 +15,7 @@ from dataplane import DataPlaneClient, connect, serve
 from dataplane.client.rpc.handshake import zmq_address_of
 from dataplane.core.addresses import join_address, split_address
 from dataplane.protocol.pb import control_pb2 as pb
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.secure import tls
 from tests.test_security import asked, heard, hello, opening_message, own_keys
 
@@ -79,17 +79,17 @@ def sessions_opened(client: DataPlaneClient) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "tls"])
-@pytest.mark.parametrize("door", ["grpc", "zmq"])
-def test_what_was_recorded_of_a_client_opens_nothing_under_tls(door: str, kind: str) -> None:
+@pytest.mark.parametrize("endpoint", ["grpc", "zmq"])
+def test_what_was_recorded_of_a_client_opens_nothing_under_tls(endpoint: str, kind: str) -> None:
     """Without it, it does: a session, here, once the first one has ended."""
     settings: dict[str, Any] = tls() if kind == "tls" else {}
     with (
         serve({"units": 0, "session_timeout_s": 600.0, **settings}) as server,
         connect(server.address, **settings) as client,
     ):
-        target = server.address if door == "grpc" else zmq_address_of(server.address)
+        target = server.address if endpoint == "grpc" else zmq_address_of(server.address)
         with Recorder(target) as recorder:
-            if door == "grpc":
+            if endpoint == "grpc":
                 with channel(recorder.address, secure=kind == "tls") as first:
                     asked(first, "OpenSession", opening_message())
             else:
@@ -100,7 +100,7 @@ def test_what_was_recorded_of_a_client_opens_nothing_under_tls(door: str, kind: 
             asked(direct, "Bye", pb.ByeRequest(header=pb.Header(session=session, number=1)))
         wait_until(lambda: not sessions_opened(client), "the session to have ended")
         with socket.create_connection(split_address(target), timeout=WAIT_S) as peer:
-            first = FIRST_BYTES[door]
+            first = FIRST_BYTES[endpoint]
             peer.sendall(recorder.sent[:first])
             answered = 0
             while answered < first:

@@ -32,7 +32,7 @@ from tests.controller.service import (  # noqa: F401
     scripted,
     unhurried,
 )
-from tests.lives import CONFIG, NO_HEARTBEATS
+from tests.restarts import CONFIG, NO_HEARTBEATS
 
 pytestmark = pytest.mark.integration
 

@@ -17,7 +17,7 @@ from dataplane.controller import grpc_server, tls_handshakes
 from dataplane.controller.controller import Controller
 from dataplane.controller.tls_handshakes import Handshakes
 from dataplane.core.addresses import split_address
-from tests.lives import NO_HEARTBEATS, wait_until
+from tests.restarts import NO_HEARTBEATS, wait_until
 from tests.secure import tls
 
 pytestmark = pytest.mark.integration

@@ -43,17 +43,17 @@ class Taken:
 
 
 @pytest.fixture
-def door() -> Iterator[ZmqServer]:
-    door = ZmqServer("127.0.0.1", 0)
-    door.introduce(Facts(address="here:1", epoch=1, host="host", endpoints=door.endpoints, heartbeat_s=1.0))
-    yield door
-    door.close()
+def server() -> Iterator[ZmqServer]:
+    server = ZmqServer("127.0.0.1", 0)
+    server.introduce(Facts(address="here:1", epoch=1, host="host", endpoints=server.endpoints, heartbeat_s=1.0))
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def dealer(door: ZmqServer) -> Iterator[Socket]:
+def dealer(server: ZmqServer) -> Iterator[Socket]:
     context: zmq.Context[Socket] = zmq.Context()
-    dealer = dealer_socket(context, door.endpoints[0])
+    dealer = dealer_socket(context, server.endpoints[0])
     yield dealer
     dealer.close()
     context.term()
@@ -63,32 +63,32 @@ def seal(number: int) -> list[bytes]:
     return zmq_frames.request(c.Call(session=3, number=number, watermark=1, command=c.Seal(partition="p")))
 
 
-def test_one_message_is_handled_at_a_time(door: ZmqServer, dealer: Socket) -> None:
+def test_one_message_is_handled_at_a_time(server: ZmqServer, dealer: Socket) -> None:
     taken = Taken()
-    assert not door.serve(taken)
+    assert not server.serve(taken)
     for number in (1, 2):
         dealer.send_multipart(seal(number))
     for count in (1, 2):
-        assert door.socket.poll(WAIT_MS)
-        assert door.serve(taken)
+        assert server.socket.poll(WAIT_MS)
+        assert server.serve(taken)
         assert len(taken.items) == count
-    assert not door.serve(taken)
+    assert not server.serve(taken)
 
 
-def test_the_end_of_a_connection_is_told_after_what_came_through_it(door: ZmqServer, dealer: Socket) -> None:
+def test_the_end_of_a_connection_is_told_after_what_came_through_it(server: ZmqServer, dealer: Socket) -> None:
     taken = Taken()
     dealer.send_multipart(zmq_frames.request(c.Heartbeat(session=3)))
     for number in (1, 2):
         dealer.send_multipart(seal(number))
     dealer.close(linger=WAIT_MS)
     while not any(isinstance(item, c.SessionSilent) for item in taken.items):
-        assert door.monitor.poll(WAIT_MS)
-        door.notice_disconnects(taken)
+        assert server.monitor.poll(WAIT_MS)
+        server.notice_disconnects(taken)
     assert [type(item) for item in taken.items] == [c.Heartbeat, c.Call, c.Call, c.SessionSilent]
 
 
 def test_the_end_of_a_connection_is_not_told_before_what_came_just_before_it(
-    door: ZmqServer, dealer: Socket, monkeypatch: pytest.MonkeyPatch
+    server: ZmqServer, dealer: Socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever comes in the middle of a look."""
     taken = Taken()
@@ -99,24 +99,24 @@ def test_the_end_of_a_connection_is_not_told_before_what_came_just_before_it(
             dealer.send_multipart(zmq_frames.request(c.Heartbeat(session=3)))
             dealer.close(linger=WAIT_MS)
             while not told or told[-1]["event"] != zmq.EVENT_DISCONNECTED:
-                assert door.monitor.poll(WAIT_MS)
-                told.append(dict(real(door.monitor)))
+                assert server.monitor.poll(WAIT_MS)
+                told.append(dict(real(server.monitor)))
         return bool(told)
 
     monkeypatch.setattr(zmq_server, "readable", ends_now)
     monkeypatch.setattr(zmq_server, "recv_monitor_message", lambda _: told.pop(0))
-    door.notice_disconnects(taken)
+    server.notice_disconnects(taken)
     assert [type(item) for item in taken.items] == [c.Heartbeat, c.SessionSilent]
 
 
 def test_the_end_of_an_earlier_connection_with_the_same_descriptor_is_not_the_end_of_a_session(
-    door: ZmqServer, dealer: Socket, monkeypatch: pytest.MonkeyPatch
+    server: ZmqServer, dealer: Socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = Taken()
     dealer.send_multipart(zmq_frames.request(c.Heartbeat(session=3)))
-    assert door.socket.poll(WAIT_MS)
-    assert door.serve(taken)
-    (descriptor,) = door._sessions
+    assert server.socket.poll(WAIT_MS)
+    assert server.serve(taken)
+    (descriptor,) = server._sessions
     events: list[dict[str, int]] = []
     monkeypatch.setattr(zmq_server, "readable", lambda _: bool(events))
     monkeypatch.setattr(zmq_server, "recv_monitor_message", lambda _: events.pop(0))
@@ -124,7 +124,7 @@ def test_the_end_of_an_earlier_connection_with_the_same_descriptor_is_not_the_en
     def told_of(*kinds: int) -> list[type]:
         taken.items.clear()
         events.extend({"event": kind, "value": descriptor} for kind in kinds)
-        door.notice_disconnects(taken)
+        server.notice_disconnects(taken)
         return [type(item) for item in taken.items]
 
     # A client probes the port, closes that connection and connects again. Its heartbeat is read before these events.
@@ -181,12 +181,12 @@ def test_a_call_is_one_message_and_one_conversion_each_way(monkeypatch: pytest.M
 
 def test_a_crowd_finds_space_in_the_queue_of_the_port() -> None:
     """A client connects twice: a thousand that come in one second must not be turned away by the kernel."""
-    door = ZmqServer("127.0.0.1", 0)
+    server = ZmqServer("127.0.0.1", 0)
     try:
         most = int(Path("/proc/sys/net/core/somaxconn").read_text())
-        assert queue_of_port(door.port) == min(4096, most)
+        assert queue_of_port(server.port) == min(4096, most)
     finally:
-        door.close()
+        server.close()
 
 
 def queue_of_port(port: int) -> int:

@@ -26,7 +26,7 @@ from workers.training.replica_collectives import Deadline
 
 NO_TIMES = [math.inf, -math.inf, math.nan, -1.0, 10**400, -(10**400)]
 NO_NUMBERS = [True, "5", [5], 1j, np.bool_(True)]
-DESK: Any = None
+STATE: Any = None
 CLIENT = DataPlaneClient(DataPlaneConfig(address="127.0.0.1:1"))
 BUFFER = ReplayBuffer(CLIENT, "p", Windowed(batch_size=4, window=1))
 CLAIMED = KVBatchMeta("p", "train", ["a"])
@@ -40,9 +40,9 @@ WAITS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "claim": ("timeout_s", lambda value: CLIENT.claim_meta("p", "train", ["x"], 1, timeout_s=value)),
     "claim, partial": ("partial_after_s", lambda value: CLIENT.claim_meta("p", "t", [], 1, partial_after_s=value)),
     "claim, lease": ("lease_s", lambda value: CLIENT.claim_meta("p", "train", ["x"], 1, lease_s=value)),
-    "extend": ("lease_s", lambda value: next(claim.extend(DESK, CLAIMED, value))),
-    "shrink": ("timeout_s", lambda value: next(partitions.shrink(DESK, value))),
-    "drain": ("timeout_s", lambda value: next(drain_unit.drain(DESK, 1, value))),
+    "extend": ("lease_s", lambda value: next(claim.extend(STATE, CLAIMED, value))),
+    "shrink": ("timeout_s", lambda value: next(partitions.shrink(STATE, value))),
+    "drain": ("timeout_s", lambda value: next(drain_unit.drain(STATE, 1, value))),
     "stream": ("timeout_s", lambda value: stream(timeout_s=value)),
     "stream, lease": ("lease_s", lambda value: stream(lease_s=value)),
     "stream, partial": ("partial_after_s", lambda value: stream(partial_after_s=value)),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 
 from dataplane.core.in_flight import InFlight
-from tests.lives import WAIT_S
+from tests.restarts import WAIT_S
 
 
 def test_a_call_is_under_way_from_its_entry_until_it_leaves() -> None:

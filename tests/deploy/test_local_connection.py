@@ -18,8 +18,8 @@ import pytest
 
 import dataplane
 from tests.children import Child
-from tests.lives import wait_until
 from tests.ports import free_ports
+from tests.restarts import wait_until
 
 OWN_SHM = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
 CLIENT = """

@@ -24,8 +24,8 @@ from tests.ports import free_ports
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(600)]
 PATIENT_RAY = """
 from ray.scripts.scripts import main
-from tests.ray.patience import be_patient
-be_patient()
+from tests.ray.slow_start import allow_slow_starts
+allow_slow_starts()
 main()
 """
 """`ray`, which otherwise gives its processes 30 s to start."""

@@ -136,7 +136,7 @@ def _live_on(name: str) -> None:
 
 
 def play(pipe: Connection, name: str, folder: str, shared: Any, orders: list[Order], act: Any, *arguments: Any) -> None:
-    """The life of a client's process: `act(actor, *arguments)` again and again, while orders come through the pipe.
+    """Runs a client's process: `act(actor, *arguments)` again and again, while orders come through the pipe.
     The last argument is its role."""
     actor = begin(name, folder, shared, orders, arguments[-1].host)
     threading.Thread(target=_listen, args=(pipe, actor), daemon=True).start()
@@ -164,7 +164,7 @@ def _listen(pipe: Connection, actor: Actor) -> None:
 
 
 def serve(pipe: Connection, actor: Actor, start: Callable[[], object]) -> None:
-    """The life of a process of the service: says through the pipe what `start` returns, then obeys."""
+    """Runs a process of the service: sends what `start` returns through the pipe, then carries out orders."""
     try:
         pipe.send(start())
         _listen(pipe, actor)

@@ -41,7 +41,7 @@ class Player:
         self._shared = forks.Array("q", 3, lock=False)
 
     def start(self, order: Order | None = None) -> None:
-        """A new life; with an order, it may be dead before it is ready."""
+        """A new run; with an order, it may be dead before it is ready."""
         if self._pipe is not None:
             self._pipe.close()
         self._said = False

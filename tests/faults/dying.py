@@ -8,7 +8,7 @@ from typing import Any
 from dataplane import Server
 from tests.faults.forks import forks
 from tests.faults.victim import play
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 WAIT_S = 60
 SESSION_TIMEOUT_S = 600.0

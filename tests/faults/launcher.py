@@ -85,7 +85,7 @@ def _obey(order: dict[str, Any]) -> int:
 
 
 def _live(name: str, folder: str, role: str, arguments: list[Any]) -> None:
-    """The whole life of a player. Never returns."""
+    """The whole run of a player. Never returns."""
     try:
         end_with_parent()
         workers_roles.play(name, folder, role, arguments)

@@ -27,7 +27,7 @@ from tests.faults.cast import LOOK_S, PROGRESS_S, Player
 from tests.faults.growth import Figures
 from tests.faults.houses import BACKED_BYTES, ELSEWHERE, HERE, serve_controller, serve_unit
 from tests.faults.network import HOST, Network
-from tests.faults.players import ALBUM, FIELDS, HURRIED, PARTITION, PATIENT, TASK, Role, columns, verify
+from tests.faults.players import ALBUM, FIELDS, HURRIED, LONG_TIMEOUTS, PARTITION, TASK, Role, columns, verify
 from tests.faults.pulse import Pulse
 from tests.faults.weather import UNIT_FIRST_POINTS, UNITS
 
@@ -132,17 +132,17 @@ class Scene:
     def _roles(self, near: str, far: str) -> list[tuple[Role, Any, str]]:
         remote = {**HURRIED, "force_remote": True}
         return [
-            (Role("producer-near", PATIENT), players.produce, near),
+            (Role("producer-near", LONG_TIMEOUTS), players.produce, near),
             (Role("producer-far", remote, ELSEWHERE), players.produce, far),
-            (Role("consumer-near", PATIENT), players.consume, near),
+            (Role("consumer-near", LONG_TIMEOUTS), players.consume, near),
             (Role("consumer-far", HURRIED, ELSEWHERE), players.consume, far),
-            (Role("streamer", PATIENT), players.stream, near),
-            (Role("saver", PATIENT), players.save, near),
+            (Role("streamer", LONG_TIMEOUTS), players.stream, near),
+            (Role("saver", LONG_TIMEOUTS), players.save, near),
             (Role("roamer", HURRIED), players.roam, near),
         ]
 
     def _build_monument(self, far: str) -> None:
-        founder = self._player("founder", play, found, far, Role("founder", PATIENT, ELSEWHERE))
+        founder = self._player("founder", play, found, far, Role("founder", LONG_TIMEOUTS, ELSEWHERE))
         founder.start()
         end = time.monotonic() + PROGRESS_S
         while not founder.done:
@@ -188,7 +188,7 @@ class Scene:
                 raise StormError(f"{name} ended with code {player.process.exitcode}: {books.bad(self.folder)[:3]}")
 
     def _arrive(self) -> DataPlaneClient:
-        return connect(self.address, client_name=BYSTANDER, **PATIENT)
+        return connect(self.address, client_name=BYSTANDER, **LONG_TIMEOUTS)
 
     def _by_bystander(self, work: Callable[[DataPlaneClient], T]) -> T:
         """Its session lasts, whatever happens to others. Only where this process stood still, while no storage unit was
@@ -240,7 +240,7 @@ class Scene:
         """Another producer and another consumer, for more load."""
         number = len(self.clients)
         for name, act in ((f"producer-{number}", players.produce), (f"consumer-{number}", players.consume)):
-            self.clients[name] = self._player(name, play, act, self.address, Role(name, PATIENT))
+            self.clients[name] = self._player(name, play, act, self.address, Role(name, LONG_TIMEOUTS))
             self.clients[name].start()
 
     def _await_books_balance(self, names: set[str], *, empty: bool = False) -> None:

@@ -49,7 +49,7 @@ POKES = {
     "unit.fence.before": "producer-near",
     "unit.fence.after": "producer-near",
 }
-"""Who has to begin a new life for somebody to come by such a place soon. At the far unit it is the far one, as clients
+"""Who has to begin a new run for somebody to come by such a place soon. At the far unit it is the far one, as clients
 have to do with the unit of their own host before all."""
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.workers.messages.messengers import address, elsewhere
 from workers.directory import Directory, DirectoryClient
 from workers.errors import DirectoryLostError, WorkerLostError

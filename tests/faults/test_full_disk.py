@@ -1,5 +1,5 @@
 """The disk of the state directory is full, or read-only, under a real `tq serve`: calls are refused and change nothing,
-it goes on when there is space, and no later life does what was refused."""
+it goes on when there is space, and no later run does what was refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 from dataplane import DataPlaneClient, StateDirError, connect, serve
 from dataplane.core import failpoints
 from dataplane.storage.arena_record import discard
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from tests.faults.hosts import Guest, Hosts, missing, wait_until
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=f"hosts of its own: {missing()}"), pytest.mark.slow]
 
-PATIENCE_S = 600.0
+LIMIT_S = 600.0
 """The cable may be cut for longer than sessions and calls last by default: a busy machine looks late, and TCP tries
 again ever more rarely."""
 SEEN = "[[u.name, u.host, u.live_bytes > 0, u.connected] for u in client.stats().units]"
@@ -30,14 +30,14 @@ def clients(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> tuple[Gue
     made = one.guest(), two.guest()
     state = str(tmp_path_factory.mktemp("state") / "state")
     settings = ["--capacity", "64m", "--host"]
-    lasting = ["--session-timeout", str(PATIENCE_S)]
+    lasting = ["--session-timeout", str(LIMIT_S)]
     served = one.python("-m", "dataplane", "serve", "--state-dir", state, *lasting, *settings, one.address).line()
     address = served.rpartition(" ")[2]
     more = ["--name", "second", "--reconnect", "600", *settings, two.address]
     assert "second" in two.python("-m", "dataplane", "unit", address, *more).line()
     for guest in made:
         guest.ready()
-        guest.begin(f"None; client = connect({address!r}, reconnect_s=600.0, call_timeout_s={PATIENCE_S})")
+        guest.begin(f"None; client = connect({address!r}, reconnect_s=600.0, call_timeout_s={LIMIT_S})")
         guest.answer()
     return made
 

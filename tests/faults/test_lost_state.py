@@ -14,7 +14,7 @@ from dataplane.storage.arena_record import discard
 from tests.faults.acting import Order
 from tests.faults.cast import Player
 from tests.faults.houses import HERE, serve_unit
-from tests.lives import Lives, wait_until
+from tests.restarts import RestartableService, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -68,25 +68,25 @@ def _knows(client: DataPlaneClient) -> bool:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["with a state directory", "without"])
 def ask(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
-    """Has a client of the service's last life, one for each verb, ask this one."""
+    """Has a client of the service's last run, one for each verb, ask this one."""
     path = tmp_path_factory.mktemp("lost")
-    lives = Lives(path / "state")
-    lives.start(durable=request.param)
-    lives.unit()
+    restartable = RestartableService(path / "state")
+    restartable.start(durable=request.param)
+    restartable.unit()
     clients: dict[str, tuple[DataPlaneClient, KVBatchMeta]] = {}
     for verb in VERBS:
-        client = connect(lives.address, heartbeat_s=0.1)
+        client = connect(restartable.address, heartbeat_s=0.1)
         if not clients:
             client.register_partition("p", ["x"], None, ["train"])
             client.put_samples([f"s{n}" for n in range(len(VERBS))], "p", {"x": torch.arange(len(VERBS))})
             client.checkpoint(path / "old")
         clients[verb] = client, client.claim_meta("p", "train", ["x"], 1, lease_s=600.0)
-    lives.stop()
+    restartable.stop()
     if request.param:
-        lives.forget()
-    lives.start(durable=request.param)
+        restartable.forget()
+    restartable.start(durable=request.param)
     if not request.param:
-        wait_until(lambda: all(_knows(client) for client, _ in clients.values()), "they notice the new life")
+        wait_until(lambda: all(_knows(client) for client, _ in clients.values()), "they notice the new run")
 
     def ask(verb: str) -> None:
         client, meta = clients[verb]
@@ -95,7 +95,7 @@ def ask(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     yield ask
     for client, _ in clients.values():
         client.close()
-    lives.close()
+    restartable.close()
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -116,23 +116,23 @@ def test_every_verb_of_the_client_is_asked() -> None:
 
 
 def test_a_unit_that_dies_while_it_starts_over_leaves_nothing(tmp_path: Path) -> None:
-    lives = Lives(tmp_path / "lost")
-    lives.start()
-    unit = Player("unit", str(tmp_path), serve_unit, lives.address, 1, HERE, says=True)
+    restartable = RestartableService(tmp_path / "lost")
+    restartable.start()
+    unit = Player("unit", str(tmp_path), serve_unit, restartable.address, 1, HERE, says=True)
     try:
         unit.start(Order("unit.start_over", "kill"))
         unit.ready()
-        lives.stop()
-        lives.forget()
-        lives.start()
+        restartable.stop()
+        restartable.forget()
+        restartable.start()
         unit.await_death()
         unit.start()
         unit.ready()
-        with connect(lives.address) as client:
+        with connect(restartable.address) as client:
             client.register_partition("p", ["x"], None, [])
             client.put_samples(["s"], "p", {"x": torch.ones(1)})
             wait_until(lambda: [each.live_bytes for each in client.stats().units] == [64])
     finally:
         unit.kill()
-        lives.close()
+        restartable.close()
         discard(tmp_path / "state", ["/dev/shm"])

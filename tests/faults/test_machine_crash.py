@@ -24,7 +24,7 @@ from dataplane.storage.arena import Arena, MappedArena
 from dataplane.storage.arena_record import discard
 from tests.cli.service import Service, services
 from tests.conftest import litter, our_files
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 

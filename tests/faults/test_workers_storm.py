@@ -23,15 +23,15 @@ def outstanding(folder: Path, **notes: str) -> list[str]:
     return WorkersBooks(folder).outstanding()
 
 
-SENT = "life 1, sending b 1.1, sent b 1.1, sending b 1.2, sent b 1.2, sending b 1.3, sent b 1.3"
+SENT = "run 1, sending b 1.1, sent b 1.1, sending b 1.2, sent b 1.2, sending b 1.3, sent b 1.3"
 
 
 def test_messages_that_come_once_and_in_order_are_right(tmp_path: Path) -> None:
-    assert outstanding(tmp_path, a=SENT, b="life 1, got a 1.1, got a 1.2, got a 1.3") == []
+    assert outstanding(tmp_path, a=SENT, b="run 1, got a 1.1, got a 1.2, got a 1.3") == []
 
 
 def test_messages_that_have_yet_to_come(tmp_path: Path) -> None:
-    assert outstanding(tmp_path, a=SENT, b="life 1, got a 1.1") == ["a to b: (1, 2)", "a to b: (1, 3)"]
+    assert outstanding(tmp_path, a=SENT, b="run 1, got a 1.1") == ["a to b: (1, 2)", "a to b: (1, 3)"]
 
 
 @pytest.mark.parametrize(
@@ -46,27 +46,27 @@ def test_messages_that_have_yet_to_come(tmp_path: Path) -> None:
 )
 def test_messages_that_come_wrong(tmp_path: Path, received: str, why: str) -> None:
     with pytest.raises(StormError, match=why):
-        outstanding(tmp_path, a=SENT, b=f"life 1, {received}")
+        outstanding(tmp_path, a=SENT, b=f"run 1, {received}")
 
 
-@pytest.mark.parametrize("told", ["missed a WorkerLostError", "life 2"])
+@pytest.mark.parametrize("told", ["missed a WorkerLostError", "run 2"])
 def test_a_message_may_be_lost_where_its_receiver_is_told(tmp_path: Path, told: str) -> None:
-    assert outstanding(tmp_path, a=SENT, b=f"life 1, got a 1.1, {told}, got a 1.3") == []
-    assert outstanding(tmp_path, a=SENT, b=f"life 1, got a 1.1, {told}") == []
+    assert outstanding(tmp_path, a=SENT, b=f"run 1, got a 1.1, {told}, got a 1.3") == []
+    assert outstanding(tmp_path, a=SENT, b=f"run 1, got a 1.1, {told}") == []
 
 
 def test_a_message_may_be_lost_where_its_sender_is_told(tmp_path: Path) -> None:
     told = f"{SENT}, sending b 1.4, unsent b 1.4 WorkerLostError, sending b 1.5, sent b 1.5"
-    assert outstanding(tmp_path, a=told, b="life 1, got a 1.1, got a 1.2, got a 1.5") == []
-    assert outstanding(tmp_path, a=told, b="life 1, got a 1.1, got a 1.2, got a 1.3") == ["a to b: (1, 5)"]
+    assert outstanding(tmp_path, a=told, b="run 1, got a 1.1, got a 1.2, got a 1.5") == []
+    assert outstanding(tmp_path, a=told, b="run 1, got a 1.1, got a 1.2, got a 1.3") == ["a to b: (1, 5)"]
 
 
-PUT = "life 1, putting c b a:1.1@h:1, put c b a:1.1@h:1, putting c b a:1.2@h:1, put c b a:1.2@h:1"
+PUT = "run 1, putting c b a:1.1@h:1, put c b a:1.1@h:1, putting c b a:1.2@h:1, put c b a:1.2@h:1"
 
 
 def test_items_that_are_taken_once_and_in_order_are_right(tmp_path: Path) -> None:
-    assert outstanding(tmp_path, a=PUT, b="life 1, taken c b a:1.1@h:1 a:1.2@h:1") == []
-    assert outstanding(tmp_path, a=PUT, b="life 1, taken c b a:1.1@h:1") == ["c, key b: a:1.2@h:1"]
+    assert outstanding(tmp_path, a=PUT, b="run 1, taken c b a:1.1@h:1 a:1.2@h:1") == []
+    assert outstanding(tmp_path, a=PUT, b="run 1, taken c b a:1.1@h:1") == ["c, key b: a:1.2@h:1"]
 
 
 @pytest.mark.parametrize(
@@ -79,18 +79,18 @@ def test_items_that_are_taken_once_and_in_order_are_right(tmp_path: Path) -> Non
 )
 def test_items_that_are_taken_wrong(tmp_path: Path, taken: str, why: str) -> None:
     with pytest.raises(StormError, match=why):
-        outstanding(tmp_path, a=PUT, b=f"life 1, {taken}")
+        outstanding(tmp_path, a=PUT, b=f"run 1, {taken}")
 
 
 def test_an_item_whose_putter_was_told_that_it_was_not_put(tmp_path: Path) -> None:
-    refused = "life 1, putting c b a:1.1@h:1, unput c b a:1.1@h:1 ChannelTimeoutError"
+    refused = "run 1, putting c b a:1.1@h:1, unput c b a:1.1@h:1 ChannelTimeoutError"
     with pytest.raises(StormError, match="was told"):
-        outstanding(tmp_path, a=refused, b="life 1, taken c b a:1.1@h:1")
+        outstanding(tmp_path, a=refused, b="run 1, taken c b a:1.1@h:1")
 
 
 def test_items_may_be_lost_with_their_broker_or_on_their_way_to_a_dead_getter(tmp_path: Path) -> None:
-    assert outstanding(tmp_path, a=PUT, b="life 1, taken c b a:1.1@h:1, life 2") == []
-    assert outstanding(tmp_path, a=PUT, b="life 1, taken c b a:1.1@h:1", scene="dead h:1") == []
+    assert outstanding(tmp_path, a=PUT, b="run 1, taken c b a:1.1@h:1, run 2") == []
+    assert outstanding(tmp_path, a=PUT, b="run 1, taken c b a:1.1@h:1", scene="dead h:1") == []
 
 
 def test_each_thing_that_a_worker_does_has_a_place_of_its_own() -> None:

@@ -20,19 +20,19 @@ from tests.faults.books import StormError
 LOSES_MESSAGES = frozenset({"WorkerLostError"})
 NOT_PUT = "ChannelTimeoutError"
 """Says that nothing was put."""
-_OF_RECEIVERS = frozenset({"life", "got", "missed", "taken", "untaken"})
+_OF_RECEIVERS = frozenset({"run", "got", "missed", "taken", "untaken"})
 """Read first, while all write on, so that whatever is known to be received is known to have been sent, too."""
 _OF_SENDERS = frozenset({"sending", "sent", "unsent", "putting", "put", "unput", "uncreated", "dead", BAD})
 BATCH = 2
 """So many items a getter may have taken before it wrote one down."""
 
 Tag = tuple[int, int]
-"""A message's: its sender's life, and its number there."""
+"""A message's: its sender's run, and its number there."""
 
 
 def message(text: str) -> Tag:
-    life, _, number = text.partition(".")
-    return int(life), int(number)
+    run, _, number = text.partition(".")
+    return int(run), int(number)
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Pair:
                 raise StormError(f"{name}: {after} was received after {before}")
         if unknown := set(self.received) - self.tried:
             raise StormError(f"{name}: received, and never sent: {sorted(unknown)[:5]}")
-        last_life = max((life for life, _ in self.tried), default=0)
+        last_run = max((run for run, _ in self.tried), default=0)
         missing = sorted(set(self.sent) - set(self.received))
         for place, after in enumerate(self.received):
             before = self.received[place - 1] if place else (0, 0)
@@ -61,7 +61,7 @@ class Pair:
             if gap and place not in self.told and not self._sender_told(gap[0], after):
                 raise StormError(f"{name}: sent and lost, though nobody was told: {gap[:5]}, before {after}")
         newest = self.received[-1] if self.received else (0, 0)
-        tail = [tag for tag in missing if tag > newest and tag[0] == last_life]
+        tail = [tag for tag in missing if tag > newest and tag[0] == last_run]
         return [] if len(self.received) in self.told else [tag for tag in tail if not self._sender_told(tag, None)]
 
     def _sender_told(self, first: Tag, last: Tag | None) -> bool:
@@ -125,7 +125,7 @@ class WorkersBooks:
 
     def _read(self, who: str, lines: list[list[str]]) -> None:
         for verb, *words in lines:
-            if verb == "life":
+            if verb == "run":
                 self._begun(who)
             elif verb == "dead":
                 self.dead.update(words)

@@ -32,7 +32,7 @@ class Member:
         self._readies = 0
 
     def start(self) -> None:
-        """A new life; blocks until it is ready."""
+        """A new run; blocks until it is ready."""
         self._board[places.ORDER] = 0
         arguments = [*self.arguments, self._launcher.lives_on]
         self._readies = self._board[places.READY]
@@ -46,7 +46,7 @@ class Member:
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
-    def lives(self) -> None:
+    def restartable(self) -> None:
         """StormError if it does not."""
         if self.ended():
             raise StormError(f"{self.name} ended: {bad(self._folder)[:3]}")
@@ -105,7 +105,7 @@ class Member:
     def _until(self, come: Any, what: str, within_s: float) -> None:
         end = time.monotonic() + within_s
         while not come():
-            self.lives()
+            self.restartable()
             if time.monotonic() > end:
                 raise StormError(f"{self.name} did not {what} within {within_s:.0f} s")
             time.sleep(LOOK_S)

@@ -75,7 +75,7 @@ def body(tag: str, count: int) -> torch.Tensor:
 
 
 @dataclass
-class Life:
+class Run:
     """Of this process. number: those of later lives are greater; over: it is to end."""
 
     actor: Actor
@@ -104,7 +104,7 @@ class Life:
 
 
 def play(name: str, folder: str, role: str, arguments: list[Any]) -> None:
-    """The life of a process of the scene. lives_on: the host that it is to take itself to be on, "" for where it is."""
+    """Runs a process of the scene. lives_on: the host that it is to take itself to be on, "" for where it is."""
     *rest, lives_on = arguments
     shared = board(folder, name)
     actor = begin(name, folder, shared, [], lives_on)
@@ -157,8 +157,8 @@ def hold(actor: Actor, shared: memoryview, directory: str, rank: int, host: str)
 
 def work(actor: Actor, shared: memoryview, directory: str, host: str) -> None:
     """A worker, with a thread for each of its lanes."""
-    life = Life(actor, shared, time.time_ns(), threading.Event())
-    actor.note("life", life.number)
+    run = Run(actor, shared, time.time_ns(), threading.Event())
+    actor.note("run", run.number)
     _stop_where_told(shared, alone=actor.name == "far")
     client = DirectoryClient(directory)
     messenger = _register(actor.name, client, host)
@@ -167,11 +167,11 @@ def work(actor: Actor, shared: memoryview, directory: str, host: str) -> None:
     for lane, what in enumerate(lanes(actor.name)):
         verb, _, other = what.partition(" ")
         with_what: Any = messenger if verb in ("send", "recv") else client
-        threads.append(threading.Thread(target=_forever, args=(life, does[verb], lane, other, with_what)))
+        threads.append(threading.Thread(target=_forever, args=(run, does[verb], lane, other, with_what)))
         threads[-1].start()
     for _ in _orders(shared):
         pass
-    life.over.set()
+    run.over.set()
     messenger.close()
     for thread in threads:
         thread.join(MESSAGE_S + LATE_S)
@@ -201,12 +201,12 @@ def _register(name: str, client: DirectoryClient, host: str) -> Messenger:
             time.sleep(PACE_S)
 
 
-def _forever(life: Life, act: Callable[..., None], lane: int, other: str, with_what: Any) -> None:
+def _forever(run: Run, act: Callable[..., None], lane: int, other: str, with_what: Any) -> None:
     try:
-        act(life, lane, other, with_what)
+        act(run, lane, other, with_what)
     except BaseException:
-        if not life.over.is_set():
-            life.actor.fail(traceback.format_exc())
+        if not run.over.is_set():
+            run.actor.fail(traceback.format_exc())
 
 
 def _stop_where_told(shared: memoryview, *, alone: bool) -> None:
@@ -244,48 +244,48 @@ def _size(number: int) -> int:
     return LARGE if number % 12 == 0 else MIDDLE if number % 3 == 0 else SMALL
 
 
-def _send(life: Life, lane: int, peer: str, messenger: Messenger) -> None:
+def _send(run: Run, lane: int, peer: str, messenger: Messenger) -> None:
     for number in itertools.count(1):
-        while life.rests() and not life.over.is_set():
+        while run.rests() and not run.over.is_set():
             time.sleep(LOOK_S)
-        if life.over.is_set():
+        if run.over.is_set():
             return
-        tag, begun = f"{life.number}.{number}", time.monotonic()
-        life.actor.note("sending", peer, tag)
+        tag, begun = f"{run.number}.{number}", time.monotonic()
+        run.actor.note("sending", peer, tag)
         try:
             messenger.send((tag, body(tag, _size(number))), _address(peer))
         except MESSAGES_MAY_FAIL as error:
-            life.actor.note("unsent", peer, tag, type(error).__name__)
-            life.late(f"send to {peer}", begun, MESSAGE_S, error)
+            run.actor.note("unsent", peer, tag, type(error).__name__)
+            run.late(f"send to {peer}", begun, MESSAGE_S, error)
         else:
-            life.actor.note("sent", peer, tag)
-            life.did(lane)
+            run.actor.note("sent", peer, tag)
+            run.did(lane)
         time.sleep(PACE_S)
 
 
-def _recv(life: Life, lane: int, peer: str, messenger: Messenger) -> None:
-    while not life.over.is_set():
+def _recv(run: Run, lane: int, peer: str, messenger: Messenger) -> None:
+    while not run.over.is_set():
         begun = time.monotonic()
         try:
-            tag = life.right(f"recv from {peer}", messenger.recv(_address(peer)))
+            tag = run.right(f"recv from {peer}", messenger.recv(_address(peer)))
         except MESSAGES_MAY_FAIL as error:
-            life.actor.note("missed", peer, type(error).__name__)
-            life.late(f"recv from {peer}", begun, MESSAGE_S, error)
+            run.actor.note("missed", peer, type(error).__name__)
+            run.late(f"recv from {peer}", begun, MESSAGE_S, error)
             time.sleep(PACE_S)
         else:
-            life.actor.note("got", peer, tag)
-            life.did(lane)
+            run.actor.note("got", peer, tag)
+            run.did(lane)
 
 
 # --- channels
 
 
 def _port(channel: Channel) -> str:
-    """Tells one life of its broker from another."""
+    """Tells one run of its broker from another."""
     return Endpoint.parse(channel._settings.endpoints[0]).address
 
 
-def _opened(life: Life, name: str, client: DirectoryClient) -> Channel:
+def _opened(run: Run, name: str, client: DirectoryClient) -> Channel:
     """The channel, which may have to be created anew."""
     while True:
         begun = time.monotonic()
@@ -293,25 +293,25 @@ def _opened(life: Life, name: str, client: DirectoryClient) -> Channel:
             rank = CHANNELS.index(name)
             return Channel.create(name, maxsize=MAXSIZE, node_rank=rank, directory=client, timeout_s=CHANNEL_S)
         except CREATION_MAY_FAIL as error:
-            life.actor.note("uncreated", name, type(error).__name__)
-            life.late(f"creation of {name}", begun, CREATE_S, error)
-            if life.over.is_set():
+            run.actor.note("uncreated", name, type(error).__name__)
+            run.late(f"creation of {name}", begun, CREATE_S, error)
+            if run.over.is_set():
                 raise
             time.sleep(PACE_S)
 
 
-def _put(life: Life, lane: int, name: str, client: DirectoryClient) -> None:
+def _put(run: Run, lane: int, name: str, client: DirectoryClient) -> None:
     channel: Channel | None = None
     for number in itertools.count(1):
-        while life.rests() and not life.over.is_set():
+        while run.rests() and not run.over.is_set():
             time.sleep(LOOK_S)
-        if life.over.is_set():
+        if run.over.is_set():
             break
-        channel = channel or _opened(life, name, client)
+        channel = channel or _opened(run, name, client)
         key = WORKERS[number % len(WORKERS)]
-        tag, begun = f"{life.actor.name}:{life.number}.{number}@{_port(channel)}", time.monotonic()
+        tag, begun = f"{run.actor.name}:{run.number}.{number}@{_port(channel)}", time.monotonic()
         item = (tag, body(tag, ITEM if number % 10 == 0 else MIDDLE if number % 4 == 0 else SMALL))
-        life.actor.note("putting", name, key, tag)
+        run.actor.note("putting", name, key, tag)
         try:
             if number % 5 == 0:
                 handle = channel.put(item, 1, key, async_op=True)
@@ -320,24 +320,24 @@ def _put(life: Life, lane: int, name: str, client: DirectoryClient) -> None:
             else:
                 channel.put(item, 1, key)
         except CHANNELS_MAY_FAIL as error:
-            life.actor.note("unput", name, key, tag, type(error).__name__)
-            life.late(f"put to {name}", begun, CHANNEL_S, error)
+            run.actor.note("unput", name, key, tag, type(error).__name__)
+            run.late(f"put to {name}", begun, CHANNEL_S, error)
             channel = _after(error, channel)
         else:
-            life.actor.note("put", name, key, tag)
-            life.did(lane)
+            run.actor.note("put", name, key, tag)
+            run.did(lane)
         time.sleep(PACE_S)
     if channel is not None:
         channel.disconnect()
 
 
-def _get(life: Life, lane: int, name: str, client: DirectoryClient) -> None:
+def _get(run: Run, lane: int, name: str, client: DirectoryClient) -> None:
     channel: Channel | None = None
-    key = life.actor.name
+    key = run.actor.name
     for number in itertools.count(1):
-        if life.over.is_set():
+        if run.over.is_set():
             break
-        channel = channel or _opened(life, name, client)
+        channel = channel or _opened(run, name, client)
         begun = time.monotonic()
         try:
             if number % 7 == 0:
@@ -348,12 +348,12 @@ def _get(life: Life, lane: int, name: str, client: DirectoryClient) -> None:
                 found = [channel.get(key)]
         except CHANNELS_MAY_FAIL as error:
             taking = UNCONFIRMED in str(error)
-            life.actor.note("untaken", name, key, type(error).__name__, "taking" if taking else "waiting")
-            life.late(f"get from {name}", begun, CHANNEL_S, error)
+            run.actor.note("untaken", name, key, type(error).__name__, "taking" if taking else "waiting")
+            run.late(f"get from {name}", begun, CHANNEL_S, error)
             channel = _after(error, channel)
         else:
-            life.actor.note("taken", name, key, *(life.right(f"get from {name}", each) for each in found))
-            life.did(lane)
+            run.actor.note("taken", name, key, *(run.right(f"get from {name}", each) for each in found))
+            run.did(lane)
     if channel is not None:
         channel.disconnect()
 

@@ -31,7 +31,7 @@ from tests.fuzz.mutation import damage
 pytestmark = pytest.mark.integration
 
 MIB = 1 << 20
-DOOR_MESSAGES = 2000
+SERVER_MESSAGES = 2000
 GRPC_CALLS = 400
 BULK_MESSAGES = 1500
 RAW_CONNECTIONS = 60
@@ -118,7 +118,7 @@ def works(service: Service) -> None:
 def session(service: Service) -> Iterator[control_pb2.Opened]:
     """A session that is opened by hand."""
     wanted = c.OpenSession(nonce="attacker", host="elsewhere", name="attacker", protocol_version=PROTOCOL_VERSION)
-    with dealer(door(service)) as peer:
+    with dealer(endpoint(service)) as peer:
         method, body = codec.encode(wanted)
         peer.send_multipart([method.encode(), body])
         assert peer.poll(WAIT_MS)
@@ -129,7 +129,7 @@ def session(service: Service) -> Iterator[control_pb2.Opened]:
         assert peer.poll(WAIT_MS)
 
 
-def door(service: Service) -> str:
+def endpoint(service: Service) -> str:
     host, port = split_address(service.address)
     return f"tcp://{host}:{port + 1}"
 
@@ -157,8 +157,8 @@ def requests(session: int, count: int) -> Iterator[tuple[str, bytes]]:
 
 def attack_door(service: Service, session: int) -> None:
     chance = random.Random(3)
-    with dealer(door(service)) as peer:
-        for method, body in requests(session, DOOR_MESSAGES):
+    with dealer(endpoint(service)) as peer:
+        for method, body in requests(session, SERVER_MESSAGES):
             frames = [method.encode(), body]
             if chance.random() < 0.2:
                 frames = [damage(frame, body, chance.randrange(1 << 30)) for frame in frames]
@@ -169,14 +169,14 @@ def attack_door(service: Service, session: int) -> None:
                 peer.recv_multipart()
         # It answers what comes after.
         method, body = codec.encode(c.Heartbeat(session=session))
-        with dealer(door(service)) as other:
+        with dealer(endpoint(service)) as other:
             other.send_multipart([method.encode(), body])
             assert other.poll(WAIT_MS)
 
 
 def attack_headers(service: Service, session: int) -> None:
     """Commands in places that cannot be are answered all the same, on both ports."""
-    with dealer(door(service)) as peer, grpc.insecure_channel(service.address) as channel:
+    with dealer(endpoint(service)) as peer, grpc.insecure_channel(service.address) as channel:
         stats = channel.unary_unary("/tq.v1.Control/Stats", bytes, bytes)
         least = -(1 << 63)
         for place in ((session, -1, 1), (-1, 1, 1), (session, 1, -1), (least, least, least), (1 << 62, 1, 1)):

@@ -28,7 +28,7 @@ from dataplane.ledger.commands import (
 )
 from tests.ledger.claim_checks import Client
 from tests.ledger.claim_model import Sample
-from tests.ledger.lives import LedgerLives
+from tests.ledger.sessions_machine import LedgerSessions
 from tests.ledger.space_checks import RESERVE
 from tests.ledger.values import BYTES, by_handles, by_ids, int64s
 from tests.ledger.writer import IDS, SPECS, TASKS
@@ -37,7 +37,7 @@ OTHER = "other"
 OPEN = Register(partition="p", fields=dict(SPECS), num_samples=None, tasks=TASKS)
 
 
-class LedgerEvictor(LedgerLives):
+class LedgerEvictor(LedgerSessions):
     """Rules about budgets. Within a rule chance decides: what hypothesis draws is too much alike to fill a budget with
     rows of all kinds."""
 

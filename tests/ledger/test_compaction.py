@@ -254,7 +254,7 @@ def test_the_order_stands_until_the_unit_has_reported_it() -> None:
     assert granted(client, waiting) == 0
 
 
-def test_it_goes_on_in_the_next_life_of_the_service() -> None:
+def test_it_goes_on_in_the_next_run_of_the_service() -> None:
     driver, client = fragmented()
     waiting = want(client)
     order = order_of(driver)

@@ -1,4 +1,4 @@
-"""The life of bytes: sharing, versions, trimming, pins; nothing in use is ever free."""
+"""Stored bytes: sharing, versions, trimming, pins; nothing in use is ever free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions and units that were known to an earlier life of the service: they go on, or are told what was lost."""
+"""Sessions and units that were known to an earlier run of the service: they go on, or are told what was lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def opened(ledger: Ledger, item: c.OpenSession) -> c.Opened:
 
 
 def again(ledger: Ledger, epoch: int) -> Ledger:
-    """The ledger in its next life."""
+    """The ledger in its next run."""
     made = Ledger.restored(ledger.image())
     made.apply(c.Restarted(epoch=epoch, reserve_fraction=0.1, heartbeat_s=2.0, session_timeout_s=20.0))
     return made
@@ -47,7 +47,7 @@ def refused(ledger: Ledger, item: c.OpenSession) -> DataPlaneError:
     return answer.error
 
 
-def test_a_session_goes_on_in_a_later_life_under_its_number() -> None:
+def test_a_session_goes_on_in_a_later_run_under_its_number() -> None:
     ledger = Ledger(EPOCH)
     first = opened(ledger, opening())
     ledger = again(ledger, LATER)
@@ -65,7 +65,7 @@ def test_a_session_of_a_lost_state_is_told_both_epochs_and_what_is_lost() -> Non
     assert f"without what it held: session {session}, and every partition, sample and claim" in str(error)
 
 
-def test_a_session_of_a_lost_state_stays_lost_in_that_states_next_life() -> None:
+def test_a_session_of_a_lost_state_stays_lost_in_that_states_next_run() -> None:
     ledger = again(Ledger(LATER), LATER + 1)
     assert isinstance(refused(ledger, opening(session=5, epoch=EPOCH)), ServiceRestartedError)
 
@@ -80,7 +80,7 @@ def test_a_session_that_ended_is_not_opened_anew_by_going_on() -> None:
     assert error.session == client.session
 
 
-def test_an_older_service_does_not_take_a_session_of_a_later_life() -> None:
+def test_an_older_service_does_not_take_a_session_of_a_later_run() -> None:
     ledger = Ledger(EPOCH)
     session = opened(ledger, opening()).session
     error = refused(ledger, opening(session=session, epoch=LATER))

@@ -190,7 +190,7 @@ def test_without_them_nothing_is_kept() -> None:
     assert field.checksums is None, "with the last cell goes the column"
 
 
-def test_a_later_life_may_have_another_policy() -> None:
+def test_a_later_run_may_have_another_policy() -> None:
     driver, client = ready()
     put(client, ["a"], sums(7))
     settings = {"reserve_fraction": 0.15, "heartbeat_s": 2.0, "session_timeout_s": 20.0}

@@ -1,4 +1,4 @@
-"""A ledger that goes on in a new life of its service."""
+"""A ledger that goes on in a new run of its service."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.ledger.driver import MIB, Client, Driver
 KIB = 1024
 
 
-def roomy(*, backed: int = 64 * MIB, capacity: int = 256 * MIB) -> tuple[Driver, Client]:
+def large_unit(*, backed: int = 64 * MIB, capacity: int = 256 * MIB) -> tuple[Driver, Client]:
     driver = Driver(units=0, reserve_fraction=0.0)
     driver.add_unit(capacity=capacity, backed=backed)
     client = driver.client()
@@ -42,7 +42,7 @@ def given(client: Client, number: int) -> list[tuple[int, int, str]]:
 
 
 def test_what_is_free_above_the_highest_used_byte_goes_back_in_whole_pages() -> None:
-    driver, client = roomy()
+    driver, client = large_unit()
     client.put(["a"], {"x": [100]})
     client.put(["b"], {"x": [100]})
     client.clear("a")
@@ -56,7 +56,7 @@ def test_what_is_free_above_the_highest_used_byte_goes_back_in_whole_pages() -> 
 
 
 def test_space_that_is_being_given_up_is_handed_to_nobody_until_the_unit_has() -> None:
-    driver, client = roomy()
+    driver, client = large_unit()
     client.waits(c.Shrink())
     assert shrinks(driver) == [(1, 1, 0)]
     waiting = client.waits(client.allocate({"x": [KIB]}))
@@ -68,7 +68,7 @@ def test_space_that_is_being_given_up_is_handed_to_nobody_until_the_unit_has() -
 
 
 def test_a_unit_that_does_not_give_memory_back_is_told_of() -> None:
-    driver, client = roomy()
+    driver, client = large_unit()
     client.waits(c.Shrink(timeout_s=1.0))
     waiting = client.waits(client.allocate({"x": [KIB]}, timeout_s=20.0))
     driver.tick(20.0)
@@ -85,7 +85,7 @@ def test_a_unit_that_does_not_give_memory_back_is_told_of() -> None:
 
 
 def test_growth_that_was_under_way_does_not_count() -> None:
-    driver, client = roomy()
+    driver, client = large_unit()
     client.raw(client.allocate({"x": [60 * MIB]}))
     assert grows(driver) == [128 * MIB]
     client.waits(c.Shrink())
@@ -101,7 +101,7 @@ def test_growth_that_was_under_way_does_not_count() -> None:
 
 
 def test_a_unit_that_was_lost_before_it_shrank_is_ordered_again() -> None:
-    driver, client = roomy()
+    driver, client = large_unit()
     number = client.waits(c.Shrink())
     driver.apply(c.UnitLost(unit=1))
     assert given(client, number) == [(0, 0, "its connection to the controller was lost")]
@@ -117,7 +117,7 @@ def test_a_unit_that_was_lost_before_it_shrank_is_ordered_again() -> None:
 
 
 def test_a_unit_that_was_lost_after_it_shrank_is_believed() -> None:
-    driver, client = roomy()
+    driver, client = large_unit()
     client.waits(c.Shrink())
     driver.apply(c.UnitLost(unit=1))
     driver.take_orders()
@@ -125,8 +125,8 @@ def test_a_unit_that_was_lost_after_it_shrank_is_believed() -> None:
     assert [type(order) for order in driver.take_orders()] == [c.UnitAdded, c.GrowArena]
 
 
-def test_a_new_life_of_a_unit_that_shrank_long_ago_loses_nothing() -> None:
-    driver, client = roomy()
+def test_a_new_run_of_a_unit_that_shrank_long_ago_loses_nothing() -> None:
+    driver, client = large_unit()
     client.waits(c.Shrink())
     driver.apply(c.Shrunk(unit=1, number=1, backed_bytes=0))
     driver.apply(c.Grown(unit=1, backed_bytes=64 * MIB, shrinks=1))
@@ -140,7 +140,7 @@ def test_a_new_life_of_a_unit_that_shrank_long_ago_loses_nothing() -> None:
 
 
 def test_the_controller_lives_again_while_a_unit_shrinks() -> None:
-    driver, client = roomy()
+    driver, client = large_unit()
     client.waits(c.Shrink())
     driver.ledger = driver.ledger.restored(driver.ledger.image())
     driver.apply(c.Restarted(epoch=8, reserve_fraction=0.0, heartbeat_s=2.0, session_timeout_s=20.0))
@@ -150,7 +150,7 @@ def test_the_controller_lives_again_while_a_unit_shrinks() -> None:
 
 
 def test_several_ask_at_once() -> None:
-    driver, client = roomy()
+    driver, client = large_unit()
     other = driver.client()
     space = client.post(client.allocate({"x": [MIB]}))
     first = client.waits(c.Shrink())
@@ -165,7 +165,7 @@ def test_several_ask_at_once() -> None:
 
 
 def test_a_unit_that_does_not_answer_or_cannot_is_named() -> None:
-    driver, client = roomy()
+    driver, client = large_unit()
     late = client.waits(c.Shrink(timeout_s=3.0))
     driver.tick(3.0)
     assert given(client, late) == [(0, 0, "no answer within 3.0 s")]
@@ -180,7 +180,7 @@ def test_a_unit_that_does_not_answer_or_cannot_is_named() -> None:
 
 
 def test_dropping_the_unit_ends_the_wait() -> None:
-    driver, client = roomy()
+    driver, client = large_unit()
     number = client.waits(c.Shrink())
     driver.apply(c.DropUnit(unit=1, force=True))
     assert given(client, number)[0][2]
@@ -188,7 +188,7 @@ def test_dropping_the_unit_ends_the_wait() -> None:
 
 
 def test_who_stops_waiting_leaves_nothing() -> None:
-    driver, client = roomy()
+    driver, client = large_unit()
     client.waits(c.Shrink())
     client.do(c.Bye())
     driver.apply(c.Shrunk(unit=1, number=1, backed_bytes=0))

@@ -18,7 +18,7 @@ from dataplane.config import MIB, DataPlaneConfig
 from dataplane.controller.controller import Controller
 from dataplane.protocol.fd_limits import OF_A_SERVER
 from dataplane.storage.unit import StorageUnit
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -22,7 +22,7 @@ from dataplane.protocol.http import server as server_module
 from dataplane.protocol.http.messages import HttpError, HttpRequest, Parameters, Response, as_json, plain
 from dataplane.protocol.http.server import MAX_BODY_BYTES, MAX_HEAD_BYTES, HttpServer
 from dataplane.protocol.tls import server_context
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.secure import tls
 from tests.web_client import WAIT_S, ask, context, raw
 

@@ -23,7 +23,7 @@ from dataplane.protocol import unauthenticated, zap, zmq_frames
 from dataplane.protocol.fd_limits import allow_more
 from dataplane.protocol.unauthenticated import PLAIN_BYTES, SHORT_BYTES, Unauthenticated
 from dataplane.storage.transport import request_chunks
-from tests.lives import CONFIG, wait_until
+from tests.restarts import CONFIG, wait_until
 from tests.secure import tls
 from tests.test_security import endpoint_of_unit
 from tests.test_strangers import TOKEN, WAIT_S, greeting, put_and_get, send_unfinished
@@ -213,10 +213,10 @@ def test_long_hellos_that_never_end_are_few(
     allow_more()
     monkeypatch.setattr(zap, "HANDSHAKE_MS", 3_600_000)
     kept = unauthenticated.HELD_BYTES // frame_bytes
-    with of() as door, contextlib.ExitStack() as ends:
+    with of() as endpoint, contextlib.ExitStack() as ends:
         peers = []
         for _ in range(kept + 8):
-            peer = ends.enter_context(socket.create_connection(split_address(door), timeout=WAIT_S))
+            peer = ends.enter_context(socket.create_connection(split_address(endpoint), timeout=WAIT_S))
             hello = b"\x06" + (frame_bytes - 1024).to_bytes(8, "big")
             send_unfinished(peer, b"PLAIN", hello, [bytes(frame_bytes - 2048)])
             peers.append(peer)
@@ -230,8 +230,8 @@ def test_connections_that_say_nothing_have_an_end_and_clients_get_in(monkeypatch
     with serve({"capacity_bytes": 8 * MIB, "token": TOKEN}) as server, contextlib.ExitStack() as ends:
         endpoints = [zmq_address_of(server.address), endpoint_of_unit(server, token=TOKEN).removeprefix("tcp://")]
         peers = []
-        for door in 20 * endpoints:
-            peer = ends.enter_context(socket.create_connection(split_address(door), timeout=WAIT_S))
+        for endpoint in 20 * endpoints:
+            peer = ends.enter_context(socket.create_connection(split_address(endpoint), timeout=WAIT_S))
             peer.sendall(greeting(b"PLAIN"))
             peers.append(peer)
         wait_until(lambda: all(map(has_ended, peers[:8])), "the oldest to be ended")
@@ -256,8 +256,8 @@ def test_a_handshake_that_succeeded_is_seen(settings: dict[str, str]) -> None:
             began.extend(watched._silent)
 
         watched.began = note  # type: ignore[method-assign]
-        keys, door = client._connections.get()._channel._calls.session.keys, f"tcp://{zmq_address_of(made.address)}"
-        with zmq.Context() as context, dealer_socket(context, door, keys):
+        keys, endpoint = client._connections.get()._channel._calls.session.keys, f"tcp://{zmq_address_of(made.address)}"
+        with zmq.Context() as context, dealer_socket(context, endpoint, keys):
             wait_until(lambda: began, "the connection to be noticed")
             wait_until(lambda: not watched._silent, "its handshake to be seen")
 

@@ -11,11 +11,11 @@ import ray
 from ray._private import worker
 
 from tests.children import START_S
-from tests.ray.patience import be_patient
+from tests.ray.slow_start import allow_slow_starts
 
 
 def main(directory: str) -> None:
-    be_patient()
+    allow_slow_starts()
     context = ray.init(
         num_cpus=4, num_gpus=0, include_dashboard=False, _temp_dir=directory, object_store_memory=100 << 20
     )

@@ -11,8 +11,8 @@ import ray
 from ray._private import services, worker
 
 from tests.children import START_S
-from tests.lives import WAIT_S
-from tests.ray import patience
+from tests.ray import slow_start
+from tests.restarts import WAIT_S
 from workers.groups import virtual_cluster
 
 
@@ -21,7 +21,7 @@ def ray_cluster() -> Iterator[None]:
     """Ends with this directory's tests: what comes after them runs as where there is no cluster."""
     directory = tempfile.mkdtemp(prefix="tqr", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(services, "get_node", patience.get_node)
+        patch.setattr(services, "get_node", slow_start.get_node)
         patch.setattr(virtual_cluster, "READY_TIMEOUT_S", START_S)
         ray.init(
             num_cpus=16,

@@ -10,7 +10,7 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
-from tests.ray.patience import be_patient
+from tests.ray.slow_start import allow_slow_starts
 from tests.ray.talkers import Talker
 from workers import Cluster
 
@@ -18,7 +18,7 @@ SEEN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "CUDA_VISIBLE_DEV
 
 
 def main(directory: str) -> None:
-    be_patient()
+    allow_slow_starts()
     node = {"num_cpus": 2, "num_gpus": 2}
     nodes = RayCluster(initialize_head=True, head_node_args={**node, "include_dashboard": False, "temp_dir": directory})
     try:

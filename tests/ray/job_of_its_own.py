@@ -15,8 +15,8 @@ import ray
 import torch
 
 import dataplane.compat.transfer_queue as tq
-from tests.ray.patience import be_patient
 from tests.ray.plain_job import job
+from tests.ray.slow_start import allow_slow_starts
 from workers.service.discovery import RayRendezvous
 
 SMALL = {"capacity_bytes": 32 << 20}
@@ -49,7 +49,7 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {"init": init, "put": put, "put_by_wo
 
 
 def main(address: str) -> None:
-    be_patient()
+    allow_slow_starts()
     ray.init(address=address, namespace="tests", log_to_driver=False)
     try:
         for line in sys.stdin:

@@ -21,10 +21,10 @@ import dataplane
 from dataplane.errors import DataPlaneError, ServiceUnavailableError
 from dataplane.storage.arena_record import discard
 from tests.ray.hosts import VARIABLE
-from tests.ray.patience import be_patient
+from tests.ray.slow_start import allow_slow_starts
 from workers import LaunchedService, launch_service
 
-PATIENCE_S = 150.0
+LIMIT_S = 150.0
 SMALL = {"capacity_bytes": 16 << 20, "heartbeat_s": 0.5, "reconnect_s": 20.0}
 PARTITION = "p"
 
@@ -76,7 +76,7 @@ class Scene:
         return {unit.name: unit.live_bytes for unit in self.client.stats().units}
 
     def wait(self, until: Callable[[], Any], what: str) -> Any:
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + LIMIT_S
         while not (found := until()):
             if time.monotonic() > end:
                 raise TimeoutError(f"{what}; nodes {self.service.nodes()}, units {self.service.units()}")
@@ -142,7 +142,7 @@ def a_node_dies(scene: Scene, node: Any) -> dict[str, Any]:
 def a_node_leaves(scene: Scene, node: Any) -> dict[str, Any]:
     """Ray says so, as it does for a spot instance whose time is over."""
     before = scene.client.list_samples(PARTITION)
-    preempted, deadline_ms = 2, int((time.time() + PATIENCE_S) * 1000)  # the unit imports torch, to drain
+    preempted, deadline_ms = 2, int((time.time() + LIMIT_S) * 1000)  # the unit imports torch, to drain
     told = ray._raylet.GcsClient(address=scene.nodes.gcs_address).drain_node(node.node_id, preempted, "", deadline_ms)
     scene.wait(lambda: len(scene.live()) == 1, "the node that leaves has no unit any more")
     states = [each.state for each in scene.service.nodes()]
@@ -193,7 +193,7 @@ def a_node_comes_back(nodes: Cluster, directory: str) -> dict[str, Any]:
     return outcome
 
 
-def a_service_outlives_its_driver(nodes: Cluster) -> dict[str, Any]:
+def a_service_outlasts_its_driver(nodes: Cluster) -> dict[str, Any]:
     """Where it is launched to; anyone finds it."""
     service = launch_service(SMALL, name="stays", storage="driver_node", detached=True)
     with dataplane.build_data_plane_client(service.config, bootstrap=False) as client:
@@ -214,7 +214,7 @@ def a_service_outlives_its_driver(nodes: Cluster) -> dict[str, Any]:
 
 
 def main(directory: str) -> None:
-    be_patient()
+    allow_slow_starts()
     hook = {"worker_process_setup_hook": "tests.ray.hosts.live_there"}
     began = time.monotonic()
 
@@ -253,7 +253,7 @@ def main(directory: str) -> None:
             scene.close()
         found["back"] = a_node_comes_back(nodes, directory)
         took("back")
-        found["stays"] = a_service_outlives_its_driver(nodes)
+        found["stays"] = a_service_outlasts_its_driver(nodes)
         took("stays")
     finally:
         ray.shutdown()

@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
 import dataplane
-from tests.ray.patience import be_patient
+from tests.ray.slow_start import allow_slow_starts
 from workers import RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup, ResourcesNotReadyError, launch_service
 from workers.groups.virtual_cluster import node_of_bundle
 
@@ -119,7 +119,7 @@ def wait_until_free(**wanted: float) -> None:
 
 
 def main(directory: str) -> None:
-    be_patient()
+    allow_slow_starts()
     nodes = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 2, "num_gpus": 1, "include_dashboard": False, "temp_dir": directory},

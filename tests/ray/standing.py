@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group_table
 
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 
 def alive_placement_groups() -> set[str]:

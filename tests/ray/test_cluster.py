@@ -16,9 +16,9 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from tests.lives import WAIT_S, wait_until
 from tests.logs import told
 from tests.ray.standing import alive_actors, alive_placement_groups, call_until_dead, can_bind, nothing_but, standing
+from tests.restarts import WAIT_S, wait_until
 from workers import RayVirtualCluster, ResourcesNotReadyError
 from workers.groups import virtual_cluster as module
 

@@ -16,10 +16,10 @@ import pytest
 import ray
 from ray import ObjectRefGenerator
 
-from tests.lives import wait_until
 from tests.ray.member import TwoArguments
+from tests.restarts import wait_until
 from workers import MultiWorkerFuture, NamedSharding, RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup
-from workers.groups import futures
+from workers.transport import waiting
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 DATA, TENSOR = "data_parallel", "tensor_parallel"
@@ -351,7 +351,7 @@ def test_a_signal_is_heard_while_workers_are_waited_for(group: RayWorkerGroup, g
 def test_a_log_line_names_who_is_waited_for(
     group: RayWorkerGroup, gates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(futures, "LOG_EVERY_S", 0.0625)
+    monkeypatch.setattr(waiting, "LOG_EVERY_S", 0.0625)
     lines: list[str] = []
     logged = Event()
 
@@ -363,7 +363,7 @@ def test_a_log_line_names_who_is_waited_for(
         logged.wait(60)
         open_gates(gates, [2])
 
-    monkeypatch.setattr(futures.logger, "log", log)
+    monkeypatch.setattr(waiting._log, "log", log)
     opener = Thread(target=open_once_logged)
     opener.start()
     future = group.run_single_worker_single_data("wait_at", 2, str(gates))

@@ -238,10 +238,10 @@ def test_a_clean_up_that_is_not_there(
 AFTER_RAY = """
 import sys
 import ray
-from tests.ray.patience import be_patient
+from tests.ray.slow_start import allow_slow_starts
 from workers import RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup
 
-be_patient()
+allow_slow_starts()
 ray.init(num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[1], log_to_driver=False)
 cluster = RayVirtualCluster([1], use_gpus=False, max_colocated_worker_groups=2)
 builder = RayWorkerBuilder("collections.Counter")

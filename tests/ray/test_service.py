@@ -16,8 +16,8 @@ import dataplane
 from dataplane.core.private_dir import own_path
 from dataplane.errors import AuthenticationError, DrainError, ServiceUnavailableError, TlsError
 from tests.children import START_S
-from tests.lives import wait_until
 from tests.metrics_read import scrape
+from tests.restarts import wait_until
 from tests.secure import tls
 from tests.web_client import ask
 from workers import LaunchedService, ServiceStartError, launch_service

@@ -17,7 +17,7 @@ from workers import LaunchedService, launch_service
 from workers.service.queries import unit_actors
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
-PATIENCE_S = 150.0
+LIMIT_S = 150.0
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def state(tmp_path: Path) -> Iterator[str]:
 
 def connected(service: LaunchedService) -> dataplane.DataPlaneClient:
     """A client that waits for actors which a busy machine starts again."""
-    settings = {"heartbeat_s": 0.2, "call_timeout_s": PATIENCE_S, "reconnect_s": PATIENCE_S}
+    settings = {"heartbeat_s": 0.2, "call_timeout_s": LIMIT_S, "reconnect_s": LIMIT_S}
     return dataplane.connect(service.address, token=service.token, **settings)
 
 

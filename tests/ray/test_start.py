@@ -18,11 +18,12 @@ import ray
 from ray.exceptions import RayActorError
 
 from tests import logs
-from tests.lives import wait_until
 from tests.ray.standing import alive_actors, alive_placement_groups, call_until_dead, can_bind, nothing_but, standing
 from tests.ray.starters import Refused, Starter
+from tests.restarts import wait_until
 from workers import NamedSharding, RayVirtualCluster, RayWorkerBuilder, RayWorkerGroup, WorkerStartError
-from workers.groups import futures, started_group
+from workers.groups import started_group
+from workers.transport import waiting
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 STARTERS = "tests.ray.starters"
@@ -292,8 +293,8 @@ def test_late_workers_are_named(ray_cluster: None, fifo: str, monkeypatch: pytes
                 pass
 
     lines: list[str] = []
-    monkeypatch.setattr(futures, "LOG_EVERY_S", 0.0625)
-    monkeypatch.setattr(futures.logger, "log", lambda _, text, *values: lines.append(text % values))
+    monkeypatch.setattr(waiting, "LOG_EVERY_S", 0.0625)
+    monkeypatch.setattr(waiting._log, "log", lambda _, text, *values: lines.append(text % values))
     late = started_group.StartedGroup()
     late.actors.append(ray.remote(Late).remote())
     with pytest.raises(WorkerStartError, match=r"after 5 s still in its constructor: late-0\. Is there space"):

@@ -165,10 +165,10 @@ def test_a_group_that_is_not_there_is_a_named_error(cluster: Cluster, monkeypatc
 ALONE = """
 import sys
 import ray
-from tests.ray.patience import be_patient
+from tests.ray.slow_start import allow_slow_starts
 from workers import Channel, Cluster
 
-be_patient()
+allow_slow_starts()
 ray.init(address=sys.argv[1], namespace="tests", log_to_driver=False)
 try:
     Channel.connect("first")

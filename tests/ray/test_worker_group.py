@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.lives import wait_until
 from tests.ray.talkers import AsyncTalker, NeedsTwo, Talker
+from tests.restarts import wait_until
 from workers import Cluster, NodePlacementStrategy, Worker, WorkerGroup
 from workers.errors import CallWaitTimeoutError, GroupEndedError, NoSuchRankError, WorkerExitError
 
@@ -187,8 +187,8 @@ def test_waits_that_end_before_the_call(
     with pytest.raises(CallWaitTimeoutError):
         asyncio.run(call.async_wait(timeout=0.01))
     with monkeypatch.context() as often:
-        often.setattr("workers.groups.futures.LOG_EVERY_S", 0.02)
-        often.setattr("workers.groups.futures.logger.log", log)
+        often.setattr("workers.transport.waiting.LOG_EVERY_S", 0.02)
+        often.setattr("workers.transport.waiting._log.log", log)
         for wait in (call.wait, lambda timeout: asyncio.run(call.async_wait(timeout))):
             with pytest.raises(Logged, match=r"Talker.wait_at on calls:0: waiting for"):
                 wait(timeout=60)

@@ -11,9 +11,9 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from tests.lives import wait_until
 from tests.ray.standing import call_until_dead
 from tests.ray.talkers import Forgetful, NeedsTwo, Talker
+from tests.restarts import wait_until
 from workers import Cluster, ClusterResource, NodePlacementStrategy, ResourcesNotReadyError, WorkerGroup
 from workers.directory import Kind
 from workers.errors import NameInUseError, NameNotFoundError, WorkerLostError

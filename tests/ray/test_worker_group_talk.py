@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.lives import wait_until
 from tests.ray.talkers import Talker
+from tests.restarts import wait_until
 from tests.workers.messages.messengers import until_it_fails
 from workers import Channel, Cluster, CollectiveGroupOptions, NodePlacementStrategy, WorkerGroup
 from workers.directory import DIRECTORY_VARIABLE

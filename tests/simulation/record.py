@@ -172,7 +172,7 @@ class Recorder:
                 self.end_use(item)
 
     def restarted(self) -> None:
-        """In a new life of the service all sessions have their full time, and all leases begin again."""
+        """In a new run of the service all sessions have their full time, and all leases begin again."""
         self.connected.clear()
         self.heard = dict.fromkeys(self.heard, self.now)
         self.claims.restarted()

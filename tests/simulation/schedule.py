@@ -135,7 +135,7 @@ ACTIONS: list[tuple[int, Callable[[World, Schedule], None]]] = [
 
 
 def play(world: World, decisions: bytes) -> None:
-    """The whole life of a world whose clients have been made: the schedule, then a kind end."""
+    """The whole run of a world whose clients have been made: the schedule, then a kind end."""
     for client in world.clients:
         if client.state == "closed":
             client.open()

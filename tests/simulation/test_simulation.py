@@ -7,7 +7,7 @@ from hypothesis import given
 
 from tests.ledger.values import canonical
 from tests.profiles import LONG, budget
-from tests.simulation.lives import Plan, new_ledger, plans, schedules, simulate, small_pages
+from tests.simulation.plans import Plan, new_ledger, plans, schedules, simulate, small_pages
 
 
 @LONG

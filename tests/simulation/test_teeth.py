@@ -28,7 +28,7 @@ from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.rows import Rows
 from dataplane.ledger.state.state import State
 from tests.profiles import LONG, budget
-from tests.simulation.lives import Plan, plans, schedules, simulate
+from tests.simulation.plans import Plan, plans, schedules, simulate
 from tests.simulation.world import Unit
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
@@ -112,7 +112,7 @@ def a_restarted_unit_takes_everybody_for_gone(patch: pytest.MonkeyPatch) -> None
     patch.setattr(Unit, "fence", lambda self, session, lock_path: fence(self, session, ""))
 
 
-def units_take_frames_of_earlier_lives(patch: pytest.MonkeyPatch) -> None:
+def units_take_frames_of_earlier_runs(patch: pytest.MonkeyPatch) -> None:
     write = Unit.write
     patch.setattr(Unit, "write", lambda self, grant, offset, data, epoch: write(self, grant, offset, data, self.epoch))
 
@@ -261,7 +261,7 @@ def a_waiting_call_keeps_the_others_from_being_confirmed(patch: pytest.MonkeyPat
         a_new_epoch_of_a_unit_frees_what_remote_sessions_hold,
         with_a_session_all_before_it_are_refused,
         a_restarted_unit_takes_everybody_for_gone,
-        units_take_frames_of_earlier_lives,
+        units_take_frames_of_earlier_runs,
         what_units_grew_before_they_shrank_counts,
         units_give_back_what_is_above_half,
         saves_pin_nothing,

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 @dataclass
 class Message:
     """Something on its way: `deliver` is what happens when it arrives. `link` keeps an order, None keeps none. While
-    the client `to` is paused it waits before its door."""
+    the client `to` is paused it waits at its server."""
 
     what: str
     deliver: Callable[[], None]
@@ -111,7 +111,7 @@ class Unit:
                 raise AssertionError(order)
 
     def restart(self) -> None:
-        """kill -9, and another life that goes on with the arena: it has seen nobody attach, and fenced nobody."""
+        """kill -9, and another run that goes on with the arena: it has seen nobody attach, and fenced nobody."""
         self.epoch += 1
         self.fenced, self.attached, self.stopped = set(), {}, set()
         self.shrinks = self.compactions = 0

@@ -38,7 +38,7 @@ class BeginsAnew(Exception):
 
 
 def going_on(record: UnitRecord, *, epoch: int) -> Adopted | None:
-    """What the next life goes on with; None if it begins anew."""
+    """What the next run goes on with; None if it begins anew."""
 
     def create(keeper: Path) -> Arena:
         raise BeginsAnew
@@ -59,7 +59,7 @@ def left_by(record: UnitRecord, memory: Path, *, fsynced: bool = False) -> Path:
     return arena.path
 
 
-def test_the_next_life_finds_everything(record: UnitRecord, memory: Path) -> None:
+def test_the_next_run_finds_everything(record: UnitRecord, memory: Path) -> None:
     path = left_by(record, memory)
     found = going_on(record, epoch=2)
     assert found is not None
@@ -136,7 +136,7 @@ def test_discarding_a_state_directory_gives_its_memory_back(record: UnitRecord, 
     assert going_on(record, epoch=2) is None
 
 
-def test_two_lives_at_once_are_an_error(record: UnitRecord, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_at_once_are_an_error(record: UnitRecord, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_record, "HELD_S", 0.0)
     left_by(record, memory)
     found = going_on(record, epoch=2)
@@ -145,7 +145,7 @@ def test_two_lives_at_once_are_an_error(record: UnitRecord, memory: Path, monkey
         going_on(record, epoch=3)
 
 
-def test_the_next_life_waits_for_the_one_before_to_end(
+def test_the_next_run_waits_for_the_one_before_to_end(
     record: UnitRecord, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arena_record, "HELD_S", 300.0)
@@ -337,7 +337,7 @@ def test_a_damaged_record_begins_anew_and_its_arena_goes(record: UnitRecord, mem
         assert list(memory.iterdir()) == [arena.path] != [path]
 
 
-def test_the_first_life_is_not_anew(record: UnitRecord, memory: Path) -> None:
+def test_the_first_run_is_not_anew(record: UnitRecord, memory: Path) -> None:
     opened = record.open(lambda keeper: Arena.create(memory, MIB, epoch=2, keeper=keeper), epoch=2)
     with opened.arena:
         assert not opened.anew

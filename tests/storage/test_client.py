@@ -27,8 +27,8 @@ from dataplane.storage.server import BulkServer
 from dataplane.storage.session_lock import SessionLock
 from dataplane.storage.transport.request_chunks import CHUNK_BYTES, READ_BYTES
 from tests.alone import alone
-from tests.lives import wait_until
 from tests.open_files import exhausted
+from tests.restarts import wait_until
 from tests.storage.unit_under_test import TOKEN, UNIT, WAIT_S, Process, Unit, changed, interrupt_when, noise
 
 pytestmark = pytest.mark.integration

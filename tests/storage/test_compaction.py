@@ -24,7 +24,7 @@ from dataplane.storage import compaction
 from dataplane.storage.unit import StorageUnit
 from tests.children import START_S
 from tests.faults.forks import forks
-from tests.lives import CONFIG, WAIT_S, Lives, one_unit, wait_until
+from tests.restarts import CONFIG, WAIT_S, RestartableService, one_unit, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -41,9 +41,9 @@ def disarmed() -> Iterator[None]:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Lives]:
-    with one_unit(tmp_path / "state") as lives:
-        yield lives
+def server(tmp_path: Path) -> Iterator[RestartableService]:
+    with one_unit(tmp_path / "state") as restartable:
+        yield restartable
 
 
 def row(name: str, nbytes: int = MIB) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Halt:
         assert self.reached.wait(WAIT_S)
 
 
-def test_a_put_that_waits_for_a_larger_piece_gets_it(server: Lives) -> None:
+def test_a_put_that_waits_for_a_larger_piece_gets_it(server: RestartableService) -> None:
     with connect(server.address) as client:
         fill(client)
         view = read(client, "s11", copy=False)
@@ -101,7 +101,7 @@ def test_a_put_that_waits_for_a_larger_piece_gets_it(server: Lives) -> None:
         assert torch.equal(view, row("s11"))
 
 
-def test_who_begins_to_read_a_row_that_is_copied_keeps_its_old_bytes(server: Lives) -> None:
+def test_who_begins_to_read_a_row_that_is_copied_keeps_its_old_bytes(server: RestartableService) -> None:
     with connect(server.address) as client:
         fill(client)
         read(client, "s1")
@@ -118,7 +118,7 @@ def test_who_begins_to_read_a_row_that_is_copied_keeps_its_old_bytes(server: Liv
         check(client)
 
 
-def test_rows_that_are_cleared_or_written_while_they_are_copied(server: Lives) -> None:
+def test_rows_that_are_cleared_or_written_while_they_are_copied(server: RestartableService) -> None:
     with connect(server.address) as client:
         fill(client)
         read(client, "s1")
@@ -136,46 +136,46 @@ def test_rows_that_are_cleared_or_written_while_they_are_copied(server: Lives) -
 
 
 def test_the_controller_may_end_while_the_unit_copies(tmp_path: Path) -> None:
-    lives = Lives(tmp_path / "state")
+    restartable = RestartableService(tmp_path / "state")
     try:
-        lives.start()
-        lives.unit()
-        with connect(lives.address, reconnect_s=WAIT_S) as client:
+        restartable.start()
+        restartable.unit()
+        with connect(restartable.address, reconnect_s=WAIT_S) as client:
             fill(client)
             halt = Halt("unit.before_compacted")
-            with putting(lives.address) as put:
+            with putting(restartable.address) as put:
                 halt.await_reached()
-                lives.stop()
+                restartable.stop()
                 halt.go_on.set()
-                lives.start()
+                restartable.start()
                 put.result(WAIT_S)
             check(client)
     finally:
-        lives.close()
+        restartable.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["unit.mid_compaction", "unit.before_compacted"])
 def test_a_unit_that_is_killed_while_it_copies_does_it_again(tmp_path: Path, point: str) -> None:
-    lives = Lives(tmp_path / "state")
+    restartable = RestartableService(tmp_path / "state")
     config = replace(CONFIG, state_dir=str(tmp_path / "unit"), arena_dir=str(tmp_path))
     units: list[Any] = []
     try:
-        lives.start()
-        units.append(_start(lives.address, config, point))
-        with connect(lives.address, reconnect_s=WAIT_S) as client:
+        restartable.start()
+        units.append(_start(restartable.address, config, point))
+        with connect(restartable.address, reconnect_s=WAIT_S) as client:
             fill(client)
-            with putting(lives.address) as put:
+            with putting(restartable.address) as put:
                 units[0].join(WAIT_S)
                 assert units[0].exitcode == -signal.SIGKILL
-                units.append(_start(lives.address, config, ""))
+                units.append(_start(restartable.address, config, ""))
                 put.result(WAIT_S)
             check(client)
     finally:
         for unit in units:
             unit.kill()
             unit.join()
-        lives.close()
+        restartable.close()
 
 
 def _start(address: str, config: DataPlaneConfig, point: str) -> Any:

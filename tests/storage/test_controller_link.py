@@ -24,7 +24,7 @@ from dataplane.protocol.server_keys import OPEN
 from dataplane.storage import controller_link
 from dataplane.storage.controller_link import UnitLink
 from tests.controller.service import ScriptedLedger, add_unit
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -207,13 +207,16 @@ def test_pings_on_an_idle_link_are_welcome(monkeypatch: pytest.MonkeyPatch) -> N
     """The controller must not take keepalive pings for abuse: a link that carries nothing lives on."""
     import_with_grpc("dataplane.controller.grpc_server")
     import_with_grpc("dataplane.storage.grpc_stream")
-    door, link_module = sys.modules["dataplane.controller.grpc_server"], sys.modules["dataplane.storage.grpc_stream"]
+    server_module, link_module = (
+        sys.modules["dataplane.controller.grpc_server"],
+        sys.modules["dataplane.storage.grpc_stream"],
+    )
     quick = {
         "grpc.keepalive_time_ms": 100,
         "grpc.keepalive_timeout_ms": int(1000 * WAIT_S),
         "grpc.http2.min_ping_interval_without_data_ms": 20,
     }
-    for module in (door, link_module):
+    for module in (server_module, link_module):
         monkeypatch.setattr(module, "OPTIONS", tuple((name, quick.get(name, value)) for name, value in module.OPTIONS))
     streams = counted(monkeypatch)
     with Controller(CONFIG, epoch=1) as controller:

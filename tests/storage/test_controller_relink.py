@@ -20,9 +20,9 @@ from dataplane.protocol.server_keys import ConnectionKeys
 from dataplane.storage import controller_link
 from dataplane.storage.controller_link import Outbox, UnitLink
 from tests.controller.service import ScriptedLedger, add_unit
-from tests.lives import Proxy, wait_until
 from tests.logs import logged
 from tests.ports import free_ports
+from tests.restarts import Proxy, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -35,7 +35,7 @@ def ignore(order: c.UnitOrder) -> None:
 
 
 class Scene:
-    """A controller behind a network that can be cut, so that it can be away and come back in another life."""
+    """A controller behind a network that can be cut, so that it can be away and come back in another run."""
 
     def __init__(self) -> None:
         self.ledger = ScriptedLedger()
@@ -51,7 +51,7 @@ class Scene:
         return self.links[-1]
 
     def live_again(self, ledger: ScriptedLedger) -> ScriptedLedger:
-        """Another life of the controller, with another ledger."""
+        """Another run of the controller, with another ledger."""
         self.controller.stop()
         self.ledger = ledger
         self.controller = Controller(self.config, ledger=ledger, epoch=2).start()
@@ -160,7 +160,7 @@ def test_a_controller_that_knows_nothing_of_it_gets_it_anew(scene: Scene) -> Non
     added: list[int] = []
 
     def start_over() -> c.AddUnit:
-        link.report(gone(7))  # the last of its life before
+        link.report(gone(7))  # the last of its run before
         return add_unit("another cookie")
 
     link.open(add_unit(), ignore, on_added=added.append, start_over=start_over)

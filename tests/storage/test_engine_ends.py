@@ -11,7 +11,7 @@ from dataplane.storage.server import BulkServer
 from dataplane.storage.transport.mooncake.engine_transport import UnitEngine, open_slots
 from dataplane.storage.transport.mooncake.slots import SLOTS
 from tests.alone import alone
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.storage.engine_under_test import require_engine
 from tests.storage.unit_under_test import WAIT_S, Unit
 

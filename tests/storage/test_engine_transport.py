@@ -15,7 +15,7 @@ from dataplane.storage.transport.mooncake import engine_transport, peers
 from dataplane.storage.transport.mooncake.engine_transport import ClientEngine, EngineTransport, UnitEngine, open_slots
 from dataplane.storage.transport.mooncake.slots import SLOT_BYTES, TAG_BYTES, Slots
 from dataplane.storage.transport.request_chunks import CHUNK_BYTES, READ_BYTES
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.storage.engine_under_test import require_engine, use_at_once
 from tests.storage.unit_under_test import UNIT, WAIT_S, Peer, Process, Unit, noise
 

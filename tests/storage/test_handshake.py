@@ -75,7 +75,7 @@ def test_a_proof_that_the_unit_does_not_believe_is_no_error(unit, lock, monkeypa
         ({"endpoints": ("tcp://127.0.0.1:9",)}, {}, StorageUnitError),
     ],
 )
-def test_refusals_at_the_door(unit, facts, more, error):
+def test_refusals_of_the_server(unit, facts, more, error):
     with pytest.raises(error):
         UnitConnection(changed(unit.info, **facts), **({"session": 1, "token": TOKEN, "timeout_s": WAIT_S} | more))
 

@@ -18,7 +18,7 @@ from dataplane.core import row_copy
 from dataplane.data.columns import parallel_copy
 from dataplane.ledger.commands import Abort
 from tests.data.columns_helpers import nested_of
-from tests.lives import NO_HEARTBEATS
+from tests.restarts import NO_HEARTBEATS
 
 pytestmark = pytest.mark.integration
 

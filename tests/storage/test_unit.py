@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dataplane import connect
-from tests.lives import one_unit, wait_until
+from tests.restarts import one_unit, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -19,16 +19,16 @@ def of_units() -> set[threading.Thread]:
 
 
 def test_a_unit_that_was_started_is_not_started_twice(tmp_path: Path) -> None:
-    with one_unit(tmp_path / "state") as lives:
-        unit, before = lives.units[0], of_units()
+    with one_unit(tmp_path / "state") as restartable:
+        unit, before = restartable.units[0], of_units()
         assert {"tq-bulk", "tq-unit-link"} <= {thread.name for thread in before}
         with unit.start() as same:
             assert same is unit
             assert not of_units() - before
-            with connect(lives.address) as client:
+            with connect(restartable.address) as client:
                 assert [found.unit for found in client.stats().units] == [1]
         wait_until(lambda: not before & of_units(), "the end of its threads")
         unit.stop()
         unit.start()
-        with connect(lives.address) as client:
+        with connect(restartable.address) as client:
             wait_until(lambda: [found.connected for found in client.stats().units] == [False, True], "the first's end")

@@ -19,7 +19,7 @@ from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.ledger.encoding import image
 from dataplane.storage import arena
 from tests.contract.values import random_tensor, same_rows
-from tests.lives import wait_until
+from tests.restarts import wait_until
 
 PARTITIONS = ("image", "image sealed", "journal", "journal sealed")
 """The first two are in the image of the ledger, the others in the records after it."""

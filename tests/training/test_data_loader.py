@@ -22,7 +22,7 @@ from dataplane.errors import (
     StaleSampleError,
 )
 from dataplane.training.data_loader import _Queue
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.service import client, server
 from tests.streams import NEVER_S, TASKS, loader, partition, prefetches, put, rewards
 
@@ -187,6 +187,15 @@ def test_what_a_claim_raises_is_raised(client: DataPlaneClient, prefetch: int) -
         for _ in range(2):
             with pytest.raises(PartitionNotFoundError):
                 next(iter(stream))
+
+
+def test_a_short_timeout_names_what_is_missing(client: DataPlaneClient, partition: str) -> None:
+    """The thread's claims end within the loader's timeout."""
+    with StreamingDataLoader(client, partition, "train", ["input_ids"], batch_size=2, timeout_s=0.4) as stream:
+        ahead = queue_of(stream)
+        wait_until(lambda: ahead._late, "a claim that got nothing")
+        with pytest.raises(ClaimTimeoutError, match=r"for 2 samples.*; 0 were ready"):
+            next(iter(stream))
 
 
 def test_a_partition_that_is_there_again_is_asked_anew(client: DataPlaneClient, partition: str) -> None:

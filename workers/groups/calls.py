@@ -19,8 +19,10 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
 
-from workers.errors import WorkerLostError
-from workers.groups.futures import Called, GroupFuture, LoggedWait, cause_of, noted
+from dataplane.core.durations import seconds_if_any
+from workers.errors import CallWaitTimeoutError, WorkerLostError
+from workers.groups.futures import Called, GroupFuture, cause_of, noted
+from workers.transport.waiting import LoggedWait
 
 REDUCTIONS: Mapping[str, Callable[[Iterable[float]], float]] = {"max": max, "min": min, "mean": fmean}
 _COLOURS = re.compile(r"\x1b\[\d+m")
@@ -43,18 +45,22 @@ class Handle(Generic[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """The result, or what was raised. Blocks until it is done, or for `timeout` seconds (`CallWaitTimeoutError`;
-        it goes on). A log line every `futures.LOG_EVERY_S` says what is waited for."""
-        future, wait = self._future(), LoggedWait(timeout)
+        it goes on). A log line every `waiting.LOG_EVERY_S` says what is waited for."""
+        future, wait = self._future(), LoggedWait(seconds_if_any("timeout", timeout))
         while not futures.wait([future], wait.step_s()).done:
-            wait.check(self._what)
+            self._check(wait)
         return future.result()
 
     async def async_wait(self, timeout: float | None = None) -> T:
         """The same for async code: the event loop is woken when it is done."""
-        future, wait = asyncio.wrap_future(self._future()), LoggedWait(timeout)
+        future, wait = asyncio.wrap_future(self._future()), LoggedWait(seconds_if_any("timeout", timeout))
         while not (await asyncio.wait([future], timeout=wait.step_s()))[0]:
-            wait.check(self._what)
+            self._check(wait)
         return future.result()
+
+    def _check(self, wait: LoggedWait) -> None:
+        if wait.over(self._what):
+            raise CallWaitTimeoutError(what=self._what, waited_s=wait.timeout_s)
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""

@@ -24,10 +24,10 @@ from workers.groups.node_agent import NodeAgent
 from workers.groups.started_group import kill
 from workers.groups.virtual_cluster import ResourcesNotReadyError, alive_nodes
 from workers.placement.environment import driver_environment
+from workers.transport.waiting import LoggedWait
 
 NODES_TIMEOUT_S = 600.0
 ANSWER_S = 120.0
-LOG_EVERY_S = 30.0
 _LOOK_EVERY_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -302,17 +302,10 @@ def _head() -> ActorHandle | None:
 
 def _nodes(wanted: int, first: str) -> list[Node]:
     """The first `wanted` nodes, all if 0, once there are as many."""
-    begun = logged = time.monotonic()
-    while True:
-        alive = alive_nodes()
-        if len(alive) >= max(wanted, 1):
-            break
-        now = time.monotonic()
-        if now - begun >= NODES_TIMEOUT_S:
-            raise ResourcesNotReadyError(f"asked for {wanted} nodes; after {now - begun:.0f} s Ray has {len(alive)}")
-        if now - logged >= LOG_EVERY_S:
-            logged = now
-            logger.warning("waiting for %d nodes, Ray has %d; %.0f s so far", wanted, len(alive), now - begun)
+    wait = LoggedWait(NODES_TIMEOUT_S)
+    while len(alive := alive_nodes()) < max(wanted, 1):
+        if wait.over(f"{wanted} nodes of Ray, of which there are {len(alive)}"):
+            raise ResourcesNotReadyError(f"asked for {wanted} nodes; after {wait.waited_s:.0f} s Ray has {len(alive)}")
         time.sleep(_LOOK_EVERY_S)
     alive.sort(key=lambda node: (node["NodeID"] != first, node["NodeManagerAddress"], node["NodeID"]))
     return [

@@ -7,10 +7,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,11 +19,10 @@ from ray.exceptions import RayError, RayTaskError
 
 from dataplane.core.durations import seconds_if_any
 from workers.errors import CallWaitTimeoutError
+from workers.transport.waiting import LoggedWait
 
-logger = logging.getLogger(__name__)
 STEP_S = 1.0
 """Ray holds back what a signal's handler raises for as long as it waits."""
-LOG_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,10 @@ class GroupFuture:
 
         All are waited for at the same time, generators too, so that the first to fail raises its exception at once,
         wanted or not, with a note of the worker. The others go on, and what they raise is dropped. What a signal's
-        handler raises is raised within `STEP_S`; a log line says every `LOG_EVERY_S` which workers are waited for;
+        handler raises is raised within `STEP_S`. Every `waiting.LOG_EVERY_S` a log line says which workers are late;
         after `timeout` seconds, once none is ready, `CallWaitTimeoutError`, which names those that are late.
         """
-        wait = LoggedWait(timeout, self._log_level, self._late)
+        wait = LoggedWait(seconds_if_any("timeout", timeout), self._log_level)
         results: list[Any] = [None] * len(self._calls)
         items: dict[int, list[Any]] = {}
         place_of = {call.reference: place for place, call in enumerate(self._calls)}
@@ -63,7 +61,9 @@ class GroupFuture:
         while waiting:
             first, others = ray.wait(waiting, num_returns=1, timeout=wait.step_s(STEP_S))
             if not first:
-                wait.check(self._named(self._calls[place_of[reference]] for reference in waiting))
+                late = self._named(self._calls[place_of[reference]] for reference in waiting)
+                if wait.over(late):
+                    raise self._late(late, wait.timeout_s)
                 continue
             also, waiting = ray.wait(others, num_returns=len(others), timeout=0) if others else ([], [])
             ready = [*first, *also]
@@ -91,7 +91,7 @@ class GroupFuture:
 
     def _late(self, what: str, timeout_s: float) -> Exception:
         """What to raise for calls that are not done within `timeout_s`."""
-        return _not_done(what, timeout_s)
+        return CallWaitTimeoutError(what=what, waited_s=timeout_s)
 
     def _raised(self, call: Called, error: BaseException) -> BaseException:
         """What to raise for what Ray raises for a worker: the exception that was raised there, if there was one."""
@@ -159,38 +159,6 @@ def _drop_items(stream: ObjectRefGenerator, _: object) -> None:
                 item._on_completed(_ignore)
 
     threading.Thread(target=read, name="tq-dropped-items", daemon=True).start()
-
-
-def _not_done(what: str, waited_s: float) -> Exception:
-    return CallWaitTimeoutError(what=what, waited_s=waited_s)
-
-
-class LoggedWait:
-    """A wait in steps: `check` after each raises `late(what, timeout)` once `timeout` seconds are over, and logs every
-    `LOG_EVERY_S` what is waited for."""
-
-    def __init__(
-        self,
-        timeout: float | None,
-        log_level: int = logging.WARNING,
-        late: Callable[[str, float], Exception] = _not_done,
-    ) -> None:
-        self._timeout = seconds_if_any("timeout", timeout)
-        self._log_level = log_level
-        self._late = late
-        self._begun = self._logged = time.monotonic()
-
-    def step_s(self, longest_s: float = math.inf) -> float:
-        left_s = math.inf if self._timeout is None else self._begun + self._timeout - time.monotonic()
-        return max(min(left_s, longest_s, LOG_EVERY_S), 0.0)
-
-    def check(self, what: str) -> None:
-        now = time.monotonic()
-        if self._timeout is not None and now - self._begun >= self._timeout:
-            raise self._late(what, self._timeout)
-        if now - self._logged >= LOG_EVERY_S:
-            self._logged = now
-            logger.log(self._log_level, "%s: waiting for %.0f s so far", what, now - self._begun)
 
 
 def wait_for_all(futures: Sequence[ObjectRef], *, timeout_s: float) -> list[ObjectRef]:

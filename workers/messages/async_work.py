@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from workers.transport.poll_thread import refuse_waiting
 
 T = TypeVar("T")
 Settle = Callable[[], Future[Any] | None]
-_log = logging.getLogger(__name__)
 
 
 class AsyncWork(Generic[T]):
@@ -75,18 +73,12 @@ class AsyncWork(Generic[T]):
         that broker takes to confirm it, it is too late: this returns the item, and the task is cancelled where it next
         awaits something."""
         timeout = seconds_if_any("timeout", timeout)
-        begun = time.monotonic()
+        wait = waiting.LoggedWait(timeout)
         woken = _woken_by(self._future)
         while not self._future.done():
-            waited_s = time.monotonic() - begun
-            left_s = waiting.LOG_EVERY_S if timeout is None else min(waiting.LOG_EVERY_S, timeout - waited_s)
-            await asyncio.wait([woken], timeout=max(left_s, 0))
-            waited_s = time.monotonic() - begun
-            if self._future.done():
-                break
-            if timeout is not None and waited_s >= timeout:
-                raise MessageTimeoutError(what=self._what, waited_s=waited_s)
-            _log.warning("%s: waiting for %.0f s so far", self._what, waited_s)
+            await asyncio.wait([woken], timeout=wait.step_s())
+            if not self._future.done() and wait.over(self._what):
+                raise MessageTimeoutError(what=self._what, waited_s=wait.waited_s)
         await _see_through(self._settling())
         return self._result()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -15,17 +16,43 @@ LOG_EVERY_S = 30.0
 _log = logging.getLogger(__name__)
 
 
+class LoggedWait:
+    """A wait in steps, with a log message for each `LOG_EVERY_S` that it lasts.
+
+    timeout_s: seconds until it is over, None for no limit. log_level: of its messages.
+    """
+
+    def __init__(self, timeout_s: float | None, log_level: int = logging.WARNING) -> None:
+        self.timeout_s = math.inf if timeout_s is None else timeout_s
+        self._log_level = log_level
+        self._begun = self._logged = time.monotonic()
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._begun
+
+    def step_s(self, longest_s: float = math.inf) -> float:
+        """How long the next step may block, in seconds: `longest_s` at most."""
+        return max(min(self.timeout_s - self.waited_s, longest_s, LOG_EVERY_S), 0.0)
+
+    def over(self, what: str) -> bool:
+        """Whether the timeout has passed. If not, log `what` when a message is due: call this after each step that
+        ended without a result."""
+        now = time.monotonic()
+        if now - self._begun >= self.timeout_s:
+            return True
+        if now - self._logged >= LOG_EVERY_S:
+            self._logged = now
+            _log.log(self._log_level, "%s: waiting for %.0f s so far", what, now - self._begun)
+        return False
+
+
 def done_within(future: Future[Any], what: str, timeout_s: float | None) -> bool:
     """Wait at most `timeout_s` for `future`; return whether it is done. what: the operation, for the log."""
-    begun = time.monotonic()
+    wait = LoggedWait(timeout_s)
     while not future.done():
-        left_s = LOG_EVERY_S if timeout_s is None else min(LOG_EVERY_S, begun + timeout_s - time.monotonic())
         with contextlib.suppress(FutureTimeout):
-            future.exception(max(left_s, 0))
-        waited_s = time.monotonic() - begun
-        if future.done():
-            break
-        if timeout_s is not None and waited_s >= timeout_s:
+            future.exception(wait.step_s())
+        if not future.done() and wait.over(what):
             return False
-        _log.warning("%s: waiting for %.0f s so far", what, waited_s)
     return True

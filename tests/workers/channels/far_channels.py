@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from dataplane.core.addresses import split_address
-from tests.lives import Proxy
+from tests.restarts import Proxy
 from tests.workers.channels.channels import broker
 from workers.channels import Channel, ChannelBroker
 from workers.channels.settings import ChannelSettings

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.workers.channels.channels import CAPACITY, hosted
 from tests.workers.channels.peer import Peer, kept
 from workers.channels import Channel, connection

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.directories import client, directory  # noqa: F401
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from workers.channels import discovery
 from workers.channels.discovery import await_others, find_brokers
 from workers.channels.settings import broker_name

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from dataplane.core.addresses import split_address
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.workers.channels.channels import (
     CAPACITY,
     CONNECTION_KINDS,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lives import Proxy, wait_until
+from tests.restarts import Proxy, wait_until
 from tests.workers.channels.channels import broker
 from tests.workers.channels.far_channels import near_and_far, proxy
 from workers.channels import Channel, background, connection

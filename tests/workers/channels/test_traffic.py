@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.workers.channels.queue_desk import CAPACITY, Backed
+from tests.workers.channels.queue_driver import CAPACITY, Backed
 from workers.channels import wire
 from workers.channels.queues import Broker, Effects
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from tests.alone import alone
-from tests.lives import wait_until
 from tests.logs import logged
 from tests.processor import costs_little
+from tests.restarts import wait_until
 from tests.workers.channels.channels import (
     CAPACITY,
     MIB,

@@ -17,7 +17,7 @@ import zmq
 
 from tests.children import START_S
 from tests.directories import client, directory  # noqa: F401
-from tests.lives import Proxy, wait_until
+from tests.restarts import Proxy, wait_until
 from workers.directory import Directory, DirectoryClient, DirectoryEntry, EntryState, Kind, server
 from workers.directory import client as client_module
 from workers.directory.address import WorkerAddress

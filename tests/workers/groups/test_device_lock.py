@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.children import Child
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from workers.errors import DeviceLockTimeoutError
 from workers.groups import device_lock
 from workers.groups.device_lock import DeviceLock

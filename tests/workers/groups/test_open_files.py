@@ -15,8 +15,8 @@ import pytest
 from dataplane.core.addresses import split_address
 from dataplane.protocol.fd_limits import OF_A_CONTEXT
 from tests.alone import alone
-from tests.lives import Proxy, wait_until
 from tests.open_files import exhausted
+from tests.restarts import Proxy, wait_until
 from tests.workers.channels.channels import CAPACITY, broker, make
 from tests.workers.messages.messengers import Here, address, one_connection
 from workers.channels import Channel, ChannelBroker

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.workers.messages.messengers import Here, address, elsewhere, here, settling, until_it_fails
 from workers.directory.address import WorkerAddress
 from workers.errors import GroupOptionsError, NotSerializableError, SourceFailedError, WorkerLostError

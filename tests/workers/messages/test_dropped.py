@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.workers.messages.messengers import WAIT_S, Here, address, here, one_connection
 from tests.workers.messages.test_calls import Ends
 from tests.workers.messages.test_late import Dam, far

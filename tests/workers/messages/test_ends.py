@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.alone import alone, leaves_nothing_open
-from tests.lives import Proxy, wait_until
+from tests.restarts import Proxy, wait_until
 from tests.workers.messages.messengers import Here, address, elsewhere, here, one_connection, until_it_fails
 from workers.directory import Directory, DirectoryClient, Kind
 from workers.directory import client as client_module

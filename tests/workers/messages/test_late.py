@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.workers.messages.messengers import Here, address, until_it_fails
 from workers.errors import MessageMismatchError, MessageTimeoutError
 from workers.messages import Messenger

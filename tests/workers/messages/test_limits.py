@@ -25,7 +25,7 @@ import zmq
 from dataplane.core.wakeup import LONGEST_MS, poll_ms
 from dataplane.errors import InternalError
 from tests.alone import alone
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.workers.messages.messengers import Here, address, here, one_connection, until_it_fails
 from workers.directory import Directory, DirectoryClient, Kind
 from workers.errors import MessageBacklogError, MessageTimeoutError, WorkerLostError

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.lives import wait_until
+from tests.restarts import wait_until
 from tests.workers.messages.messengers import Here, address, elsewhere, one_connection, want_of
 from workers.directory.address import WorkerAddress
 from workers.errors import WorkerLostError

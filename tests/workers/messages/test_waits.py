@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.late import Late
-from tests.lives import wait_until
 from tests.logs import logged
 from tests.processor import costs_little
+from tests.restarts import wait_until
 from tests.workers.messages.messengers import Here, address, here, one_connection
 from workers.errors import MessageBacklogError, MessageTimeoutError, MessengerClosedError, NameNotFoundError
 from workers.messages import async_work

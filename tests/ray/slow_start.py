@@ -24,6 +24,6 @@ def get_node(*arguments: Any) -> Any:
             time.sleep(0.1)
 
 
-def be_patient() -> None:
+def allow_slow_starts() -> None:
     """In a process that ends with its cluster."""
     services.get_node = get_node

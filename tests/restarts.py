@@ -1,4 +1,4 @@
-"""A service whose controller ends and lives again, beside storage units that live on; and a network that fails."""
+"""A service whose controller stops and starts again while its storage units go on; and a network that fails."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def _text(what: str | Callable[[], str], come: Callable[[], Any]) -> str:
     return what or (f"{code.co_filename}:{code.co_firstlineno}" if code else repr(come))
 
 
-class Lives:
+class RestartableService:
     """`start` a controller on the state in `state_dir`, `stop` it, `forget` its state, and start it again: it has the
-    same port. `unit` starts a storage unit, which needs no controller to live on."""
+    same port. `unit` starts a storage unit, which goes on without a controller."""
 
     def __init__(self, state_dir: Path, config: DataPlaneConfig = CONFIG) -> None:
         self.state_dir = state_dir
@@ -65,7 +65,7 @@ class Lives:
         return f"127.0.0.1:{self.port}"
 
     def start(self, *, durable: bool = True, elsewhere: bool = False) -> Controller:
-        """Another life, on the port of the last one unless `elsewhere`."""
+        """Another run, on the port of the last one unless `elsewhere`."""
         state_dir = str(self.state_dir) if durable else None
         config = replace(self.config, state_dir=state_dir)
         for port in range(self.port + 2, 65000, 2) if elsewhere else [self.port]:
@@ -105,15 +105,15 @@ class Lives:
 
 
 @contextlib.contextmanager
-def one_unit(state_dir: Path) -> Iterator[Lives]:
+def one_unit(state_dir: Path) -> Iterator[RestartableService]:
     """A service that forgets all at its end, with one storage unit; tests start more."""
-    lives = Lives(state_dir)
+    restartable = RestartableService(state_dir)
     try:
-        lives.start(durable=False)
-        lives.unit()
-        yield lives
+        restartable.start(durable=False)
+        restartable.unit()
+        yield restartable
     finally:
-        lives.close()
+        restartable.close()
 
 
 class Proxy:

@@ -29,7 +29,7 @@ class Backed:
         self._space.give(space, nbytes)
 
 
-class Desk:
+class QueueDriver:
     """A broker with one channel "c" and two clients; `say` returns what was answered."""
 
     def __init__(self, maxsize: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""What hypothesis chooses: who there is, and what happens to them; and how such a life is played."""
+"""What hypothesis chooses: participants, and what happens to them; and how such a plan is run."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ def small_pages() -> AbstractContextManager[object]:
 
 
 def simulate(plan: Plan, decisions: bytes) -> World:
-    """One life of the world that `plan` and `decisions` describe, everything checked on the way. Arenas here are
+    """One run of the world that `plan` and `decisions` describe, everything checked on the way. Arenas here are
     smaller than a page, so parts of pages are given back, too."""
     with small_pages():
-        return live(plan, decisions)
+        return run(plan, decisions)
 
 
-def live(plan: Plan, decisions: bytes) -> World:
+def run(plan: Plan, decisions: bytes) -> World:
     world = World(new_ledger())
     for host, capacity, backed in plan.units:
         world.add_unit(host, capacity, backed)

@@ -14,7 +14,7 @@ from tests.ledger.values import by_ids, canonical
 from tests.ledger.writer import IDS, SPECS, TASKS, LedgerWriter
 
 
-class LedgerLives(LedgerWriter):
+class LedgerSessions(LedgerWriter):
     """Rules about units, sessions and time."""
 
     @initialize(
