@@ -1,4 +1,4 @@
-"""The ledger: all state that decides anything, as a pure state machine."""
+"""The ledger: all state and all decisions of the service, as a pure state machine."""
 
 from dataplane.ledger.ledger import Ledger
 from dataplane.ledger.state.limits import Limits

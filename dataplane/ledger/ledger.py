@@ -1,7 +1,7 @@
-"""The ledger: every decision of the service, as a pure state machine.
+"""The ledger: all decisions of the service, as a pure state machine.
 
-Inputs go in one at a time, answers and orders come out; nothing else happens. The same inputs give the same outputs
-and the same state, so that a log of inputs is a backup.
+It takes one input at a time and returns answers and orders; it has no other effects. The same inputs give the
+same outputs and the same state, so that a log of inputs is a backup.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ from dataplane.ledger.state.limits import Limits, check_limit
 from dataplane.ledger.state.sessions import Parked, ParkedAllocate, ParkedClaim, ParkedFind, ParkedShrink, Session
 from dataplane.ledger.state.state import State
 
-_NEVER_TOO_MANY = (c.Abort, c.Release, c.Unclaim, c.Bye)
-"""Commands that give back: without them what is held would be for good."""
+_EXEMPT_FROM_LIMIT = (c.Abort, c.Release, c.Unclaim, c.Bye)
+"""Commands that release something. They are exempt from the limit, because a client at its limit must be able to
+release."""
 
 Handler = Callable[[Session, int, Any], c.Result | None]
-"""(session, number, command) -> the result, or None when the call was parked."""
+"""(session, number, command) -> the result, or None if the call was parked."""
 
 
 class Ledger:
-    """`apply` takes the next input. `Tick` is its only clock: the shell ticks before it applies what came in, and at
-    `next_deadline` at the latest.
+    """`apply` processes the next input. `Tick` is the only clock: the shell sends one before every other input,
+    and at `next_deadline` at the latest.
 
-    epoch: this epoch of the service. reserve_fraction: the part of every arena that only updates may use.
-    heartbeat_s, session_timeout_s: when a silent session is looked into, and when one that no unit can prove alive is
-    given up. checksums: which rows get one. low_watermark, high_watermark: see `Pressure`.
+    epoch: the current epoch of the service. reserve_fraction: the fraction of every arena that only updates may
+    use. heartbeat_s: when a silent session is probed. session_timeout_s: when a silent session ends that no unit
+    can prove alive. checksums: which rows get a checksum. low_watermark, high_watermark: see `Pressure`.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class Ledger:
     ) -> None:
         state = State(epoch, limits or Limits(), reserve_fraction, heartbeat_s, session_timeout_s, checksums)
         state.watermarks = low_watermark, high_watermark
-        self._take_over(state)
+        self._use_state(state)
 
-    def _take_over(self, state: State) -> None:
-        """Everything that works on the state works on this one."""
+    def _use_state(self, state: State) -> None:
+        """Set up all components to work on this state."""
         self._state = state
         self._liveness = Liveness(self._state)
         self._reservations = Reservations(self._state, self._liveness)
@@ -95,7 +96,7 @@ class Ledger:
 
     @property
     def now(self) -> float:
-        """Its clock: that of the last `Tick`."""
+        """The time of the last `Tick`."""
         return self._state.now
 
     @property
@@ -104,12 +105,12 @@ class Ledger:
         return sum(partition.account.live_bytes for partition in self._state.partitions.values())
 
     def units_on(self, host: str) -> list[int]:
-        """The numbers of a host's storage units, present or lost."""
+        """Return the numbers of a host's storage units, connected or lost."""
         return [unit.number for unit in self._state.units.values() if unit.host == host]
 
     def apply(self, item: c.Input) -> list[c.Output]:
-        """Everything that follows from one input, in the order in which it must leave. What an input that failed (a
-        defect: it raises) had put out leaves with the next."""
+        """Process one input and return its outputs, in the order in which they must leave. If an input raises (a
+        defect), its outputs leave with those of the next input."""
         if isinstance(item, c.Call):
             self._call(item)
         else:
@@ -120,7 +121,7 @@ class Ledger:
         return out
 
     def next_deadline(self) -> float | None:
-        """When the next `Tick` is due at the latest; None while nothing can ever time out."""
+        """Return when the next `Tick` is due at the latest, or None if nothing can time out."""
         state = self._state
         times = [self._liveness.next_look, self._reservations.retry_at(), state.leases.next_end()]
         times.append(self._compactions.next_look())
@@ -131,25 +132,25 @@ class Ledger:
         return None if first == float("inf") else first
 
     def fingerprint(self) -> bytes:
-        """A digest of the whole state."""
+        """Return a digest of the whole state."""
         return digest(self._roots())
 
     def image(self) -> bytes:
-        """The whole state, for `restored`. Between two inputs only."""
+        """Serialize the whole state for `restored`. Call it only between two inputs."""
         return dump(self._roots())
 
     @classmethod
     def restored(cls, image: bytes) -> Ledger:
-        """A ledger in the state that `image` has. `ImageError` for bytes that are none, or of another version."""
+        """Create a ledger from an image. `ImageError` if the bytes are not an image, or one of another version."""
         ledger = cls(0)
         roots = load(image)
         if len(roots) != len(ledger._roots()) or not isinstance(roots[0], State):
-            raise ImageError(f"{len(roots)} roots that are no ledger's")
+            raise ImageError(f"the image does not contain a ledger (it has {len(roots)} roots)")
         ledger._adopt(*roots)
         return ledger
 
     def _roots(self) -> list[Any]:
-        """All that the future depends on."""
+        """Return all objects on which future outputs depend."""
         live, units = self._liveness, self._units
         return [self._state, live.nonces, live.opened, live.next_look, units.cookies, units.added]
 
@@ -162,16 +163,16 @@ class Ledger:
         cookies: dict[str, int],
         added: int,
     ) -> None:
-        self._take_over(state)
+        self._use_state(state)
         self._liveness.nonces, self._liveness.opened, self._liveness.next_look = nonces, opened, next_look
         self._units.cookies, self._units.added = cookies, added
 
     def free_ranges(self, unit: int) -> list[tuple[int, int]]:
-        """(offset, nbytes) of every free range of a unit's arena, by address. For tests."""
+        """Return (offset, nbytes) of every free range of a unit's arena, by address. For tests."""
         return list(self._state.units[unit].space.ranges())
 
     def held_ranges(self) -> list[tuple[int, int, int]]:
-        """(unit, offset, nbytes) of every range in use. For tests."""
+        """Return (unit, offset, nbytes) of every range in use. For tests."""
         return self._state.extents.ranges()
 
     # --- inputs
@@ -236,7 +237,8 @@ class Ledger:
         }
 
     def _settle(self) -> None:
-        """Whoever waits and can be served now is. Claims that drop groups make space, puts that evict end claims."""
+        """Serve all parked calls that can be served now. Repeats, because claims that drop groups free space,
+        and puts that evict samples end claims."""
         state = self._state
         while state.touched or state.extents.freed or state.extents.loosened:
             self._reservations.judge()
@@ -249,6 +251,7 @@ class Ledger:
     # --- numbered calls
 
     def _call(self, call: c.Call) -> None:
+        """Execute a call once: repeat its answer if it is kept, refuse it if it is settled."""
         state, number = self._state, call.number
         session = state.sessions.get(call.session)
         if session is None or not session.live:
@@ -269,6 +272,7 @@ class Ledger:
             self._execute(session, number, call.command)
 
     def _confirm(self, session: Session, call: c.Call) -> None:
+        """Settle the calls that the watermark and the confirmations of this call cover."""
         state = self._state
         given_up, final = session.confirm(call.watermark, call.confirmed, state.limits)
         for abandoned in given_up:
@@ -277,11 +281,12 @@ class Ledger:
             state.loosen(claimed.partition, claimed.rows)
 
     def _execute(self, session: Session, number: int, command: c.Command) -> None:
+        """Run a command, and answer it unless it was parked."""
         result: c.Result | DataPlaneError | None
         try:
-            if not isinstance(command, _NEVER_TOO_MANY):
+            if not isinstance(command, _EXEMPT_FROM_LIMIT):
                 most = self._state.limits.in_flight
-                check_limit("calls in flight", session.unanswered + 1, most, "Wait for answers to earlier ones.")
+                check_limit("calls in flight", session.unanswered + 1, most, "Wait for answers to earlier calls.")
             result = self._handlers[type(command)](session, number, command)
         except DataPlaneError as error:
             result = error
@@ -289,9 +294,10 @@ class Ledger:
             self._state.answer(session, number, result)
 
     def _refuse_expired(self, call: c.Call, session: Session | None) -> None:
+        """Answer a call of a session that is not live: with an error, or `Done` for a `Bye`."""
         result: c.Result | DataPlaneError = c.Done()
         if type(call.command) is not c.Bye:
-            why = "it ended, or was opened in another epoch of the service" if session is None else session.why
+            why = "it ended, or belongs to another epoch of the service" if session is None else session.why
             result = SessionExpiredError(session=call.session, why=why)
         self._state.out.append(c.Answer(session=call.session, number=call.number, result=result))
 
@@ -318,27 +324,27 @@ class Ledger:
         return c.Done()
 
     def _withdraw(self, session: Session, number: int, target: int, kind: type[c.Result] | UnionType) -> None:
-        """Call `target` has no effect from now on: parked, it ends; not seen yet, it will never execute."""
+        """Cancel call `target`: end it if it is parked, and never execute it if it is not yet seen."""
         if not 1 <= target < number:
-            raise InvalidRequestError(f"call {number} can withdraw an earlier call only, not {target}")
+            raise InvalidRequestError(f"call {number} cannot withdraw call {target}, only earlier calls")
         cancelled = CallCancelledError(session=session.number, number=target)
         answered = session.answers.get(target)
         if target in session.parked:
             self._state.unpark(session.parked[target], cancelled)
         elif isinstance(answered, c.Result) and not isinstance(answered, kind):
             expected = getattr(kind, "__name__", kind)
-            raise InvalidRequestError(f"call {target} was answered {type(answered).__name__}, not {expected}")
+            raise InvalidRequestError(f"call {target} was answered {type(answered).__name__}, expected {expected}")
         elif not session.settled(target) and not isinstance(answered, DataPlaneError):
             session.keep(target, cancelled, self._state.limits)
 
     # --- time
 
     def _restart(self, item: c.Restarted) -> None:
-        """The service lives again with this state: whoever knew it has to be heard again, and has all its time for
-        it."""
+        """Continue with this state in a new epoch of the service. Units and sessions must reconnect, and
+        timeouts and leases start again in full."""
         state = self._state
         if item.epoch <= state.epoch:
-            raise ValueError(f"epoch {item.epoch} is not after {state.epoch}")
+            raise ValueError(f"new epoch {item.epoch} must be greater than the current epoch {state.epoch}")
         state.epoch = item.epoch
         state.reserve_fraction = item.reserve_fraction
         state.heartbeat_s, state.session_timeout_s = item.heartbeat_s, item.session_timeout_s
@@ -350,10 +356,10 @@ class Ledger:
             self._units.lost(c.UnitLost(unit=unit.number))
         self._liveness.restarted()
         state.leases.renew(state.now)
-        self._look_at_everything()
+        self._recount_everything()
 
-    def _look_at_everything(self) -> None:
-        """Whatever was counted for those who wait is counted again."""
+    def _recount_everything(self) -> None:
+        """Count again everything that is counted for parked calls."""
         for partition in self._state.partitions.values():
             partition.outlook = None
             self._state.extents.loosened.add(partition.account.number)
@@ -362,8 +368,8 @@ class Ledger:
             self._state.touch(partition)
 
     def _tick(self, item: c.Tick) -> None:
-        """Leases end, partial groups have had their time, sessions are looked into, whoever can be served is, those end
-        whose time is over, and arenas are compacted for those that are left."""
+        """Advance the clock. Expires leases and overdue groups, checks sessions, serves parked calls, ends those
+        that reached their deadline, and compacts arenas for the remaining puts."""
         state = self._state
         gap = item.now - state.now
         state.now = max(state.now, item.now)
@@ -385,7 +391,7 @@ class Ledger:
     def _time_out(self, parked: Parked) -> None:
         try:
             late = self._timed_out(parked)
-        except Exception as error:  # of what it waited for; those behind it have their time, too
+        except Exception as error:  # one call must not stop the timeouts of later ones
             self._state.fail(parked, error)
         else:
             self._state.unpark(parked, late)
@@ -401,7 +407,7 @@ class Ledger:
         return self._reservations.out_of_space(parked)
 
     def _drop_idle_alarms(self) -> None:
-        """So that answered calls do not wake the shell."""
+        """Remove alarms of answered calls, so that they do not wake the shell."""
         state = self._state
         while state.alarms:
             session = state.sessions.get(state.alarms[0][2])

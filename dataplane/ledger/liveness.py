@@ -1,4 +1,4 @@
-"""Who is there: sessions open, fall silent, are probed, end, and what they held comes back once units prove it safe."""
+"""Liveness of sessions: open, probe and end them, and free their resources once units prove that this is safe."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ from dataplane.ledger.state.sessions import Session, SessionStatus
 from dataplane.ledger.state.state import State
 
 SESSIONS_APART_NS = 100_000
-"""Epochs are times in nanoseconds: a state opens ten thousand sessions per second before it comes to a later one's."""
+"""Epochs are times in nanoseconds. A state can open ten thousand sessions per second before it reaches the
+numbers of a later state."""
 
 
 class Liveness:
-    """`opened` is the last session's number. Numbers begin where no state that began earlier can have come to, so that
-    a call of a lost state's session is never taken for one of this.
+    """`opened` is the number of the last session. Numbers begin above all that an earlier state can have used, so
+    that a call of a session of a lost state is never taken for one of this state.
 
-    A session attached to a connected unit lives as long as its lock is held, however silent it is. One attached
-    nowhere is given up after `session_timeout_s` of silence. `next_look` is when sessions must be looked through."""
+    A session attached to a connected unit stays live while its lock is held, however long it is silent. A session
+    without attachment ends after `session_timeout_s` of silence. `next_look` is when sessions must be checked.
+    """
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -47,6 +49,7 @@ class Liveness:
     # --- inputs
 
     def open(self, item: OpenSession) -> None:
+        """Open or continue a session, and put out `Opened` with the session or the error."""
         session, error = None, None
         try:
             session = self._open(item)
@@ -59,9 +62,10 @@ class Liveness:
         )
 
     def _open(self, item: OpenSession) -> Session:
+        """Return the session: known by its nonce, or new."""
         state = self.state
         if item.epoch > state.epoch:
-            lost = f"what session {item.session} did since"
+            lost = f"the latest changes of session {item.session}"
             raise ServiceRestartedError(expected_epoch=item.epoch, got_epoch=state.epoch, what="the service", lost=lost)
         known = state.sessions.get(self.nonces.get(item.nonce, 0))
         if known is not None and known.live:
@@ -74,10 +78,10 @@ class Liveness:
         if item.session:
             raise self._forgotten(item)
         limits = state.limits
-        check_limit("open sessions", len(state.sessions) + 1, limits.sessions, "Close clients that are done.")
+        check_limit("open sessions", len(state.sessions) + 1, limits.sessions, "Close unused clients.")
         for name in (item.nonce, item.host, item.name):
             check_limit("characters of a client's name", len(name), limits.id_bytes, "Set a shorter client_name.")
-        check_limit("characters of a lock's path", len(item.lock_path), limits.path_bytes, "Use a shorter one.")
+        check_limit("characters of a lock's path", len(item.lock_path), limits.path_bytes, "Use a shorter path.")
         self.opened += 1
         session = Session(self.opened, item.nonce, item.name, item.host, item.lock_path, state.now)
         state.sessions[session.number] = session
@@ -87,11 +91,11 @@ class Liveness:
         return session
 
     def _forgotten(self, item: OpenSession) -> DataPlaneError:
-        """Why a session that would go on is not there."""
+        """Return the error for a client that wants to continue an unknown session."""
         state = self.state
         if item.epoch >= state.born:
-            return SessionExpiredError(session=item.session, why="it ended while nothing was heard of its client")
-        lost = f"session {item.session}, and every partition, sample and claim of that time"
+            return SessionExpiredError(session=item.session, why="it ended while its client was disconnected")
+        lost = f"session {item.session}, and every partition, sample and claim of that epoch"
         return ServiceRestartedError(expected_epoch=item.epoch, got_epoch=state.epoch, what="the service", lost=lost)
 
     def heartbeat(self, item: Heartbeat) -> None:
@@ -107,6 +111,7 @@ class Liveness:
             self._look_at(self.state.now + self.state.heartbeat_s)
 
     def attached(self, item: SessionAttached) -> None:
+        """Record that the session is local to the unit. If the session has ended, fence it there."""
         session, unit = self.state.sessions.get(item.session), self.state.units.get(item.unit)
         if unit is None:
             return
@@ -118,7 +123,8 @@ class Liveness:
         session.attached[item.unit] = item.lock_path
 
     def gone(self, item: SessionGone) -> None:
-        """Proof from one unit: a live session ends with it; what it held in this unit is free."""
+        """Handle a unit's proof that a session cannot access its bytes: end the session if it is live, and free
+        what it held in this unit."""
         session = self.state.sessions.get(item.session)
         if session is None:
             return
@@ -126,24 +132,27 @@ class Liveness:
         self._free_on(session, item.unit)
         session.fencing.pop(item.unit, None)
         if session.live:
-            self.end(session, f"storage unit {item.unit} has proof that its process is gone")
+            self.end(session, f"its client process exited (proof by storage unit {item.unit})")
         else:
             self._remove_if_done(session)
 
     def alive(self, item: SessionAlive) -> None:
-        """Its lock is held: looked into again a heartbeat after the last probe."""
+        """Handle a lock that is still held: check the session again one heartbeat after the last probe."""
         session = self.state.sessions.get(item.session)
         if session is not None:
             self._look_at((self.state.now if session.probed is None else session.probed) + self.state.heartbeat_s)
 
     def bye(self, session: Session, number: int, command: Bye) -> Done:
-        """Parked calls end, claims that the watermark has not passed go back; bytes held wait for proof."""
-        self.end(session, "it said goodbye")
+        """End the session: parked calls end, unconfirmed claims are returned, and held bytes wait for proof from
+        units."""
+        self.end(session, "its client closed it")
         return Done()
 
     # --- the end of a session
 
     def end(self, session: Session, why: str) -> None:
+        """End a session: answer its parked calls, return its claims, and fence it on all units where it may hold
+        bytes."""
         state = self.state
         session.state, session.why = SessionStatus.ENDING, why
         for parked in list(session.parked.values()):
@@ -166,7 +175,8 @@ class Liveness:
         self._look_at(state.now + state.heartbeat_s)
 
     def _holding(self, session: Session) -> dict[int, str]:
-        """Units where it has reservations or pins, by number, and where its lock is if it may be local there."""
+        """Return the units where the session has reservations or pins, each with its lock path if it may be
+        local there."""
         units = self.state.extents.units
         found: set[int] = set()
         for reservation in session.reservations.values():
@@ -176,11 +186,11 @@ class Liveness:
         return {unit: self._lock_near(session, unit) for unit in sorted(found)}
 
     def _lock_near(self, session: Session, unit: int) -> str:
-        """Where the lock is of a session that may have attached to this unit; "" if it cannot have."""
+        """Return the lock path of a session that may have attached to this unit, "" if it cannot have."""
         return session.lock_path if self.state.units[unit].host == session.host else ""
 
     def _free_on(self, session: Session, unit: int) -> None:
-        """Nothing of the session can touch this unit any more."""
+        """Free what the session holds on this unit, which it can no longer access."""
         extents = self.state.extents
         for reservation in session.reservations.values():
             here = [[piece for piece in column if extents.units[piece[2]] == unit] for column in reservation.pieces]
@@ -198,7 +208,7 @@ class Liveness:
             self._forget_empty(session)
 
     def _forget_empty(self, session: Session) -> None:
-        """An ending session keeps only what still holds bytes."""
+        """Remove the reservations and pins of an ending session that hold no bytes."""
         session.reservations = {n: reserved for n, reserved in session.reservations.items() if any(reserved.pieces)}
         session.pins = {n: pinned for n, pinned in session.pins.items() if len(pinned)}
 
@@ -212,8 +222,8 @@ class Liveness:
         self.nonces.pop(session.nonce, None)
 
     def restarted(self) -> None:
-        """In a new epoch of the service nobody was heard yet, and nobody is overdue. Should the log have lost its end,
-        the sessions opened there are not opened again."""
+        """Begin a new epoch of the service, in which no session is overdue. If the end of the log was lost, the
+        numbers of sessions opened there are not used again."""
         self.opened = max(self.opened, self.state.epoch // SESSIONS_APART_NS)
         for session in self.state.sessions.values():
             session.hear(self.state.now)
@@ -223,9 +233,9 @@ class Liveness:
     # --- units
 
     def unit_back(self, unit: int) -> None:
-        """A lost unit answers again. Whoever holds bytes there, local or not, keeps them until it gives them back or is
-        proven gone, also in a new epoch of the unit: it may have learned of that epoch between the answer that told it
-        where its bytes are and their use."""
+        """Probe and fence again on a unit that came back. Sessions, local or not, keep their bytes there until they
+        release them or a unit proves their end, also in a new epoch of the unit: a client may have learned that
+        epoch after it received the location of its bytes and before it used them."""
         for session in list(self.state.sessions.values()):
             if unit in session.fencing:
                 self._fence(session, unit, session.fencing[unit])
@@ -233,18 +243,19 @@ class Liveness:
                 self._probe(session)
 
     def machine_restarted(self, unit: int, host: str) -> None:
-        """The machine that was `host`, where the unit is, was started anew: whoever ran there is gone."""
+        """The unit's machine, whose boot id was `host`, rebooted: end all sessions that ran there, and free what they
+        held in the unit."""
         for session in [found for found in self.state.sessions.values() if found.host == host]:
             session.attached.pop(unit, None)
             self._free_on(session, unit)
             session.fencing.pop(unit, None)
             if session.live:
-                self.end(session, "its machine was started anew")
+                self.end(session, "its machine was rebooted")
             else:
                 self._remove_if_done(session)
 
     def unit_dropped(self, unit: int) -> None:
-        """Forget what sessions held there; the unit's extents are about to go."""
+        """Forget what sessions held on a unit whose extents are about to be removed."""
         extents = self.state.extents
         for session in list(self.state.sessions.values()):
             session.attached.pop(unit, None)
@@ -262,7 +273,7 @@ class Liveness:
     # --- looking
 
     def probe_silent(self) -> None:
-        """Space is wanted: look into every session that missed a heartbeat, or is ending."""
+        """Probe every session that missed a heartbeat or is ending, because a put needs space."""
         state = self.state
         for session in state.sessions.values():
             quiet = session.silent or state.now - session.heard > state.heartbeat_s
@@ -270,7 +281,7 @@ class Liveness:
                 self._probe(session)
 
     def look(self, gap: float) -> None:
-        """Probe and give up sessions. `gap` is how long the ledger itself saw no tick."""
+        """Probe silent sessions, and end those that timed out. `gap` is the time between the last two ticks."""
         state = self.state
         if state.now < self.next_look:
             return
@@ -289,6 +300,7 @@ class Liveness:
             self.next_look = state.now + state.heartbeat_s
 
     def _look_into(self, session: Session, gap: float) -> None:
+        """Probe a silent session. End it if no unit can prove it alive and its timeout is over."""
         state = self.state
         if self._reachable(session):
             if self._probe_due(session):
@@ -300,16 +312,17 @@ class Liveness:
         if state.now < overdue:
             self._look_at(overdue)
         elif gap > state.heartbeat_s and session.suspected is None:
-            # The ledger was not looking either: what the client said meanwhile may still be on its way in.
+            # The ledger was paused too, and messages of the client may still be in transit.
             session.suspected = state.now
             self._look_at(state.now + state.heartbeat_s)
         elif session.suspected is None or state.now >= session.suspected + state.heartbeat_s:
-            self.end(session, f"nothing was heard of it for {state.now - session.heard:.1f} s")
+            self.end(session, f"its client was silent for {state.now - session.heard:.1f} s")
         else:
             self._look_at(session.suspected + state.heartbeat_s)
 
     def _reachable(self, session: Session) -> dict[int, str]:
-        """Connected units that can say whether it lives, or that owe proof that it does not, and where its lock is."""
+        """Return the connected units that can check the session (if it is live) or owe proof of its end, with
+        its lock path."""
         units = self.state.units
         where = session.attached if session.live else session.fencing
         return {unit: path for unit, path in where.items() if unit in units and units[unit].connected}
@@ -328,8 +341,8 @@ class Liveness:
         self._order(session.number, unit, lock_path)
 
     def _order(self, session: int, unit: int, lock_path: str) -> None:
-        """Have the unit fence the session, and with it those between the nearest that are there: so it has to remember
-        no more stretches of numbers than there are sessions."""
+        """Order the unit to fence the session, together with all ended sessions numbered between its neighbours
+        that still exist. The unit then remembers no more ranges of numbers than there are sessions."""
         there = sorted(self.state.sessions)
         before, after = bisect_left(there, session), bisect_right(there, session)
         first = there[before - 1] + 1 if before else 1

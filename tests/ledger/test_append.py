@@ -67,7 +67,7 @@ def test_an_unchanged_row_is_replaced(client: Client) -> None:
     with pytest.raises(RowsChangedError):
         put_upon(client, upon, ("a", "b"), [210, 10])
     client.do(c.Release(located=upon[0]))
-    with pytest.raises(InvalidRequestError, match="pins nothing"):
+    with pytest.raises(InvalidRequestError, match="holds no pins"):
         put_upon(client, upon, ("a", "b"), [210, 10])
     client.clear("a", "b")
     assert client.unit().live_bytes == 0
@@ -100,7 +100,7 @@ def test_any_change_is_seen_and_changes_nothing(client: Client, change: str) -> 
 def test_expectations_must_fit_the_samples(client: Client) -> None:
     client.put(["a"], {"x": [70]})
     number, found = find(client, "a")
-    with pytest.raises(InvalidRequestError, match="1 places for 2 samples"):
+    with pytest.raises(InvalidRequestError, match="1 locations for 2 samples"):
         put_upon(client, (number, found), ("a", "b"), [80, 5])
 
 

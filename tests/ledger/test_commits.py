@@ -143,7 +143,7 @@ def test_a_commit_is_visible_whole(client: Client) -> None:
 
 
 def test_columns_without_a_reservation_are_refused(client: Client) -> None:
-    with pytest.raises(InvalidRequestError, match="names no reservation"):
+    with pytest.raises(InvalidRequestError, match="requires a reservation"):
         client.raise_(commit(None))
 
 

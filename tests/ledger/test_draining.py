@@ -119,7 +119,7 @@ def test_the_last_unit_with_space_is_drained_only_by_force() -> None:
     client.do(c.Drain(unit=1, undo=True))
     driver.apply(c.UnitLost(unit=1))
     client.do(c.Drain(unit=2, undo=True))
-    with pytest.raises(DrainError, match="no other storage unit has space for new rows, so"):
+    with pytest.raises(DrainError, match="no other storage unit has space for new rows, and"):
         client.raise_(c.Drain(unit=2))
 
 
@@ -351,12 +351,12 @@ def test_a_move_that_makes_no_sense_changes_nothing_and_frees_its_space() -> Non
             client.raise_(switch(found, wrong.pop("located", located), reserve(client, found), **wrong))
         assert client.unit(2).reserved_bytes == 0
     put = client.post(client.allocate({"x": [100, 200]}))
-    with pytest.raises(InvalidRequestError, match="to be moved"):
+    with pytest.raises(InvalidRequestError, match="for a move"):
         client.raise_(switch(found, located, put))
     number = reserve(client, found)
-    with pytest.raises(InvalidRequestError, match="of a move"):
+    with pytest.raises(InvalidRequestError, match="made for a move"):
         client.raise_(c.Commit(partition="p", samples=by_ids("a"), mode=c.Mode.UPSERT, reservation=number))
-    with pytest.raises(InvalidRequestError, match="as an update of one column"):
+    with pytest.raises(InvalidRequestError, match="requires update=True and one column"):
         client.raise_(client.allocate({"x": [1], "y": [1]}, update=True, moving=True))
     assert places(client, "a", "b") == before
 

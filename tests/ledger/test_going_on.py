@@ -86,7 +86,7 @@ def test_an_older_service_does_not_take_a_session_of_a_later_run() -> None:
     error = refused(ledger, opening(session=session, epoch=LATER))
     assert isinstance(error, ServiceRestartedError)
     assert (error.expected_epoch, error.got_epoch) == (LATER, EPOCH)
-    assert error.lost == f"what session {session} did since"
+    assert error.lost == f"the latest changes of session {session}"
 
 
 def test_going_on_is_refused_to_another_protocol_version() -> None:

@@ -126,7 +126,7 @@ def test_shared_bytes_are_said_to_be(client: Client) -> None:
 
 def test_one_sample_at_a_time_and_one_that_lives(client: Client) -> None:
     client.put(["a", "b"], {"x": [1, 1]})
-    with pytest.raises(InvalidRequestError, match="2 samples are named"):
+    with pytest.raises(InvalidRequestError, match="exactly one sample, got 2"):
         client.raise_(c.Show(partition="p", samples=by_ids("a", "b")))
     with pytest.raises(SampleNotFoundError, match="'z'"):
         client.raise_(c.Show(partition="p", samples=by_ids("z")))
@@ -142,7 +142,7 @@ def test_a_sample_is_found_in_the_first_partition_that_has_it(client: Client) ->
     with pytest.raises(SampleNotFoundError, match="no live sample 'z' in any partition"):
         client.raise_(c.Show(samples=by_ids("z")))
     handle = c.Samples(rows=np.array([0]), generations=np.array([1]))
-    with pytest.raises(InvalidRequestError, match="a handle is of one partition"):
+    with pytest.raises(InvalidRequestError, match="a handle requires the name of its partition"):
         client.raise_(c.Show(samples=handle))
 
 
@@ -160,7 +160,7 @@ def test_the_map_shows_what_lies_where(driver: Driver, client: Client) -> None:
     assert (seen.free_bytes, seen.largest_free_bytes, seen.fragments, seen.extents) == (24 * KIB, 24 * KIB, 1, 3)
     stats = client.unit()
     assert (stats.largest_free_bytes, stats.fragments, stats.extents) == (24 * KIB, 1, 3)
-    with pytest.raises(InvalidRequestError, match=r"no storage unit 9: there are \[1\]"):
+    with pytest.raises(InvalidRequestError, match=r"unknown storage unit 9; the units are \[1\]"):
         client.raise_(c.MapMemory(unit=9, cells=4))
 
 

@@ -144,7 +144,7 @@ def test_samples_that_share_a_value_have_its_checksum() -> None:
 
 def test_there_is_one_for_each_value() -> None:
     _, client = ready()
-    with pytest.raises(InvalidRequestError, match="1 checksums of 2 values"):
+    with pytest.raises(InvalidRequestError, match="1 checksums for 2 values"):
         put(client, ["a", "b"], sums(7))
 
 

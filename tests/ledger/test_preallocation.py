@@ -103,7 +103,7 @@ def test_a_commit_outside_the_space_is_refused_and_takes_nothing(client: Client,
 def test_the_same_part_cannot_be_taken_twice(client: Client) -> None:
     reservation, start = allocate(client)
     client.call(c.Committed, commit(reservation, start, "a"))
-    with pytest.raises(InvalidRequestError, match="no longer"):
+    with pytest.raises(InvalidRequestError, match="not within the unused part"):
         client.raise_(commit(reservation, start, "b"))
 
 

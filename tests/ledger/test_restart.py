@@ -120,7 +120,7 @@ def test_a_dead_local_session_is_found_out_once_its_unit_is_back() -> None:
 
 
 def test_epochs_only_grow() -> None:
-    with pytest.raises(ValueError, match="epoch 7 is not after 7"):
+    with pytest.raises(ValueError, match="epoch 7 must be greater than the current epoch 7"):
         restarted(Driver(), epoch=7)
 
 

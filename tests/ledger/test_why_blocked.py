@@ -41,8 +41,8 @@ def test_fields_nobody_declared_and_fields_nobody_produced(client: Client) -> No
     facts = why(client, "x", "reward", "ghost")
     assert (facts.undeclared, facts.unproduced) == (("ghost",), ("reward",))
     assert facts.lacking == {"ghost": 2, "reward": 2, "x": 0}
-    assert "nobody declared or produced field 'ghost'" in facts.why
-    assert "nobody has produced field 'reward' for any live sample" in facts.why
+    assert "no client declared or produced field 'ghost'" in facts.why
+    assert "no client has produced field 'reward' for any live sample" in facts.why
     assert "2 of 8 samples have been put" in facts.why
 
 
@@ -50,18 +50,18 @@ def test_producers_that_wait_for_space_are_named_first(driver: Driver, client: C
     client.register("other")
     rollout, judge = driver.client("rollout", attach=[1]), driver.client("judge", attach=[1])
     client.put(["a"], {"x": [driver.ledger._state.units[1].limit(update=False) // 64 * 64]})
-    assert why(client, "ghost").why.startswith("nobody declared or produced field 'ghost'")
+    assert why(client, "ghost").why.startswith("no client declared or produced field 'ghost'")
     driver.tick(10.0)
     rollout.waits(rollout.allocate({"x": [64]}))
     rollout.waits(rollout.allocate({"x": [64]}, partition="other"))
     driver.tick(12.5)
     facts = why(client, "ghost")
     assert (facts.waiting_puts, facts.waiting_puts_s, facts.waiting_writers) == (1, 2.5, ("rollout",))
-    assert facts.why.startswith("1 put waits for space (for 2.5 s, of 'rollout'): producers go on once")
+    assert facts.why.startswith("1 put waits for space (for 2.5 s, by 'rollout'): producers continue once")
     judge.waits(judge.allocate({"x": [64]}))
     told = why(client, "ghost").why
-    assert told.startswith("2 puts wait for space (the longest for 2.5 s, of 'rollout', 'judge'): ")
-    assert told.index("wait for space") < told.index("nobody declared")
+    assert told.startswith("2 puts wait for space (the longest for 2.5 s, by 'rollout', 'judge'): ")
+    assert told.index("wait for space") < told.index("no client declared")
     waiting = client.waits(client.claim(1, ["ghost"], timeout_s=1.0))
     driver.tick(13.6)
     error = client.result(waiting)
@@ -84,7 +84,7 @@ def test_who_wrote_last_what_and_when(driver: Driver, client: Client) -> None:
     told = [(writer.name, writer.ago_s, writer.live, writer.fields) for writer in facts.writers]
     assert told == [("judge", 1.5, True, ()), ("rollout", 2.5, True, ("x",)), ("reward", 4.5, False, ("reward",))]
     assert "last writes: 'judge' 1.5 s ago, 'rollout' 2.5 s ago (field 'x'), 'reward' 4.5 s ago" in facts.why
-    assert facts.why.endswith("(field 'reward'), gone since")
+    assert facts.why.endswith("(field 'reward'), session ended")
 
 
 def test_writers_remembered_are_few_but_a_fields_own_is_kept(driver: Driver, client: Client) -> None:
@@ -105,7 +105,7 @@ def test_each_predicate_says_how_many_it_turns_away(client: Client) -> None:
     facts = why(client, "x", where=(c.Predicate(tag="std", op=">", value=0.0),), max_lag=2)
     assert (facts.ready, facts.matching, facts.version) == (5, 1, 6)
     assert facts.filtered == {"std > 0.0": 3, "weight_version >= 4": 3}
-    assert "of those 3 fail std > 0.0, 3 fail weight_version >= 4; 1 fulfil all" in facts.why
+    assert "of those, 3 fail std > 0.0, 3 fail weight_version >= 4; 1 fulfil all conditions" in facts.why
 
 
 def test_groups_whole_and_partial(client: Client) -> None:

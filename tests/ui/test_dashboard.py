@@ -30,7 +30,7 @@ def test_a_run_is_seen_at_a_glance(service: Server, client: DataPlaneClient, vis
         assert cells[:6] == ["policy-0", "claim for policy", "train", "input_ids, logprobs", "4 samples", "0 ready"]
         assert cells[7].startswith("in 2 h ")
         seen.until(".attention li.warn", "Task policy of train: policy-0 has waited")
-        seen.until(".attention .sentence", "nobody has produced field 'logprobs' for any live sample")
+        seen.until(".attention .sentence", "no client has produced field 'logprobs' for any live sample")
         seen.until("#health", "1 needs attention")
     seen.until("#no-waits", "Nobody waits.")
     seen.until("#health", "all well")

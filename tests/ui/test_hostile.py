@@ -32,10 +32,10 @@ def test_names_are_shown_and_not_obeyed(service: Server, visit: Visitor) -> None
             seen.until(".tasks .why", QUOTES)
             seen.until("#waits", SCRIPT)
             seen.until(".attention li", f"Task {EVIL} of {EVIL}: {SCRIPT} has waited")
-            seen.until(".attention .sentence", "nobody has produced")  # what is below it stays where it is
+            seen.until(".attention .sentence", "no client has produced")  # what is below it stays where it is
             seen.until(".lane", EVIL)
             page.get_by_role("button", name=EVIL, exact=True).click()
-            seen.until(".tasks .sentence", "nobody has produced")
+            seen.until(".tasks .sentence", "no client has produced")
             page.locator(".matrix canvas").hover(position={"x": 5, "y": 5})
             seen.until(".tip strong", SCRIPT)
             page.get_by_label("sample id").fill(EVIL)

@@ -1,4 +1,4 @@
-"""The ledger's rules for space: placement of a put on units, reservations, quotas, eviction, giving memory back.
+"""Rules for space: placement of puts on units, reservations, budgets, eviction, and returning memory to the machine.
 
 Imports `state` and `commands`. Start with `reservations`.
 """

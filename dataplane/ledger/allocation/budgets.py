@@ -17,31 +17,31 @@ from dataplane.ledger.state.state import State
 from dataplane.ledger.state.units import Unit
 
 FIRST_LOOK = 512
-"""Samples looked at first, oldest first; then twice as many, and so on."""
+"""This many samples are examined first, oldest first; then twice as many, and so on."""
 FIRST_STEP = 64
-"""Consumed samples let go at a time where it cannot be told how many it takes; then twice as many, and so on."""
+"""If the number is unknown, this many consumed samples are evicted at first; then twice as many, and so on."""
 REPORTED = 1 << 16
-"""An answer names so many evicted samples at most."""
+"""An answer names at most this many evicted samples."""
 NOTICE_S = 10.0
-"""The log hears of a partition that loses unconsumed samples so often."""
+"""Minimum time between log entries about a partition that loses unconsumed samples."""
 NO_ROWS: Int64s = np.zeros(0, np.int64)
 
 
 def limit_of(state: State, partition: Partition, *, update: bool) -> int | None:
-    """Bytes that the partition may occupy after a put of new rows, or an update."""
+    """Return how many bytes the partition may occupy after a put of new rows, or after an update (None: no budget)."""
     budget = partition.budget_bytes
     return budget if budget is None or update else budget - int(budget * state.reserve_fraction)
 
 
 def over(state: State, partition: Partition, wanted: int, *, update: bool) -> int:
-    """By how many bytes the partition's budget is too small for `wanted` more; 0 or less: it is not."""
+    """Return by how many bytes the partition's budget is too small for `wanted` more; 0 or less if it suffices."""
     limit = limit_of(state, partition, update=update)
     return 0 if limit is None or not wanted else partition.account.used_bytes + wanted - limit
 
 
 class Evictions:
-    """A sample may go if nobody reads it, leases it, or may not have had the answer that gave it to him, and no put
-    under way names it. It is consumed if every task of its partition (one at least) has claimed it for good."""
+    """A sample may be evicted if no reader pins it, no lease or unconfirmed claim holds it, and no put in progress
+    names it. It is consumed if every task of its partition (at least one) has a final claim on it."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -49,11 +49,11 @@ class Evictions:
     def make_space(
         self, partition: Partition, *, excess: int, short: int, update: bool, spare: Int64s = NO_ROWS
     ) -> tuple[str, ...] | None:
-        """Let samples of the partition go, but those of `spare`, until it occupies `excess` bytes less, of them `short`
-        in units that are open. The ids of those that were not consumed; None if it cannot be done.
+        """Evict samples of the partition, except `spare`, until it occupies `excess` bytes less and `short` bytes less
+        are used in open units. Return the ids of evicted samples that were not consumed, or None if it is impossible.
 
-        Consumed ones go as long as that may help. Others go if the policy says so, for new rows only (an update may be
-        of the very samples), and only if that suffices for sure.
+        Consumed samples are evicted as long as that may help. Others are evicted if the policy allows it, for new rows
+        only (an update may be of these very samples), and only if that certainly suffices.
         """
         goal = _Goal(self.state, partition, excess, short)
         consumed, count = self._choose(partition, goal, NO_ROWS, spare, consumed=True)
@@ -62,7 +62,7 @@ class Evictions:
             return ()
         most = self._most(partition, goal, consumed)
         if goal.within(most):
-            if self._let_go_in_steps(partition, goal, consumed):
+            if self._evict_in_steps(partition, goal, consumed):
                 return ()
             consumed, most = NO_ROWS, (0, 0)
         if update or partition.when_full is not WhenFull.EVICT_OLDEST:
@@ -80,28 +80,28 @@ class Evictions:
         self._evict(partition, others, consumed=False)
         return lost[:REPORTED]
 
-    # --- in vain
+    # --- failed attempts
 
     def in_vain(self, partition: Partition, *, excess: int, short: int, update: bool) -> bool:
-        """Whether `make_space` for a put that waits surely fails, as nothing has changed that it failed by. Costs what
-        the samples cost that were named since."""
+        """Return whether `make_space` for a waiting put certainly fails, because nothing relevant changed since it
+        failed. The cost is proportional to the samples that were noted since."""
         outlook = partition.outlook
         if outlook is None or outlook.units != self._open_units():
             return False
         if outlook.noted:
-            self._hope(partition, outlook, outlook.take_noted())
+            self._count_potential(partition, outlook, outlook.take_noted())
         consumed_only = update or partition.when_full is not WhenFull.EVICT_OLDEST
         return outlook.rules_out(excess, short, consumed_only=consumed_only)
 
     def _remember(self, partition: Partition, consumed: Gain, every: Gain | None) -> None:
-        """For as long as puts of the partition wait."""
+        """Store the result of a failed attempt, as long as puts of the partition wait."""
         extents = self.state.extents
         extents.outlooks += 1
         outlook = partition.outlook = Outlook(extents.outlooks, self._open_units(), consumed, every)
-        self._hope(partition, outlook, partition.rows.in_order())
+        self._count_potential(partition, outlook, partition.rows.in_order())
 
-    def _hope(self, partition: Partition, outlook: Outlook, rows: Int64s) -> None:
-        """Count the extents of those of the rows that may go but for who reads them."""
+    def _count_potential(self, partition: Partition, outlook: Outlook, rows: Int64s) -> None:
+        """Count the extents of those rows that may be evicted, or could be without their readers."""
         extents = self.state.extents
         may, consumed = self._standing(partition, rows)
         cells = self._cells(partition, rows[may if partition.when_full is WhenFull.EVICT_OLDEST else may & consumed])
@@ -114,14 +114,15 @@ class Evictions:
     def _open_units(self) -> tuple[int, ...]:
         return tuple(unit.number for unit in self.state.units.values() if unit.open)
 
-    # --- how
+    # --- steps
 
     def _choose(
         self, partition: Partition, goal: _Goal, rows: Int64s, spare: Int64s, *, consumed: bool
     ) -> tuple[Int64s, int | None]:
-        """`rows`, and then those that may go, oldest first, until so many of them all suffice (None: they do not)."""
+        """Return `rows` followed by rows that may be evicted, oldest first, and how many of them suffice (None: all
+        are too few)."""
         for part in _by_age(partition):
-            found = self._may_go(partition, part, spare, consumed=consumed)
+            found = self._evictable(partition, part, spare, consumed=consumed)
             if len(found):
                 rows = np.concatenate([rows, found])
                 count = self._enough(partition, goal, rows)
@@ -129,18 +130,18 @@ class Evictions:
                     return rows, count
         return rows, None
 
-    def _let_go_in_steps(self, partition: Partition, goal: _Goal, rows: Int64s) -> bool:
-        """Where parts of extents come back, it cannot be told how many samples it takes."""
+    def _evict_in_steps(self, partition: Partition, goal: _Goal, rows: Int64s) -> bool:
+        """Evict in steps: if only parts of extents are freed, the required number of samples is unknown."""
         at, step = 0, FIRST_STEP
         while at < len(rows) and not goal.reached:
             self._evict(partition, rows[at : at + step], consumed=True)
             at, step = at + step, 2 * step
         return goal.reached
 
-    # --- which
+    # --- selection
 
-    def _may_go(self, partition: Partition, rows: Int64s, spare: Int64s, *, consumed: bool) -> Int64s:
-        """Those of the rows that may go, all consumed or none."""
+    def _evictable(self, partition: Partition, rows: Int64s, spare: Int64s, *, consumed: bool) -> Int64s:
+        """Return those of the rows that may be evicted: only consumed ones, or only unconsumed ones."""
         may, claimed = self._standing(partition, rows)
         may &= ~np.isin(rows, spare)
         may &= claimed if consumed else ~claimed
@@ -149,7 +150,7 @@ class Evictions:
         return rows[may]
 
     def _standing(self, partition: Partition, rows: Int64s) -> tuple[Bools, Bools]:
-        """Which of the rows no put under way names and no claim may come back of, and which are consumed."""
+        """Return which of the rows no put in progress names and no claim may return, and which are consumed."""
         may, claimed = ~partition.targeted(rows), np.full(len(rows), bool(partition.tasks))
         for task in partition.tasks.values():
             for_good = task.for_good(rows)
@@ -160,31 +161,31 @@ class Evictions:
     def _cells(self, partition: Partition, rows: Int64s) -> list[Int32s]:
         return [field.extents[rows] for field in partition.fields.values() if field.live]
 
-    # --- how many
+    # --- amounts
 
     def _most(self, partition: Partition, goal: _Goal, rows: Int64s) -> tuple[int, int]:
-        """What can come back at most when these rows go: all extents they lie in."""
+        """Return the most that evicting these rows can free: all extents that they lie in."""
         cells = self._cells(partition, rows)
         numbers = np.unique(np.concatenate(cells)) if cells else np.zeros(0, np.int32)
         sizes = self.state.extents.sizes[numbers]
         return int(sizes.sum()), int(sizes[goal.here(numbers)].sum())
 
     def _enough(self, partition: Partition, goal: _Goal, rows: Int64s) -> int | None:
-        """How many of the rows must go, from the first on, so that what comes back surely suffices. None if all of them
-        are too few."""
+        """Return how many of the rows, from the first on, must be evicted so that the freed bytes certainly
+        suffice. None if all of them are too few."""
         excess, short = goal.left
         gained = self._gains(partition, goal, rows)
         enough = (gained[0] >= excess) & (gained[1] >= short)
         return int(enough.argmax()) + 1 if some(enough) else None
 
     def _whole(self, partition: Partition, goal: _Goal, rows: Int64s) -> Gain:
-        """What surely comes back when all of the rows go."""
+        """Return the bytes that are certainly freed if all of the rows are evicted."""
         gained = self._gains(partition, goal, rows)
         return (int(gained[0, -1]), int(gained[1, -1])) if gained.size else (0, 0)
 
     def _gains(self, partition: Partition, goal: _Goal, rows: Int64s) -> Int64s:
-        """What surely comes back, of the partition and in open units, when the rows up to each go: extents in which
-        nothing else lives."""
+        """Return the bytes, of the partition and in open units, that are certainly freed if the rows up to each are
+        evicted: those of extents in which nothing else lives."""
         extents = self.state.extents
         cells = self._cells(partition, rows)
         gained: Int64s = np.zeros((2, len(rows)), np.int64)
@@ -204,7 +205,7 @@ class Evictions:
         total: Int64s = gained.cumsum(axis=1)
         return total
 
-    # --- gone
+    # --- eviction
 
     def _evict(self, partition: Partition, rows: Int64s, *, consumed: bool) -> None:
         if not len(rows):
@@ -214,11 +215,11 @@ class Evictions:
         self.state.touch(partition)
         if not consumed and self.state.now >= partition.evicted.noticed + NOTICE_S:
             partition.evicted.noticed = self.state.now
-            self.state.out.append(Notice(text=_lost(partition)))
+            self.state.out.append(Notice(text=_eviction_text(partition)))
 
 
 class _Goal:
-    """What is to come back."""
+    """The bytes that an eviction must free."""
 
     def __init__(self, state: State, partition: Partition, excess: int, short: int) -> None:
         self._extents = state.extents
@@ -229,7 +230,7 @@ class _Goal:
 
     @property
     def left(self) -> tuple[int, int]:
-        """Bytes that are still to come back: of the partition, and in open units."""
+        """Bytes that must still be freed: of the partition, and in open units."""
         return self._account.used_bytes - self._wanted[0], _used(self._units) - self._wanted[1]
 
     @property
@@ -241,7 +242,7 @@ class _Goal:
         return gained[0] >= excess and gained[1] >= short
 
     def here(self, numbers: Int32s) -> Bools:
-        """Which of these extents are on open units."""
+        """Return which of these extents are on open units."""
         found: Bools = np.isin(self._extents.units[numbers], self._numbers)
         return found
 
@@ -251,7 +252,7 @@ def _used(units: list[Unit]) -> int:
 
 
 def _by_age(partition: Partition) -> Iterator[Int64s]:
-    """All live rows, oldest first, a part at a time."""
+    """Yield all live rows in parts, oldest first."""
     rows, at, size = partition.rows, 0, FIRST_LOOK
     while at < rows.end:
         part = rows.order[at : min(at + size, rows.end)]
@@ -259,24 +260,24 @@ def _by_age(partition: Partition) -> Iterator[Int64s]:
         at, size = at + size, 2 * size
 
 
-def _lost(partition: Partition) -> str:
+def _eviction_text(partition: Partition) -> str:
     return (
-        f"partition {partition.name!r} is full: {partition.evicted.unconsumed} samples were evicted so far that not "
-        f"all of its tasks had consumed (when_full={partition.when_full.value!r}). Give it a larger budget, or consume "
-        "faster"
+        f"partition {partition.name!r} is full: {partition.evicted.unconsumed} samples were evicted so far before "
+        f"all of its tasks had consumed them (when_full={partition.when_full.value!r}). Increase its budget, or "
+        "consume faster"
     )
 
 
 class Pressure:
-    """What is `pressed` uses the high watermark's part of what new rows may take, or did and has not come down to the
-    low one's since. Of partitions, those with a budget only."""
+    """Maintains `pressed` of units, and of partitions with a budget. It is set when the use reaches the high
+    watermark's fraction of the space for new rows, and cleared when the use is down to that of the low watermark."""
 
     def __init__(self, state: State) -> None:
         self.state = state
 
     def look(self) -> None:
-        """After every input; does nothing unless bytes were taken or came back, and looks only at the partitions whose
-        they are."""
+        """Update after an input. Does nothing unless bytes were taken or freed, and examines only the partitions
+        that they belong to."""
         state = self.state
         moved, state.extents.moved = state.extents.moved, set()
         if not moved:
@@ -288,20 +289,20 @@ class Pressure:
             limit = limit_of(state, partition, update=False)
             self._judge(partition, partition.account.used_bytes, limit or 0)
 
-    def _judge(self, who: Unit | Partition, used: int, limit: int) -> None:
-        gauge: Unit | Account = who.account if isinstance(who, Partition) else who
+    def _judge(self, owner: Unit | Partition, used: int, limit: int) -> None:
+        gauge: Unit | Account = owner.account if isinstance(owner, Partition) else owner
         low, high = self.state.watermarks
         pressed = used > low * limit if gauge.pressed else used >= high * limit > 0
         if pressed != gauge.pressed:
             gauge.pressed = pressed
-            self.state.out.append(Notice(text=_text(who, used, limit), warning=pressed))
+            self.state.out.append(Notice(text=_text(owner, used, limit), warning=pressed))
 
 
-def _text(who: Unit | Partition, used: int, limit: int) -> str:
-    if isinstance(who, Partition):
-        name, what = f"partition {who.name!r}", "of its budget "
+def _text(owner: Unit | Partition, used: int, limit: int) -> str:
+    if isinstance(owner, Partition):
+        name, what = f"partition {owner.name!r}", "of its budget "
     else:
-        name, what = f"storage unit {who.number} ({who.offer.name})", ""
+        name, what = f"storage unit {owner.number} ({owner.offer.name})", ""
     share, beyond = min(used / max(limit, 1), 1.0), max(used - limit, 0)
     taken = f"all {limit:,}" if beyond else f"{used:,} of the {limit:,}"
     more = f", and {beyond:,} more" if beyond else ""
@@ -322,8 +323,8 @@ def out_of_space(
     moving: bool = False,
     earlier: ParkedAllocate | None = None,
 ) -> CapacityTimeoutError:
-    """The budget is told of where that is what is missing, else the units. `earlier`: the put that this one waits for,
-    if any: named where there is space for this one."""
+    """Return the error of a put without space. It describes the budget if that is used up, else the units.
+    `earlier` is the put that this one waits for, if any; the error names it if there is space for this one."""
     short = not moving and over(state, partition, wanted, update=update) > 0
     enough = is_fragmented(state, wanted, update=update)
     if short or not enough:
@@ -368,8 +369,8 @@ def out_of_space(
 
 
 def is_fragmented(state: State, wanted: int, *, update: bool) -> bool:
-    """Whether so many bytes are free in open units: if a put of them finds no space all the same, it is in pieces. What
-    a compaction has taken is free again when it has ended."""
+    """Return whether `wanted` bytes are free in open units, so that a put of them without space is held up by
+    fragmentation. Bytes taken by a compaction count as free, because they are free again when it ends."""
     units = [unit for unit in state.units.values() if unit.open]
     free = [
         min(unit.available_bytes(update=update), unit.space.free_bytes) + state.compacting_bytes(unit) for unit in units
@@ -378,19 +379,21 @@ def is_fragmented(state: State, wanted: int, *, update: bool) -> bool:
 
 
 def waits_for_memory(state: State, parked: ParkedAllocate) -> bool:
-    """Whether this call waits for memory of the units, not for its partition's budget, which moves do not count for."""
+    """Return whether this call waits for memory of the units, not for its partition's budget. Moves do not count
+    against a budget."""
     command = parked.command
     return command.moving or over(state, parked.partition, parked.total, update=command.update) <= 0
 
 
 def waits_for_larger_piece(state: State, parked: ParkedAllocate, *, spare: int = 0) -> bool:
-    """Whether bytes enough are free for this call that waits, with `spare` left, but in pieces that are too small."""
+    """Return whether enough bytes, and `spare` more, are free for this waiting call, but in pieces that are too
+    small."""
     wanted = parked.total + spare
     return waits_for_memory(state, parked) and is_fragmented(state, wanted, update=parked.command.update)
 
 
 def _ranked(*groups: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The largest of each group, group after group."""
+    """Return the largest of each group, group after group."""
     ranked = [sorted(group, key=lambda holder: -holder[1]) for group in groups]
     return [holder for group in ranked for holder in group[:NAMED] if holder[1]]
 
@@ -400,7 +403,7 @@ def _largest(state: State) -> list[Partition]:
 
 
 def _described(partition: Partition) -> str:
-    """The partition, and who has not consumed it."""
+    """Describe the partition, and the tasks that have not consumed it."""
     live = partition.rows.live
     behind = [f"{live - task.claimed} not claimed by {name!r}" for name, task in partition.tasks.items()]
     facts = ", ".join([f"{live} samples", *behind[:NAMED], *(["..."] if len(behind) > NAMED else [])])
@@ -409,22 +412,23 @@ def _described(partition: Partition) -> str:
 
 def _put(parked: ParkedAllocate) -> str:
     return (
-        f"an earlier put of {parked.total:,} bytes into partition {parked.partition.name!r} by {_who(parked.session)}"
+        f"an earlier put of {parked.total:,} bytes into partition {parked.partition.name!r} by "
+        f"{_session_text(parked.session)}"
     )
 
 
-def _who(session: Session) -> str:
+def _session_text(session: Session) -> str:
     return f"session {session.number} ({session.name or 'unnamed'}, {session.state})"
 
 
 def _sessions(state: State, partition: Partition | None) -> list[tuple[str, int]]:
-    """What sessions hold by reservations and pins, of this partition or all."""
+    """Return what each session holds by reservations and pins, of this partition or of all."""
     found = []
     for session in state.sessions.values():
-        who = _who(session)
+        owner = _session_text(session)
         reserved = sum(_bytes(state, reservation.extents(), partition) for reservation in session.reservations.values())
         pinned = sum(_bytes(state, pins, partition) for pins in session.pins.values())
-        found += [(f"reservations of {who}", reserved), (f"readers of {who}", pinned)]
+        found += [(f"reservations of {owner}", reserved), (f"readers of {owner}", pinned)]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Which stretch of an arena to empty for a large free piece. Pure arithmetic on what lies there by address."""
+"""Choose the window of an arena to empty for a large free piece. Pure arithmetic on the spans of the arena."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataplane.ledger.commands import Int32s, Int64s
 from dataplane.ledger.state.arrays import Bools
 
 FIXED = 1 << 40
-"""Counts as the bytes of what cannot be moved: more than anybody wants moved."""
+"""Counts as the bytes of an immovable span: more than any order may move."""
 CHEAPEST = 3
-"""So many windows of the wanted length are tried."""
+"""This many windows of the wanted length are tried."""
 PARTS = (1, 8, 64)
-"""Then the longest that need at most all, an eighth or a 64th of the bytes that may be moved."""
+"""Then the longest windows are tried that need at most all, an eighth or a 64th of the bytes that may be moved."""
 
 
 class Spans(NamedTuple):
-    """What lies in an arena of `end` bytes, by address: start, bytes, extent, and whether it can be moved."""
+    """Used spans of an arena of `end` bytes, by address: start, bytes, extent, and whether the span can be moved."""
 
     starts: Int64s
     sizes: Int64s
@@ -29,7 +29,7 @@ class Spans(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The stretch from `start` to `stop`: the extents of what lies there, and the free pieces (start, bytes)."""
+    """The range from `start` to `stop` of an arena: the extents in it, and its free pieces (start, bytes)."""
 
     start: int
     stop: int
@@ -38,8 +38,8 @@ class Window(NamedTuple):
 
 
 class _Edges(NamedTuple):
-    """Window (i, j) holds spans i to j - 1. It may begin at `begins[i]` and end at `ends[j]`; so many bytes have to be
-    moved: `moved[j] - moved[i]`."""
+    """Window (i, j) holds spans i to j - 1. It may begin at `begins[i]` and end at `ends[j]`, and requires moving
+    `moved[j] - moved[i]` bytes."""
 
     begins: Int64s
     ends: Int64s
@@ -47,9 +47,9 @@ class _Edges(NamedTuple):
 
 
 def windows(spans: Spans, *, goal: int, least: int, most: int, free: int) -> Iterator[Window]:
-    """Windows to try, one after another: of `goal` bytes, those with the fewest bytes to move, then the longest of at
-    least `least` bytes. No more than `most` bytes have to be moved, and these fit into what is free elsewhere of all
-    that is `free`."""
+    """Yield windows to try: first those of `goal` bytes with the fewest bytes to move, then the longest of at least
+    `least` bytes. At most `most` bytes must be moved, and they fit into the free bytes outside of the window
+    (`free` is the total)."""
     zero = np.zeros(1, np.int64)
     edges = _Edges(
         begins=np.concatenate((zero, spans.starts + spans.sizes)),
@@ -64,6 +64,7 @@ def windows(spans: Spans, *, goal: int, least: int, most: int, free: int) -> Ite
 
 
 def _cheapest(edges: _Edges, goal: int, most: int, free: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first, last, stop) of the windows of `goal` bytes with the fewest bytes to move."""
     last = np.searchsorted(edges.ends, edges.begins + goal)
     first = np.flatnonzero(last < len(edges.ends))
     last = last[first]
@@ -75,6 +76,7 @@ def _cheapest(edges: _Edges, goal: int, most: int, free: int) -> Iterator[tuple[
 
 
 def _longest(edges: _Edges, least: int, most: int, free: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first, last, stop) of the longest window with at most `most` bytes to move."""
     last = np.searchsorted(edges.moved, edges.moved + most, side="right") - 1
     last = np.minimum(last, np.searchsorted(edges.ends, edges.begins + free, side="right") - 1)
     lengths = np.where(last > np.arange(len(last)), edges.ends[last] - edges.begins, 0)

@@ -1,4 +1,4 @@
-"""Where a put's bytes go: one piece if it fits, else column by column, else columns split between values."""
+"""Placement of a put's bytes: one piece if it fits, else column by column, else columns split between values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MIB = 1 << 20
 STEP_BYTES = 64 * MIB
 """Arenas grow by at least this much."""
 SLACK_BYTES = 256 * MIB
-"""An arena grows ahead of demand when less than this and than an eighth of its capacity is backed and free."""
+"""An arena grows in advance if less than this, and less than an eighth of its capacity, is backed and free."""
 
 
 class Piece:
-    """Values [first, last) of a column at `offset` of a unit; `size` bytes were taken there."""
+    """Values [first, last) of a column at `offset` of a unit, where `size` bytes were taken."""
 
     def __init__(self, column: int, first: int, last: int, unit: Unit, offset: int, size: int) -> None:
         self.column = column
@@ -29,8 +29,8 @@ class Piece:
 
 
 def place(want: Want, units: list[Unit]) -> tuple[list[Piece] | None, list[Unit]]:
-    """Pieces that cover every value, taken from the units' free space; or, when there is no place now, None (nothing
-    was taken) and the units whose arena may be grown to help. `units` are the open ones, at least one."""
+    """Take space for every value and return its pieces. If there is no space now, take nothing, and return None and
+    the units whose arena may grow to help. `units` are the open ones, at least one."""
     ordered = want.order(units)
     for unit in ordered:
         if unit.available_bytes(update=want.update) < want.total:
@@ -54,7 +54,8 @@ def can_grow(unit: Unit) -> bool:
 
 
 def growth(unit: Unit, need: int) -> int | None:
-    """The backing to ask of the unit so that it has `need` bytes more; None if it was asked already or cannot."""
+    """Return the backing to request so that the unit has `need` more bytes; None if it was requested or is
+    impossible."""
     backed = unit.space.backed_bytes
     if not unit.open or not can_grow(unit) or unit.shrinking:
         return None
@@ -65,19 +66,20 @@ def growth(unit: Unit, need: int) -> int | None:
 
 
 def growth_again(unit: Unit, need: int, now: float) -> int | None:
-    """The backing to ask of a unit that could not grow some time ago; None if there is none to ask."""
+    """Return the backing to request from a unit that failed to grow some time ago, or None."""
     if not unit.problem or unit.asked or unit.shrinking or not unit.open or now < unit.retry_at:
         return None
     return min(unit.space.backed_bytes + max(STEP_BYTES, need), unit.space.capacity_bytes)
 
 
 def growth_ahead(unit: Unit) -> int | None:
-    """The backing to ask of the unit because little of it is left."""
+    """Return the backing to request because little of it is left, or None."""
     slack = min(SLACK_BYTES, unit.ceiling // 8)
     return growth(unit, slack) if not unit.asked and unit.space.free_bytes < slack else None
 
 
 def _in_one(want: Want, unit: Unit) -> list[Piece] | None:
+    """Place all columns in one piece of the unit, or return None."""
     offset = 0
     if want.total:
         taken = unit.space.take(want.total)
@@ -93,7 +95,7 @@ def _in_one(want: Want, unit: Unit) -> list[Piece] | None:
 
 
 def _by_columns(want: Want, units: list[Unit], *, split: bool = False) -> list[Piece] | None:
-    """Each column in one piece wherever that fits; with `split`, in several where it does not."""
+    """Place each column in one piece where that fits; with `split`, in several pieces elsewhere."""
     pieces: list[Piece] = []
     for column in range(len(want.whole)):
         if want.values(column) and not _column(want, column, units, pieces, split=split):
@@ -103,8 +105,8 @@ def _by_columns(want: Want, units: list[Unit], *, split: bool = False) -> list[P
 
 
 def place_in(unit: Unit, sizes: Int64s, most: int) -> list[Piece] | None:
-    """Pieces of one unit, at most so many, that cover the values of one column; None (nothing was taken) where there
-    are none. No value is empty."""
+    """Place the values of one column in at most `most` pieces of one unit. Return None, and take nothing, if that
+    is impossible. No value may be empty."""
     pieces: list[Piece] = []
     first, ends = 0, np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
     while first < len(sizes):
@@ -121,24 +123,24 @@ def place_in(unit: Unit, sizes: Int64s, most: int) -> list[Piece] | None:
 
 
 def give_back(pieces: list[Piece]) -> None:
-    """What was taken for these is free again."""
+    """Free the space of these pieces."""
     for piece in pieces:
         if piece.size:
             piece.unit.space.give(piece.offset, piece.size)
 
 
 def _column(want: Want, column: int, units: list[Unit], pieces: list[Piece], *, split: bool) -> bool:
-    """Add pieces for one column; False if it has no place (pieces taken so far stay in `pieces`)."""
+    """Add pieces for one column. Return False if it has no place; pieces taken so far stay in `pieces`."""
     first, last, ends = 0, want.values(column), want.ends[column]
     while first < last:
         taken = _take(want, units, granules_up(int(ends[last] - ends[first])))
         upto = last
         if taken is None and split:
-            roomiest = max(units, key=lambda unit: _block(want, unit))
-            block = _block(want, roomiest)
+            best = max(units, key=lambda unit: _block(want, unit))
+            block = _block(want, best)
             upto = int(np.searchsorted(ends, ends[first] + block, side="right")) - 1
             if upto > first:
-                taken = _take(want, [roomiest], granules_up(int(ends[upto] - ends[first])))
+                taken = _take(want, [best], granules_up(int(ends[upto] - ends[first])))
         if taken is None:
             return False
         unit, offset, size = taken
@@ -148,7 +150,7 @@ def _column(want: Want, column: int, units: list[Unit], pieces: list[Piece], *, 
 
 
 def _block(want: Want, unit: Unit) -> int:
-    """The most bytes in one piece that the unit has for this put."""
+    """Return the largest number of bytes in one piece that the unit has for this put."""
     return max(min(unit.space.largest_bytes, unit.available_bytes(update=want.update) // 64 * 64), 0)
 
 

@@ -1,5 +1,5 @@
-"""Space for puts: reservations, waiting for space, preallocated space of small puts, and growing arenas ahead of
-demand."""
+"""Space for puts: reservations, waiting for space, preallocated space for small puts, and growth of arenas in
+advance."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ from dataplane.ledger.state.wait_queues import Line, WaitQueues
 
 MAX_BYTES = 1 << 62
 RETRY_S = 1.0
-"""An arena that could not grow is asked again so often while a put waits: others may have given memory back."""
+"""How often an arena that could not grow is asked again while a put waits: other processes may have freed memory."""
 
 
 class Reservations:
-    """Waiters are served first come, first served within updates and within new rows, updates first. One that waits for
-    its partition's budget is passed over by those of other partitions; so is one for which there are bytes enough, but
-    in too small pieces, and by those of its own, too, where that has no budget. Moves come last, whatever the budget
-    says."""
+    """Waiting puts are served first come, first served among updates and among new rows, updates first. A put that
+    waits for its partition's budget does not hold up other partitions. Neither does a put that waits for a larger
+    piece while enough bytes are free; it does not hold up its own partition either, if that has no budget. Moves
+    come last, whatever the budget."""
 
     def __init__(self, state: State, liveness: Liveness) -> None:
         self.state = state
@@ -67,7 +67,7 @@ class Reservations:
         self.evictions = Evictions(state)
 
     def allocate(self, session: Session, number: int, command: Allocate) -> Allocated | None:
-        """The reservation, or None when the call was parked."""
+        """Return the reservation, or None if the call was parked."""
         partition = self.state.partition(command.partition)
         if not self.state.wants_space(partition.account.number):
             partition.outlook = None
@@ -83,9 +83,10 @@ class Reservations:
             raise
 
     def _serve_or_park(self, parked: ParkedAllocate) -> Allocated | None:
+        """Serve the call unless an earlier one holds it up. Otherwise park it, or raise if it does not wait."""
         queued, behind = self._line(parked)
         granted = None if queued else self._serve(parked, behind=behind is not None)
-        if granted is not None:  # it may have taken what one that waits only for arenas to grow would have had
+        if granted is not None:  # a put that waits only for growing arenas may have lost its space
             if self._more_to_come(self._open_units()):
                 self.state.extents.freed |= any(map(_refuses, self.state.all_puts()))
             return granted
@@ -97,8 +98,8 @@ class Reservations:
         return None
 
     def _line(self, asking: ParkedAllocate) -> tuple[bool, ParkedAllocate | None]:
-        """Whether a put of this partition waits already that holds it up, and the first of any that does. Moves hold up
-        moves only."""
+        """Return whether a waiting put of the same partition holds up this call, and the first put of any partition
+        that does. Moves hold up only moves."""
         if asking.command.moving:
             return bool(self.state.moves), self._before_moves()
         behind = None
@@ -116,17 +117,17 @@ class Reservations:
         return False, behind
 
     def _holds_up(self, parked: ParkedAllocate) -> bool:
-        """Whether all that come after this put, of other partitions too, wait for it."""
+        """Return whether all later puts, also of other partitions, wait for this put."""
         return waits_for_memory(self.state, parked) and not waits_for_larger_piece(self.state, parked)
 
     def _in_line(self, parked: ParkedAllocate) -> bool:
-        """Whether those of its partition that come after this put wait for it. Not if bytes enough are free, in pieces
-        that are too small for it: a put that fits into one takes nothing from it but budget."""
+        """Return whether later puts of its partition wait for this put. They do not if enough bytes are free in
+        pieces that are too small for it: a put that fits into such a piece takes nothing from it except budget."""
         return parked.partition.budget_bytes is not None or not waits_for_larger_piece(self.state, parked)
 
     def _serve(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | None:
-        """The reservation, if there is space or the partition makes it. Others wait longer for the units' memory
-        (`behind`): it takes none but what it made itself."""
+        """Return the reservation if there is space, or if the partition evicts for it. `behind`: earlier puts wait
+        for the units' memory, so this one may only use memory that it freed itself."""
         partition, want = parked.partition, parked.want
         if want.moving:
             return None if behind else self._take(parked)
@@ -152,7 +153,8 @@ class Reservations:
         return None
 
     def _take(self, parked: ParkedAllocate) -> Allocated | None:
-        """The reservation, if the units have space and the budget has, too, with what pieces are larger by."""
+        """Return the reservation if the units have space and the budget covers the pieces, which may be larger than
+        the put."""
         want = parked.want
         pieces = self._place(want)
         if pieces is None:
@@ -168,10 +170,10 @@ class Reservations:
         return self._reserve(parked, pieces)
 
     def preallocate(self, session: Session, number: int, command: Preallocate) -> Preallocated:
-        """Preallocated space, only where it takes nothing from a put that waits."""
+        """Reserve preallocated space, unless that takes it from a waiting put."""
         unit = self.state.units.get(command.unit)
         if unit is None or unit.number not in session.attached:
-            raise InvalidRequestError(f"session {session.number} is not local to a storage unit {command.unit}")
+            raise InvalidRequestError(f"session {session.number} is not local to storage unit {command.unit}")
         if not 0 < command.nbytes <= MAX_BYTES:
             raise InvalidRequestError(f"{command.nbytes} bytes of preallocated space: must be in [1, {MAX_BYTES}]")
         nbytes, limit = granules_up(command.nbytes), unit.limit(update=False)
@@ -188,8 +190,8 @@ class Reservations:
         return Preallocated(offset=offset, checksums=are_wanted(self.state, session, [unit]))
 
     def _is_spare(self, nbytes: int) -> bool:
-        """Whether so many bytes can go to somebody else and take nothing from a call that waits: memory of the units is
-        not what one waits for whose budget is used up, and one that waits for a larger piece has bytes enough left."""
+        """Return whether `nbytes` can be reserved without taking them from a waiting call. Calls that wait for a
+        budget do not wait for memory. Calls that wait for a larger piece must have enough bytes left."""
         lines = [line for update in (True, False) for line in self._lines(update, set())]
         return all(
             not waits_for_memory(self.state, parked) or waits_for_larger_piece(self.state, parked, spare=nbytes)
@@ -197,26 +199,25 @@ class Reservations:
         )
 
     def judge(self) -> None:
-        """Serve whoever there may be space for: anybody if bytes came back, else those of partitions that may let
-        samples go now."""
+        """Serve waiting calls: all of them if bytes were freed, else those of partitions that may evict samples now."""
         state, extents = self.state, self.state.extents
         while extents.freed or extents.loosened:
-            anybody, extents.freed = extents.freed, False
+            all_lines, extents.freed = extents.freed, False
             loosened = {account for account in extents.loosened if state.wants_space(account)}
             extents.loosened = set()
-            if anybody or loosened:
+            if all_lines or loosened:
                 for update in (True, False):
-                    self._judge_lines(update, loosened, anybody=anybody)
+                    self._judge_lines(update, loosened, all_lines=all_lines)
                 self._judge_moves()
 
     def _lines(self, update: bool, accounts: set[int]) -> list[Line]:
-        """The lines of these accounts, and those that do not rest."""
+        """Return the lines of these accounts, and all lines that do not rest."""
         resting = self.state.resting[update] - accounts
         return [line for account, line in self.state.space_waiters[update].items() if account not in resting]
 
-    def _judge_lines(self, update: bool, loosened: set[int], *, anybody: bool) -> None:
-        """Those of the `loosened` accounts' partitions, or anybody who may gain by it, in turn. One that holds up
-        others no more lets them be judged, too."""
+    def _judge_lines(self, update: bool, loosened: set[int], *, all_lines: bool) -> None:
+        """Judge puts of the `loosened` accounts, or all puts that may gain from freed bytes, in order. If a put no
+        longer holds up others, these are judged too."""
         behind, resting = False, self.state.resting[update]
         turns = WaitQueues(self._lines(update, loosened))
         resting -= loosened
@@ -225,7 +226,7 @@ class Reservations:
             account = partition.account.number
             if account in loosened and partition.outlook is not None:
                 partition.outlook.changed = True
-            if (anybody or account in loosened) and (not behind or partition.evicts):
+            if (all_lines or account in loosened) and (not behind or partition.evicts):
                 if not self._judge(parked, behind=behind):
                     continue
                 if self._rests(parked):
@@ -237,7 +238,7 @@ class Reservations:
             behind = behind or parked.holds_up
 
     def _rests(self, parked: ParkedAllocate) -> bool:
-        """Whether nothing but a change of its account can help this put, whatever space the units have."""
+        """Return whether only a change of its account can help this put, whatever space the units have."""
         partition, want = parked.partition, parked.want
         excess = over(self.state, partition, want.total, update=want.update)
         return excess > 0 and (
@@ -245,7 +246,7 @@ class Reservations:
         )
 
     def _judge_moves(self) -> None:
-        """What is to be moved takes what no update waits for."""
+        """Serve moves with space that no update waits for."""
         moves = list(self.state.moves.values())
         behind = bool(moves) and self._before_moves() is not None
         for parked in moves:
@@ -253,16 +254,16 @@ class Reservations:
                 return
 
     def _before_moves(self) -> ParkedAllocate | None:
-        """An update that moves wait for: any, not only one that is the first of its partition."""
+        """Return an update that moves wait for, or None. It need not be the first of its partition."""
         return next(filter(self._holds_up, WaitQueues(self.state.space_waiters[True].values())), None)
 
     def _judge(self, parked: ParkedAllocate, *, behind: bool) -> bool:
-        """Serve or end this call, or let it wait."""
+        """Serve or end this call. Return whether it still waits."""
         try:
             result = self._attempt(parked, behind=behind)
         except DataPlaneError as error:
             result = error
-        except Exception as error:  # nothing that others do may fail because of who waits
+        except Exception as error:  # a waiting call must not fail the command of another client
             self.state.fail(parked, error)
             return False
         if result is not None:
@@ -270,7 +271,7 @@ class Reservations:
         return result is None
 
     def _attempt(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | DataPlaneError | None:
-        """What the call ends with, None if it goes on waiting."""
+        """Return the result of the call, or None if it continues to wait."""
         self._refuse_hopeless(parked.partition, parked.want)
         granted = self._serve(parked, behind=behind)
         if granted is None and self._rejects(parked):
@@ -278,7 +279,7 @@ class Reservations:
         return granted
 
     def _rejects(self, parked: ParkedAllocate) -> bool:
-        """Whether the call will not wait: it is to be refused, and there is no space for it in arenas to come."""
+        """Return whether the call fails now: it does not wait, and growing arenas will not have space for it."""
         if not _refuses(parked):
             return False
         want = parked.want
@@ -291,7 +292,7 @@ class Reservations:
         return sum(max(more, 0) for more in asked) >= want.total and self._more_to_come(units)
 
     def _more_to_come(self, units: list[Unit]) -> bool:
-        """Whether an arena of these is just being grown, or compacted."""
+        """Return whether one of these arenas is growing or being compacted."""
         return any(unit.asked or self.state.compacting_bytes(unit) for unit in units)
 
     def _open_units(self) -> list[Unit]:
@@ -301,7 +302,7 @@ class Reservations:
         return sum(max(unit.available_bytes(update=want.update), 0) for unit in self._open_units())
 
     def retry_at(self) -> float:
-        """When arenas that could not grow are to be asked again for those who wait."""
+        """Return when arenas that could not grow must be asked again for waiting puts."""
         if not self.state.puts_wait:
             return float("inf")
         units = [unit for unit in self.state.units.values() if unit.problem and unit.open and not unit.asked]
@@ -311,7 +312,7 @@ class Reservations:
         self._ask(unit, growth_ahead(unit))
 
     def out_of_space(self, parked: ParkedAllocate) -> DataPlaneError:
-        """The error that names who holds the space, or the put that this one waits for."""
+        """Return the error that names the holders of the space, or the put that this one waits for."""
         command, waited_s = parked.command, self.state.now - parked.since
         moving, earlier = command.moving, None if command.moving else self._line(parked)[1]
         return out_of_space(
@@ -328,10 +329,11 @@ class Reservations:
         if not command.timeout_s >= 0:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         if command.moving and (len(command.columns) != 1 or not command.update):
-            raise InvalidRequestError(f"a move takes space as an update of one column, not of {len(command.columns)}")
+            raise InvalidRequestError(f"a move requires update=True and one column, got {len(command.columns)} columns")
 
     def _refuse_hopeless(self, partition: Partition, want: Want) -> None:
-        """RequestTooLargeError if no amount of clearing would help. Without any unit it may still come: no error."""
+        """RequestTooLargeError if no clearing can help. Without any unit there is no error, because units may still
+        register."""
         budget = None if want.moving else limit_of(self.state, partition, update=want.update)
         if budget is not None and want.total > budget:
             raise RequestTooLargeError(
@@ -351,6 +353,7 @@ class Reservations:
             )
 
     def _place(self, want: Want) -> list[Piece] | None:
+        """Take space for the put, or request growth of arenas and return None."""
         if not want.whole:
             return []
         units = self._open_units()
@@ -375,6 +378,7 @@ class Reservations:
             self.state.out.append(GrowArena(unit=unit.number, backed_bytes=backed_bytes))
 
     def _reserve(self, parked: ParkedAllocate, pieces: list[Piece]) -> Allocated:
+        """Create the reservation from pieces that were taken."""
         command = parked.command
         names, sizes = [column.name for column in command.columns], [column.sizes for column in command.columns]
         reservation = PutReservation(parked.partition, names, sizes, update=command.update, moving=command.moving)
@@ -397,7 +401,7 @@ class Reservations:
 
 
 def _refuses(parked: ParkedAllocate) -> bool:
-    """Whether the call waits for no more than arenas that are just being grown, or compacted."""
+    """Return whether the call waits only for arenas that are growing or being compacted."""
     rejecting = not parked.command.moving and parked.partition.when_full is WhenFull.REJECT
     return rejecting or parked.command.on_full is OnFull.REJECT
 
@@ -417,14 +421,14 @@ def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
 
 
 class PreallocatedPut(PutReservation):
-    """The reservation that a commit into `space` would have had: its columns one after another from `offset`, `nbytes`
-    of each in whole granules, in the space's piece number `place` (None: they are no bytes). Nothing is taken before
-    `cut`."""
+    """The reservation of a commit into preallocated `space`: its columns one after another from `offset`, `nbytes`
+    of each in whole granules, in the space's piece number `place` (None: the columns are empty). Nothing is taken
+    before `cut`."""
 
     def __init__(self, state: State, space: Preallocation, partition: Partition, command: Commit) -> None:
         if command.offset is None or command.offset % GRANULE_BYTES:
             raise InvalidRequestError(
-                f"offset {command.offset}: a commit into preallocated space begins at a multiple of {GRANULE_BYTES}"
+                f"offset {command.offset}: a commit into preallocated space must begin at a multiple of {GRANULE_BYTES}"
             )
         sizes = [column.lengths * column.spec.unit_bytes for column in command.columns]
         names = [column.name for column in command.columns]
@@ -436,6 +440,7 @@ class PreallocatedPut(PutReservation):
         self.place = self._find(state.extents)
 
     def _find(self, extents: Extents) -> int | None:
+        """Return the number of the piece that holds all columns, or None if they are empty."""
         nbytes = sum(self.nbytes)
         if not nbytes:
             return None
@@ -443,11 +448,11 @@ class PreallocatedPut(PutReservation):
             if start <= self.offset and self.offset + nbytes <= start + int(extents.sizes[extent]):
                 return number
         raise InvalidRequestError(
-            f"{nbytes} bytes at {self.offset} are not, or no longer, within the preallocated space"
+            f"{nbytes} bytes at {self.offset} are not within the unused part of the preallocated space"
         )
 
     def cut(self, extents: Extents) -> None:
-        """Take the bytes out of the space, as an extent for each column."""
+        """Take the bytes out of the space, as one extent per column."""
         if self.place is not None:
             pieces = self.space.pieces[0]
             left = extents.cut(pieces[self.place][2], self.offset, sum(self.nbytes))

@@ -1,8 +1,8 @@
-"""Memory above the highest used byte goes back to the machine.
+"""Return memory above the highest used byte to the machine.
 
-The ledger takes the free bytes there out of use before it orders the unit to give them up, and counts the orders:
-what the unit reports of its backing counts only once it has carried out the last of them. A unit that was lost
-meanwhile says with its offer how far it came, and is ordered again.
+The ledger takes the free bytes there out of use before it orders the unit to release them, and numbers the orders.
+A unit's report of its backing counts only once it has carried out the last order. A unit that was lost in the
+meantime states in its offer which orders it carried out, and receives the last one again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Shrinks:
         self.state = state
 
     def shrink(self, session: Session, number: int, command: Shrink) -> Shrunken | None:
-        """The result, or None when the call was parked."""
+        """Return the result, or None if the call was parked."""
         if not command.timeout_s >= 0:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         parked = ParkedShrink(session, number, self.state.now, command.timeout_s)
@@ -45,7 +45,7 @@ class Shrinks:
         return None
 
     def _take(self, unit: Unit) -> int:
-        """Take what is free above the highest used byte out of use, whole pages; how much that is."""
+        """Take whole free pages above the highest used byte out of use. Return their bytes."""
         top = -(-unit.space.highest_used_bytes // PAGE_BYTES) * PAGE_BYTES
         given = unit.space.unback(top)
         if given:
@@ -59,8 +59,8 @@ class Shrinks:
         self.state.out.append(ShrinkArena(unit=unit.number, number=unit.shrinks, backed_bytes=unit.space.backed_bytes))
 
     def offered(self, unit: Unit, shrinks: int) -> bool:
-        """The unit came back, having carried out so many orders: whether what it says of its backing counts. If not, it
-        is told again."""
+        """Handle a unit that comes back after it carried out `shrinks` orders. Return whether the backing that it
+        reports counts; if not, the last order must be sent again."""
         unit.shrinking = shrinks < unit.shrinks
         unit.shrinks = max(shrinks, unit.shrinks)
         return not unit.shrinking
@@ -80,10 +80,11 @@ class Shrinks:
         self._done(unit.number, item.number, item.error or "")
 
     def gone(self, unit: int) -> None:
-        """The unit is lost or dropped: nobody waits for it."""
+        """Handle the loss or removal of a unit: no call waits for it any longer."""
         self._done(unit, None, "its connection to the controller was lost")
 
     def _done(self, unit: int, number: int | None, error: str) -> None:
+        """End the wait of parked calls for the unit's order `number` (None: for all its orders)."""
         for parked in list(self.state.shrinkers.values()):
             if unit in parked.waits_for and (number is None or number >= parked.waits_for[unit]):
                 del parked.waits_for[unit]
@@ -93,7 +94,7 @@ class Shrinks:
                     self.state.unpark(parked, self._result(parked))
 
     def timed_out(self, parked: ParkedShrink) -> Shrunken:
-        """What there is at the deadline."""
+        """Return the result at the deadline."""
         for unit in parked.waits_for:
             error = f"no answer within {self.state.now - parked.since:.1f} s"
             parked.found[unit] = msgspec.structs.replace(parked.found[unit], given_bytes=0, error=error)

@@ -1,4 +1,4 @@
-"""The ledger's rules for claims: which samples a task is given, acknowledgement, and why a claim waits.
+"""Rules for claims: selection of samples, acknowledgement, leases, and the reasons why a claim waits.
 
 Imports `state` and `commands`. Start with `claims`.
 """

@@ -1,4 +1,4 @@
-"""Claims and what follows them: acknowledging, giving back, leases, consumption."""
+"""Claims and the commands that follow them: acknowledge, return, extend a lease, check consumption."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 class _Named(NamedTuple):
-    """What a command after a claim names: which of its samples live, the rows of those, and the claim that each of
-    those is said to be of."""
+    """The samples that a command after a claim names: which of them live (`live`), the rows of the live ones,
+    and the claim id that the command gives for each row."""
 
     partition: Partition
     task: Task
@@ -48,17 +48,17 @@ class _Named(NamedTuple):
 
     @property
     def own(self) -> Bools:
-        """Which of the rows that claim holds, acknowledged ones aside."""
+        """Which of the rows belong to that claim and are not acknowledged."""
         found: Bools = (self.task.claim_ids[self.rows] == self.claims) & (self.claims > 0)
         return found
 
     @property
     def leased(self) -> Bools:
-        """Which of them are on lease to it."""
+        """Which of the rows are on lease to that claim."""
         return self.own & self.task.on_lease(self.rows)
 
     def settled(self, command: c.Ack | c.Nack | c.Extend, done: Bools) -> c.ClaimsSettled:
-        """The answer once `done` of the rows are as the command wants them. StaleSampleError for the others."""
+        """Return the answer if the command took effect on rows `done`. StaleSampleError names the others."""
         places = np.flatnonzero(self.live)[~done].tolist()
         if places:
             ids = command.samples.ids
@@ -74,7 +74,7 @@ class Claims:
     # --- claiming
 
     def claim(self, session: Session, number: int, command: c.Claim) -> c.Claimed | None:
-        """The samples, or None when the call was parked."""
+        """Return the claimed samples, or None if the call was parked."""
         partition = self.state.partition(command.partition)
         task = partition.task(command.task)
         self._check(partition, command)
@@ -88,7 +88,7 @@ class Claims:
         return result
 
     def _named(self, asked: ParkedClaim, task: Task, samples: c.Samples) -> c.Claimed:
-        """All of the samples that the claim names, or none."""
+        """Claim all of the named samples, or none."""
         partition, command = asked.partition, asked.command
         self.state.check_samples(samples)
         rows = partition.resolve_living(samples)
@@ -97,8 +97,8 @@ class Claims:
         return self._take(asked, task, rows)
 
     def judge(self) -> None:
-        """Serve parked claims of partitions that changed: those whose client was heard within a heartbeat first, and
-        of these the oldest first."""
+        """Serve parked claims of partitions that changed. Claims whose client was heard from within a heartbeat
+        go first, and among these the oldest."""
         state = self.state
         while state.touched:
             partition = state.touched.pop(next(iter(state.touched)))
@@ -117,8 +117,8 @@ class Claims:
                     break
 
     def _in_turn(self, watches: Iterable[Watch]) -> Iterator[ParkedClaim]:
-        """The claims that wait there when it is begun: those whose client was heard within a heartbeat first, and of
-        these the oldest first."""
+        """Yield the claims that wait when the iteration begins: those whose client was heard from within a
+        heartbeat first, and among these the oldest."""
         recent = self.state.now - self.state.heartbeat_s
         parked = [[self.state.claim_waiters[key] for key in watch.waiters] for watch in watches]
         for late in (False, True):
@@ -126,14 +126,14 @@ class Claims:
             yield from heapq.merge(*lines, key=operator.attrgetter("place"))
 
     def _hopeful(self, partition: Partition, watches: list[Watch]) -> dict[Watch, None]:
-        """Those kinds of claims of which one may be served now. The others are judged again when their time comes."""
+        """Return the watches with a claim that may be served now. The others are judged again at their `next_at`."""
         found: dict[Watch, None] = {}
         for watch in watches:
             if not watch.waiters:
                 continue
             try:
                 waiting.refresh(watch, partition)
-            except Exception as error:  # by what a sample is, or a claim asks for: not by whoever changed the sample
+            except Exception as error:  # a bad sample or claim must not fail the command that changed the sample
                 for key in list(watch.waiters):
                     self.state.fail(self.state.claim_waiters[key], error)
                 continue
@@ -144,7 +144,7 @@ class Claims:
         return found
 
     def _judge(self, parked: ParkedClaim) -> bool:
-        """Whether its wait is over."""
+        """Serve the parked claim if possible. Return whether its wait is over."""
         ready_index, partition = parked.ready_index, parked.partition
         assert ready_index is not None
         watch = parked.watch
@@ -159,21 +159,21 @@ class Claims:
             result = self._attempt(parked, ready_index)
         except DataPlaneError as error:
             result = error
-        except Exception as error:  # nothing that others do may fail because of who waits
-            self._look_again(partition, ready_index.task)
+        except Exception as error:  # a waiting claim must not fail the command of another client
+            self._recompute_ready(partition, ready_index.task)
             self.state.fail(parked, error)
             return True
         if result is not None:
             self.state.unpark(parked, result)
         return result is not None
 
-    def _look_again(self, partition: Partition, task: Task) -> None:
-        """Wherever a claim stopped, what is ready for the task is what its books say."""
+    def _recompute_ready(self, partition: Partition, task: Task) -> None:
+        """Recompute the task's ready samples. A claim that failed may have stopped anywhere."""
         partition.reclaimed(task, partition.rows.in_order())
         self.state.touch(partition)
 
     def _attempt(self, parked: ParkedClaim, ready_index: ReadyIndex) -> c.Claimed | None:
-        """What the claim gets if it gets anything now."""
+        """Return the result of the claim, or None if it must wait."""
         partition, command, task = parked.partition, parked.command, ready_index.task
         fixed = None if command.step is None else shares.find(task, command)
         if fixed is None:
@@ -199,7 +199,8 @@ class Claims:
         return result
 
     def _overdue(self, partition: Partition, ready_index: ReadyIndex, command: c.Claim) -> selection.Overdue:
-        """The partial groups whose time is over, and when the next one's is; those to be dropped are."""
+        """Return the overdue partial groups, and when the next group is overdue. With policy DROP, clear their
+        rows instead."""
         found = selection.overdue(partition, ready_index, command, self.state.now)
         if command.partial is c.Partial.RELEASE or not len(found.rows):
             return found
@@ -211,7 +212,7 @@ class Claims:
         return selection.Overdue(found.rows[:0], found.next_at)
 
     def _fix(self, partition: Partition, task: Task, command: c.Claim, chosen: selection.Chosen) -> Selection:
-        """The shares of a step, held for its ranks from now on."""
+        """Fix the shares of a step, and hold them for its ranks."""
         state = self.state
         assert command.step is not None
         fixed = shares.fix(partition, command, chosen, state.serial())
@@ -225,6 +226,7 @@ class Claims:
         return fixed
 
     def _take(self, parked: ParkedClaim, task: Task, rows: Int64s) -> c.Claimed:
+        """Claim the rows for the task and return the answer. A peek only returns the answer."""
         state, partition, command, session = self.state, parked.partition, parked.command, parked.session
         claim_id = state.serial() if len(rows) and not command.peek else 0
         result = c.Claimed(
@@ -242,7 +244,7 @@ class Claims:
         if len(rows):
             task.take(rows, claim_id)
             partition.reclaimed(task, rows)
-            # What it took may have been all that kept others from the tail, or a group of theirs whole.
+            # Other claims may now take the last, smaller batch, or find a group incomplete.
             state.touch(partition)
             session.unconfirmed[parked.number] = UnconfirmedClaim(partition, task, rows.copy(), claim_id)
             if command.lease_s is not None:
@@ -250,7 +252,7 @@ class Claims:
         return result
 
     def _lease(self, partition: Partition, task: Task, rows: Int64s, claim_id: int, owner: int, lease_s: float) -> None:
-        """The lease of a claim that took these rows begins."""
+        """Begin the lease of a claim that took these rows."""
         if len(rows):
             end = self.state.now + lease_s
             task.lease(rows, end)
@@ -258,6 +260,7 @@ class Claims:
             self.state.leases.begin(Lease(partition.name, task, rows.copy(), claim_id, owner, lease_s), end)
 
     def _check(self, partition: Partition, command: c.Claim) -> None:
+        """Validate the claim. Raises InvalidRequestError, LimitError or FieldNotFoundError."""
         least, batch, group = command.min_batch_size, command.batch_size, command.group_size
         if batch < 1:
             raise InvalidRequestError(f"batch_size={batch}: must be at least 1")
@@ -265,9 +268,13 @@ class Claims:
             raise InvalidRequestError(f"min_batch_size={least}: must be in [1, batch_size={batch}]")
         check_terms(command)
         if group is not None and group > (batch if least is None else least):
-            raise InvalidRequestError(f"group_size={group}: a claim of {least or batch} cannot hold a whole group")
+            raise InvalidRequestError(
+                f"group_size={group}: larger than the claim, which may take only {least or batch} samples"
+            )
         if command.partial_after_s is not None and not (group is not None and command.partial_after_s >= 0):
-            raise InvalidRequestError(f"partial_after_s={command.partial_after_s}: not negative, and with a group_size")
+            raise InvalidRequestError(
+                f"partial_after_s={command.partial_after_s}: must not be negative, and requires group_size"
+            )
         if not command.timeout_s >= 0:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         _check_lease(command.lease_s)
@@ -293,7 +300,7 @@ class Claims:
         named.task.acknowledge(named.rows[mine])
         self.state.loosen(named.partition, named.rows[mine])
         if named.partition.complete:
-            # What was on lease may have been all that kept others from the tail.
+            # Other claims may now take the last, smaller batch.
             self.state.touch(named.partition)
         return named.settled(command, mine)
 
@@ -331,11 +338,14 @@ class Claims:
         return blocked(self.state, partition, ready_index, command)
 
     def _named_claimed(self, command: c.Ack | c.Nack | c.Extend, claims: Int64s | None) -> _Named:
+        """Resolve the samples and claim ids of a command that follows a claim."""
         self.state.check_samples(command.samples)
         partition = self.state.partition(command.partition)
         task = partition.task(command.task)
         if claims is not None and len(claims) != len(command.samples):
-            raise InvalidRequestError(f"{len(claims)} claims for {len(command.samples)} samples: expected one of each")
+            raise InvalidRequestError(
+                f"{len(claims)} claims for {len(command.samples)} samples: expected one claim for each sample"
+            )
         live, rows = partition.living(command.samples)
         if len(rows) > 1 and len(np.unique(rows)) != len(rows):
             raise InvalidRequestError("a sample is named twice")
@@ -344,12 +354,13 @@ class Claims:
     # --- time
 
     def expire_leases(self) -> None:
-        """Samples whose lease is over go back."""
+        """Return samples whose lease has expired to the pool."""
         state = self.state
         for lease in state.leases.over(state.now):
             state.return_rows(state.partitions[lease.partition], lease.task, lease.over(state.now))
 
     def timed_out(self, parked: ParkedClaim) -> DataPlaneError:
+        """Return the error of a claim that reached its deadline, with the facts about why it waited."""
         ready_index, command = parked.ready_index, parked.command
         assert ready_index is not None
         facts = blocked(self.state, parked.partition, ready_index, command)
@@ -375,39 +386,43 @@ def _check_lease(lease_s: float | None) -> None:
 
 
 def _check_plain(command: c.Claim) -> None:
-    """A claim of named samples chooses nothing and waits for nothing; one that only looks holds nothing."""
+    """Check a claim of named samples, which must not select or wait, and a peek, which must not hold anything."""
     if command.samples is not None and (
         command.blocking or command.where or command.group_size or command.step is not None or command.max_lag
     ):
-        raise InvalidRequestError("a claim of named samples has no conditions, groups or step, and does not wait")
+        raise InvalidRequestError(
+            "a claim of named samples must be non-blocking, without where, group_size, step or max_lag"
+        )
     if command.peek and (command.step is not None or command.lease_s or command.partial is not c.Partial.RELEASE):
-        raise InvalidRequestError("a claim that only looks has no lease or step, and drops nothing")
+        raise InvalidRequestError("a claim with peek must not have lease_s or step, and must not drop partial groups")
 
 
 def _check_shares(command: c.Claim) -> None:
-    """Strategy, groups and ranks go together."""
+    """Check that sampler, groups and ranks of a claim agree."""
     group, world, rank, step = command.group_size, command.dp_world, command.dp_rank, command.step
     sampler = SAMPLERS.get(selection.sampler_of(command))
     if sampler is None:
         raise InvalidRequestError(f"sampler={command.sampler!r}: expected one of {', '.join(SAMPLERS)}")
     if sampler.grouped and group is None:
-        raise InvalidRequestError(f"sampler={command.sampler!r} takes whole groups: name their group_size")
+        raise InvalidRequestError(f"sampler={command.sampler!r} requires group_size")
     if sampler.alone and group is not None:
-        raise InvalidRequestError(f"sampler={command.sampler!r} knows no groups; leave out group_size={group}")
+        raise InvalidRequestError(f"sampler={command.sampler!r} does not support groups; omit group_size={group}")
     if world is None and step is None:
         if sampler.shared:
-            raise InvalidRequestError(f"sampler={command.sampler!r} deals to ranks: name dp_rank, dp_world and step")
+            raise InvalidRequestError(f"sampler={command.sampler!r} requires dp_rank, dp_world and step")
         return
     if world is None or step is None or rank is None:
-        raise InvalidRequestError(f"dp_rank={rank}, dp_world={world}, step={step}: a share needs all three")
+        raise InvalidRequestError(f"dp_rank={rank}, dp_world={world}, step={step}: a share requires all three")
     if not 0 <= rank < world or step < 0:
-        raise InvalidRequestError(f"dp_rank={rank}, dp_world={world}, step={step}: no such rank or step")
+        raise InvalidRequestError(
+            f"dp_rank={rank}, dp_world={world}, step={step}: rank must be in [0, dp_world), step at least 0"
+        )
     unit, least = world * (group or 1), command.min_batch_size
     if command.batch_size % unit or not unit <= (command.batch_size if least is None else least):
         per = f"dp_world={world}" + (f" times group_size={group}" if group else "")
         raise InvalidRequestError(
-            f"batch_size={command.batch_size}, min_batch_size={least}: of the whole step; the first must be a multiple "
-            f"of {per}, the second at least that"
+            f"batch_size={command.batch_size}, min_batch_size={least}: both count the whole step; batch_size must be a "
+            f"multiple of {per}, and min_batch_size at least that"
         )
 
 
@@ -415,4 +430,4 @@ def _check_predicate(predicate: c.Predicate) -> None:
     if predicate.op not in OPERATORS:
         raise InvalidRequestError(f"predicate on {predicate.tag!r}: {predicate.op!r} is not one of {OPERATORS}")
     if isinstance(predicate.value, tuple) is not (predicate.op == "in"):
-        raise InvalidRequestError(f"predicate on {predicate.tag!r}: `in` takes a tuple of values, the others take one")
+        raise InvalidRequestError(f"predicate on {predicate.tag!r}: `in` takes a tuple of values, other operators one")

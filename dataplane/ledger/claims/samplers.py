@@ -1,7 +1,7 @@
-"""Named strategies of a claim: which of the claimable samples it takes, and which rank gets which of them.
+"""Named strategies of a claim: which claimable samples it takes, and which rank gets which of them.
 
-Pure functions over arrays. Picking puts the candidates, in the claim's order, into units that are never split (single
-samples, or groups); dealing gives each unit to a rank, so that the ranks' numbers of units differ by one at most.
+Pure functions over arrays. Picking groups the candidates, in the claim's order, into units that are never split (single
+samples, or groups). Dealing assigns each unit to a rank; the ranks' numbers of units differ by at most one.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ Float64s = npt.NDArray[np.float64]
 
 
 class Picked(NamedTuple):
-    """`places` are positions among the candidates, `units` the unit of each: 0, 1, ... ascending."""
+    """`places` are positions among the candidates. `units` is the unit of each: 0, 1, ... ascending."""
 
     places: Int64s
     units: Int64s
 
     @property
     def amount(self) -> int:
-        """How many units."""
+        """The number of units."""
         return int(self.units[-1]) + 1 if len(self.units) else 0
 
     def first(self, units: int) -> Picked:
-        """Only the first `units` of them."""
+        """Return only the first `units` units."""
         stop = int(np.searchsorted(self.units, units))
         return Picked(self.places[:stop], self.units[:stop])
 
 
 def single(count: int) -> Picked:
-    """Each of `count` candidates is a unit, in their order."""
+    """Make each of `count` candidates a unit, in their order."""
     every_one = np.arange(count)
     return Picked(every_one, every_one)
 
 
 def whole_groups(groups: Int64s, size: int, wanted: int, released: Bools | None = None) -> Picked:
-    """The first `wanted` (or fewer) groups that have `size` candidates, each with its first `size`; a group stands
-    where its first candidate stands. `groups[i]` is the group of candidate i, numbered by first appearance (-1: of
-    none). A group with `released` candidates counts as whole, with as many as it has."""
+    """Pick the first `wanted` (or fewer) groups that have `size` candidates, each with its first `size`. Groups
+    are ordered by their first candidate. `groups[i]` is the group of candidate i, numbered by first appearance
+    (-1: no group). A group with `released` candidates counts as whole, with the candidates that it has."""
     order = np.argsort(groups, kind="stable")
     order = order[np.searchsorted(groups[order], 0) :]
     if not len(order):
@@ -63,21 +63,22 @@ def whole_groups(groups: Int64s, size: int, wanted: int, released: Bools | None 
 
 
 def runs(units: int, ranks: int, weights: Float64s | None = None) -> Int64s:
-    """The rank of each unit: rank 0 gets the first ones, rank 1 the next, and so on; lower ranks get what is over."""
+    """Return the rank of each unit: rank 0 gets the first units, rank 1 the next, and so on. Lower ranks get the
+    remainder."""
     counts = np.full(ranks, units // ranks)
     counts[: units % ranks] += 1
     return np.repeat(np.arange(ranks), counts)
 
 
 def turns(units: int, ranks: int, weights: Float64s | None = None) -> Int64s:
-    """The rank of each unit: in turns, so that every rank gets as early and as late ones as the others."""
+    """Return the rank of each unit in round-robin order, so that early and late units are spread evenly."""
     return np.arange(units) % ranks
 
 
 def balanced(units: int, ranks: int, weights: Float64s | None = None) -> Int64s:
-    """The rank of each unit so that the ranks' sums of `weights` are about equal; `runs` without weights.
+    """Return the rank of each unit so that the ranks' sums of `weights` are about equal; `runs` without weights.
 
-    The heaviest go first, each to the rank with the least that has space for another.
+    The heaviest units go first, each to the rank with the smallest sum that still has space for a unit.
     """
     if weights is None:
         return runs(units, ranks)
@@ -98,8 +99,8 @@ def balanced(units: int, ranks: int, weights: Float64s | None = None) -> Int64s:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """grouped: it takes whole groups only; alone: no groups (neither: as the claim says). shared: it deals to ranks,
-    so that the claim must name them."""
+    """grouped: it takes whole groups only. alone: it takes no groups. If neither is set, the claim decides.
+    shared: it deals to ranks, so the claim must name them."""
 
     deal: Callable[[int, int, Float64s | None], Int64s]
     grouped: bool = False
@@ -116,15 +117,15 @@ SAMPLERS: dict[str, Sampler] = {
 
 
 def default(*, grouped: bool, shared: bool) -> str:
-    """The strategy of a claim that names none."""
+    """Return the strategy of a claim that names none."""
     if shared:
         return "length-balanced"
     return "group-n" if grouped else "sequential"
 
 
 def shares(sampler: str, picked: Picked, ranks: int, lengths: Float64s | None) -> Int64s:
-    """The rank of each picked candidate. `lengths` are those of the picked (None: not known of all of them, or not
-    finite); a group weighs what its members do together."""
+    """Return the rank of each picked candidate. `lengths` are those of the picked candidates (None: unknown for some);
+    lengths that are not finite count as unknown. The weight of a group is the sum of its members' lengths."""
     weights: Float64s | None = None
     if lengths is not None and every(np.isfinite(lengths)):
         weights = np.bincount(picked.units, weights=lengths, minlength=picked.amount).astype(np.float64)

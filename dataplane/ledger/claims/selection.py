@@ -1,4 +1,4 @@
-"""Which samples a claim takes, whether more of them can come, and which groups have been partial for too long."""
+"""Select the samples of a claim, decide whether more can come, and find groups that have been partial for too long."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.tasks import ReadyIndex
 
 LOOK = 1024
-"""A filtered claim looks at this many ready samples first, then at eight times as many, and so on."""
+"""A claim with predicates examines at least this many ready samples first, then eight times as many, and so on."""
 
 
 class Chosen(NamedTuple):
-    """`rows` to claim, and the group of each, 0, 1, ... ascending (None: every row is a unit of its own)."""
+    """`rows` to claim, and the group of each, 0, 1, ... ascending (None: every row is a separate unit)."""
 
     rows: Int64s
     groups: Int64s | None = None
@@ -30,12 +30,12 @@ class Chosen(NamedTuple):
 
     @property
     def amount(self) -> int:
-        """How many units."""
+        """The number of units."""
         return len(self.rows) if self.groups is None else self.picked.amount
 
 
 def sampler_of(command: Claim) -> str:
-    """The name of the claim's strategy."""
+    """Return the name of the claim's strategy."""
     shared = command.dp_world is not None
     return command.sampler or samplers.default(grouped=command.group_size is not None, shared=shared)
 
@@ -43,9 +43,9 @@ def sampler_of(command: Claim) -> str:
 def select(
     partition: Partition, ready_index: ReadyIndex, command: Claim, released: Int64s, *, pending: bool = False
 ) -> Chosen | None:
-    """What the claim takes now (not more than its batch), or None if it should wait, or come again later.
+    """Return the samples that the claim takes now (at most its batch), or None if it must wait or be retried later.
 
-    `released` are members of partial groups that count as whole; `pending` says that more may be later.
+    `released` are members of partial groups that count as whole. `pending`: more groups may be released later.
     """
     least = least_of(command)
     if ready_index.count < least and not len(released) and not partition.complete and command.blocking:
@@ -62,7 +62,7 @@ def select(
 
 
 def _candidates(partition: Partition, ready_index: ReadyIndex, command: Claim, released: Int64s) -> Chosen:
-    """The ready samples it would take, in its order."""
+    """Return the ready samples that the claim would take, in its order."""
     order = partition.rows.order
     where = conditions(partition.version, command)
     if command.group_size is not None:
@@ -86,8 +86,8 @@ def _candidates(partition: Partition, ready_index: ReadyIndex, command: Claim, r
 
 
 def _more_can_come(partition: Partition, ready_index: ReadyIndex, command: Claim) -> bool:
-    """Whether a sample of a complete partition that is unclaimed, or may be again because its lease is open, may still
-    become one that this claim takes."""
+    """Return whether this claim may still get more samples of a complete partition. Counts samples that are
+    unclaimed, and samples on lease, which may become unclaimed again."""
     task = ready_index.task
     where = conditions(partition.version, command)
     if not where and command.group_size is None:
@@ -103,8 +103,8 @@ def _more_can_come(partition: Partition, ready_index: ReadyIndex, command: Claim
 
 
 class Overdue(NamedTuple):
-    """`rows` are the unclaimed members of the groups whose time is over, oldest first; `next_at` is when the time of
-    the next one is (infinity: of none)."""
+    """`rows` are the unclaimed members of the overdue groups, oldest first. `next_at` is when the next group is
+    overdue (infinity: none)."""
 
     rows: Int64s
     next_at: float
@@ -114,8 +114,9 @@ NOTHING = Overdue(np.zeros(0, np.int64), float("inf"))
 
 
 def overdue(partition: Partition, ready_index: ReadyIndex, command: Claim, now: float) -> Overdue:
-    """Partial groups as the claim sees them: fewer than its `group_size` unclaimed members have all its fields, and one
-    of its unclaimed members fulfils its predicates, or may yet. A group is as old as the oldest of those members."""
+    """Find the overdue partial groups of a claim. A group is partial if fewer than `group_size` of its unclaimed
+    members have all fields, and an unclaimed member matches the predicates or may still do so. The age of a
+    group is that of its oldest unclaimed member."""
     if command.partial_after_s is None or command.group_size is None:
         return NOTHING
     tags, where = partition.tags, conditions(partition.version, command)

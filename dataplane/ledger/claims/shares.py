@@ -1,6 +1,6 @@
-"""Shares: the selection of one step of a task, fixed by the first rank that asks, dealt to all of them.
+"""Shares: the selection of one step of a task. The first rank that claims fixes it, and it is dealt to all ranks.
 
-What nobody asked for yet is held for its rank: claimed, and on lease to `HELD` (or `HELD_ON_LEASE`) until the
+Shares that no rank has claimed yet are held: claimed, and on lease to `HELD` (or `HELD_ON_LEASE`) until the
 selection's hold ends.
 """
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from dataplane.ledger.state.partition import Partition
 
 HOLD_S = 600.0
-"""How long shares are held for their ranks when the first to ask names no lease: as long as torch.distributed lets
-ranks wait for one that does not come."""
+"""How long shares are held for their ranks if the first claim has no lease: as long as torch.distributed waits
+for a missing rank."""
 
 
 def share(selection: Selection, partition: Partition, task: Task, command: Claim) -> Int64s:
-    """The rows that the rank gets now: those of its share that live and are held for it or free again.
+    """Return the rows that the rank gets now: the live rows of its share that are held for it or unclaimed.
 
-    Raises: `InvalidRequestError` if it has had them all, `ShareConflictError` if another claim has some.
+    Raises: `InvalidRequestError` if the rank got all of them before, `ShareConflictError` if another claim has some.
     """
     rank, step = command.dp_rank, command.step
     assert rank is not None
@@ -53,15 +53,15 @@ def share(selection: Selection, partition: Partition, task: Task, command: Claim
         )
     if had and not some(free):
         raise InvalidRequestError(
-            f"rank {rank} of {command.dp_world} has had its share of step {step} of task {task.name!r} "
-            f"({len(mine)} samples); a share is handed out once, unless its claim was given back"
+            f"rank {rank} of {command.dp_world} already got its share of step {step} of task {task.name!r} "
+            f"({len(mine)} samples); each share is given out once, unless its claim is returned"
         )
     granted: Int64s = rows[free]
     return granted
 
 
 def fix(partition: Partition, command: Claim, chosen: Chosen, claim_id: int) -> Selection:
-    """The selection of the command's step, dealt to its ranks."""
+    """Deal the selection of the command's step to its ranks."""
     assert command.dp_world is not None
     lengths = partition.tags.numbers(INPUT_LENGTHS, chosen.rows)
     ranks = samplers.shares(sampler_of(command), chosen.picked, command.dp_world, lengths)
@@ -69,15 +69,15 @@ def fix(partition: Partition, command: Claim, chosen: Chosen, claim_id: int) -> 
 
 
 def find(task: Task, command: Claim) -> Selection | None:
-    """The selection of the command's step if it is fixed. `InvalidRequestError` if that was on other terms, or so many
-    steps ago that it is forgotten."""
+    """Return the selection of the command's step, or None if it is not fixed. `InvalidRequestError` if it was
+    fixed on other terms, or if the step is too old and its selection was discarded."""
     step = command.step
     assert step is not None
     found = task.selections.get(step)
     if found is None:
         if step <= task.forgotten:
             raise InvalidRequestError(
-                f"step {step} of task {task.name!r} is over: the service remembers the shares of the last "
+                f"step {step} of task {task.name!r} is too old: the service keeps the shares of the last "
                 f"{len(task.selections)} steps only"
             )
         return None
@@ -86,27 +86,29 @@ def find(task: Task, command: Claim) -> Selection | None:
         differing = [name for name in asked if asked[name] != found.terms[name]]
         fixed, wanted = (", ".join(f"{name}={terms[name]}" for name in differing) for terms in (found.terms, asked))
         raise InvalidRequestError(
-            f"step {step} of task {task.name!r} was fixed with {fixed}; this claim says {wanted}. "
-            "All ranks of a step ask on the same terms."
+            f"step {step} of task {task.name!r} was fixed with {fixed}; this claim has {wanted}. "
+            "All ranks of a step must claim on the same terms."
         )
     return found
 
 
 def remember(task: Task, step: int, selection: Selection, most: int) -> None:
-    """Keep it; the lowest step goes where there are too many."""
+    """Store the selection. Discard that of the lowest step if there are more than `most`."""
     task.selections[step] = selection
     if len(task.selections) > most:
         task.forgotten = max(task.forgotten, min(task.selections))
         del task.selections[min(task.selections)]
 
 
-_OWN = frozenset({"partition", "task", "dp_rank", "step", "blocking", "timeout_s", "lease_s", "samples", "peek"})
-"""Fields of a claim in which the ranks of a step may differ."""
+_RANK_FIELDS = frozenset(
+    {"partition", "task", "dp_rank", "step", "blocking", "timeout_s", "lease_s", "samples", "peek"}
+)
+"""Fields of a claim that may differ between the ranks of a step."""
 
 
 def terms_of(command: Claim) -> Terms:
-    """What the claims of all ranks of a step have in common."""
-    given = {name: str(getattr(command, name)) for name in command.__struct_fields__ if name not in _OWN}
+    """Return the terms that the claims of all ranks of a step have in common."""
+    given = {name: str(getattr(command, name)) for name in command.__struct_fields__ if name not in _RANK_FIELDS}
     return {
         **given,
         "fields": str(sorted(set(command.fields))),

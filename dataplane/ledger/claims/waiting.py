@@ -1,4 +1,4 @@
-"""Whether parked claims may be served: their watches, brought up to date with what changed."""
+"""Decide whether parked claims may be served. Watches are first updated with the samples that changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataplane.ledger.state.watches import HIT, NEVER, OPEN, Counts, Groups, Wat
 
 
 def refresh(watch: Watch, partition: Partition) -> None:
-    """Look at what changed. Costs nothing where nothing did."""
+    """Count the samples that changed since the last call. Returns at once if none did."""
     if watch.counts is None:
         return
     again, earliest = _recount(watch.counts, partition, watch.ready_index)
@@ -26,12 +26,12 @@ def refresh(watch: Watch, partition: Partition) -> None:
 
 
 def hopeful(watch: Watch, partition: Partition, now: float) -> bool:
-    """Whether one of the claims may be served."""
+    """Return whether any claim of the watch may be served."""
     return _enough(watch, min(watch.leasts)) or _due(watch, partition, now)
 
 
 def may_serve(watch: Watch, partition: Partition, command: Claim, now: float) -> bool:
-    """Whether this one may be."""
+    """Return whether this claim may be served."""
     return _enough(watch, least_of(command)) or _due(watch, partition, now)
 
 
@@ -45,7 +45,7 @@ def _enough(watch: Watch, least: int) -> bool:
 
 
 def _due(watch: Watch, partition: Partition, now: float) -> bool:
-    """Whether a group's time is over, or no more can come."""
+    """Return whether a group is overdue, or no more samples can come."""
     if watch.next_at <= now:
         return True
     if not partition.complete:
@@ -56,15 +56,15 @@ def _due(watch: Watch, partition: Partition, now: float) -> bool:
 
 
 def _recount(counts: Counts, partition: Partition, ready_index: ReadyIndex) -> tuple[bool, float]:
-    """Count what changed. Whether everything was counted again, and the earliest generation in a group that
-    changed."""
+    """Count the samples that changed. Return whether all samples were counted again, and the earliest creation
+    time in a group that changed."""
     tag = partition.tags.columns.get(counts.command.group_by) if counts.groups is not None else None
     again = counts.stale or (tag is not None and tag.values.dtype.str != counts.typed)
     if not again and not counts.noted:
         return False, NEVER
     rows = np.unique(np.concatenate(counts.noted)) if counts.noted and not again else partition.rows.in_order()
     counts.noted, counts.noted_rows = [], 0
-    counts.stale = True  # until it is done: what cannot be counted is not taken for counted
+    counts.stale = True  # cleared at the end: after an exception, everything is counted again
     if again:
         _begin(counts, tag)
     if len(counts.states) < partition.rows.capacity:
@@ -83,6 +83,7 @@ def _begin(counts: Counts, tag: Tag | None) -> None:
 
 
 def _count(counts: Counts, partition: Partition, ready_index: ReadyIndex, rows: Int64s, tag: Tag | None) -> float:
+    """Update the counts of these rows. Return the earliest creation time in a group that changed."""
     command, tags, task = counts.command, partition.tags, ready_index.task
     free = (partition.rows.generations[rows] > 0) & (task.claim_ids[rows] == 0)
     mine = rows[free]

@@ -1,4 +1,4 @@
-"""What keeps a task's next samples from it: facts, and the sentence that says them."""
+"""Facts about why a claim gets no samples, and a sentence that states them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dataplane.ledger.state.state import State
 from dataplane.ledger.state.tasks import ReadyIndex
 
 NAMED = 5
-"""Partial groups and writers that are told of by name."""
+"""At most this many partial groups and writers are named."""
 
 
 def blocked(state: State, partition: Partition, ready_index: ReadyIndex, command: Claim | WhyBlocked) -> Blocked:
-    """The facts about a claim as things stand."""
+    """Return the current facts about a claim."""
     check_terms(command)
     task, fields = ready_index.task, ready_index.fields
     rows = partition.rows.in_order()
@@ -70,8 +70,8 @@ def _text(predicate: Predicate) -> str:
 def _groups(
     partition: Partition, command: Claim | WhyBlocked, rows: Int64s, has_all: Bools
 ) -> tuple[int | None, int | None, dict[str, int]]:
-    """Whole and partial groups among the unclaimed, and how many ready members the first partial ones have. A claim
-    without groups has none of all that."""
+    """Return the numbers of whole and partial groups among the unclaimed samples, and the ready members of the
+    first partial groups. A claim without groups has no such numbers."""
     if command.group_size is None:
         return None, None, {}
     tags = partition.tags
@@ -88,7 +88,7 @@ def _groups(
 
 
 def _writers(state: State, partition: Partition, fields: Sequence[str]) -> tuple[Writer, ...]:
-    """The sessions that wrote last, and those that were the last to write one of the fields; latest first."""
+    """Return the sessions that wrote last, and the last writer of each field; latest first."""
     last = dict(list(partition.writers.items())[-NAMED:])
     wrote: dict[int, list[str]] = {}
     for name in fields:
@@ -112,12 +112,13 @@ def _writers(state: State, partition: Partition, fields: Sequence[str]) -> tuple
 
 
 def sentence(facts: Blocked) -> str:
-    """What the facts say. Where producers wait for space, that is said first: what is missing may be theirs."""
+    """State the facts in one sentence. Producers that wait for space come first, because the missing samples may
+    be theirs."""
     parts = _back_pressure(facts)
     if facts.undeclared:
-        parts.append(f"nobody declared or produced {_names(facts.undeclared)}")
+        parts.append(f"no client declared or produced {_names(facts.undeclared)}")
     if facts.unproduced:
-        parts.append(f"nobody has produced {_names(facts.unproduced)} for any live sample")
+        parts.append(f"no client has produced {_names(facts.unproduced)} for any live sample")
     late = [
         f"{count} lack {name!r}"
         for name, count in facts.lacking.items()
@@ -130,7 +131,7 @@ def sentence(facts: Blocked) -> str:
         parts.append(f"{facts.unclaimed} live samples are unclaimed")
     if facts.filtered:
         failing = ", ".join(f"{count} fail {text}" for text, count in facts.filtered.items())
-        parts.append(f"of those {failing}; {facts.matching} fulfil all")
+        parts.append(f"of those, {failing}; {facts.matching} fulfil all conditions")
     if facts.groups is not None:
         shown = ", ".join(f"{name!r} has {count} ready" for name, count in facts.partial.items())
         parts.append(
@@ -154,8 +155,8 @@ def _back_pressure(facts: Blocked) -> list[str]:
     one = facts.waiting_puts == 1
     return [
         f"{facts.waiting_puts} {'put waits' if one else 'puts wait'} for space ({'' if one else 'the longest '}for "
-        f"{facts.waiting_puts_s:.1f} s, of {first_few(facts.waiting_writers)}): producers go on once samples are "
-        "cleared or there is more memory"
+        f"{facts.waiting_puts_s:.1f} s, by {first_few(facts.waiting_writers)}): producers continue once "
+        "samples are cleared or memory is added"
     ]
 
 
@@ -165,13 +166,13 @@ def _kept(facts: Blocked) -> list[tuple[int, str]]:
 
 def _last_writes(facts: Blocked) -> str:
     if not facts.writers:
-        return "nobody has written yet"
-    said = []
+        return "no client has written yet"
+    writes = []
     for writer in facts.writers[:NAMED]:
         what = f" ({_names(writer.fields)})" if writer.fields else ""
-        gone = "" if writer.live else ", gone since"
-        said.append(f"{writer.name!r} {writer.ago_s:.1f} s ago{what}{gone}")
-    return f"last writes: {', '.join(said)}"
+        gone = "" if writer.live else ", session ended"
+        writes.append(f"{writer.name!r} {writer.ago_s:.1f} s ago{what}{gone}")
+    return f"last writes: {', '.join(writes)}"
 
 
 def _names(names: Sequence[str]) -> str:

@@ -1,13 +1,13 @@
-"""What goes into the ledger and what comes out: values, each of which can be written down and replayed.
+"""Inputs and outputs of the ledger: plain values that can be serialized and replayed.
 
-Inputs are either a `Call` (a numbered command of a client's session) or one of the unnumbered reports of the shell
-and of the storage units (`OpenSession`, `Heartbeat`, `SessionSilent`, `AddUnit`, `UnitLost`, `SessionAttached`,
-`SessionGone`, `SessionAlive`, `Grown`, `Shrunk`, `Compacted`, `RowsChecked`, `Restarted`, `Tick`). Outputs are answers
-(`Answer`, `Opened`, `UnitAdded`), orders to units (`UnitOrder`) and words for the log (`Notice`).
+Inputs are either a `Call` (a numbered command of a client's session) or an unnumbered report of the shell or of
+a storage unit (`OpenSession`, `Heartbeat`, `SessionSilent`, `AddUnit`, `UnitLost`, `SessionAttached`,
+`SessionGone`, `SessionAlive`, `Grown`, `Shrunk`, `Compacted`, `RowsChecked`, `Restarted`, `Tick`). Outputs are
+answers (`Answer`, `Opened`, `UnitAdded`), orders to units (`UnitOrder`) and log entries (`Notice`).
 
-Samples are named by ids or by row handles (row, generation), never both. Arrays are one-dimensional numpy arrays,
-aligned with the samples unless said otherwise: rows and generations int64, lengths int64, offsets int64 (bytes from the
-start of the arena), units int32, checksums uint32.
+Samples are named by ids or by row handles (row, generation), never both. Arrays are one-dimensional numpy
+arrays, aligned with the samples unless stated otherwise: rows and generations int64, lengths int64, offsets
+int64 (bytes from the start of the arena), units int32, checksums uint32.
 """
 
 from dataplane.ledger.commands.inputs import *

@@ -1,4 +1,4 @@
-"""What the ledger takes: numbered calls, and the reports of the shell and of the storage units."""
+"""Inputs of the ledger: numbered calls, and reports of the shell and of the storage units."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataplane.ledger.commands.requests import Command
 
 
 class Input(Value, frozen=True, kw_only=True):
-    """Base of what `Ledger.apply` takes."""
+    """Base class of the inputs of `Ledger.apply`."""
 
 
 class Call(Input, frozen=True, kw_only=True):
-    """A command with its place: `number` counts up from 1 within the session, `watermark` is the session's lowest
-    unanswered number, `confirmed` names answered numbers above it: the first and the last of a range, of the next one,
-    and so on. Answers to numbers that are below the watermark or were ever named are forgotten, claims confirmed, and a
-    late repetition is refused. A client names each number until a call that named it is answered."""
+    """A numbered command of a session. `number` counts up from 1 within the session. `watermark` is the
+    session's lowest unanswered number. `confirmed` lists answered numbers above the watermark as inclusive
+    ranges: first and last of one range, then of the next. The ledger forgets answers below the watermark or in
+    `confirmed`, makes their claims final, and refuses late repetitions of these calls. A client repeats a
+    confirmed number until a call that carried it is answered."""
 
     session: int
     number: int
@@ -25,10 +26,10 @@ class Call(Input, frozen=True, kw_only=True):
 
 
 class OpenSession(Input, frozen=True, kw_only=True):
-    """`nonce` makes a retry find the same session. `host` is the client's boot id. A session that goes on, maybe in
-    another epoch of the service, says its number (`session`) and the `epoch` it knows: it is never given another
-    number. `lock_path` is the file whose lock is held as long as the client's process lives; "" for one that never uses
-    shared memory. Output: `Opened`."""
+    """Open a session, or continue one. Output: `Opened`. `nonce` lets a retry find the same session. `host` is
+    the client's boot id. A client that continues a session, possibly in another epoch of the service, sends the
+    session's number (`session`) and the `epoch` that it expects; it never gets another number. `lock_path` is
+    the file that the client process keeps locked while it runs; "" for a client that never uses shared memory."""
 
     nonce: str
     host: str
@@ -40,26 +41,31 @@ class OpenSession(Input, frozen=True, kw_only=True):
 
 
 class Heartbeat(Input, frozen=True, kw_only=True):
-    """The session's client was heard (every `Call` says so too)."""
+    """The session's client was heard from. Every `Call` implies this."""
 
     session: int
 
 
 class SessionSilent(Input, frozen=True, kw_only=True):
-    """The session's liveness stream ended without a Bye: find out now whether its process is gone."""
+    """The session's liveness stream ended without a `Bye`: check at once whether its process still runs."""
 
     session: int
 
 
 class AddUnit(Input, frozen=True, kw_only=True):
-    """A storage unit offers its arena. The same cookie again with a higher epoch, or after `UnitLost`, or with the
-    number that it has (`unit`), is the same unit coming back; a live cookie twice is refused otherwise, and so is a
-    unit that has a number from a service that lost its state. Another `host` than before is the same machine, started
-    anew. `fsynced`: what is written there outlives the machine. `recheck`: its rows are to be checked before they are
-    read. `instead_of` is the cookie of the arena it had before, which is lost with its rows. `anew`: it had one and
-    cannot tell which; if that cookie is unknown too, it is what lost units of its name (those of its host, if there
-    are some) had. `shrinks` is the number of the last `ShrinkArena` it has carried out, `compactions` that of the last
-    `CompactArena`. Output: `UnitAdded`."""
+    """A storage unit offers its arena. Output: `UnitAdded`.
+
+    An offer with a known cookie is the same unit coming back if its epoch is higher, if it follows `UnitLost`, or if
+    it carries the unit's number (`unit`); otherwise it is refused. An offer with a number but an unknown cookie is
+    refused too: its number comes from a service that lost its state. A changed `host` means that the machine was
+    rebooted.
+
+    `fsynced`: data written to the arena survives a crash of the machine. `recheck`: the unit's rows must be compared
+    with their checksums. `instead_of` is the cookie of the unit's previous arena, which is lost with its rows.
+    `anew`: the unit lost its arena and cannot name it. If `instead_of` is unknown too, all disconnected units of its
+    name (those on its host, if any) count as lost. `shrinks` and `compactions` are the numbers of the last
+    `ShrinkArena` and `CompactArena` that the unit carried out.
+    """
 
     name: str
     host: str
@@ -80,21 +86,22 @@ class AddUnit(Input, frozen=True, kw_only=True):
 
 
 class UnitLost(Input, frozen=True, kw_only=True):
-    """The unit's stream ended. It gets no new rows; its rows stay located (clients find out for themselves)."""
+    """The unit's stream ended. It gets no new rows. Its rows stay located, and clients detect failed reads
+    themselves."""
 
     unit: int
 
 
 class DropUnit(Input, frozen=True, kw_only=True):
-    """Forgets a unit; with live rows on it only under `force`, which clears those rows. Output: `UnitDropped`."""
+    """Forget a unit. If live rows lie on it, `force` is required and clears those rows. Output: `UnitDropped`."""
 
     unit: int
     force: bool = False
 
 
 class SessionAttached(Input, frozen=True, kw_only=True):
-    """The unit's handshake proved that the session's process shares its host and maps its arena. `lock_path` is the
-    file whose lock is held as long as that process lives."""
+    """The unit's handshake proved that the session's process shares its host and maps its arena. `lock_path` is
+    the file that the process keeps locked while it runs."""
 
     unit: int
     session: int
@@ -102,8 +109,8 @@ class SessionAttached(Input, frozen=True, kw_only=True):
 
 
 class SessionGone(Input, frozen=True, kw_only=True):
-    """The unit has proof: the session's lock was free (local), or the session is fenced (remote). Nothing of it can
-    touch this unit's bytes any more."""
+    """The unit has proof that the session can no longer access its bytes: the session's lock was free (local
+    session), or the session is fenced (remote session)."""
 
     unit: int
     session: int
@@ -117,8 +124,8 @@ class SessionAlive(Input, frozen=True, kw_only=True):
 
 
 class Grown(Input, frozen=True, kw_only=True):
-    """The arena is backed by memory up to `backed_bytes`. `error` says why it could not be more. `shrinks` is the
-    number of the last `ShrinkArena` that was carried out before."""
+    """The arena is backed by memory up to `backed_bytes`. `error` says why it is not more. `shrinks` is the
+    number of the last `ShrinkArena` that the unit carried out before."""
 
     unit: int
     backed_bytes: int
@@ -127,8 +134,8 @@ class Grown(Input, frozen=True, kw_only=True):
 
 
 class Shrunk(Input, frozen=True, kw_only=True):
-    """The unit has carried out `ShrinkArena` of this `number` (again, perhaps); its arena is backed up to
-    `backed_bytes`. `error` says why the memory did not go back to the machine."""
+    """The unit carried out the `ShrinkArena` of this `number`, possibly before. Its arena is backed up to
+    `backed_bytes`. `error` says why the memory was not returned to the machine."""
 
     unit: int
     number: int
@@ -137,8 +144,8 @@ class Shrunk(Input, frozen=True, kw_only=True):
 
 
 class Compacted(Input, frozen=True, kw_only=True):
-    """The unit has carried out `CompactArena` of this `number` (again, perhaps). `error` says why the copies cannot be
-    used."""
+    """The unit carried out the `CompactArena` of this `number`, possibly before. `error` says why the copies
+    cannot be used."""
 
     unit: int
     number: int
@@ -146,8 +153,8 @@ class Compacted(Input, frozen=True, kw_only=True):
 
 
 class RowsChecked(Input, frozen=True, kw_only=True):
-    """Of the rows of one `CheckRows`, up to row `last` of a field, those whose bytes were not those of their checksum:
-    row, generation and where in the arena."""
+    """Result of one `CheckRows`, up to row `last` of a field: row, generation and arena offset of each row whose
+    bytes do not match their checksum."""
 
     unit: int
     partition: str
@@ -159,9 +166,9 @@ class RowsChecked(Input, frozen=True, kw_only=True):
 
 
 class Restarted(Input, frozen=True, kw_only=True):
-    """The ledger was made again from its log, in a new epoch of the service: `epoch` is greater than any before. Units
-    have to offer themselves again, every session has its full time to be heard, and leases begin again in full. The
-    settings are those of the new epoch."""
+    """The ledger was restored from its log in a new epoch of the service. `epoch` is greater than all earlier
+    ones. Units must offer themselves again, every session gets its full timeout to be heard, and leases start
+    again in full. The settings are those of the new epoch."""
 
     epoch: int
     reserve_fraction: float
@@ -173,6 +180,6 @@ class Restarted(Input, frozen=True, kw_only=True):
 
 
 class Tick(Input, frozen=True, kw_only=True):
-    """The clock: seconds, monotonic, never going back."""
+    """Advance the clock to `now`, in seconds. The clock is monotonic."""
 
     now: float

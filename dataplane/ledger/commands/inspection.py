@@ -1,5 +1,5 @@
-"""Commands that look closely at a running service, and what answers them: for people and pictures, not for programs
-that move samples."""
+"""Commands that inspect a running service in detail, and their results: for people and dashboards, not for
+programs that move samples."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class TaskMatrix(Value, frozen=True, kw_only=True):
 
 
 class Matrix(Result, frozen=True, kw_only=True):
-    """The live samples of a partition in equal parts, oldest first. `samples` counts those in each part, `examined`
-    those that were looked at: all, or where there are very many some of each part, evenly spread. `produced` counts
-    how many of them have each field. `first_generation`, `last_generation`: the generation numbers of the oldest and
-    the youngest (0: none lives)."""
+    """The live samples of a partition in equal parts, oldest first. `samples` counts the samples of each part,
+    `examined` those that were examined: all, or in a large partition some of each part, evenly spread.
+    `produced` counts how many examined samples have each field. `first_generation` and `last_generation` are the
+    generations of the oldest and the youngest sample (0: no live sample)."""
 
     partition: str
     live: int
@@ -36,7 +36,8 @@ class Matrix(Result, frozen=True, kw_only=True):
 
 
 class Inspect(Answered[Matrix], frozen=True, kw_only=True):
-    """What of a partition is produced and consumed, in `columns` parts at most, by age. Answered `Matrix`."""
+    """Return how much of a partition is produced and consumed, by age, in at most `columns` parts. Answered
+    `Matrix`."""
 
     lasting = False
     partition: str
@@ -44,7 +45,8 @@ class Inspect(Answered[Matrix], frozen=True, kw_only=True):
 
 
 class TaskState(enum.StrEnum):
-    """How a task stands to a sample. HELD: it is in the share of a data-parallel rank that has not come for it."""
+    """The state of a sample for a task. HELD: the sample is in the share of a data-parallel rank that has not
+    claimed it yet."""
 
     UNCLAIMED = "unclaimed"
     HELD = "held"
@@ -53,8 +55,8 @@ class TaskState(enum.StrEnum):
 
 
 class ShownTask(Value, frozen=True, kw_only=True):
-    """`lacking`: fields that the task's latest claim wanted and the sample does not have. `client`: who leases it ("":
-    nobody), until `until` by the ledger's clock (None: nobody)."""
+    """`lacking`: fields of the task's latest claim that the sample does not have. `client`: the client that
+    leases it ("": none). `until`: when the lease or hold ends, by the ledger's clock (None: neither)."""
 
     task: str
     state: TaskState
@@ -65,7 +67,8 @@ class ShownTask(Value, frozen=True, kw_only=True):
 
 class ShownCell(Value, frozen=True, kw_only=True):
     """One field of a sample: `size_bytes` from `offset` in the arena of `unit`; `length` is in the spec's units.
-    `shared`: its bytes are other samples' too. `pinned`: somebody reads them, or their neighbours, now."""
+    `shared`: other samples share its bytes. `pinned`: a reader pins its extent now, which may hold neighbouring
+    cells."""
 
     field: str
     spec: FieldSpec
@@ -93,8 +96,8 @@ class Shown(Result, frozen=True, kw_only=True):
 
 
 class Show(Answered[Shown], frozen=True, kw_only=True):
-    """Everything about one sample of `partition`, or of the first that has it ("": in the order of registration; it is
-    named by its id then). Answered `Shown`."""
+    """Return all facts about one sample of `partition`, or with "" of the first registered partition that has
+    its id. Answered `Shown`."""
 
     lasting = False
     partition: str = ""
@@ -102,8 +105,8 @@ class Show(Answered[Shown], frozen=True, kw_only=True):
 
 
 class MemoryMap(Result, frozen=True, kw_only=True):
-    """Bytes by address: part i covers [i * cell_bytes, (i + 1) * cell_bytes) of the arena. What is backed and neither
-    live, reserved nor retired is free; `pinned` overlaps these three. `fragments` counts the free ranges."""
+    """Bytes by address: part i covers [i * cell_bytes, (i + 1) * cell_bytes) of the arena. Backed bytes that are
+    neither live, reserved nor retired are free; `pinned` overlaps these three. `fragments` counts the free ranges."""
 
     unit: int
     capacity_bytes: int
@@ -120,7 +123,7 @@ class MemoryMap(Result, frozen=True, kw_only=True):
 
 
 class MapMemory(Answered[MemoryMap], frozen=True, kw_only=True):
-    """What the bytes of a unit's arena are, in `cells` equal parts at most. Answered `MemoryMap`."""
+    """Return how the bytes of a unit's arena are used, in at most `cells` equal parts. Answered `MemoryMap`."""
 
     lasting = False
     unit: int
@@ -128,16 +131,16 @@ class MapMemory(Answered[MemoryMap], frozen=True, kw_only=True):
 
 
 class WaitKind(enum.StrEnum):
-    """What is waited for: samples, or space."""
+    """What a call waits for: samples (CLAIM) or space (PUT)."""
 
     CLAIM = "claim"
     PUT = "put"
 
 
 class Wait(Value, frozen=True, kw_only=True):
-    """A call that waits: of a claim, `wanted` samples (the fewest that it takes) with all `fields`, of which `ready`
-    are there now; of a put, `wanted` bytes, of which `ready` are free in all units together. From `since` until
-    `until`, by the ledger's clock."""
+    """A call that waits. For a claim, `wanted` is the minimum number of samples with all `fields`, and `ready`
+    how many are ready now. For a put, `wanted` is its bytes, and `ready` the free bytes of all units together.
+    `since` and `until` are by the ledger's clock."""
 
     session: int
     client: str
@@ -152,7 +155,7 @@ class Wait(Value, frozen=True, kw_only=True):
 
 
 class WaitList(Result, frozen=True, kw_only=True):
-    """`now` is the ledger's clock. `total` counts those beyond the limit, too."""
+    """`now` is the ledger's clock. `total` includes the calls beyond the limit."""
 
     now: float
     waits: tuple[Wait, ...]
@@ -160,8 +163,8 @@ class WaitList(Result, frozen=True, kw_only=True):
 
 
 class Waits(Answered[WaitList], frozen=True, kw_only=True):
-    """Who waits for what, longest first: for `partition` ("": any), claims of `task` ("": of any, and puts), at most
-    `limit` (0: all). Answered `WaitList`."""
+    """List waiting calls, longest wait first: those of `partition` ("": all), claims of `task` ("": of all
+    tasks, and puts), at most `limit` (0: all). Answered `WaitList`."""
 
     lasting = False
     partition: str = ""

@@ -1,4 +1,4 @@
-"""What the ledger gives out: answers, and orders to storage units."""
+"""Outputs of the ledger: answers, orders to storage units, and log entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataplane.ledger.commands.results import Result
 
 
 class Output(Value, frozen=True, kw_only=True):
-    """Base of what `Ledger.apply` returns, in the order in which it must leave."""
+    """Base class of the outputs of `Ledger.apply`, which must leave in the order in which it returns them."""
 
 
 class Opened(Output, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class UnitDropped(Output, frozen=True, kw_only=True):
 
 
 class Answer(Output, frozen=True, kw_only=True):
-    """The one answer of (session, number); `result` is a `Result` or the error to raise."""
+    """The only answer to call `number` of `session`. `result` is a `Result` or the error to raise."""
 
     session: int
     number: int
@@ -39,10 +39,10 @@ class Answer(Output, frozen=True, kw_only=True):
 
 
 class FenceSession(Output, frozen=True, kw_only=True):
-    """To `unit`: end all this session can do to your bytes, then report `SessionGone`; a locally attached session whose
-    lock is still held is reported `SessionAlive` instead (and is not fenced). `lock_path` is where the lock is of one
-    that attached, for a unit that was restarted since. Of the sessions from `first` to `last`, all others are over and
-    hold nothing: they are to be refused with it."""
+    """Order to `unit`: fence the session, which ends its access to the unit's bytes, then report `SessionGone`.
+    A locally attached session whose lock is still held is not fenced; the unit reports `SessionAlive` instead.
+    `lock_path` is the lock file of an attached session, for a unit that restarted since. All other sessions from
+    `first` to `last` have ended and hold nothing; the unit refuses them as well."""
 
     unit: int
     session: int
@@ -52,22 +52,22 @@ class FenceSession(Output, frozen=True, kw_only=True):
 
 
 class Notice(Output, frozen=True, kw_only=True):
-    """For the log of the service: something a person should know, or act upon (`warning`)."""
+    """An entry for the log of the service. `warning`: an operator may have to act."""
 
     text: str
     warning: bool = True
 
 
 class GrowArena(Output, frozen=True, kw_only=True):
-    """To `unit`: back the arena up to `backed_bytes`, then report `Grown`."""
+    """Order to `unit`: back the arena up to `backed_bytes`, then report `Grown`."""
 
     unit: int
     backed_bytes: int
 
 
 class ShrinkArena(Output, frozen=True, kw_only=True):
-    """To `unit`: forget orders to grow that came before, give the memory from `backed_bytes` on back to the machine,
-    then report `Shrunk`. Only report it if an order of this `number` was carried out already."""
+    """Order to `unit`: discard earlier orders to grow, return the memory from `backed_bytes` on to the machine,
+    then report `Shrunk`. If the order of this `number` was carried out before, only report it."""
 
     unit: int
     number: int
@@ -75,8 +75,8 @@ class ShrinkArena(Output, frozen=True, kw_only=True):
 
 
 class CompactArena(Output, frozen=True, kw_only=True):
-    """To `unit`: copy `sizes[i]` bytes from `sources[i]` to `targets[i]` of the arena, then report `Compacted`. Only
-    report it if an order of this `number` was carried out already. No range overlaps another."""
+    """Order to `unit`: copy `sizes[i]` bytes from `sources[i]` to `targets[i]` of the arena, then report
+    `Compacted`. If the order of this `number` was carried out before, only report it. No two ranges overlap."""
 
     unit: int
     number: int
@@ -86,8 +86,8 @@ class CompactArena(Output, frozen=True, kw_only=True):
 
 
 class CheckRows(Output, frozen=True, kw_only=True):
-    """To `unit`: compare these rows of one field with their checksums, then report `RowsChecked`. Row `rows[i]` is
-    `sizes[i]` bytes at `offsets[i]` of the arena."""
+    """Order to `unit`: compare these rows of one field with their checksums, then report `RowsChecked`. Row
+    `rows[i]` is `sizes[i]` bytes at `offsets[i]` of the arena."""
 
     unit: int
     partition: str

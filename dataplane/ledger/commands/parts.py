@@ -1,4 +1,4 @@
-"""What commands, answers and orders are made of."""
+"""Parts of commands, answers and orders."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ UInt32s = npt.NDArray[np.uint32]
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Base of all inputs and outputs."""
+    """Base class of all inputs and outputs."""
 
     @classmethod
     def operation(cls) -> str:
-        """Its name in events and metrics: "set_version" for `SetVersion`."""
+        """Return its name in events and metrics: "set_version" for `SetVersion`."""
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
 
 
 class Mode(enum.StrEnum):
-    """What a commit may do with the ids it names."""
+    """Whether a commit may create samples, change live samples, or both."""
 
     UPSERT = "upsert"
     CREATE = "create"
@@ -34,18 +34,18 @@ class Mode(enum.StrEnum):
 
 
 class OnFull(enum.StrEnum):
-    """What an allocation does when there is no space now."""
+    """Whether an allocation waits or fails when there is no space now."""
 
     WAIT = "wait"
     REJECT = "reject"
 
 
 class WhenFull(enum.StrEnum):
-    """What becomes of a put that finds no space, by its partition.
+    """A partition's policy for puts that find no space.
 
-    WAIT: it waits, first come first served, until its deadline. REJECT: it fails at once. EVICT: the partition's
-    consumed samples go, oldest first, if that makes space; else it waits. EVICT_OLDEST: the same, and where that is not
-    enough, unconsumed ones go as well, oldest first.
+    WAIT: the put waits, first come, first served, until its deadline. REJECT: the put fails at once. EVICT:
+    consumed samples of the partition are evicted, oldest first, if that makes enough space; else the put waits.
+    EVICT_OLDEST: the same, and if that is not enough, unconsumed samples are evicted as well, oldest first.
     """
 
     WAIT = "wait"
@@ -62,14 +62,14 @@ class Order(enum.StrEnum):
 
 
 class Partial(enum.StrEnum):
-    """What a claim does with groups that have been partial for too long."""
+    """How a claim treats groups that have been partial for too long."""
 
     RELEASE = "release"
     DROP = "drop"
 
 
 class Samples(Value, frozen=True, kw_only=True):
-    """Names samples: `ids`, or the handles (`rows`, `generations`)."""
+    """Names of samples: `ids`, or handles (`rows`, `generations`)."""
 
     ids: tuple[str, ...] | None = None
     rows: Int64s | None = None
@@ -91,7 +91,7 @@ class TagColumn(Value, frozen=True, kw_only=True):
 
 
 class Predicate(Value, frozen=True, kw_only=True):
-    """`tag op value` with op one of == != < <= > >= in; a sample without the tag does not match."""
+    """`tag op value`, with op one of == != < <= > >= in. A sample without the tag does not match."""
 
     tag: str
     op: str
@@ -99,8 +99,8 @@ class Predicate(Value, frozen=True, kw_only=True):
 
 
 class ColumnSizes(Value, frozen=True, kw_only=True):
-    """Space wanted for one column: `sizes[k]` bytes for its k-th value (values, not samples, where rows are shared).
-    `by_schema` as in `CommitColumn`."""
+    """Sizes of one column: `sizes[k]` bytes for its k-th value (per value, not per sample, where rows are
+    shared). `by_schema` as in `CommitColumn`."""
 
     name: str
     sizes: Int64s
@@ -118,12 +118,12 @@ class Placement(Value, frozen=True, kw_only=True):
 
 
 class CommitColumn(Value, frozen=True, kw_only=True):
-    """One column of a commit. `lengths[k]` is the k-th value's length in units of `spec.unit_bytes`.
+    """One column of a commit. `lengths[k]` is the length of the k-th value in units of `spec.unit_bytes`.
 
-    `index[i]` is the value that sample i points at (None: sample i has value i); many samples may share one value.
-    `checksums[k]` is the k-th value's (see `dataplane.core.checksums`; None: they have none). `by_schema`: the writer
-    took the kind from what `Described` said of the field, not from the values; if the field's kind is open now, it
-    would have encoded them otherwise, and the commit is `StaleSchemaError`.
+    `index[i]` is the value of sample i (None: sample i has value i); many samples may share one value. `checksums[k]`
+    is the checksum of the k-th value (see `dataplane.core.checksums`; None: no checksums). `by_schema`: the writer took
+    the kind from the field's entry in `Described`, not from the values. If the field's kind is open now, the values
+    would have been encoded differently, and the commit fails with `StaleSchemaError`.
     """
 
     name: str
@@ -135,10 +135,10 @@ class CommitColumn(Value, frozen=True, kw_only=True):
 
 
 class FieldLocations(Value, frozen=True, kw_only=True):
-    """Where one field of the named samples is; all arrays are aligned with the samples. Where a missing cell was
-    allowed, its length is -1 (unit and offset mean nothing). `checksums` are those that the reader is to compare with
-    (0: none; None: none of them). `serials`, if asked for: a cell that has the same one and offset again later has been
-    there all the time."""
+    """Locations of one field of the named samples; all arrays are aligned with the samples. A missing cell,
+    where allowed, has length -1 (unit and offset are undefined). `checksums` are those that the reader must
+    compare (0: none; None: none at all). `serials`, on request: a cell that has the same serial and offset later
+    was not moved or freed in between."""
 
     name: str
     spec: FieldSpec
@@ -150,22 +150,22 @@ class FieldLocations(Value, frozen=True, kw_only=True):
 
 
 class SavedField(Value, frozen=True, kw_only=True):
-    """A field of a partition, and what the schema declares of it (None: it is in live rows only)."""
+    """A field of a saved partition, and its declared spec (None: the field exists in live rows only)."""
 
     name: str
     declared: FieldSpec | None = None
 
 
 class SavedTask(Value, frozen=True, kw_only=True):
-    """A task, and a bit for each sample, oldest first (the first in the highest bit of the first byte): whether the
-    task has claimed it for good."""
+    """A task, and one bit per sample, oldest first (the first in the highest bit of the first byte): whether the
+    task's claim of the sample is final."""
 
     name: str
     claimed: bytes
 
 
 class SavedPartition(Value, frozen=True, kw_only=True):
-    """A partition but for its samples, of which `live` live and `born` were born in this count."""
+    """A saved partition without its samples: `live` of them are live, and `born` were born in the current count."""
 
     partition: str
     live: int
@@ -183,9 +183,9 @@ class SavedPartition(Value, frozen=True, kw_only=True):
 
 
 class UnitInfo(Value, frozen=True, kw_only=True):
-    """A storage unit as clients need it. `endpoints` are ZMQ addresses, ipc before tcp. `fsynced`: who writes into the
-    mapped arena forces that to the disk before it commits. `curve_key`: the public key to talk to its endpoints with
-    ("": in the clear)."""
+    """A storage unit as clients see it. `endpoints` are ZMQ addresses, ipc before tcp. `fsynced`: a writer into
+    the mapped arena must fsync before it commits. `curve_key` is the public key for connections to the endpoints
+    ("": unencrypted)."""
 
     unit: int
     name: str

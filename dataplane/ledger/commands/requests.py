@@ -48,46 +48,48 @@ R = TypeVar("R", bound=Result)
 
 
 class Command(Value, frozen=True, kw_only=True):
-    """Base of what a `Call` carries. `timeout_s` of those that can park counts from the ledger's last `Tick`.
+    """Base class of the commands of a `Call`. `timeout_s` of a command that can park counts from the last `Tick`.
 
-    lasting: whether it changes what an epoch after the machine's end still has.
+    lasting: whether the command changes state that must survive a crash of the machine.
     """
 
     lasting: ClassVar[bool] = True
 
 
 class Answered(Command, Generic[R], frozen=True, kw_only=True):
-    """A command that is answered by an `R`. Its subclasses are the methods of the protocol."""
+    """A command with a result of type `R`. Its subclasses are the methods of the protocol."""
 
     @classmethod
     def answer(cls) -> type[Result]:
-        """The type of its result."""
+        """Return the type of its result."""
         (found,) = get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]
         return found  # type: ignore[no-any-return]
 
 
 class Bye(Answered[Done], frozen=True, kw_only=True):
-    """Ends the session. Answered `Done`. Bytes still pinned by living views stay until the units prove them gone."""
+    """End the session. Answered `Done`. Pinned bytes stay allocated until the units prove that the session
+    cannot access them."""
 
 
 class Units(Answered[UnitList], frozen=True, kw_only=True):
-    """Asks for all storage units. Answered `UnitList`."""
+    """List all storage units. Answered `UnitList`."""
 
     lasting = False
 
 
 class Register(Answered[Done], frozen=True, kw_only=True):
-    """Declares a partition, or replaces schema, expected size and tasks of a live one (rows, tags and the cursors of
-    tasks that stay are kept; a new count begins: live rows plus ids born since; a seal is lifted). Answered `Done`.
+    """Declare a partition, or replace schema, expected size and tasks of an existing one. Answered `Done`. Rows, tags
+    and the cursors of remaining tasks are kept. A new count begins (live rows plus ids born since), and a seal is
+    lifted.
 
-    `fields` maps names to specs, which may be open; which columns are jagged by name is the client's business.
+    `fields` maps names to specs, which may be open. The client alone decides which columns are jagged by name.
 
-    `budget_bytes` bounds what extents of the partition occupy: reserved for its puts, live, or cleared and still read;
-    shared values once; preallocated space from the commit that takes it. New rows get it less the reserve, updates all
-    of it. A budget below what is there is no error: puts wait until there is less. `when_full` holds for the budget,
-    and when the units are full. Puts that wait are judged by what was registered last.
+    `budget_bytes` limits the bytes of the partition's extents: reserved for its puts, live, or cleared but still read.
+    Shared values count once, preallocated space counts from the commit that takes it. New rows may use the budget less
+    the reserve, updates all of it. A budget below the current use is allowed: puts wait until the use falls.
+    `when_full` applies when the budget or the units are full. Waiting puts follow the latest registration.
 
-    With `extend`, a partition that lives only gets the fields and tasks that it has not; the rest is not looked at.
+    With `extend`, an existing partition only gets the fields and tasks that it lacks; everything else is ignored.
     """
 
     partition: str
@@ -103,31 +105,31 @@ class Register(Answered[Done], frozen=True, kw_only=True):
 
 
 class Seal(Answered[Done], frozen=True, kw_only=True):
-    """No new ids from now on. Answered `Done`."""
+    """Refuse new ids from now on. Answered `Done`."""
 
     partition: str
 
 
 class Describe(Answered[Described], frozen=True, kw_only=True):
-    """Answered `Described`: what a writer must know to encode a put."""
+    """Return the facts that a writer needs to encode a put. Answered `Described`."""
 
     partition: str
 
 
 class Allocate(Answered[Allocated], frozen=True, kw_only=True):
-    """Reserves space; the reservation is named by this call's number. Answered `Allocated`; parks while there is no
-    space (`on_full`), first come first served within new rows (`update=False`) and within updates, but for puts that
-    wait for a free piece that is large enough: those hold up nobody.
+    """Reserve space for a put. Answered `Allocated`. The number of this call names the reservation. While there
+    is no space, the call parks (`on_full`). Waiting calls are served first come, first served, among new rows
+    (`update=False`) and among updates. A put that waits for a larger free piece holds up no other.
 
-    Placement: the unit `unit_wish`, then units this session is attached to, then units on its host, then the emptiest;
-    all columns in one piece if they fit, else column by column, else columns split between values. Never a unit that is
-    being drained.
+    Placement prefers the unit `unit_wish`, then units that this session is attached to, then units on its host,
+    then the emptiest. All columns go in one piece if they fit, else column by column, else columns are split
+    between values. A draining unit gets nothing.
 
-    `samples` are those that the put will name (None: not said). Those of them that live are evicted for no put, neither
-    this one nor another, until it is committed, aborted or refused.
+    `samples` are those that the put will name (None: unknown). Live ones among them are not evicted, for this
+    put or another, until it is committed, aborted or refused.
 
-    `moving`: space for a `Move` (one column, `update`). No budget counts it, nobody is evicted for it, and it is served
-    after all updates that wait, and new rows that there is space for.
+    `moving`: space for a `Move` (one column, `update`). No budget counts it and nothing is evicted for it. It is
+    served after all waiting updates, and after new rows that there is space for.
     """
 
     partition: str
@@ -141,11 +143,11 @@ class Allocate(Answered[Allocated], frozen=True, kw_only=True):
 
 
 class Preallocate(Answered[Preallocated], frozen=True, kw_only=True):
-    """Reserves `nbytes` in one piece for small puts to come, in a unit that proved the session local to it: each of
-    their commits cuts its part off, so that it is their only command. Answered `Preallocated`.
+    """Reserve `nbytes` in one piece for future small puts, in a unit that proved the session local to it. Answered
+    `Preallocated`. Each of those puts needs only a commit, which cuts its part off.
 
-    Never parks: `CapacityTimeoutError` at once when puts wait for space, or half of what new rows may take is in use,
-    or `nbytes` is a large part of it. `Abort` gives back what no commit has taken.
+    Never parks: raises `CapacityTimeoutError` at once if puts wait for space, if half of the space for new rows is in
+    use, or if `nbytes` exceeds 1/`Limits.preallocated_part` of that space. `Abort` frees what no commit has taken.
     """
 
     unit: int
@@ -153,24 +155,24 @@ class Preallocate(Answered[Preallocated], frozen=True, kw_only=True):
 
 
 class Abort(Answered[Done], frozen=True, kw_only=True):
-    """Gives the reservation of call `reservation` back (also when that call is parked, lost or not yet seen: then it
-    will never execute). The client sends it only after every copy into the bytes has ended. Answered `Done`."""
+    """Free the reservation of call `reservation`. Answered `Done`. If that call is parked, lost or not yet seen,
+    it never executes. The client sends this only after every copy into the bytes has ended."""
 
     reservation: int
 
 
 class Commit(Answered[Committed], frozen=True, kw_only=True):
-    """Makes rows visible: validates everything, then switches all, or changes nothing and frees the reservation.
+    """Make rows visible: validate everything, then switch all rows, or change nothing and free the reservation.
+    Answered `Committed`.
 
-    `columns` are those of the Allocate, in its order; none (and `reservation` None) for a tags-only put.
-    With `offset`, `reservation` is an `Preallocate`: the columns lie one after another from that byte of the arena,
-    each from a granule of its own, and a fault leaves the space reserved.
-    Samples given by handles imply mode update. Answered `Committed`.
+    `columns` are those of the Allocate, in its order; a tags-only put has none and `reservation` None. With
+    `offset`, `reservation` is a `Preallocate`: the columns lie one after another from that byte of the arena,
+    each from its own granule, and a fault keeps the space reserved. Samples given by handles imply mode update.
 
-    With `located`, the number of a Locate that still pins its cells: those cells must be where it found them
-    (`expected`, which it answered for the same samples), or still missing, else `RowsChangedError`.
+    `located` is the number of a Locate that still pins its cells. Those cells must still be where it found them
+    (`expected`, its answer for the same samples), or still be missing, else `RowsChangedError`.
 
-    With `listed` the answer has fields and tags of the samples, as a List right after the commit would.
+    With `listed`, the answer has fields and tags of the samples, as a List right after the commit would.
     """
 
     partition: str
@@ -186,12 +188,12 @@ class Commit(Answered[Committed], frozen=True, kw_only=True):
 
 
 class Locate(Answered[Located], frozen=True, kw_only=True):
-    """Where the fields of the samples are, and a pin on them named by this call's number. Answered `Located`.
+    """Return where the fields of the samples are, and pin them under this call's number. Answered `Located`.
 
-    With `missing_ok`, unknown fields, cells that were not produced and ids that do not live (row -1, generation 0) are
-    no errors, and after the fields come those of their hidden columns (`schema.variants_of`) that have cells of the
-    rows. With `serials` the answer has them (not with `missing_ok`). `unpinned`: nothing is pinned, and what is there
-    may be gone when the answer comes.
+    With `missing_ok`, unknown fields, cells that were not produced and ids that do not live (row -1, generation
+    0) are not errors. After the fields, the answer lists those of their hidden columns (`schema.variants_of`)
+    that have cells of the rows. With `serials`, the answer has them (not with `missing_ok`). `unpinned`: nothing
+    is pinned, and cells may be freed before the answer arrives.
     """
 
     lasting = False
@@ -204,33 +206,35 @@ class Locate(Answered[Located], frozen=True, kw_only=True):
 
 
 class Release(Answered[Done], frozen=True, kw_only=True):
-    """Unpins what call `located` pinned (also when that call was lost or not yet seen). Answered `Done`."""
+    """Unpin the cells that call `located` pinned, even if that call was lost or is not yet seen. Answered `Done`."""
 
     lasting = False
     located: int
 
 
 class Claim(Answered[Claimed], frozen=True, kw_only=True):
-    """Moves the task's cursor over up to `batch_size` samples whose `fields` are all produced. Answered `Claimed`.
+    """Claim up to `batch_size` samples whose `fields` are all produced. Answered `Claimed`.
 
     Parks until `min_batch_size` (default: batch_size) samples are ready, or the partition is complete and all of the
     task's unclaimed live samples are ready, or `timeout_s` is over (`ClaimTimeoutError`, nothing claimed). With
-    `blocking=False` answers at once with what is ready, possibly nothing. With `group_size`, takes whole groups only:
-    samples with equal tag `group_by`, `group_size` of them ready. With `lease_s`, samples not acknowledged in time go
-    back. With `max_lag`, only samples whose tag `version_tag` is at least the partition's version (`SetVersion`), as it
-    is when the claim is judged, less `max_lag`. `sampler` names a strategy of `ledger.samplers`.
+    `blocking=False`, returns at once with the ready samples, possibly none. With `group_size`, takes whole groups only:
+    samples with equal tag `group_by`, `group_size` of them ready. With `lease_s`, samples that are not acknowledged in
+    time return to the pool. With `max_lag`, takes only samples whose tag `version_tag` is at least the partition's
+    version (`SetVersion`) when the claim is judged, less `max_lag`. `sampler` names a strategy of
+    `ledger.claims.samplers`.
 
-    With `partial_after_s`, a group fewer than `group_size` of whose unclaimed members have all fields that long after
-    the oldest of them was born counts as whole with those it has (`partial` RELEASE), or its unclaimed members are
-    cleared when a claim with this policy is judged and told of in `Claimed.dropped` (DROP). A tail waits until then.
+    With `partial_after_s`, a group is overdue if, that long after its oldest unclaimed member was born, fewer than
+    `group_size` unclaimed members have all fields. It then counts as whole with the members it has (`partial` RELEASE),
+    or its unclaimed members are cleared when a claim with this policy is judged, and listed in `Claimed.dropped`
+    (DROP). The last, smaller batch waits until then.
 
-    With `dp_rank`, `dp_world` and `step`: `batch_size` is that of a whole step, whose selection the first rank to ask
-    fixes; each rank is answered its share of it, once. Shares that nobody asked for are held for `lease_s`
-    (`shares.HOLD_S`). `InvalidRequestError` for other terms than the step was fixed on and for a share had before,
-    `ShareConflictError` for one that went back and is another's now.
+    With `dp_rank`, `dp_world` and `step`, `batch_size` is that of the whole step. The first rank to claim fixes the
+    selection of the step, and each rank gets its share once. Unclaimed shares are held for `lease_s` (`shares.HOLD_S`).
+    `InvalidRequestError` if the terms differ from those of the step or the rank had its share already,
+    `ShareConflictError` if a share was returned and another claim has it now.
 
-    With `samples` (and `blocking=False`): exactly those, in that order, if all of them live, are unclaimed and have the
-    fields, else none; sizes are not looked at. With `peek`, what it would get, and nothing is claimed.
+    With `samples` (and `blocking=False`), claims exactly those, in that order, if all of them live, are unclaimed and
+    have the fields, else none; sizes are ignored. With `peek`, returns the samples without claiming them.
     """
 
     partition: str
@@ -258,18 +262,18 @@ class Claim(Answered[Claimed], frozen=True, kw_only=True):
 
 
 class Unclaim(Answered[Done], frozen=True, kw_only=True):
-    """Withdraws the claim of call `claimed`: parked, it ends; answered, its samples go back; not yet seen, it will
-    never execute. For a claim whose answer nobody will use. Answered `Done`."""
+    """Withdraw the claim of call `claimed`, whose answer the client will not use. Answered `Done`. A parked
+    claim ends, an answered claim returns its samples, and a claim that is not yet seen never executes."""
 
     claimed: int
 
 
 class Ack(Answered[ClaimsSettled], frozen=True, kw_only=True):
-    """The task is done with these leased samples. `claims` has for each the id of the claim that it is of (see
-    `Claimed`). Answered `ClaimsSettled`.
+    """Acknowledge leased samples for the task. Answered `ClaimsSettled`. `claims` has, for each sample, the id of its
+    claim (see `Claimed`).
 
-    It does what it can: samples that do not live any more are told of in the answer; those that are not on lease to
-    their claim (any more) are left as they are and, once all others are acknowledged, named by a `StaleSampleError`.
+    Acknowledges all samples that it can. The answer lists samples that no longer live. Samples that are not on lease to
+    their claim are left unchanged, and a `StaleSampleError` names them after all others are acknowledged.
     """
 
     partition: str
@@ -279,11 +283,11 @@ class Ack(Answered[ClaimsSettled], frozen=True, kw_only=True):
 
 
 class Nack(Answered[ClaimsSettled], frozen=True, kw_only=True):
-    """These claimed samples go back to the pool: those that their claim (see `Ack`) holds, on lease or not, and has not
-    acknowledged. What is in the pool already stays there; others as with `Ack`. Answered `ClaimsSettled`.
+    """Return claimed samples to the pool: those that their claim (see `Ack`) holds, on lease or not, and has not
+    acknowledged. Answered `ClaimsSettled`. Samples in the pool stay there; all others as with `Ack`.
 
-    Without `claims`, all of them that are not on lease, whichever claim consumed them: as if the task had never seen
-    them.
+    Without `claims`, returns all of the samples that are not on lease, whichever claim consumed them, as if the
+    task had never claimed them.
     """
 
     partition: str
@@ -293,8 +297,8 @@ class Nack(Answered[ClaimsSettled], frozen=True, kw_only=True):
 
 
 class Extend(Answered[ClaimsSettled], frozen=True, kw_only=True):
-    """The leases of these samples now end `lease_s` from now; claims and others as with `Ack`. Answered
-    `ClaimsSettled`."""
+    """Let the leases of these samples end `lease_s` from now. Answered `ClaimsSettled`. `claims` and other
+    samples are treated as with `Ack`."""
 
     partition: str
     task: str
@@ -304,23 +308,23 @@ class Extend(Answered[ClaimsSettled], frozen=True, kw_only=True):
 
 
 class CheckConsumption(Answered[Consumption], frozen=True, kw_only=True):
-    """Whether the partition is complete and each task has consumed every live sample: claimed it and, where the claim
-    was on lease, acknowledged it. Answered `Consumption`."""
+    """Check whether the partition is complete and each task has consumed every live sample: claimed it and, if
+    the claim was on lease, acknowledged it. Answered `Consumption`."""
 
     partition: str
     tasks: tuple[str, ...]
 
 
 class Clear(Answered[Cleared], frozen=True, kw_only=True):
-    """Drops these samples (unknown ids and stale handles are ignored), or with `samples=None` the whole partition,
-    schema and all (an unknown partition is ignored too). Answered `Cleared`."""
+    """Drop these samples, or with `samples=None` the whole partition with its schema. Answered `Cleared`.
+    Unknown ids and stale handles are ignored, and so is an unknown partition with `samples=None`."""
 
     partition: str
     samples: Samples | None
 
 
 class SetTags(Answered[Done], frozen=True, kw_only=True):
-    """Merges tags into live samples. Answered `Done`."""
+    """Merge tags into live samples. Answered `Done`."""
 
     partition: str
     samples: Samples
@@ -328,15 +332,15 @@ class SetTags(Answered[Done], frozen=True, kw_only=True):
 
 
 class SetVersion(Answered[Done], frozen=True, kw_only=True):
-    """The partition's version, from which `max_lag` of claims counts, is this now (it may go back; until it is set,
-    they count from 0). Answered `Done`."""
+    """Set the partition's version, from which the `max_lag` of claims counts. Answered `Done`. The version may
+    decrease; until it is set, claims count from 0."""
 
     partition: str
     version: int
 
 
 class List(Answered[Listed], frozen=True, kw_only=True):
-    """All live samples, oldest first, up to `limit`; or with `samples` exactly those. Answered `Listed`."""
+    """List all live samples, oldest first, up to `limit`, or with `samples` exactly those. Answered `Listed`."""
 
     lasting = False
     partition: str
@@ -345,8 +349,8 @@ class List(Answered[Listed], frozen=True, kw_only=True):
 
 
 class Stats(Answered[StatsReport], frozen=True, kw_only=True):
-    """Of these partitions (none named: of all), at most `limit`, the oldest (0: all of them). Answered
-    `StatsReport`."""
+    """Return statistics of these partitions (none named: all), oldest first, at most `limit` of them (0: no
+    limit). Answered `StatsReport`."""
 
     lasting = False
     partitions: tuple[str, ...] = ()
@@ -354,14 +358,15 @@ class Stats(Answered[StatsReport], frozen=True, kw_only=True):
 
 
 class Shrink(Answered[Shrunken], frozen=True, kw_only=True):
-    """Every connected unit gives the memory above its highest used byte back to the machine. Answered `Shrunken` when
-    all have, or at the deadline. Puts make them grow again."""
+    """Make every connected unit return the memory above its highest used byte to the machine. Answered
+    `Shrunken` when all have done so, or at the deadline. Later puts grow the arenas again."""
 
     timeout_s: float = 30.0
 
 
 class WhyBlocked(Answered[Blocked], frozen=True, kw_only=True):
-    """Why a claim of `fields` by `task` would wait now; the rest as in `Claim`. Answered `Blocked`."""
+    """Explain why a claim of `fields` by `task` would wait now. Answered `Blocked`. The other fields are as in
+    `Claim`."""
 
     lasting = False
     partition: str
@@ -375,19 +380,19 @@ class WhyBlocked(Answered[Blocked], frozen=True, kw_only=True):
 
 
 class Save(Answered[Saved], frozen=True, kw_only=True):
-    """Takes what these partitions (none named: all that are not staged) are at this instant, and pins every byte of it,
-    until `Release` of this call's number. Answered `Saved`; `ReadSaved` asks for the rest, part by part.
+    """Snapshot these partitions (none named: all that are not staged) at this instant, and pin all their bytes
+    until `Release` of this call's number. Answered `Saved`; `ReadSaved` returns the contents in parts.
 
-    A sample counts as claimed by a task if it is so for good: one on lease, held for a rank, or in an answer that its
-    session has not confirmed counts as unclaimed, because whoever has it is not saved.
+    A sample counts as claimed by a task only if the claim is final. A sample on lease, held for a rank, or in an
+    answer that its session has not confirmed counts as unclaimed, because sessions are not saved.
     """
 
     partitions: tuple[str, ...] = ()
 
 
 class ReadSaved(Answered[SavedRows], frozen=True, kw_only=True):
-    """Samples [first, last), oldest first, of a partition as call `saved` took it: with `names` their ids and tags, and
-    where their cells of `fields` are. Answered `SavedRows`."""
+    """Return samples [first, last), oldest first, of a partition as call `saved` took it: with `names` their ids
+    and tags, and the locations of their cells of `fields`. Answered `SavedRows`."""
 
     saved: int
     partition: str
@@ -398,18 +403,19 @@ class ReadSaved(Answered[SavedRows], frozen=True, kw_only=True):
 
 
 class Stage(Answered[Done], frozen=True, kw_only=True):
-    """Makes a partition without schema or tasks that is this session's and goes with it, until a `Publish`. It is like
-    any other, but for `Save`. Answered `Done`; `PartitionExistsError` if there is one of that name."""
+    """Create a partition without schema or tasks that belongs to this session. Answered `Done`. The partition is
+    dropped with the session unless a `Publish` names it, and `Save` skips it; otherwise it is an ordinary
+    partition. `PartitionExistsError` if the name is taken."""
 
     partition: str
 
 
 class Publish(Answered[Done], frozen=True, kw_only=True):
-    """Partitions that this session staged become those of `partitions` (same order): name, schema, tasks with what each
-    has claimed, size, seal and version, all at once or none. Answered `Done`.
+    """Turn partitions that this session staged into those of `partitions` (same order), all or none. Answered
+    `Done`. Sets name, schema, tasks with their claimed samples, size, seal and version.
 
-    Partitions of those names that exist are dropped first under `replace`, else it is `PartitionExistsError`. What is
-    declared must hold for the staged rows (`SchemaError`), whose number must be `live`.
+    With `replace`, existing partitions of those names are dropped first; otherwise `PartitionExistsError`. The
+    declarations must hold for the staged rows (`SchemaError`), whose number must be `live`.
     """
 
     staged: tuple[str, ...]
@@ -418,9 +424,9 @@ class Publish(Answered[Done], frozen=True, kw_only=True):
 
 
 class Drain(Answered[Done], frozen=True, kw_only=True):
-    """The unit gets nothing new from now on, and is to be emptied with `FindCells` and `Move`; with `undo`, it is as
-    any other again. Commits into space that was reserved there before still happen. Refused with a `DrainError` where
-    no other unit has space for new rows, unless it is drained already or with `force`. Answered `Done`."""
+    """Place nothing new on the unit from now on, so that `FindCells` and `Move` can empty it. Answered `Done`.
+    `undo` makes it an ordinary unit again. Commits into space that was reserved there before still succeed.
+    `DrainError` if no other unit has space for new rows, unless the unit is already draining or `force` is set."""
 
     unit: int
     undo: bool = False
@@ -428,12 +434,12 @@ class Drain(Answered[Done], frozen=True, kw_only=True):
 
 
 class FindCells(Answered[FoundCells], frozen=True, kw_only=True):
-    """Some cells of one field that lie on the unit, by address, and a pin on them named by this call's number. Answered
-    `FoundCells`.
+    """Find some cells of one field that lie on the unit, by address, and pin them under this call's number.
+    Answered `FoundCells`.
 
-    At most `max_cells` (more only where they are the same bytes) and `max_bytes` of distinct values, one at least;
-    those of `partition` and `field` first. When there are none, it parks while puts have space there or readers hold
-    pins, up to `timeout_s`.
+    Returns at most `max_cells` (more only if they share bytes) and `max_bytes` of distinct values, at least one;
+    those of `partition` and `field` first. If there are none, the call parks while puts have space there or
+    readers hold pins, up to `timeout_s`.
     """
 
     unit: int
@@ -445,12 +451,12 @@ class FindCells(Answered[FoundCells], frozen=True, kw_only=True):
 
 
 class Move(Answered[Moved], frozen=True, kw_only=True):
-    """Points cells at copies of their bytes, which lie in the space that call `reservation` (an `Allocate` with
-    `moving`) reserved, and releases call `located`, the `FindCells` that found and pinned them. Answered `Moved`.
+    """Point cells at copies of their bytes, which lie in the space that call `reservation` (an `Allocate` with
+    `moving`) reserved. Answered `Moved`. Releases call `located`, the `FindCells` that found and pinned the cells.
 
-    The arrays are as they were found: cell i is value `index[i]`, which lay at `offsets[index[i]]` of the unit. A cell
-    that is elsewhere by now, or gone, is left as it is. Nothing else changes: no version, claim, tag, length or
-    checksum. A fault changes nothing but that the reservation is freed.
+    The arrays are as they were found: cell i has value `index[i]`, which lay at `offsets[index[i]]` of the unit. Cells
+    that have been moved or cleared since are left unchanged. Versions, claims, tags, lengths and checksums stay the
+    same. A fault changes nothing except that the reservation is freed.
     """
 
     partition: str
@@ -466,7 +472,7 @@ class Move(Answered[Moved], frozen=True, kw_only=True):
 
 
 class Forget(Answered[Done], frozen=True, kw_only=True):
-    """Forgets a storage unit; with live rows on it only under `force`, which clears those rows. Answered `Done`."""
+    """Forget a storage unit. If live rows lie on it, `force` is required and clears those rows. Answered `Done`."""
 
     unit: int
     force: bool = False

@@ -1,4 +1,4 @@
-"""About how many bytes an answer takes, found without looking at each of its samples."""
+"""Estimate the size of an answer in bytes without visiting each of its samples."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataplane.ledger.commands import Allocated, Result
 
 FEW_ROWS = 32
 SMALL_BYTES = 4096
-"""What is smaller counts as nothing: the number of answers is bounded, too."""
+"""Smaller answers count as 0 bytes, because the number of answers is bounded, too."""
 _ITEM_BYTES = 64
-"""Of a text, a number or a tag in a tuple."""
+"""Assumed size of a string, number or tag in a tuple."""
 
 
 def size_of(result: Result | DataPlaneError) -> int:
-    """0 for a small answer."""
+    """Return the approximate size of a result in bytes, or 0 for a small result."""
     if isinstance(result, DataPlaneError):
         return 0
     rows = result.placements if type(result) is Allocated else getattr(result, "rows", None)

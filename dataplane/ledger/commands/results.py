@@ -1,4 +1,4 @@
-"""What answers carry."""
+"""The results that answers carry."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dataplane.ledger.commands.parts import (
 
 
 class Result(Value, frozen=True, kw_only=True):
-    """Base of what answers carry."""
+    """Base class of the results that answers carry."""
 
 
 class Done(Result, frozen=True, kw_only=True):
-    """Nothing to tell."""
+    """Success without a value."""
 
 
 class UnitList(Result, frozen=True, kw_only=True):
@@ -29,8 +29,8 @@ class UnitList(Result, frozen=True, kw_only=True):
 
 
 class Described(Result, frozen=True, kw_only=True):
-    """`fields` holds every declared or live field with what is fixed of its spec now; `undeclared` those that are only
-    live."""
+    """`fields` maps every declared or live field to the part of its spec that is fixed now. `undeclared` lists
+    the fields that exist in live rows only."""
 
     partition: str
     fields: dict[str, FieldSpec]
@@ -44,9 +44,9 @@ class Described(Result, frozen=True, kw_only=True):
 
 
 class Allocated(Result, frozen=True, kw_only=True):
-    """Covers every value of every column, ordered by (column, first). `evicted` are the ids of samples that had to go
-    for it before all tasks had consumed them (the first `budgets.REPORTED` of them).
-    `checksums`: the commit is to have them."""
+    """Placements of every value of every column, ordered by (column, first). `checksums`: the commit must have
+    checksums. `evicted` are the ids of samples that were evicted for this put before all tasks had consumed them
+    (the first `budgets.REPORTED` of them)."""
 
     placements: tuple[Placement, ...]
     checksums: bool = False
@@ -54,17 +54,17 @@ class Allocated(Result, frozen=True, kw_only=True):
 
 
 class Preallocated(Result, frozen=True, kw_only=True):
-    """Where the space begins: bytes from the start of the arena, at a granule. `checksums`: commits into it are to have
-    them."""
+    """`offset` is the start of the space: bytes from the start of the arena, at a granule. `checksums`: commits
+    into the space must have checksums."""
 
     offset: int
     checksums: bool = False
 
 
 class Committed(Result, frozen=True, kw_only=True):
-    """Handles of the samples, in the command's order. `evicted` as in `Allocated`, for preallocated space. `born` of
-    the samples did not live before. `overwritten_bytes` are those of values that replaced others in all their samples.
-    `fields` and `tags` are as in `Listed`, if they were asked for."""
+    """Handles of the samples, in the command's order. `evicted` as in `Allocated`, for preallocated space.
+    `born` counts the new samples. `overwritten_bytes` sums the values that replaced older ones in all their
+    samples. `fields` and `tags` are as in `Listed`, on request."""
 
     rows: Int64s
     generations: Int64s
@@ -82,9 +82,9 @@ class Located(Result, frozen=True, kw_only=True):
 
 
 class Claimed(Result, frozen=True, kw_only=True):
-    """`fields` are those produced for all of the samples. `dropped` are the ids of samples that claims of the task
-    cleared as members of partial groups since the last answer (the last `tasks.REPORTED` of them). `claim` is the id of
-    the claim (0: nothing was claimed)."""
+    """`fields` are those produced for all of the samples. `dropped` are the ids of samples that claims of the
+    task cleared as members of partial groups since the last answer (the last `tasks.REPORTED` of them). `claim`
+    is the claim id (0: nothing was claimed)."""
 
     ids: tuple[str, ...]
     rows: Int64s
@@ -96,7 +96,7 @@ class Claimed(Result, frozen=True, kw_only=True):
 
 
 class ClaimsSettled(Result, frozen=True, kw_only=True):
-    """Done to all samples of the command but those at these places in it, which do not live any more."""
+    """The command took effect on all its samples except those at positions `cleared`, which no longer live."""
 
     cleared: Int64s
 
@@ -120,12 +120,13 @@ class Listed(Result, frozen=True, kw_only=True):
 
 
 class UnitStats(Value, frozen=True, kw_only=True):
-    """Bytes: free + reserved + live + retired + unbacked = capacity. `pinned_bytes` overlaps the last three.
+    """Bytes: free + reserved + live + retired + unbacked = capacity. `pinned_bytes` overlaps reserved, live and
+    retired.
 
-    `used_bytes` sums reserved, live and retired; `peak_used_bytes` is the most that ever was; new rows may take it up
-    to `limit_bytes`. `pressed`: see `StatsReport`. `problem` says why the arena could not grow when it was asked last,
-    or that its unit has not answered for long. `extents` counts the columns of puts that hold bytes, `fragments` the
-    free ranges, of which the largest has `largest_free_bytes`. `draining`: it gets nothing new (see `Drain`).
+    `used_bytes` sums reserved, live and retired; `peak_used_bytes` is its maximum so far. New rows may use up to
+    `limit_bytes`. `pressed`: see `StatsReport`. `problem` says why the arena could not grow when last asked, or that
+    the unit has not answered for a while. `extents` counts the columns of puts that hold bytes. `fragments` counts the
+    free ranges; the largest has `largest_free_bytes`. `draining`: the unit gets nothing new (see `Drain`).
     """
 
     unit: int
@@ -151,11 +152,11 @@ class UnitStats(Value, frozen=True, kw_only=True):
 
 
 class TaskStats(Value, frozen=True, kw_only=True):
-    """`fields` are those of the task's latest claim (none before its first), `ready` counts the live samples with all
-    of them that it has not claimed. `claimed` counts live ones: of these `leased` are on lease and `held` wait for
-    their ranks. `waiting` counts its claims that wait. `lag`: how many versions the stalest of its oldest ready samples
-    is behind the partition's, by their tag `weight_version`, which is `stalest_version` (None: they are not known; the
-    lag is not either while the partition's version was never set)."""
+    """`fields` are those of the task's latest claim (empty before its first). `ready` counts the live samples
+    with all of them that the task has not claimed. `claimed` counts live samples; `leased` of them are on lease
+    and `held` wait for their ranks. `waiting` counts the task's waiting claims. `stalest_version` is the lowest
+    tag `weight_version` of the oldest ready samples (None: unknown). `lag` is the partition's version minus that
+    (None: one of them is unknown)."""
 
     task: str
     fields: tuple[str, ...]
@@ -169,12 +170,13 @@ class TaskStats(Value, frozen=True, kw_only=True):
 
 
 class PartitionStats(Value, frozen=True, kw_only=True):
-    """`claimed` and `produced` count live samples by task and by field. `version` is what `SetVersion` said last (None:
-    it was never called). `dropped` counts the samples cleared as members of partial groups, by whatever claim.
+    """`claimed` and `produced` count live samples by task and by field. `version` is that of the last `SetVersion`
+    (None: never called). `dropped` counts the samples cleared as members of partial groups, by any claim.
 
-    `used_bytes` is what counts against `budget_bytes` (None: no budget): live, reserved for puts, and cleared but still
-    read; `peak_used_bytes` the most it ever was; new rows may take it up to `limit_bytes`. `evicted` counts consumed
-    samples that went to make space, `evicted_unconsumed` others."""
+    `used_bytes` counts against `budget_bytes` (None: no budget): live, reserved for puts, and cleared but still read.
+    `peak_used_bytes` is its maximum so far. New rows may use up to `limit_bytes`. `evicted` counts evicted samples that
+    were consumed, `evicted_unconsumed` the others.
+    """
 
     partition: str
     live: int
@@ -211,10 +213,11 @@ class SessionStats(Value, frozen=True, kw_only=True):
 
 
 class StatsReport(Result, frozen=True, kw_only=True):
-    """`partitions` are those asked for, of `partition_count`.
+    """`partitions` are the requested ones, `partition_count` counts all.
 
-    A unit, or a partition with a budget, is `pressed` from when it uses `high_watermark` of its `limit_bytes` until
-    it is down to `low_watermark` of it."""
+    A unit, or a partition with a budget, becomes `pressed` when it uses `high_watermark` of its `limit_bytes`,
+    and stays so until it is down to `low_watermark` of it.
+    """
 
     epoch: int
     now: float
@@ -228,8 +231,8 @@ class StatsReport(Result, frozen=True, kw_only=True):
 
 
 class UnitShrunk(Value, frozen=True, kw_only=True):
-    """`given_bytes` went back to the machine, `backed_bytes` are still held. `error` says why nothing did, or why it is
-    not known."""
+    """`given_bytes` were returned to the machine, `backed_bytes` are still backed. `error` says why nothing was
+    returned, or why the outcome is unknown."""
 
     unit: int
     name: str
@@ -243,13 +246,13 @@ class Shrunken(Result, frozen=True, kw_only=True):
 
     @property
     def given_bytes(self) -> int:
-        """By all units together."""
+        """The sum over all units."""
         return sum(unit.given_bytes for unit in self.units)
 
 
 class Writer(Value, frozen=True, kw_only=True):
-    """A session that wrote to a partition, `ago_s` seconds ago; `live` while it is there. `fields` are those that were
-    asked about and that nobody wrote after it."""
+    """A session that wrote to a partition `ago_s` seconds ago. `live`: the session still exists. `fields` are
+    the requested fields that no other session wrote later."""
 
     session: int
     name: str
@@ -259,17 +262,17 @@ class Writer(Value, frozen=True, kw_only=True):
 
 
 class Blocked(Result, frozen=True, kw_only=True):
-    """What keeps a task's next samples from a claim; `why` says it in a sentence.
+    """Why a claim of a task gets no samples; `why` says it in one sentence.
 
-    unclaimed: live samples that the task has not claimed. Of these: `ready` have all fields, `matching` of those
-    fulfil all predicates; `lacking` counts those without each field; `filtered` counts the ready ones that do not
-    fulfil each predicate (by its text). undeclared: fields nobody declared or produced. unproduced: declared fields
+    unclaimed: live samples that the task has not claimed. `ready` of them have all fields, and `matching` of those
+    fulfil all predicates. lacking: unclaimed samples without each field. filtered: ready samples that fail each
+    predicate (by its text). undeclared: fields that were neither declared nor produced. unproduced: declared fields
     that no live sample has. groups, partial_groups: groups with and without enough ready members (None: the claim takes
-    no groups), `partial` the ready members of the first few of the latter. claimed: live samples that the task has
-    claimed, of which `leased` are on lease and `held` wait for their ranks. dropped: samples dropped with partial
-    groups. born of `expected` samples were put; `complete` if no more are to come. version: the partition's.
-    writers: who wrote last, latest first. waiting_puts: of the partition, that wait for space, the longest for
-    `waiting_puts_s`; waiting_writers: whose the first few are.
+    no groups). partial: ready members of the first few partial groups. claimed: live samples that the task has claimed;
+    `leased` of them are on lease and `held` wait for their ranks. dropped: samples dropped with partial groups. born:
+    how many of `expected` samples were put. complete: no more are expected. version: that of the partition. writers:
+    the last writers, latest first. waiting_puts: puts of the partition that wait for space, the longest for
+    `waiting_puts_s`. waiting_writers: clients of the first few of these puts.
     """
 
     unclaimed: int
@@ -298,14 +301,14 @@ class Blocked(Result, frozen=True, kw_only=True):
 
 
 class Saved(Result, frozen=True, kw_only=True):
-    """What was taken, in the order in which it was named (or registered)."""
+    """The snapshots, in the order of the command (or of registration)."""
 
     partitions: tuple[SavedPartition, ...]
 
 
 class SavedRows(Result, frozen=True, kw_only=True):
-    """`ids` and `tags` are empty unless asked for. Cells of length above 0 at the same place are the same bytes; length
-    -1: not produced."""
+    """`ids` and `tags` are empty unless requested. Cells of length above 0 at the same place share their bytes.
+    Length -1: not produced."""
 
     ids: tuple[str, ...]
     tags: tuple[TagColumn, ...]
@@ -313,13 +316,13 @@ class SavedRows(Result, frozen=True, kw_only=True):
 
 
 class FoundCells(Result, frozen=True, kw_only=True):
-    """Cells that lie on a unit; none: nothing lives there. Cell i is of row `rows[i]` and is the value `index[i]`, of
-    which `lengths` (in the spec's units), `offsets` (bytes from the start of the arena) and `checksums` (0: none) tell;
-    cells of one value are the same bytes.
+    """Cells that lie on a unit; none if nothing lives there. Cell i belongs to row `rows[i]` and has value
+    `index[i]`. `lengths` (in the spec's units), `offsets` (bytes from the start of the arena) and `checksums`
+    (0: none) are per value; cells of one value share their bytes.
 
-    cells, live: how many cells live on the unit, and bytes by partition, those found among them. reserved: extents of
-    puts under way, `reserved_bytes` together. pinned_bytes: what readers hold, this call's own pin aside. holders: the
-    sessions that have either.
+    cells, live: number of live cells on the unit, and their bytes by partition, including those found. reserved:
+    extents of puts in progress, `reserved_bytes` in total. pinned_bytes: bytes that readers pin, without this
+    call's own pin. holders: the sessions that hold reservations or pins.
     """
 
     partition: str
@@ -340,7 +343,7 @@ class FoundCells(Result, frozen=True, kw_only=True):
 
 
 class Moved(Result, frozen=True, kw_only=True):
-    """How many cells are elsewhere now, and how many had been written or cleared meanwhile."""
+    """`cells` counts the moved cells, `skipped` those that were written or cleared in the meantime."""
 
     cells: int
     skipped: int

@@ -1,4 +1,4 @@
-"""The ledger's rules for samples: registering and clearing them, committing puts, locating, draining, saving.
+"""Rules for samples: registration and clearing, commits of puts, locations, draining, saving.
 
 Imports `allocation`, `state` and `commands`. Start with `commit`.
 """

@@ -1,4 +1,4 @@
-"""Commit: everything is checked, then everything changes."""
+"""Commit a put: check everything, then change everything."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ MAX_BYTES = 1 << 62
 INT64_MAX = (1 << 63) - 1
 TAG_TYPES = frozenset({str, bool, int, float, type(None)})
 TAG_BITS = 4096
-"""Of an integer that is a tag: more could not be written down."""
+"""Maximum size of an integer tag in bits; larger ones cannot be serialized."""
 LONGEST = 1 << 53
-"""Tokens that a sample may have: floats count exactly up to here."""
+"""Maximum number of tokens of a sample: floats are exact up to here."""
 
 
 class Named(NamedTuple):
-    """The samples of a commit: `rows` where they live (-1: to be born), `unborn` their places in the command."""
+    """The samples of a commit. `rows` is -1 for samples that do not exist yet; `unborn` are their positions in the
+    command."""
 
     rows: Int64s
     unborn: Int64s
@@ -52,7 +53,8 @@ class Commits:
         self.state = state
 
     def commit(self, session: Session, number: int, command: Commit) -> Committed:
-        """A fault changes nothing but that the reservation is freed, unless it is preallocated space."""
+        """Commit a put. A fault changes nothing except that the reservation is freed; preallocated space stays
+        reserved."""
         held = None if command.reservation is None else session.reservations.get(command.reservation)
         try:
             partition = self.state.partition(command.partition)
@@ -67,7 +69,7 @@ class Commits:
                 self.state.free_reservation(session, command.reservation)
             raise
         evicted = self._admit(partition, reservation, named)
-        rows = self._bear(partition, command, named)
+        rows = self._create_rows(partition, command, named)
         if isinstance(reservation, PreallocatedPut):
             reservation.cut(self.state.extents)
         elif command.reservation is not None:
@@ -96,8 +98,9 @@ class Commits:
     # --- checks
 
     def _admit(self, partition: Partition, reservation: PutReservation | None, named: Named) -> tuple[str, ...]:
-        """Preallocated space counts for the partition's budget from now on. CapacityTimeoutError if it is used up, and
-        a put waits for it already or eviction does not help; else the ids of unconsumed samples that were evicted."""
+        """Check that preallocated space fits the partition's budget, which counts it from now on. Evict samples if
+        necessary, and return the ids of unconsumed ones. CapacityTimeoutError if the budget is used up and a put
+        waits for it already or eviction does not help."""
         if not isinstance(reservation, PreallocatedPut) or partition.budget_bytes is None:
             return ()
         update, wanted = not len(named.unborn), sum(reservation.nbytes)
@@ -114,9 +117,10 @@ class Commits:
         return made
 
     def _reservation(self, session: Session, command: Commit, partition: Partition) -> PutReservation | None:
+        """Return the reservation of the commit, or None for a tags-only put."""
         if command.reservation is None:
             if command.columns:
-                raise InvalidRequestError(f"a commit of {len(command.columns)} columns names no reservation")
+                raise InvalidRequestError(f"a commit of {len(command.columns)} columns requires a reservation")
             return None
         reservation = session.reservations.get(command.reservation)
         if reservation is None:
@@ -129,9 +133,9 @@ class Commits:
             return PreallocatedPut(self.state, reservation, partition, command)
         assert isinstance(reservation, PutReservation)
         if reservation.moving:
-            raise InvalidRequestError(f"reservation {command.reservation} is of a move, not of a put")
+            raise InvalidRequestError(f"reservation {command.reservation} was made for a move, not for a put")
         if command.offset is not None:
-            raise InvalidRequestError(f"reservation {command.reservation} is of one put: its commit names no offset")
+            raise InvalidRequestError(f"reservation {command.reservation} is for one put: commit it without offset")
         if reservation.partition is not partition:
             if reservation.partition.name == partition.name:
                 raise PartitionDroppedError(partition=partition.name, waiting="a put")
@@ -141,7 +145,7 @@ class Commits:
         return reservation
 
     def check_units(self, reservation: ReservedSpace) -> None:
-        """StorageUnitError or ServiceRestartedError unless every byte of the space is there still."""
+        """StorageUnitError or ServiceRestartedError unless all bytes of the space still exist."""
         for number, epoch in reservation.epochs.items():
             self._check_unit(number, epoch)
         if reservation.broken:
@@ -150,7 +154,7 @@ class Commits:
     def _check_unit(self, number: int, epoch: int) -> None:
         unit = self.state.units.get(number)
         if unit is None:
-            raise StorageUnitError(unit=number, endpoint="", why="it was dropped from the service with all it held")
+            raise StorageUnitError(unit=number, endpoint="", why="it was dropped from the service with all its data")
         if unit.epoch != epoch:
             what = f"the space reserved in storage unit {number}"
             raise ServiceRestartedError(expected_epoch=unit.epoch, got_epoch=epoch, what=what)
@@ -159,6 +163,7 @@ class Commits:
             raise StorageUnitError(unit=number, endpoint=endpoint, why="its connection to the controller is lost")
 
     def _names(self, partition: Partition, command: Commit, reservation: PutReservation | None) -> Named:
+        """Resolve the samples of the commit to rows, and check that its mode allows them."""
         samples = command.samples
         self.state.check_samples(samples)
         if samples.ids is None:
@@ -188,7 +193,7 @@ class Commits:
             raise PartitionSealedError(partition=partition.name, samples=ids[:5], total=len(ids))
         if reservation is not None and reservation.update:
             raise InvalidRequestError(
-                f"space reserved for updates cannot hold new samples; {ids[0]!r} does not live (any more)"
+                f"space reserved for updates cannot hold new samples; {ids[0]!r} is not a live sample"
             )
         for name in ids:
             self.state.check_name("sample id", name)
@@ -198,12 +203,12 @@ class Commits:
             return
         names = [column.name for column in command.columns]
         if names != reservation.names:
-            raise InvalidRequestError(f"columns {names[:5]} were committed where {reservation.names[:5]} were reserved")
+            raise InvalidRequestError(f"columns {names[:5]} differ from the reserved columns {reservation.names[:5]}")
         for column, sizes in zip(command.columns, reservation.sizes, strict=True):
             self._check_spec(partition, column)
             _check_shape(column, len(command.samples))
             if not isinstance(reservation, PreallocatedPut) and _sizes_differ(column, sizes):
-                raise InvalidRequestError(f"column {column.name!r}: lengths differ from the sizes that were reserved")
+                raise InvalidRequestError(f"column {column.name!r}: lengths differ from the reserved sizes")
         fresh = sum(name not in partition.fields for name in names)
         if fresh:
             what, count = f"fields of partition {partition.name!r}", len(partition.fields) + fresh
@@ -232,12 +237,17 @@ class Commits:
     def _check_unchanged(
         self, session: Session, partition: Partition, command: Commit, located: int, rows: Int64s
     ) -> None:
-        """What a Locate found is still so. Its pin keeps other cells from lying where those lay."""
+        """Check that the cells that a Locate found are unchanged. Its pin keeps other cells from taking their
+        places."""
         if located not in session.pins:
-            raise InvalidRequestError(f"call {located} pins nothing (any more): a commit cannot build on what it found")
+            raise InvalidRequestError(
+                f"call {located} holds no pins (released or never made): locate the samples again"
+            )
         for found in command.expected:
             if not len(found.units) == len(found.offsets) == len(found.lengths) == len(rows):
-                raise InvalidRequestError(f"field {found.name!r}: {len(found.lengths)} places for {len(rows)} samples")
+                raise InvalidRequestError(
+                    f"field {found.name!r}: {len(found.lengths)} locations for {len(rows)} samples"
+                )
             extents, offsets, lengths = cells_of(partition.fields.get(found.name), rows)
             moved = (offsets != found.offsets) | (self.state.extents.units[extents] != found.units)
             changed = (lengths != found.lengths) | (moved & (lengths > 0))
@@ -250,7 +260,8 @@ class Commits:
 
     # --- changes
 
-    def _bear(self, partition: Partition, command: Commit, named: Named) -> Int64s:
+    def _create_rows(self, partition: Partition, command: Commit, named: Named) -> Int64s:
+        """Create rows for new samples. Return the rows of all samples of the commit."""
         if not len(named.unborn):
             return named.rows
         ids = command.samples.ids
@@ -264,8 +275,8 @@ class Commits:
     def _switch(
         self, partition: Partition, command: Commit, reservation: PutReservation | None, rows: Int64s
     ) -> tuple[set[str], int]:
-        """Point the cells at the new bytes; names of the fields that are new to some of the rows, and the bytes of
-        values that are new to none."""
+        """Point the cells at the new bytes. Return the names of fields that are new to some of the rows, and the
+        bytes of values that are new to none."""
         written: set[str] = set()
         overwritten_bytes = 0
         dead: list[tuple[Int32s, Int64s]] = []
@@ -305,7 +316,7 @@ class Commits:
         pieces: list[tuple[int, int, int, int]],
         rows: Int64s,
     ) -> list[int]:
-        """The column's extents become live; those that no sample points at are returned."""
+        """Make the column's extents live. Return those that no sample points at."""
         extents, unused = self.state.extents, []
         counts = None if column.index is None else np.bincount(column.index, minlength=len(column.lengths))
         for first, last, extent, _ in pieces:
@@ -324,7 +335,7 @@ class Commits:
 
 
 def _replaced(column: CommitColumn, fresh: Bools) -> int:
-    """The length of the column's values that no `fresh` sample points at."""
+    """Return the total length of the column's values that no `fresh` sample points at."""
     if column.index is None:
         return total(column.lengths[~fresh])
     kept = column.lengths.copy()
@@ -333,14 +344,14 @@ def _replaced(column: CommitColumn, fresh: Bools) -> int:
 
 
 def _pointing(index: Int64s | None, rows: Int64s, first: int, last: int) -> Int64s:
-    """Rows whose value is one of [first, last)."""
+    """Return the rows whose value is one of [first, last)."""
     return rows[first:last] if index is None else rows[(index >= first) & (index < last)]
 
 
 def cells_at(
     column: CommitColumn, sizes: Int64s, pieces: list[tuple[int, int, int, int]]
 ) -> tuple[Int32s, Int64s, Int64s, UInt32s | None]:
-    """Extent, offset, length and checksum of each sample's cell."""
+    """Return extent, offset, length and checksum of each sample's cell."""
     extents = np.zeros(len(sizes), np.int32)
     offsets = np.zeros(len(sizes), np.int64)
     for first, last, extent, offset in pieces:
@@ -360,15 +371,16 @@ def _sizes_differ(column: CommitColumn, sizes: Int64s) -> bool:
 
 
 def _check_shape(column: CommitColumn, samples: int) -> None:
-    """One value per sample, or an index that says which. Lengths are >= 0, those of dense rows 1."""
+    """Check that the column has one value per sample, or an index that assigns them. Lengths are >= 0, and 1 in
+    dense columns."""
     values = len(column.lengths)
     longest = top(column.lengths)
     if longest > INT64_MAX or longest * column.spec.unit_bytes > MAX_BYTES:
-        raise InvalidRequestError(f"column {column.name!r}: a length is negative or beyond {MAX_BYTES} bytes")
+        raise InvalidRequestError(f"column {column.name!r}: a length is negative or exceeds {MAX_BYTES} bytes")
     if column.spec.kind is FieldKind.DENSE and some(column.lengths != 1):
-        raise InvalidRequestError(f"column {column.name!r}: dense rows have length 1")
+        raise InvalidRequestError(f"column {column.name!r}: dense rows must have length 1")
     if column.checksums is not None and len(column.checksums) != values:
-        raise InvalidRequestError(f"column {column.name!r}: {len(column.checksums)} checksums of {values} values")
+        raise InvalidRequestError(f"column {column.name!r}: {len(column.checksums)} checksums for {values} values")
     if column.index is None:
         if values != samples:
             raise InvalidRequestError(f"column {column.name!r} has {values} rows for {samples} samples")
@@ -377,11 +389,11 @@ def _check_shape(column: CommitColumn, samples: int) -> None:
             f"column {column.name!r}: its index has {len(column.index)} rows for {samples} samples"
         )
     elif samples and (column.index.min() < 0 or column.index.max() >= values):
-        raise InvalidRequestError(f"column {column.name!r}: its index points outside its {values} values")
+        raise InvalidRequestError(f"column {column.name!r}: an index is outside its {values} values")
 
 
 def refuse_repeats(rows: Int64s) -> None:
-    """InvalidRequestError if a row is there twice."""
+    """InvalidRequestError if a row is repeated."""
     if len(rows) > 1 and len(np.unique(rows)) != len(rows):
         raise InvalidRequestError("a sample is named twice in one put")
 
@@ -403,7 +415,7 @@ def check_tags(state: State, partition: Partition, tags: tuple[TagColumn, ...], 
     fresh = {column.name for column in tags} - partition.tags.columns.keys()
     if fresh:
         what, count = f"tags of partition {partition.name!r}", len(partition.tags.columns) + len(fresh)
-        check_limit(what, count, state.limits.columns, "Use fewer tags; values that differ belong in one.")
+        check_limit(what, count, state.limits.columns, "Use fewer tags: store varying data as values of one tag.")
 
 
 def _check_values(state: State, partition: Partition, name: str, values: tuple[Scalar, ...]) -> None:
@@ -413,10 +425,10 @@ def _check_values(state: State, partition: Partition, name: str, values: tuple[S
         raise InvalidRequestError(f"tag {name!r}: a tag is a str, bool, int, float or None, not {wrong[0]}")
     if str in types:
         longest = max(len(value) for value in values if isinstance(value, str))
-        hint = "Keep long texts in a field."
+        hint = "Store long texts in a field."
         check_limit(f"characters of one value of tag {name!r}", longest, state.limits.tag_bytes, hint)
     if int in types and max(value.bit_length() for value in values if isinstance(value, int)) > TAG_BITS:
-        raise InvalidRequestError(f"tag {name!r}: an integer of more than {TAG_BITS} bits; keep it in a field")
+        raise InvalidRequestError(f"tag {name!r}: an integer of more than {TAG_BITS} bits; store it in a field")
     if name == INPUT_LENGTHS:
         _check_lengths(values)
     allowed = partition.enums.get(name)
@@ -429,10 +441,10 @@ def _check_values(state: State, partition: Partition, name: str, values: tuple[S
 
 
 def _check_lengths(values: tuple[Scalar, ...]) -> None:
-    """InvalidRequestError for a number of tokens that is none: claims, shares and packing count with them."""
+    """InvalidRequestError for an invalid number of tokens. Claims, shares and packing rely on these numbers."""
     for value in values:
         if type(value) is not int or not 0 <= value <= LONGEST:
             raise InvalidRequestError(
-                f"tag {INPUT_LENGTHS!r}: {repr(value)[:40]} is no number of tokens; expected an integer from 0 to "
+                f"tag {INPUT_LENGTHS!r}: {repr(value)[:40]} is not a number of tokens; expected an integer from 0 to "
                 f"{LONGEST}"
             )

@@ -1,12 +1,12 @@
-"""A storage unit copies what lives in it together, for a put that waits for a larger free piece.
+"""Compaction: a storage unit copies live values within its arena, for a put that waits for a larger free piece.
 
-When bytes enough are free for a put that waits, but in pieces that are too small, the ledger chooses a window of the
-arena that few live bytes lie in. It reserves what is free there, and space for copies outside of it, pins what lies
-there, and orders the unit to copy. When the unit has, the cells that are still where they were point at the copies, as
-after a `Move`, and the window is free as soon as nobody reads the old bytes.
+If enough bytes are free for a waiting put, but in pieces that are too small, the ledger chooses a window of the
+arena with few live bytes. It reserves the free bytes of the window, and space for copies outside of it, pins the
+values in the window, and orders the unit to copy them. When the unit has done so, unchanged cells are pointed at
+the copies, as after a `Move`. The window is free as soon as no reader uses the old bytes.
 
-An order stands until the unit reports it, whatever becomes of links and processes, and is sent again by its number.
-Until then nothing that it reads is given to anybody, and nobody else writes where it writes.
+An order is valid until the unit reports it, even if connections or processes fail, and is sent again under its
+number. Until then its source bytes are not reused, and no other writer gets its target bytes.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from dataplane.ledger.state.units import Unit
 from dataplane.ledger.state.wait_queues import WaitQueues
 
 MOST_BYTES = 64 << 20
-"""One order copies no more."""
+"""One order copies at most this much."""
 MOST_RANGES = 1 << 16
-"""One order names no more ranges."""
+"""One order has at most this many ranges."""
 MOST_PIECES = 1024
-"""The copies of one field's values are not split into more."""
+"""The copies of one field's values are split into at most this many pieces."""
 PUTS = 4
-"""For so many of the puts that wait a window is looked for at a time."""
+"""A window is searched for at most this many waiting puts at a time."""
 RETRY_S = 1.0
-"""It is looked again so often while puts wait."""
+"""Interval between searches while puts wait."""
 
 
 class _Values(NamedTuple):
-    """Values of one field that are to be copied, and where."""
+    """Values of one field that are to be copied, and the pieces for the copies."""
 
     partition: Partition
     name: str
@@ -54,21 +54,21 @@ class _Values(NamedTuple):
 
 
 class Compactions:
-    """One order at a time for each unit, and no other while one is under way."""
+    """Starts an order only while no open unit is growing or being compacted."""
 
     def __init__(self, state: State, drains: Drains) -> None:
         self.state = state
         self.drains = drains
 
     def next_look(self) -> float:
-        """When it is due to look for a put to help."""
+        """Return when the next search for a put to help is due."""
         state = self.state
         in_pieces = state.puts_wait and any(unit.open and unit.space.fragments > 1 for unit in state.units.values())
         return state.compact_at if in_pieces else float("inf")
 
     def look(self) -> None:
-        """Help the first put that waits for a larger piece, and can be helped. Units that are just asked to grow may
-        make that needless."""
+        """Help the first put that waits for a larger piece and can be helped. Does nothing while a unit is asked to
+        grow, which may make it unnecessary."""
         state = self.state
         if state.now < self.next_look():
             return
@@ -82,7 +82,7 @@ class Compactions:
                 return
 
     def _waiting(self) -> Iterator[ParkedAllocate]:
-        """Puts that wait for a larger piece, updates first."""
+        """Yield the puts that wait for a larger piece, updates first."""
         state = self.state
         puts = chain(*[WaitQueues(lines.values()) for lines in state.space_waiters.values()], state.moves.values())
         return (parked for parked in puts if waits_for_larger_piece(state, parked))
@@ -90,8 +90,8 @@ class Compactions:
     # --- ordering
 
     def _compact(self, unit: Unit, want: Want) -> bool:
-        """Order the unit to make a piece that is large enough for the put or, if that cannot be done at once, one that
-        is larger than any there is. Whether there is one to be made."""
+        """Order the unit to make a piece that is large enough for the put or, if that is impossible at once, one
+        that is larger than any free piece. Return whether an order was sent."""
         space = unit.space
         goal = (
             min(want.total, space.free_bytes, unit.available_bytes(update=want.update)) // GRANULE_BYTES * GRANULE_BYTES
@@ -108,14 +108,14 @@ class Compactions:
         return False
 
     def _spans(self, unit: Unit) -> Spans:
-        """What is not live, or is read, stays where it is."""
+        """Return the used spans of the arena. Spans that are not live, or are pinned, cannot be moved."""
         extents = self.state.extents
         starts, sizes, numbers = extents.spans(unit.number)
         movable = (extents.states[numbers] == LIVE) & (extents.pins[numbers] == 0)
         return Spans(starts, sizes, numbers, movable, unit.space.backed_bytes)
 
     def _found(self, window: Window) -> list[_Values]:
-        """All values that lie in the window, with no pieces yet; none if they are too many."""
+        """Return all values that lie in the window, without pieces yet; empty if they are too many."""
         extents, left = self.state.extents, self.state.limits.samples
         found: list[_Values] = []
         chosen = np.zeros(extents.high, np.bool_)
@@ -160,7 +160,7 @@ class Compactions:
         return None
 
     def _begin(self, unit: Unit, window: Window, found: list[_Values], copies: list[Int64s]) -> None:
-        """Everything is taken: pin the values, and tell the unit."""
+        """Pin the values and send the order. All space is already taken."""
         extents = self.state.extents
         unit.compactions += 1
         order = CompactArena(
@@ -175,6 +175,7 @@ class Compactions:
         self.state.out.append(order)
 
     def _relocation(self, unit: Unit, values: _Values) -> Relocation:
+        """Pin the values, and create the move that points their cells at the copies."""
         extents, partition, page = self.state.extents, values.partition, values.page
         field = partition.fields[values.name]
         pinned = np.unique(field.extents[page.rows])
@@ -198,16 +199,17 @@ class Compactions:
         )
         return Relocation(partition, command, reservation, pinned)
 
-    # --- what comes of it
+    # --- reports
 
     def order_again(self, unit: Unit) -> None:
-        """The unit may not have had its order, or has lost it with its process."""
+        """Send the order again: the unit may not have received it, or lost it with its process."""
         compaction = self.state.compactions.get(unit.number)
         if compaction is not None:
             self.state.out.append(compaction.order)
 
     def compacted(self, item: Compacted) -> None:
-        """The unit has copied. While its rows are compared with their checksums, they stay where they are."""
+        """Handle the report of the unit. Cells stay where they are while the unit compares rows with their
+        checksums."""
         state = self.state
         compaction = state.compactions.get(item.unit)
         if compaction is None or item.number != compaction.order.number:
@@ -230,13 +232,13 @@ class Compactions:
 
 
 def _sizes(values: _Values) -> Int64s:
-    """Bytes of each value."""
+    """Return the bytes of each value."""
     field, page = values.partition.fields[values.name], values.page
     return field.bytes_of(page.rows[page.firsts])
 
 
 def _copies(values: _Values) -> tuple[Int64s, Int64s, Int64s]:
-    """Source, target and bytes of every range to be copied."""
+    """Return source, target and bytes of every range to copy."""
     field, page, sizes = values.partition.fields[values.name], values.page, _sizes(values)
     targets = np.cumsum(sizes) - sizes
     for piece in values.pieces:

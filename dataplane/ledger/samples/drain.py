@@ -1,7 +1,7 @@
-"""Emptying a storage unit while everybody goes on: it gets nothing new, and its cells are pointed at copies elsewhere.
+"""Drain a storage unit while the service runs: it gets nothing new, and its cells are pointed at copies elsewhere.
 
-A client finds cells on the unit, which pins them, copies their bytes to space on other units, and has those cells moved
-that are still what it found: the pin keeps anything else from lying there meanwhile.
+A client finds cells on the unit, which pins them, and copies their bytes to space on other units. Then it moves the
+cells that are unchanged. The pin keeps other cells from taking their places in the meantime.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dataplane.ledger.state.state import State
 from dataplane.ledger.state.units import Unit
 
 HOLDERS = 3
-"""So many sessions that hold something on a unit are named."""
+"""At most this many sessions that hold space on a unit are named."""
 NO_ROWS: Int64s = np.zeros(0, np.int64)
 
 
 class Page(NamedTuple):
-    """Cells of a field by address: `rows` with the number of the value of each, and the first cell of each value."""
+    """Cells of a field by address: `rows`, the number of the value of each row, and the first cell of each value."""
 
     rows: Int64s
     values: Int64s
@@ -51,7 +51,7 @@ class Drains:
         return Done()
 
     def _refuse_last(self, unit: Unit) -> None:
-        """`DrainError` if nothing new could be put anywhere else."""
+        """`DrainError` if no other unit has space for new rows."""
         others = [other for other in self.state.units.values() if other is not unit and other.open]
         if any(other.available_bytes(update=False) > 0 for other in others):
             return
@@ -63,18 +63,18 @@ class Drains:
             live=dict(facts.live),
             reserved_bytes=facts.reserved_bytes,
             holders=list(facts.holders),
-            why=f"no other storage unit has space for new rows{full}, so that puts would wait until they fail",
+            why=f"no other storage unit has space for new rows{full}, and puts would wait until they time out",
             marked=False,
         )
 
     # --- finding
 
     def find(self, session: Session, number: int, command: FindCells) -> FoundCells | None:
-        """What lives on the unit, pinned; None when the call was parked."""
+        """Find and pin cells on the unit, or return None if the call was parked."""
         if command.max_cells < 1 or command.max_bytes < 1 or not command.timeout_s >= 0:
             raise InvalidRequestError(
                 f"max_cells={command.max_cells}, max_bytes={command.max_bytes}, timeout_s={command.timeout_s}: "
-                "at least one cell and byte, and no negative time"
+                "max_cells and max_bytes must be at least 1, timeout_s must not be negative"
             )
         unit = self.state.unit(command.unit)
         found = self._found(session, number, unit, command)
@@ -84,32 +84,32 @@ class Drains:
         return None
 
     def judge(self) -> None:
-        """Parked calls are answered where something came to live on their unit, or nothing holds it any more."""
+        """Answer parked calls whose unit has live cells now, or holds nothing."""
         for parked in self.state.finders:
             try:
                 result = self._attempt(parked)
-            except Exception as error:  # nothing that others do may fail because of who waits
+            except Exception as error:  # a waiting call must not fail the command of another client
                 self.state.fail(parked, error)
                 continue
             if result is not None:
                 self.state.unpark(parked, result)
 
     def _attempt(self, parked: ParkedFind) -> FoundCells | InvalidRequestError | None:
-        """What the call ends with, None if it goes on waiting."""
+        """Return the result of the call, or None if it continues to wait."""
         unit = self.state.units.get(parked.command.unit)
         if unit is None:
-            return InvalidRequestError(f"storage unit {parked.command.unit} was dropped meanwhile")
+            return InvalidRequestError(f"storage unit {parked.command.unit} was dropped while the call waited")
         if len(self._live_on(unit)) or not self._anything_held(unit):
             return self._found(parked.session, parked.number, unit, parked.command)
         return None
 
     def timed_out(self, parked: ParkedFind) -> FoundCells:
-        """What there is at the deadline."""
+        """Return the cells that exist at the deadline."""
         unit = self.state.unit(parked.command.unit)
         return self._found(parked.session, parked.number, unit, parked.command)
 
     def _live_on(self, unit: Unit) -> Int32s:
-        """The extents with live cells."""
+        """Return the unit's extents with live cells."""
         extents = self.state.extents
         numbers = extents.of_unit(unit.number)
         live: Int32s = numbers[extents.states[numbers] == LIVE]
@@ -121,6 +121,7 @@ class Drains:
         return some((extents.states[numbers] == RESERVED) | (extents.pins[numbers] > 0))
 
     def _found(self, session: Session, number: int, unit: Unit, command: FindCells) -> FoundCells:
+        """Pin and return the first cells on the unit, or only the facts about it if it has none."""
         extents = self.state.extents
         partitions, facts = self._facts(unit)
         for partition, name in self._fields(partitions, command):
@@ -147,7 +148,7 @@ class Drains:
         return facts
 
     def _facts(self, unit: Unit) -> tuple[list[Partition], FoundCells]:
-        """The partitions that have cells on the unit, and all that is there but the cells themselves."""
+        """Return the partitions that have cells on the unit, and the answer without cells."""
         extents = self.state.extents
         numbers = extents.of_unit(unit.number)
         states, sizes = extents.states[numbers], extents.sizes[numbers]
@@ -174,13 +175,13 @@ class Drains:
         return list(here), facts
 
     def _fields(self, partitions: list[Partition], command: FindCells) -> Iterator[tuple[Partition, str]]:
-        """Every live field of the partitions, the one that was asked for first."""
+        """Yield every live field of the partitions, the requested one first."""
         asked = command.partition, command.field
         places = [(each, name) for each in partitions for name, field in each.fields.items() if field.live]
         yield from sorted(places, key=lambda place: (place[0].name, place[1]) != asked)
 
     def _page(self, unit: Unit, field: Field, command: FindCells) -> Page | None:
-        """The first cells of the field on the unit, by address."""
+        """Return the first cells of the field on the unit, by address, or None."""
         rows = np.flatnonzero(self._on(unit, field.extents) & (field.extents > 0)).astype(np.int64)
         if not len(rows):
             return None
@@ -198,7 +199,7 @@ class Drains:
         return here
 
     def _holders(self, unit: Unit) -> tuple[str, ...]:
-        """The first few sessions that have reserved or pinned something there."""
+        """Return the first few sessions that have reservations or pins on the unit."""
         found = []
         for session in self.state.sessions.values():
             held = [*(each.extents() for each in session.reservations.values()), *session.pins.values()]
@@ -211,11 +212,10 @@ class Drains:
     # --- moving
 
     def move(self, session: Session, number: int, command: Move) -> Moved:
+        """Point unchanged cells at their copies, and release the pins and the reservation."""
         held = session.reservations.get(command.reservation)
         if not isinstance(held, PutReservation) or not held.moving:
-            raise InvalidRequestError(
-                f"session {session.number} has no reservation {command.reservation} for cells to be moved"
-            )
+            raise InvalidRequestError(f"session {session.number} has no reservation {command.reservation} for a move")
         try:
             partition, field = self._check(session, command, held)
             kept = self._unchanged(command, partition, field, session.pins[command.located])
@@ -224,7 +224,7 @@ class Drains:
                 and len(kept)
                 and some(self._sizes(command, field, kept) != self._reserved_sizes(held, command, kept))
             ):
-                raise InvalidRequestError(f"field {command.field!r}: lengths differ from the sizes that were reserved")
+                raise InvalidRequestError(f"field {command.field!r}: lengths differ from the reserved sizes")
         except Exception:
             self.state.free_reservation(session, command.reservation)
             raise
@@ -233,14 +233,14 @@ class Drains:
         return Moved(cells=len(kept), skipped=len(command.rows) - len(kept))
 
     def relocate(self, partition: Partition, command: Move, reservation: PutReservation, pinned: Int32s) -> None:
-        """The same for cells that their unit has copied into `reservation` itself; `pinned` are the extents where they
+        """Point cells at copies that their unit made in `reservation`. `pinned` are the extents in which the cells
         lay."""
         field = None if partition.dropped else partition.fields.get(command.field)
         kept = self._unchanged(command, partition, field, pinned)
         self._finish(partition, field, command, reservation, kept, pinned)
 
     def drop_copies(self, reservation: PutReservation, pinned: Int32s) -> None:
-        """The cells stay where they are."""
+        """Free the copies. The cells stay where they are."""
         self.state.extents.unpin(pinned)
         if any(reservation.pieces):
             self.state.extents.free(reservation.extents())
@@ -260,18 +260,22 @@ class Drains:
             self._switch(partition, field, command, reservation, kept, pinned)
 
     def _check(self, session: Session, command: Move, reservation: PutReservation) -> tuple[Partition, Field | None]:
-        """The cells' partition and field. Raises for a move that makes no sense."""
+        """Validate a move, and return the partition and field of its cells."""
         cells, values = len(command.rows), len(reservation.sizes[0])
         if len(command.generations) != cells or len(command.index) != cells:
             raise InvalidRequestError(
-                f"a move of {cells} rows, {len(command.generations)} generations, {len(command.index)} values"
+                f"a move of {cells} rows has {len(command.generations)} generations and {len(command.index)} indexes"
             )
         if len(command.offsets) != values or len(command.lengths) != values or reservation.names != [command.field]:
-            raise InvalidRequestError(f"a move of {len(command.offsets)} values of {command.field!r} into other space")
+            raise InvalidRequestError(
+                f"a move of {len(command.offsets)} values of {command.field!r} does not match its reservation"
+            )
         if cells and (command.index.min() < 0 or command.index.max() >= values):
-            raise InvalidRequestError(f"a move whose index points outside its {values} values")
+            raise InvalidRequestError(f"an index of a move is outside its {values} values")
         if command.located not in session.pins:
-            raise InvalidRequestError(f"call {command.located} pins nothing (any more): a move cannot build on it")
+            raise InvalidRequestError(
+                f"call {command.located} holds no pins (released or never made): find the cells again"
+            )
         refuse_repeats(command.rows)
         self.commits.check_units(reservation)
         partition = self.state.partition(command.partition)
@@ -280,7 +284,7 @@ class Drains:
         return partition, partition.fields.get(command.field)
 
     def _unchanged(self, command: Move, partition: Partition, field: Field | None, pinned: Int32s) -> Int64s:
-        """Which of the cells are still where they were found, and have been there all the time."""
+        """Return which of the cells were neither moved, rewritten nor cleared since they were found."""
         if field is None:
             return NO_ROWS
         found = np.flatnonzero(partition.rows.holds(command.rows, command.generations))
@@ -306,7 +310,8 @@ class Drains:
         kept: Int64s,
         pinned: Int32s,
     ) -> None:
-        """The partition's account has the old bytes until they are let go of, then the new ones."""
+        """Point cells at their copies. The partition's account is charged for the old bytes until they are freed,
+        then for the new."""
         extents, rows, pieces = self.state.extents, command.rows[kept], reservation.pieces[0]
         column = CommitColumn(
             name=command.field, spec=field.spec, lengths=command.lengths, index=command.index[kept], checksums=None
@@ -326,7 +331,7 @@ class Drains:
 
 
 def page_of(field: Field, rows: Int64s, most: int) -> Page:
-    """The first `most` of these rows' cells by address; every row has one."""
+    """Return the first `most` of the cells of these rows, by address. Every row must have a cell."""
     offsets, lengths = field.offsets[rows], field.lengths_of(rows)
     order = np.lexsort((lengths, offsets))[:most]
     offsets, lengths = offsets[order], lengths[order]

@@ -1,4 +1,4 @@
-"""A close look at a partition, a sample, an arena, and at who waits: for people and pictures."""
+"""Detailed views of a partition, a sample, an arena and the waiting calls, for people and dashboards."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dataplane.ledger.state.state import State
 from dataplane.ledger.state.tasks import ReadyIndex, Task
 
 PARTS = 4096
-"""A picture has so many parts at most."""
+"""An answer has at most this many parts."""
 EXAMINED = 1 << 16
-"""So many samples are looked at for one picture."""
+"""At most this many samples are examined for one answer."""
 STALEST = 1024
-"""So many of a task's oldest ready samples are asked for their version."""
+"""The versions of this many of a task's oldest ready samples are examined."""
 BEYOND = 1 << 62
-"""Tags from here on are no versions."""
+"""Tag values of this magnitude or more are not versions."""
 VERSION_TAG = "weight_version"
 
 
@@ -31,7 +31,7 @@ class Inspection:
         self.state = state
 
     def matrix(self, session: Session, number: int, command: c.Inspect) -> c.Matrix:
-        """The partition by age, in equal parts."""
+        """Return the partition by age, in equal parts."""
         partition = self.state.partition(command.partition)
         rows = partition.rows.in_order()
         edges = _edges(len(rows), _parts("columns", command.columns))
@@ -58,10 +58,10 @@ class Inspection:
         )
 
     def show(self, session: Session, number: int, command: c.Show) -> c.Shown:
-        """One sample: where its cells are, its tags, how each task stands to it."""
+        """Return one sample: where its cells are, its tags, and its state for each task."""
         self.state.check_samples(command.samples)
         if len(command.samples) != 1:
-            raise InvalidRequestError(f"{len(command.samples)} samples are named: one is shown at a time")
+            raise InvalidRequestError(f"expected exactly one sample, got {len(command.samples)}")
         partition = self.state.partition(command.partition) if command.partition else self._first_with(command.samples)
         row = int(partition.resolve(command.samples)[0])
         one = np.array([row])
@@ -75,12 +75,12 @@ class Inspection:
             cells=tuple(self._cell(name, field, row) for name, field in partition.fields.items() if field.extents[row]),
             missing=tuple(name for name in partition.names() if not partition.has(name, one).all()),
             tags={column.name: column.values[0] for column in partition.tags.of(one)},
-            tasks=tuple(self._stand(partition, task, row) for task in partition.tasks.values()),
+            tasks=tuple(self._task_state(partition, task, row) for task in partition.tasks.values()),
         )
 
     def _first_with(self, samples: c.Samples) -> Partition:
         if samples.ids is None:
-            raise InvalidRequestError("a handle is of one partition, and none is named")
+            raise InvalidRequestError("a handle requires the name of its partition")
         (sample,) = samples.ids
         for partition in self.state.partitions.values():
             if sample in partition.rows.ids:
@@ -101,7 +101,7 @@ class Inspection:
             shared=bool(np.count_nonzero(same) > 1),
         )
 
-    def _stand(self, partition: Partition, task: Task, row: int) -> c.ShownTask:
+    def _task_state(self, partition: Partition, task: Task, row: int) -> c.ShownTask:
         wanted = wanted_by(partition, task)
         lacking = [name for name in wanted if not partition.has(name, np.array([row])).all()]
         owner = int(task.owners_of(np.array([row]))[0])
@@ -118,10 +118,10 @@ class Inspection:
         )
 
     def memory(self, session: Session, number: int, command: c.MapMemory) -> c.MemoryMap:
-        """The arena by address, in equal parts."""
+        """Return the arena by address, in equal parts."""
         unit = self.state.units.get(command.unit)
         if unit is None:
-            raise InvalidRequestError(f"there is no storage unit {command.unit}: there are {sorted(self.state.units)}")
+            raise InvalidRequestError(f"unknown storage unit {command.unit}; the units are {sorted(self.state.units)}")
         extents, space = self.state.extents, unit.space
         cell_bytes = max(-(-space.capacity_bytes // _parts("cells", command.cells)), 1)
         edges = np.arange(-(-space.capacity_bytes // cell_bytes) + 1, dtype=np.int64) * cell_bytes
@@ -143,7 +143,7 @@ class Inspection:
         )
 
     def waits(self, session: Session, number: int, command: c.Waits) -> c.WaitList:
-        """Claims and puts that wait."""
+        """Return the claims and puts that wait."""
         state = self.state
         if command.limit < 0:
             raise InvalidRequestError(f"limit={command.limit}: must be 0 (for all) or more")
@@ -164,13 +164,13 @@ class Inspection:
 
 
 def wanted_by(partition: Partition, task: Task) -> tuple[str, ...]:
-    """The fields of the task's latest claim, () if it made none."""
+    """Return the fields of the task's latest claim, () if it made none."""
     latest = _latest(partition, task)
     return () if latest is None else latest.fields
 
 
 def task_stats(partition: Partition, task: Task) -> c.TaskStats:
-    """How the task stands."""
+    """Return the statistics of the task."""
     ready_index = _latest(partition, task)
     ready = partition.rows.live - task.claimed if ready_index is None else ready_index.count
     stalest = None if ready_index is None else _stalest(partition, ready_index)
@@ -192,7 +192,7 @@ def _latest(partition: Partition, task: Task) -> ReadyIndex | None:
 
 
 def _stalest(partition: Partition, ready_index: ReadyIndex) -> int | None:
-    """The version of the stalest of the oldest ready samples."""
+    """Return the lowest version of the oldest ready samples, or None if unknown."""
     rows = partition.rows.order[ready_index.ready()[:STALEST]]
     numbers = partition.tags.numbers(VERSION_TAG, rows[partition.tags.present(VERSION_TAG, rows)])
     known = numbers[np.abs(numbers) < BEYOND] if numbers is not None else np.zeros(0)
@@ -206,13 +206,13 @@ def _parts(what: str, wanted: int) -> int:
 
 
 def _edges(count: int, parts: int) -> c.Int64s:
-    """`count` things in equal parts: where each begins, and the end of the last. No part is empty."""
+    """Divide `count` items into equal parts. Return where each begins, and the end of the last. No part is empty."""
     parts = min(parts, count)
     return np.arange(parts + 1, dtype=np.int64) * count // parts if parts else np.zeros(1, np.int64)
 
 
 def _spread(rows: c.Int64s, edges: c.Int64s) -> tuple[c.Int64s, c.Int64s]:
-    """Some rows of each part, evenly spread, and where each part begins among them."""
+    """Return some rows of each part, evenly spread, and where each part begins among them."""
     step = -(-len(rows) // EXAMINED)
     if step <= 1:
         return rows, edges[:-1]
@@ -222,7 +222,7 @@ def _spread(rows: c.Int64s, edges: c.Int64s) -> tuple[c.Int64s, c.Int64s]:
 
 
 def _bytes_between(extents: Extents, numbers: c.Int32s, edges: c.Int64s) -> c.Int64s:
-    """How many bytes of these extents lie between each two edges."""
+    """Return how many bytes of these extents lie between each two edges."""
     starts, sizes = extents.starts[numbers], extents.sizes[numbers]
     trimmed = numbers[extents.is_several[numbers]].tolist()
     pieces = [piece for number in trimmed for piece in extents.several[number].pieces or ()]

@@ -1,4 +1,4 @@
-"""Commands that look: where samples are, what a partition holds, how the service stands."""
+"""Read-only commands: locations of samples, contents of partitions, statistics of the service."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Reads:
         self.state = state
 
     def locate(self, session: Session, number: int, command: c.Locate) -> c.Located:
-        """Where every cell is, and a pin; anything missing pins nothing."""
+        """Locate and pin every cell. If anything is missing, nothing is pinned."""
         partition = self.state.partition(command.partition)
         self.state.check_samples(command.samples)
         check_limit("fields in one command", len(command.fields), self.state.limits.columns, SPLIT)
         if command.missing_ok:
             return self._locate_some(session, number, command, partition)
-        # First the samples: what only they had is no field any more once they are gone.
+        # Samples before fields: a field that only cleared samples had is unknown, which would hide the cause.
         rows = partition.resolve(command.samples)
         for name in command.fields:
             partition.field(name)
@@ -51,7 +51,7 @@ class Reads:
         )
 
     def _locate_some(self, session: Session, number: int, command: c.Locate, partition: Partition) -> c.Located:
-        """Where those cells are that there are, after those of the fields the variants that some of the rows have."""
+        """Locate the cells that exist: those of the fields, then those of their variants that some of the rows have."""
         ids = command.samples.ids
         rows = partition.resolve(command.samples).copy() if ids is None else partition.rows.find(ids)
         found: list[c.FieldLocations] = []
@@ -64,7 +64,7 @@ class Reads:
                 continue
             spec = FieldSpec() if field is None else field.spec
             units = self.state.extents.units[extents]
-            # Whoever builds on these rows gives the new ones checksums of their own: what was wrong must not pass.
+            # The caller derives rows with new checksums from these, so it must verify the old ones.
             sums = checksums_of(field, rows)
             found.append(
                 c.FieldLocations(name=name, spec=spec, units=units, offsets=offsets, lengths=lengths, checksums=sums)
@@ -81,6 +81,7 @@ class Reads:
     def _locations(
         self, session: Session, partition: Partition, command: c.Locate, name: str, rows: c.Int64s
     ) -> tuple[c.FieldLocations, c.Int32s]:
+        """Return the locations of a field's cells, and their extents. FieldNotProducedError if any is missing."""
         field = partition.fields[name]
         extents = field.extents[rows]
         if not every(extents):
@@ -106,9 +107,7 @@ class Reads:
     def list_samples(self, session: Session, number: int, command: c.List) -> c.Listed:
         partition = self.state.partition(command.partition)
         if command.limit is not None and (command.samples is not None or command.limit < 0):
-            raise InvalidRequestError(
-                f"limit={command.limit}: it must be 0 or more, and is for lists that name no samples"
-            )
+            raise InvalidRequestError(f"limit={command.limit}: must be 0 or more, and cannot be combined with samples")
         if command.samples is None:
             rows = partition.rows.in_order()[: command.limit]
         else:

@@ -1,4 +1,4 @@
-"""Commands that change a partition as a whole, and what units report of themselves."""
+"""Commands that change a whole partition, and reports of storage units about themselves."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from dataplane.ledger.state.units import Unit
 
 
 class Partitions:
-    """`task_gone` makes the error for a parked claim whose task a Register left out."""
+    """`task_gone` creates the error for a parked claim whose task a `Register` removed."""
 
     def __init__(self, state: State, task_gone: Callable[[ParkedClaim], DataPlaneError]) -> None:
         self.state = state
         self.task_gone = task_gone
 
     def register(self, session: Session, number: int, command: c.Register) -> c.Done:
+        """Create a partition, or replace the registration of a live one."""
         state = self.state
         self.check(command)
         partition = state.partitions.get(command.partition)
@@ -42,7 +43,7 @@ class Partitions:
             return self._extend(partition, command)
         if partition is None:
             count = len(state.partitions) + 1
-            check_limit("partitions", count, state.limits.partitions, "Clear those that are not needed any more.")
+            check_limit("partitions", count, state.limits.partitions, "Clear partitions that are no longer needed.")
             partition = state.partitions[command.partition] = Partition(command.partition, state.extents, state.leases)
         _check_live_fields(partition, command)
         partition.register(command)
@@ -65,7 +66,7 @@ class Partitions:
         return c.Done()
 
     def _extend(self, partition: Partition, command: c.Register) -> c.Done:
-        """All or nothing is added. Nobody can wait for what was not there."""
+        """Add all missing fields and tasks, or none. No call can be waiting for them."""
         most, of = self.state.limits.columns, f"of partition {partition.name!r}"
         fields, tasks = partition.fields.keys() | command.fields.keys(), partition.tasks.keys() | {*command.tasks}
         check_limit(f"fields {of}", len(fields), most, "Use several partitions.")
@@ -74,7 +75,7 @@ class Partitions:
         return c.Done()
 
     def check(self, command: c.Register) -> None:
-        """InvalidRequestError for a name, count or size that no partition can have."""
+        """InvalidRequestError or LimitError for a name, count or size that no partition can have."""
         state = self.state
         state.check_name("partition", command.partition)
         for name in command.fields:
@@ -150,6 +151,7 @@ class UnitReports:
         self.added = 0
 
     def add(self, item: c.AddUnit) -> None:
+        """Handle the offer of an arena by a new unit, or by one that comes back."""
         known = self.state.units.get(self.cookies.get(item.cookie, 0))
         if known is not None:
             self._add_again(known, item)
@@ -163,7 +165,7 @@ class UnitReports:
             )
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
             return
-        if not self._take_the_place(item):
+        if not self._drop_previous(item):
             return
         try:
             self._check(item)
@@ -179,19 +181,19 @@ class UnitReports:
 
     def _check(self, item: c.AddUnit) -> None:
         limits, what = self.state.limits, "of one storage unit"
-        check_limit("storage units", len(self.state.units) + 1, limits.units, "Start fewer with larger arenas.")
+        check_limit("storage units", len(self.state.units) + 1, limits.units, "Start fewer units with larger arenas.")
         for name in (item.name, item.host, item.cookie):
             check_limit(f"characters of a name {what}", len(name), limits.id_bytes, "Give it a shorter name.")
-        check_limit(f"endpoints {what}", len(item.endpoints), limits.columns, "Tell fewer.")
+        check_limit(f"endpoints {what}", len(item.endpoints), limits.columns, "Use fewer endpoints.")
         for path in (item.arena_path, *item.endpoints):
-            check_limit(f"characters of a path {what}", len(path), limits.path_bytes, "Name a shorter --arena-dir.")
+            check_limit(f"characters of a path {what}", len(path), limits.path_bytes, "Use a shorter --arena-dir.")
 
     def _add_again(self, unit: Unit, item: c.AddUnit) -> None:
-        """The unit comes back, with the arena it had."""
+        """Handle a unit that comes back with the arena that it had."""
         refused = None
         back = not unit.connected or item.unit == unit.number
         if item.epoch < unit.epoch or (item.epoch == unit.epoch and not back):
-            refused = f"storage unit {unit.number} offered this arena already, in epoch {unit.epoch}"
+            refused = f"storage unit {unit.number} already offered this arena in epoch {unit.epoch}"
         elif item.capacity_bytes != unit.offer.capacity_bytes or item.backed_bytes < unit.space.backed_bytes:
             refused = f"storage unit {unit.number} came back with a smaller or larger arena than it had"
         if refused:
@@ -213,19 +215,22 @@ class UnitReports:
         if recheck:
             self.recheck.begin(unit)
 
-    def _take_the_place(self, item: c.AddUnit) -> bool:
-        """What the arena that this unit had before held goes. Whether it can be."""
+    def _drop_previous(self, item: c.AddUnit) -> bool:
+        """Drop the arena that this unit had before. Return whether that is allowed."""
         named = self.state.units.get(self.cookies.get(item.instead_of, 0))
         if named is not None and named.connected:
-            why = f"AddUnit {item.name!r}: the arena it says is lost is there, as storage unit {named.number}"
+            why = (
+                f"AddUnit {item.name!r}: the arena that it reports as lost is connected as storage unit {named.number}"
+            )
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=InvalidRequestError(why)))
             return False
-        for lost in self._before(item) if named is None else [named]:
+        for lost in self._previous_units(item) if named is None else [named]:
             self._drop(lost, self._rows_by_partition(lost.number))
         return True
 
-    def _before(self, item: c.AddUnit) -> list[Unit]:
-        """What a unit that cannot tell which arena it had was."""
+    def _previous_units(self, item: c.AddUnit) -> list[Unit]:
+        """Return the lost units that a unit may have been that cannot name its previous arena: those of its name,
+        on its host if any."""
         units = [unit for unit in self.state.units.values() if unit.offer.name == item.name and not unit.connected]
         here = [unit for unit in units if unit.host == item.host]
         return (here or units) if item.anew else []
@@ -270,6 +275,7 @@ class UnitReports:
         return c.Done()
 
     def _drop_or_refuse(self, number: int, *, force: bool) -> None:
+        """InvalidRequestError if live rows lie on the unit and `force` is not set."""
         unit = self.state.unit(number)
         found = self._rows_by_partition(number)
         count = sum(len(rows) for _, rows in found)
@@ -280,6 +286,7 @@ class UnitReports:
         self._drop(unit, found)
 
     def _drop(self, unit: Unit, found: list[tuple[Partition, c.Int64s]]) -> None:
+        """Drop the unit with its rows, its orders, and everything that sessions hold there."""
         state = self.state
         for partition, rows in found:
             partition.lose(rows, f"with storage unit {unit.number} ({unit.offer.name})")
@@ -303,7 +310,7 @@ class UnitReports:
 
 
 def _check_live_fields(partition: Partition, command: c.Register) -> None:
-    """SchemaError if a new spec would not hold for live rows."""
+    """SchemaError if a new spec does not hold for live rows."""
     for name, spec in command.fields.items():
         field = partition.fields.get(name)
         if field is not None and field.live and not spec.accepts(field.spec):

@@ -1,6 +1,6 @@
-"""After a crash of its machine, a storage unit compares its rows with their checksums, and damaged samples go.
+"""After a crash of its machine, a storage unit compares its rows with their checksums, and damaged samples are dropped.
 
-Meanwhile they can be read: a reader that compares checksums finds the damage as well.
+The rows stay readable in the meantime: a reader that compares checksums finds damage as well.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataplane.ledger.state.units import Unit
 
 PAGE_ROWS = 16_384
 NAMED = 5
-"""So many of the samples that go are named in the log."""
+"""At most this many of the dropped samples are named in the log."""
 
 Place = tuple[str, str, int]
-"""Partition, field and row, in the order in which they are gone through."""
+"""Partition, field and row, in the order of the check."""
 
 
 class Recheck:
@@ -26,11 +26,11 @@ class Recheck:
         self.state = state
 
     def begin(self, unit: Unit) -> None:
-        """Order the first page of a unit's rows to be checked, if there is any."""
+        """Order the check of the first page of a unit's rows, if it has any."""
         self._order(unit, ("", "", -1))
 
     def checked(self, item: RowsChecked) -> None:
-        """Drop what is damaged; order the next page."""
+        """Drop damaged samples, and order the check of the next page."""
         unit = self.state.units.get(item.unit)
         if unit is None:
             return
@@ -38,13 +38,14 @@ class Recheck:
         self._order(unit, (item.partition, item.field, item.last))
 
     def _drop(self, unit: Unit, item: RowsChecked) -> None:
+        """Drop the damaged samples that still have their damaged cell on the unit."""
         partition = self.state.partitions.get(item.partition)
         field = None if partition is None else partition.fields.get(item.field)
         if partition is None or field is None or not len(item.rows):
             return
         living = partition.rows.holds(item.rows, item.generations)
         rows, offsets = item.rows[living], item.offsets[living]
-        # Another version of the row may be elsewhere by now.
+        # The row may have been rewritten elsewhere in the meantime.
         here = (self.state.extents.units[field.extents[rows]] == unit.number) & (field.offsets[rows] == offsets)
         rows = unrepeated(rows[here])
         if not len(rows):
@@ -59,6 +60,7 @@ class Recheck:
         self.state.out.append(Notice(text=text))
 
     def _order(self, unit: Unit, after: Place) -> None:
+        """Order the check of the next rows after `after`. If there are none, the check is complete."""
         for partition_name in sorted(name for name in self.state.partitions if name >= after[0]):
             partition = self.state.partitions[partition_name]
             for name in sorted(partition.fields):
@@ -85,7 +87,7 @@ class Recheck:
         unit.checking = False
 
     def _rows(self, unit: Unit, field: Field, after: int) -> Int64s:
-        """The next rows after row `after` that have a checksum and are on the unit, ascending."""
+        """Return the next rows after row `after` that have a checksum and lie on the unit, ascending."""
         if field.checksums is None:
             return np.zeros(0, np.int64)
         extents = field.extents[after + 1 :]

@@ -1,4 +1,4 @@
-"""Checkpoints: what partitions are at one instant, and how saved ones come to be again."""
+"""Checkpoints: snapshots of partitions at one instant, and how saved partitions are restored."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from dataplane.ledger.state.tags import Tag, Tags
 
 
 class Saves:
-    """A `Save` copies what the ledger knows of every cell (20 bytes of each, 24 with checksums) and keeps it, with
-    the pins, in its session until `Release`; the session's end ends it too."""
+    """A `Save` copies the location of every cell (20 bytes each, 24 with checksums). The session keeps the copy and
+    the pins until `Release`, or until the session ends."""
 
     def __init__(self, state: State, partitions: Partitions) -> None:
         self.state = state
@@ -34,8 +34,10 @@ class Saves:
     # --- saving
 
     def save(self, session: Session, number: int, command: c.Save) -> c.Saved:
-        """All or none: an unknown partition pins nothing."""
-        check_limit("saves held by one session", len(session.saves) + 1, self.state.limits.saves, "Release one first.")
+        """Save all partitions or none: an unknown partition pins nothing."""
+        check_limit(
+            "saves held by one session", len(session.saves) + 1, self.state.limits.saves, "Release a save first."
+        )
         every = [name for name, partition in self.state.partitions.items() if partition.owner is None]
         names = command.partitions or tuple(every)
         if len(set(names)) != len(names):
@@ -90,17 +92,18 @@ class Saves:
         )
 
     def read_saved(self, session: Session, number: int, command: c.ReadSaved) -> c.SavedRows:
+        """Return a range of saved samples."""
         taken = session.saves.get(command.saved)
         if taken is None:
             raise InvalidRequestError(
-                f"call {command.saved} of session {session.number} holds nothing saved (any more)"
+                f"call {command.saved} of session {session.number} holds no saved partitions (released or never made)"
             )
         snapshot = taken.get(command.partition)
         if snapshot is None:
             raise PartitionNotFoundError(partition=command.partition, known=list(taken))
         first, last = command.first, command.last
         if not 0 <= first <= last <= len(snapshot.ids):
-            raise InvalidRequestError(f"samples [{first}, {last}) of {len(snapshot.ids)} that were saved")
+            raise InvalidRequestError(f"samples [{first}, {last}): out of range, {len(snapshot.ids)} were saved")
         unknown = [name for name in command.fields if name not in snapshot.fields]
         if unknown:
             raise FieldNotFoundError(partition=command.partition, field=unknown[0], known=list(snapshot.fields))
@@ -126,7 +129,7 @@ class Saves:
     # --- restoring
 
     def stage(self, session: Session, number: int, command: c.Stage) -> c.Done:
-        """An empty partition that `Liveness.end` drops with the session."""
+        """Create an empty partition, which `Liveness.end` drops with the session."""
         state = self.state
         if command.partition in state.partitions:
             raise PartitionExistsError(partition=command.partition)
@@ -136,13 +139,13 @@ class Saves:
         return c.Done()
 
     def publish(self, session: Session, number: int, command: c.Publish) -> c.Done:
-        """Everything is checked, then everything changes."""
+        """Check everything, then change everything."""
         state = self.state
         staged, wanted = command.staged, command.partitions
         names = [saved.partition for saved in wanted]
         if len(staged) != len(wanted) or len(set(staged)) != len(staged) or len(set(names)) != len(names):
             raise InvalidRequestError(
-                f"{len(staged)} staged partitions become {len(wanted)}, some of them perhaps twice"
+                f"{len(staged)} staged partitions for {len(wanted)} names: expected as many, without repeats"
             )
         found = [state.partition(name) for name in staged]
         for partition, saved in zip(found, wanted, strict=True):
@@ -171,15 +174,20 @@ class Saves:
         return c.Done()
 
     def _check(self, session: Session, partition: Partition, saved: c.SavedPartition) -> None:
+        """Check that the staged partition matches the saved one."""
         if partition.owner != session.number:
             raise InvalidRequestError(f"partition {partition.name!r} was not staged by session {session.number}")
         self.partitions.check(_registration(saved))
         live = partition.rows.live
         if saved.live != live or saved.born < live:
-            raise InvalidRequestError(f"partition {saved.partition!r}: {live} samples were staged, not {saved.live}")
+            raise InvalidRequestError(
+                f"partition {saved.partition!r}: {live} samples were staged, expected {saved.live}"
+            )
         for task in saved.tasks:
             if len(task.claimed) != -(-live // 8):
-                raise InvalidRequestError(f"task {task.name!r} has claimed {len(task.claimed)} bytes of {live} samples")
+                raise InvalidRequestError(
+                    f"task {task.name!r} has {len(task.claimed)} bytes of claim bits for {live} samples"
+                )
         for declared in saved.fields:
             field, spec = partition.fields.get(declared.name), declared.declared
             if field is not None and field.live and spec is not None and not spec.accepts(field.spec):
@@ -191,6 +199,7 @@ class Saves:
                 )
 
     def _claim(self, partition: Partition, saved: c.SavedPartition) -> None:
+        """Restore the claims of the saved tasks."""
         rows = partition.rows.in_order()
         for kept in saved.tasks:
             task = partition.tasks[kept.name]
