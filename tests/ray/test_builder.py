@@ -50,7 +50,7 @@ def test_what_the_call_asks_for_is_overridden_with_a_warning(
     with caplog.at_level(logging.WARNING, logger="workers"):
         worker = builder(place, 1, 0, (0, [1, 0]), num_gpus_per_node=4, **options)
     assert told(caplog) == [
-        "Configured.configure_worker overrides num_cpus=1 with 0, variable A_WORKER of the call: the class needs it so",
+        "Configured.configure_worker overrides num_cpus=1 with 0, variable A_WORKER of the call: the class requires it",
     ]
     assert options == {"num_cpus": 1, **with_variables(A_WORKER="call")}
     assert ray.get(worker.environment.remote("A_WORKER", "RANK", "A_CLASS")) == ["worker", "77", "class"]
@@ -80,8 +80,8 @@ def test_a_maker_in_this_process(place: PlacementGroup, caplog: pytest.LogCaptur
         worker = maker.create_worker(place, 0, 0, None, **with_variables(A_CLASS="call", RANK="3"))
     assert alive_actors(INITIALIZER) <= before
     assert told(caplog) == [
-        "the call overrides variable A_CLASS of Configured._default_options: the class's options are defaults",
-        "the builder overrides variable RANK of Configured.configure_worker: a worker has its place's bundle and ranks",
+        "the call overrides variable A_CLASS of Configured._default_options: the caller's options take precedence",
+        "the builder overrides variable RANK of Configured.configure_worker: bundle and ranks are fixed",
     ]
     assert ray.get(worker.environment.remote("A_CLASS", "RANK")) == ["call", "3"]
     assert ray.get(worker.what_it_was_told.remote())["more"] == "told"

@@ -125,8 +125,8 @@ def test_resources_that_never_come_are_an_error_that_counts_them(
     with caplog.at_level(logging.WARNING, logger="workers"), pytest.raises(ResourcesNotReadyError) as caught:
         cluster.get_placement_groups()
     for part in (
-        "asked for 101 bundles of 1 CPU, 1 GPU on 2 nodes ([100, 1], each node's together)",
-        "the Ray cluster has 16 CPU, of which free ",
+        "requested 101 bundles of 1 CPU, 1 GPU on 2 nodes ([100, 1], one placement group per node)",
+        "the Ray cluster has 16 CPU (free: ",
         "on nodes of (16 CPU)",
         "Not reserved within 5 s",
     ):
@@ -230,7 +230,7 @@ def test_an_end_that_goes_wrong_is_told_and_goes_on(
     monkeypatch.setattr(module, "remove_placement_group", remove_all_but_the_first)
     with caplog.at_level(logging.WARNING, logger="workers"):
         assert cluster.shutdown() is False
-    assert told(caplog) == [f"cannot remove placement group {first.id.hex()}: no answer"]
+    assert told(caplog) == [f"Cannot remove placement group {first.id.hex()}: no answer"]
     assert alive_placement_groups() & {first.id.hex(), second.id.hex()} == {first.id.hex()}
     remove(first)
 
@@ -277,7 +277,7 @@ def test_ports_that_cannot_be_released_are_told(
         monkeypatch.setattr(ray, "wait", wait)
         with caplog.at_level(logging.WARNING, logger="workers"):
             cluster.release_endpoints([held])
-        assert told(caplog) == ["cannot release ports: no answer"]
+        assert told(caplog) == ["Cannot release ports: no answer"]
 
 
 @pytest.mark.parametrize("bundle", [(2, 0), (0, 2), (-1, 0)])
@@ -292,7 +292,7 @@ def test_a_node_that_cannot_give_ports_is_asked_anew_the_next_time(cluster: RayV
     ray.kill(keeper)
     with pytest.raises(RayActorError):
         call_until_dead(keeper.release, [])
-    with pytest.raises(ResourcesNotReadyError, match="has not given ports: "):
+    with pytest.raises(ResourcesNotReadyError, match=r"cannot hold ports on node .*: "):
         cluster.get_master_address_and_port()
     held = cluster.get_master_address_and_port()
     assert not can_bind(held[1])

@@ -82,14 +82,14 @@ def test_shards_and_their_leaders(group: RayWorkerGroup) -> None:
     assert group.dp_size == 2
     assert [group.get_dp_leader_worker_idx(shard) for shard in range(2)] == [0, 2]
     for shard in (2, -1):
-        with pytest.raises(IndexError, match=f"shard {shard} of 2"):
+        with pytest.raises(IndexError, match=f"shard {shard} does not exist"):
             group.get_dp_leader_worker_idx(shard)
 
 
 def test_a_single_worker(group: RayWorkerGroup) -> None:
     assert ray.get(group.run_single_worker_single_data("echo", 2, "a", b=1)) == (2, ("a",), {"b": 1})
     for worker in (4, -1):
-        with pytest.raises(IndexError, match=f"worker {worker} of 4"):
+        with pytest.raises(IndexError, match=f"worker {worker} does not exist"):
             group.run_single_worker_single_data("echo", worker)
 
 
@@ -208,21 +208,21 @@ def test_a_reference_is_passed_on_as_its_value(group: RayWorkerGroup) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"in_sharded_axes": [DATA], "x": [1, 2, 3]}, "argument x: axis 'data_parallel' has 2 places, got 3 shards"),
-        ({"in_sharded_axes": [DATA], "x": [1]}, "'data_parallel' has 2 places, got 1 shards"),
+        ({"in_sharded_axes": [DATA], "x": [1, 2, 3]}, "argument x: axis 'data_parallel' has size 2, got 3 shards"),
+        ({"in_sharded_axes": [DATA], "x": [1]}, "'data_parallel' has size 2, got 1 shards"),
         ({"in_sharded_axes": [DATA], "x": 1}, "needs a list of 2, got int"),
-        ({"in_sharded_axes": [DATA, TENSOR], "x": [[1, 2], [1]]}, "'tensor_parallel' has 2 places, got 1 shards"),
+        ({"in_sharded_axes": [DATA, TENSOR], "x": [[1, 2], [1]]}, "'tensor_parallel' has size 2, got 1 shards"),
         ({"in_sharded_axes": [DATA, TENSOR], "x": [1, 2]}, "axis 'tensor_parallel' needs a list of 2, got int"),
         ({"in_sharded_axes": ["experts"], "x": [1]}, "in_sharded_axes: unknown axis 'experts'"),
         ({"replicate_on_axes": ["experts"], "x": 1}, "replicate_on_axes: unknown axis 'experts'"),
         ({"output_is_replicated": ["experts"], "x": 1}, "output_is_replicated: unknown axis 'experts'"),
-        ({"in_sharded_axes": DATA, "x": [1, 2]}, "in_sharded_axes: a list of axes is needed, got 'data_parallel'"),
+        ({"in_sharded_axes": DATA, "x": [1, 2]}, "in_sharded_axes must be a list of axes, got 'data_parallel'"),
         ({"in_sharded_axes": [DATA, DATA], "x": [[1, 2], [1, 2]]}, "in_sharded_axes: an axis is named twice"),
         (
             {"in_sharded_axes": [DATA], "replicate_on_axes": [DATA], "x": [1, 2]},
-            "'data_parallel' is in in_sharded_axes and in replicate_on_axes; it has one role",
+            "'data_parallel' is in in_sharded_axes and in replicate_on_axes; remove it",
         ),
-        ({"common_kwargs": {"x": 1}, "x": 1}, "argument x: it is in common_kwargs too"),
+        ({"common_kwargs": {"x": 1}, "x": 1}, "argument x is also in common_kwargs"),
     ],
 )
 def test_a_sharded_call_that_is_wrong_reaches_nobody(
@@ -238,13 +238,13 @@ def test_a_sharded_call_that_is_wrong_reaches_nobody(
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"b": [1, 2, 3]}, "argument b: 4 workers run, so it needs a list of 4; got 3"),
+        ({"b": [1, 2, 3]}, "argument b: 4 workers are called, so it needs a list of 4; got 3"),
         ({"b": [1, 2, 3, 4, 5]}, "so it needs a list of 4; got 5"),
         ({"b": "four"}, "so it needs a list of 4; got str"),
         ({"b": dict.fromkeys(range(4))}, "so it needs a list of 4; got dict"),
-        ({"b": [1, 2, 3, 4], "run_rank_0_only_axes": [TENSOR]}, "2 workers run, so it needs a list of 2; got 4"),
+        ({"b": [1, 2, 3, 4], "run_rank_0_only_axes": [TENSOR]}, "2 workers are called, so it needs a list of 2; got 4"),
         ({"b": [1, 2], "run_rank_0_only_axes": ["experts"]}, "run_rank_0_only_axes: unknown axis 'experts'"),
-        ({"b": [1, 2, 3, 4], "common_kwargs": {"b": "x"}}, "argument b: it is in common_kwargs too"),
+        ({"b": [1, 2, 3, 4], "common_kwargs": {"b": "x"}}, "argument b is also in common_kwargs"),
     ],
 )
 def test_a_call_with_different_data_that_is_wrong_reaches_nobody(
@@ -373,7 +373,7 @@ def test_a_log_line_names_who_is_waited_for(
 
 
 def test_lists_of_futures_are_for_ray_get(group: RayWorkerGroup) -> None:
-    with pytest.raises(TypeError, match=r"expected the MultiWorkerFuture .* got list: ray.get\(\) takes a list"):
+    with pytest.raises(TypeError, match=r"expected the MultiWorkerFuture .* got list; pass a list of futures to ray"):
         group.get_all_worker_results(group.run_all_workers_single_data("rank"))  # type: ignore[arg-type]
 
 

@@ -86,7 +86,7 @@ def test_the_first_worker_of_a_tied_group_leads_it(tied: RayWorkerGroup) -> None
     assert tied.worker_to_tied_group_index == {0: 0, 1: 0, 2: 1}
     assert tied.dp_size == 2
     assert [tied.get_dp_leader_worker_idx(shard) for shard in range(2)] == [0, 2]
-    with pytest.raises(IndexError, match="shard 2 of 2"):
+    with pytest.raises(IndexError, match="shard 2 does not exist"):
         tied.get_dp_leader_worker_idx(2)
     assert [(entry["dp_shard_idx"], entry["tied_rank"], entry["bundle_idx"]) for entry in tied.worker_metadata] == [
         (0, 0, 2),
@@ -120,7 +120,7 @@ def test_generators_of_tied_groups_answer_once_too(tied: RayWorkerGroup) -> None
     ids=["sharded", "rank 0 only"],
 )
 def test_axes_need_sharding_annotations(tied: RayWorkerGroup, call: object) -> None:
-    with pytest.raises(ValueError, match="without sharding_annotations"):
+    with pytest.raises(ValueError, match="has no sharding_annotations"):
         call(tied)  # type: ignore[operator]
 
 
@@ -135,7 +135,7 @@ def test_a_graceful_end(cluster: RayVirtualCluster, left: Path, gates: Path) -> 
         assert_dead(workers)
         assert (group.workers, group.worker_metadata, group.worker_to_tied_group_index) == ([], [], {})
         assert group.dp_size == 0
-        with pytest.raises(IndexError, match="shard 0 of 0"):
+        with pytest.raises(IndexError, match="shard 0 does not exist"):
             group.get_dp_leader_worker_idx(0)
         assert group.shutdown(cleanup_method="leave") is True
         for call in (
@@ -231,7 +231,7 @@ def test_a_clean_up_that_is_not_there(
     workers = list(group.workers)
     with caplog.at_level(logging.WARNING, logger="workers"):
         assert group.shutdown(cleanup_method="tidy") is False
-    assert "worker leaver-0-0: cannot call tidy" in caplog.text
+    assert "Worker leaver-0-0: cannot call tidy" in caplog.text
     assert_dead(workers)
 
 
@@ -269,6 +269,6 @@ def test_an_end_after_the_end_of_ray() -> None:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     assert done.stdout.splitlines()[-2:] == [
-        "worker group '' ended with its Ray cluster; start both anew",
+        "worker group '' ended with its Ray cluster; start both again",
         "True False True False",
     ]

@@ -44,8 +44,8 @@ def test_colocated_workers_share_a_gpu(found: dict[str, Any]) -> None:
 
 def test_gpus_that_never_come(found: dict[str, Any]) -> None:
     said = found["too_many_gpus"]["error"]
-    assert "asked for 3 bundles of 1 CPU, 1 GPU on 3 nodes ([1, 1, 1], each node's together)" in said
-    assert "the Ray cluster has 4 CPU, 2 GPU, of which free " in said
+    assert "requested 3 bundles of 1 CPU, 1 GPU on 3 nodes ([1, 1, 1], one placement group per node)" in said
+    assert "the Ray cluster has 4 CPU, 2 GPU (free: " in said
     assert "on nodes of (2 CPU, 1 GPU) + (2 CPU, 1 GPU)" in said
 
 

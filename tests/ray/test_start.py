@@ -114,7 +114,7 @@ def test_the_first_of_a_tied_group_is_told_of_all_its_bundles(cluster: RayVirtua
     ("arguments", "message"),
     [
         ({"workers_per_node": 5}, "5 workers on node 0, which has 2 bundles"),
-        ({"workers_per_node": [1, 1, 1]}, "3 counts, the cluster has 2 nodes"),
+        ({"workers_per_node": [1, 1, 1]}, "3 counts, but the cluster has 2 nodes"),
         ({"workers_per_node": 0}, "at least one worker"),
         ({"bundle_indices_list": [(2, [0])]}, "names node 2"),
         ({"bundle_indices_list": [(0, [2])]}, "bundle 2 of node 0"),
@@ -157,11 +157,11 @@ def test_settings_come_over_each_other(
     lines = logs.told(caplog)
     assert sorted(lines) == sorted(set(lines))
     assert set(lines) == {
-        "the argument env_vars overrides variable A_GROUP of the driver's environment: it is for this group",
-        "the group overrides variable MASTER_PORT of the argument env_vars: ranks are its own",
-        "the call overrides variable A_DRIVER of Configured._default_options: the class's options are defaults",
-        "Configured.configure_worker overrides variable A_WORKER of the call: the class needs it so",
-        "the builder overrides variable RANK of Configured.configure_worker: a worker has its place's bundle and ranks",
+        "the argument env_vars overrides variable A_GROUP of the driver's environment: it applies to this group",
+        "the group overrides variable MASTER_PORT of the argument env_vars: ranks are fixed by the group",
+        "the call overrides variable A_DRIVER of Configured._default_options: the caller's options take precedence",
+        "Configured.configure_worker overrides variable A_WORKER of the call: the class requires it",
+        "the builder overrides variable RANK of Configured.configure_worker: bundle and ranks are fixed",
     }
 
 
@@ -240,7 +240,7 @@ def test_a_reservation_made_by_a_failed_start_outlives_it_if_another_group_is_on
 
 def test_more_workers_on_a_bundle_than_it_has_space_for(cluster: RayVirtualCluster, group: RayWorkerGroup) -> None:
     before = standing()
-    with pytest.raises(ValueError, match=r"4 workers on bundle 0 of placement group 1: there is space for .*groups=3;"):
+    with pytest.raises(ValueError, match=r"4 workers on bundle 0 of placement group 1; the limit is .*groups=3;"):
         RayWorkerGroup(cluster, RayWorkerBuilder("no.such.Class"), bundle_indices_list=[(1, [0, 0, 0])])
     assert nothing_but(before)
 
@@ -257,7 +257,7 @@ def test_an_exception_that_cannot_be_pickled_is_told_of(cluster: RayVirtualClust
     [
         ("tests.ray.starters.Nobody", r"^cannot import 'tests.ray.starters.Nobody'"),
         ("Nobody", r"^'Nobody' is not a fully qualified class name"),
-        (f"{STARTERS}.Misconfigured", r"Misconfigured.configure_worker returned \({}, {}\); it returns"),
+        (f"{STARTERS}.Misconfigured", r"Misconfigured.configure_worker returned \({}, {}\); it must return"),
     ],
 )
 def test_workers_that_cannot_be_made(cluster: RayVirtualCluster, name: str, message: str) -> None:
@@ -297,7 +297,7 @@ def test_late_workers_are_named(ray_cluster: None, fifo: str, monkeypatch: pytes
     monkeypatch.setattr(waiting._log, "log", lambda _, text, *values: lines.append(text % values))
     late = started_group.StartedGroup()
     late.actors.append(ray.remote(Late).remote())
-    with pytest.raises(WorkerStartError, match=r"after 5 s still in its constructor: late-0\. Is there space"):
+    with pytest.raises(WorkerStartError, match=r"after 5 s still in its constructor: late-0\. Check that"):
         late.await_constructed(["late-0"], timeout_s=5.0)
     assert re.fullmatch(r"in its constructor: late-0: waiting for \d+ s so far", lines[0])
     late.actors *= 2
@@ -321,4 +321,4 @@ def test_killing_goes_on_whatever_goes_wrong_with_one(
         assert started_group.kill([elsewhere, "well"]) is True  # type: ignore[list-item]
         assert started_group.kill(["stuck", "well"]) is False  # type: ignore[list-item]
     assert asked == ["well", "stuck", "well"]
-    assert logs.told(caplog) == ["cannot kill stuck: no answer"]
+    assert logs.told(caplog) == ["Cannot kill stuck: no answer"]

@@ -146,7 +146,7 @@ def test_exchanges_that_cannot_be(groups: tuple[Group, Group], channel: Channel)
         ("evenly", lambda: two.deliver("three", 4, channel)),
         ("pass a channel", lambda: two.deliver("three", 12, None)),
         ("cannot be combined", lambda: two.deliver("three", 12, None, enable_p2p=True, decoupled_mode=True)),
-        ("parts of 'x'", lambda: two.deliver("three", 12, channel, tag="x", split_fn=one_part)),
+        ("parts for tag 'x'", lambda: two.deliver("three", 12, channel, tag="x", split_fn=one_part)),
     ):
         with pytest.raises(ValueError, match=match):
             call().wait()

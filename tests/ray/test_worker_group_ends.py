@@ -83,7 +83,7 @@ def test_a_constructors_own_exception_and_nothing_left(cluster: Cluster) -> None
     ("group", "name", "error", "message"),
     [
         (Talker.create_group(1, 2), "odd", TypeError, "positional arguments"),
-        (Forgetful.create_group(), "odd", RuntimeError, r"Forgetful.__init__ has to call super"),
+        (Forgetful.create_group(), "odd", RuntimeError, r"Forgetful.__init__ must call super"),
         (Talker.create_group(), "a:b", ValueError, "'a:b'"),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_killed_worker_is_reported_by_name(cluster: Cluster, caplog: pytest.Lo
     with Talker.create_group().launch(cluster, NodePlacementStrategy([0, 0]), name="mortal") as group:
         with pytest.raises(WorkerLostError, match="worker mortal:1"):
             group.execute_on(1).die().wait()
-        wait_until(lambda: "worker mortal:1 is gone" in caplog.text, "another thread has logged it")
+        wait_until(lambda: "Worker mortal:1 was lost" in caplog.text, "another thread has logged it")
         assert group.execute_on(0).rank().wait() == [0]
         with pytest.raises(WorkerLostError, match="worker mortal:1"):
             group.rank().wait()
@@ -123,7 +123,7 @@ def test_a_signal_that_ends_a_worker_is_in_its_log(cluster: Cluster) -> None:
         with pytest.raises(WorkerLostError, match="worker told:0"):
             group.end_by(signal.SIGTERM).wait()
         text = log.read_text()
-    assert "worker told:0 ends by SIGTERM at" in text
+    assert "Worker told:0 ended by SIGTERM at" in text
     assert "in end_by" in text
 
 
@@ -137,7 +137,7 @@ def test_a_driver_keeps_its_own_signals(cluster: Cluster) -> None:
 
 def test_nodes_that_do_not_come_are_an_error(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.groups.cluster.NODES_TIMEOUT_S", 0.0)
-    with pytest.raises(ResourcesNotReadyError, match=r"asked for 3 nodes; after \d+ s Ray has 1"):
+    with pytest.raises(ResourcesNotReadyError, match=r"requested 3 nodes; after \d+ s Ray has 1"):
         Cluster(num_nodes=3)
     with pytest.raises(ValueError, match="num_nodes=-1"):
         Cluster(-1)

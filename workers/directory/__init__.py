@@ -1,6 +1,7 @@
-"""The directory of one job: who is there, where to reach them, and who is gone.
+"""The directory of one job: registered groups, workers and channels, their endpoints, and their ends.
 
-`Directory` serves it from a thread of one process; `DirectoryClient` speaks to it from any other, with or without Ray.
+`Directory` serves it from a thread of one process. `DirectoryClient` connects to it from any process, with or
+without Ray.
 """
 
 from workers.directory.client import DIRECTORY_VARIABLE, DirectoryClient

@@ -1,4 +1,4 @@
-"""A process's side of the directory."""
+"""`DirectoryClient`, a process's connection to the job's directory."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from workers.transport.waiting import done_within
 from workers.transport.zmq_sockets import Socket, connect, end_silent, events, open_socket, poller, received
 
 DIRECTORY_VARIABLE = "TQ_DIRECTORY"
-"""Where a worker's process, and the children it starts, find the directory's address."""
+"""The environment variable with the directory's address, set for worker processes and inherited by their children."""
 ANSWER_S = 15.0
-"""How long a directory may take to answer what needs no waiting, or beyond the wait asked for."""
+"""How long the directory may take to respond, in addition to the requested wait."""
 AWAY_S = 5.0
-"""A directory that does not take connections for so long is lost, until it does."""
+"""A directory that accepts no connection for this long is considered lost until it accepts one."""
 STILL_S = 30.0
-"""The same for one that takes connections but does not speak: its process, or its host, stands still."""
-_BYE_S = 2.0
+"""The same for a directory that accepts connections but sends nothing, because its process or host is paused."""
+_CLOSE_S = 2.0
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ Answer = Future[tuple[DirectoryEntry, ...]]
 
 @dataclass(frozen=True)
 class _Call:
-    """What was asked, until it is answered: asked again on every new connection."""
+    """A pending request, which is sent again on every new connection."""
 
     request: wire.Question
     data: bytes
@@ -62,18 +62,20 @@ class _Call:
 
 
 class DirectoryClient:
-    """One per process, or more; thread-safe, also from async code by `ask_*`. Ends with `close`, or with its process.
+    """A connection to the directory; a process may have several. Thread-safe. `ask*` methods do not block. Ends with
+    `close` or with its process.
 
-    address: "host:port" of a `Directory`. Opening does not wait for it, and raises `OpenFilesError` only; every call
-    raises `DirectoryLostError` when nothing answers there for `ANSWER_S`, and at once while nobody has taken a
-    connection there for `AWAY_S` (`STILL_S`, where the kernel took it for a process that stands still). When the
-    directory answers again, so do calls. Arguments that cannot be sent are a TypeError or ValueError from the call.
+    address: "host:port" of a `Directory`. The constructor does not wait for it and raises only `OpenFilesError`.
+    Every call raises `DirectoryLostError` if the directory does not respond within `ANSWER_S`, or at once while the
+    directory has accepted no connection for `AWAY_S` (`STILL_S` if the kernel accepted one for a paused process).
+    Calls work again as soon as the directory responds. Arguments that cannot be sent are a TypeError or ValueError
+    from the call.
 
-    Listeners are called with each entry that this client had found or registered by waiting for it and that is gone, on
-    this client's own thread: they must not block. A process that was silent for so long that the directory gave it up
-    learns it when the directory hears it again: its listeners are told that what it had registered as its own is LOST,
-    then of the entry that it was registered as anew, under another incarnation, or once more of the loss if another has
-    the name by then. What it had found is watched no more.
+    A listener is called with each ended entry that this client had looked up. It runs on the client's thread and
+    must not block. If a process is silent for so long that the directory drops its session, the
+    client learns this when it reconnects. It passes each owned entry to the listeners as LOST, registers it again,
+    and passes them the new entry with its new incarnation (or the LOST entry a second time if another process has
+    taken the name). Entries that it had found are not watched after that.
     """
 
     def __init__(self, address: str) -> None:
@@ -99,7 +101,7 @@ class DirectoryClient:
                 self._connect()
                 sources = poller(self._socket, self._monitor)
                 self._thread = PollThread(
-                    "tq-directory-client", sources, self._turn, self._over, timeout_ms=self._timeout_ms
+                    "tq-directory-client", sources, self._on_events, self._on_thread_end, timeout_ms=self._timeout_ms
                 )
             except BaseException:
                 self._context.destroy(linger=0)
@@ -108,63 +110,69 @@ class DirectoryClient:
 
     @classmethod
     def from_environment(cls) -> DirectoryClient:
-        """The directory of the job that this process belongs to. LookupError outside of one."""
+        """Return a client of the directory of this process's job. LookupError outside of a job."""
         address = os.environ.get(DIRECTORY_VARIABLE)
         if not address:
-            raise LookupError(f"{DIRECTORY_VARIABLE} is not set: this process belongs to no cluster of workers")
+            raise LookupError(f"{DIRECTORY_VARIABLE} is not set: this process does not belong to a job of workers")
         return cls(address)
 
-    # --- what is registered ---------------------------------------------------------------------------------------
+    # --- registration ---------------------------------------------------------------------------------------------
 
     def register_group(self, name: str, facts: Facts) -> DirectoryEntry:
-        """Take a group's name: its workers may register, and what is known of workers of an ended group of that name is
-        forgotten. Stays until `end`, whatever becomes of this process. `NameInUseError` while another has it;
-        ValueError or TypeError for a name that no worker's address can have."""
+        """Register a group's name, so that its workers can register. Records of workers of an ended group with that
+        name are deleted. The entry stays until `end`, even if this process ends. `NameInUseError` while another
+        group has the name; ValueError or TypeError for a name that no worker address can have."""
         WorkerAddress(name)
-        return self._one(self._ask_register(Kind.GROUP, name, (), facts, owned=False), f"registering group {name!r}")
+        return self._single_entry(
+            self._ask_register(Kind.GROUP, name, (), facts, owned=False), f"registering group {name!r}"
+        )
 
     def register_worker(self, address: WorkerAddress, endpoint: str, facts: Facts | None = None) -> DirectoryEntry:
-        """Say that this process is the worker of that address. It is until `end`, `close` or this process's death.
-        `NameInUseError` while another process is."""
+        """Register this process as the worker of that address, until `end`, `close` or the end of this process.
+        `NameInUseError` while another process is registered as that worker."""
         asked = self._ask_register(Kind.WORKER, address.get_name(), (endpoint,), facts or {}, owned=True)
-        return self._one(asked, f"registering worker {address}")
+        return self._single_entry(asked, f"registering worker {address}")
 
     def register_channel(
         self, name: str, endpoints: tuple[str, ...], facts: Facts, *, owned: bool = True, returns: bool = False
     ) -> DirectoryEntry:
-        """Take a channel's name. owned: it is lost when this process dies; returns: another process registers it again
-        then, and who looks it up meanwhile waits. `NameInUseError` while another has it."""
+        """Register a channel's name. owned: the entry is lost when this process ends. returns: another process will
+        then register the name again, and lookups wait for it meanwhile. `NameInUseError` while another channel has
+        the name."""
         asked = self._ask_register(Kind.CHANNEL, name, endpoints, facts, owned=owned, returns=returns)
-        return self._one(asked, f"registering channel {name!r}")
+        return self._single_entry(asked, f"registering channel {name!r}")
 
-    # --- what is found --------------------------------------------------------------------------------------------
+    # --- lookup ---------------------------------------------------------------------------------------------------
 
     def lookup_group(self, name: str, wait_s: float = 0.0) -> DirectoryEntry:
-        """The live entry of that name, once there is one: waits at the directory for up to `wait_s`.
+        """Return the live entry of that name. Wait up to `wait_s` for its registration.
 
-        `NameNotFoundError` if nobody registered it in time; `WorkerLostError`, at once, if it was there and is gone."""
-        return self._one(self.ask(Kind.GROUP, name, wait_s), f"group {name!r} to be registered", wait_s)
+        `NameNotFoundError` if it was not registered in time; `WorkerLostError`, at once, if it was registered and
+        has ended.
+        """
+        return self._single_entry(self.ask(Kind.GROUP, name, wait_s), f"group {name!r} to be registered", wait_s)
 
     def lookup_worker(self, address: WorkerAddress, wait_s: float = 0.0) -> DirectoryEntry:
-        """The same for a worker. `WorkerLostError` also if its group has ended, or ends meanwhile."""
+        """`lookup_group` for a worker. `WorkerLostError` also if its group has ended, or ends during the wait."""
         name = address.get_name()
-        return self._one(self.ask(Kind.WORKER, name, wait_s), f"worker {name} to be registered", wait_s)
+        return self._single_entry(self.ask(Kind.WORKER, name, wait_s), f"worker {name} to be registered", wait_s)
 
     def lookup_channel(self, name: str, wait_s: float = 0.0) -> DirectoryEntry:
-        """The same for a channel."""
-        return self._one(self.ask(Kind.CHANNEL, name, wait_s), f"channel {name!r} to be registered", wait_s)
+        """`lookup_group` for a channel."""
+        return self._single_entry(self.ask(Kind.CHANNEL, name, wait_s), f"channel {name!r} to be registered", wait_s)
 
     def ask(self, kind: Kind, name: str, wait_s: float) -> Answer:
-        """The same without blocking: a future of one entry, done within `wait_s` unless the directory is lost."""
+        """Look up without blocking. Return a future of one entry, done within `wait_s` unless the directory is lost."""
         wait_s = seconds("wait_s", wait_s)
         return self._ask(wire.Lookup(number=next(self._numbers), kind=kind, name=name, wait_s=wait_s))
 
     def listing(self, kind: Kind) -> list[DirectoryEntry]:
-        """The live entries of a kind, oldest first."""
+        """Return the live entries of a kind, oldest first."""
         return list(self._wait(self._ask(wire.Listing(number=next(self._numbers), kind=kind)), f"a list of {kind}s"))
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Have `listener` told of what this client found and is gone since; what comes back ends that."""
+        """Call `listener` with entries that this client had found and that have ended. Return a function that
+        unsubscribes it."""
         with self._guard:
             self._listeners.append(listener)
 
@@ -174,27 +182,28 @@ class DirectoryClient:
 
         return unsubscribe
 
-    # --- ends -----------------------------------------------------------------------------------------------------
+    # --- end ------------------------------------------------------------------------------------------------------
 
     def end(
         self, kind: Kind, name: str, incarnation: int | None = None, why: str = "it ended"
     ) -> DirectoryEntry | None:
-        """End a live entry (of that incarnation only, if one is given), and a group's workers with it; all who found it
-        are told. None if it lives no more."""
+        """End a live entry (of that incarnation only, if given). The end of a group also ends its workers. All
+        clients that had found the entry are notified. Return the ended entry, or None if there was no live entry."""
         entries = self._wait(self.ask_end(kind, name, incarnation, why), f"ending {kind} {name!r}")
         return entries[0] if entries else None
 
     def ask_end(self, kind: Kind, name: str, incarnation: int | None, why: str) -> Answer:
-        """The same without blocking: a future of that entry, or of nothing."""
+        """`end` without blocking. Return a future of the ended entry, or of an empty tuple."""
         number = next(self._numbers)
         return self._ask(wire.End(number=number, kind=kind, name=name, incarnation=incarnation, why=why))
 
     def close(self) -> None:
-        """Say Bye: what this process had registered as its own ends. Blocks for that, seconds at most. Idempotent."""
+        """End all entries that this process owns, and close the connection. Blocks for up to a few seconds.
+        Idempotent."""
         if self._pid != os.getpid():
             return
         with contextlib.suppress(errors.DirectoryLostError, FutureTimeout):
-            self._ask(wire.LeaveJob(number=next(self._numbers))).result(_BYE_S)
+            self._ask(wire.LeaveJob(number=next(self._numbers))).result(_CLOSE_S)
         self._thread.close()
 
     def __enter__(self) -> DirectoryClient:
@@ -227,8 +236,9 @@ class DirectoryClient:
         return self._ask(request)
 
     def _ask(self, request: wire.Question) -> Answer:
+        """Queue a request and return the future of its reply. If the directory is lost, the future fails at once."""
         if self._pid != os.getpid():
-            raise RuntimeError("a forked process needs a DirectoryClient of its own")
+            raise RuntimeError("DirectoryClient was created before fork(); create one in the child")
         call = _Call(request, encode(request))
         wire.decode_request(call.data)
         with self._guard:
@@ -240,7 +250,7 @@ class DirectoryClient:
         self._thread.wake()
         return call.future
 
-    def _one(self, future: Answer, what: str, wait_s: float = 0.0) -> DirectoryEntry:
+    def _single_entry(self, future: Answer, what: str, wait_s: float = 0.0) -> DirectoryEntry:
         return self._wait(future, what, wait_s)[0]
 
     def _wait(self, future: Answer, what: str, wait_s: float = 0.0) -> tuple[DirectoryEntry, ...]:
@@ -259,28 +269,28 @@ class DirectoryClient:
         end_silent(self._socket, HEARTBEAT_MS, SILENCE_MS)
         connect(self._socket, self.address)
 
-    def _turn(self, _: object) -> None:
-        self._look()
+    def _on_events(self, _: object) -> None:
+        self._track_connection()
         self._read()
         while self._away_since is None and self._outbox:
             self._socket.send(self._outbox.popleft())
 
-    def _over(self, defect: BaseException | None) -> None:
+    def _on_thread_end(self, defect: BaseException | None) -> None:
         why = "this client was closed"
         if defect is not None:
-            _log.error("the thread that speaks to the directory failed", exc_info=defect)
+            _log.error("Directory client thread failed", exc_info=defect)
             why = f"this client's thread failed: {defect!r}"
         self._context.destroy(linger=0)
-        self._fail(errors.DirectoryLostError(address=self.address, why=why))
+        self._fail_all(errors.DirectoryLostError(address=self.address, why=why))
 
     def _timeout_ms(self) -> int | None:
         return None if self._away_since is None or self._lost is not None else poll_ms(AWAY_S / 4)
 
-    def _look(self) -> None:
-        """At the connection. One that does not come back is an end, until it does."""
+    def _track_connection(self) -> None:
+        """Track the connection. Fail all calls if it is not restored in time."""
         for event, _ in events(self._monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._connected()
+                self._on_connected()
                 continue
             self._taken = event == zmq.EVENT_CONNECTED
             if self._away_since is None:
@@ -289,78 +299,79 @@ class DirectoryClient:
             return
         most_s = STILL_S if self._taken else AWAY_S
         if time.monotonic() - self._away_since > most_s:
-            what = "it took a connection, but said nothing" if self._taken else "it took no connection"
-            self._fail(errors.DirectoryLostError(address=self.address, why=f"{what} for {most_s:.0f} s"))
+            what = "it accepted a connection but sent nothing" if self._taken else "it accepted no connection"
+            self._fail_all(errors.DirectoryLostError(address=self.address, why=f"{what} for {most_s:.0f} s"))
 
-    def _connected(self) -> None:
-        """A new connection begins with `OpenDirectory`. Whether the directory heard on an older one what it has not
-        answered, or its answer was lost, nobody knows."""
+    def _on_connected(self) -> None:
+        """Start a new connection with `OpenDirectory`, followed by all unanswered requests. The directory may have
+        received them before, on an older connection."""
         hello = wire.OpenDirectory(self._process, known=self._known)
         with self._guard:
             self._away_since = self._lost = None
             self._outbox = collections.deque([encode(hello), *(call.data for call in self._calls.values())])
 
     def _read(self) -> None:
-        for _, reply, _ in received(self._socket, wire.decode_reply, "a client of the directory"):
+        for _, reply, _ in received(self._socket, wire.decode_reply, "the directory client"):
             self._known = True
             try:
-                self._take(reply)
+                self._handle(reply)
             except Exception as error:
-                _log.exception("the directory's answer could not be taken: %r", reply)
+                _log.exception("Directory client failed on reply %r", reply)
                 if isinstance(reply, wire.Found | wire.Failed):
                     self._settle(reply.number, InternalError(what=f"{type(reply).__name__}: {error!r}"))
 
-    def _take(self, reply: wire.Reply) -> None:
+    def _handle(self, reply: wire.Reply) -> None:
         match reply:
             case wire.Found():
                 self._settle(reply.number, reply.entries)
             case wire.Failed():
                 self._settle(reply.number, error_of(reply))
             case wire.Gone():
-                self._tell(reply.entry)
+                self._notify(reply.entry)
             case wire.Unknown():
-                self._lapse(reply.why)
+                self._restore_session(reply.why)
 
-    def _lapse(self, why: str) -> None:
-        """The directory had given this process up: register anew what is its own."""
-        _log.warning("the directory at %s had given this process up: %s", self.address, why)
+    def _restore_session(self, why: str) -> None:
+        """Register owned entries again after the directory has dropped this client's session."""
+        _log.warning("Directory at %s dropped the session of this process: %s", self.address, why)
         with self._guard:
             own, self._own = list(self._own.values()), {}
         for entry, asked in own:
             lost = msgspec.structs.replace(entry, state=EntryState.LOST, why=why)
-            self._tell(lost)
+            self._notify(lost)
             again = self._ask(msgspec.structs.replace(asked, number=next(self._numbers)))
-            again.add_done_callback(functools.partial(self._registered_anew, lost))
+            again.add_done_callback(functools.partial(self._on_registered_again, lost))
 
-    def _registered_anew(self, lost: DirectoryEntry, future: Answer) -> None:
+    def _on_registered_again(self, lost: DirectoryEntry, future: Answer) -> None:
         if future.exception() is None:
-            self._tell(future.result()[0])
+            self._notify(future.result()[0])
         else:
-            self._tell(lost)
+            self._notify(lost)
 
     def _settle(self, number: int, outcome: tuple[DirectoryEntry, ...] | Exception) -> None:
+        """Complete the future of a request with its entries or error. A no-op for an unknown number."""
         with self._guard:
             call = self._calls.pop(number, None)
             if call is None:
                 return
             if not isinstance(outcome, Exception):
-                self._keep(call.request, outcome)
+                self._record_owned(call.request, outcome)
         if not call.future.set_running_or_notify_cancel():
-            self._undo(call.request, outcome)
+            self._undo_registration(call.request, outcome)
             return
         if isinstance(outcome, Exception):
             call.future.set_exception(outcome)
         else:
             call.future.set_result(outcome)
 
-    def _undo(self, request: wire.Request, outcome: tuple[DirectoryEntry, ...] | Exception) -> None:
-        """Nobody waits for it any more: a name that it took is free again."""
+    def _undo_registration(self, request: wire.Request, outcome: tuple[DirectoryEntry, ...] | Exception) -> None:
+        """End a registration whose caller has stopped waiting, so that the name is free."""
         if isinstance(request, wire.RegisterProcess) and not isinstance(outcome, Exception):
             for entry in outcome:
-                self.ask_end(entry.kind, entry.name, entry.incarnation, why="nobody waits for its registration")
+                self.ask_end(entry.kind, entry.name, entry.incarnation, why="its registration timed out")
 
-    def _keep(self, request: wire.Request, entries: tuple[DirectoryEntry, ...]) -> None:
-        """Remember what is this process's own."""
+    def _record_owned(self, request: wire.Request, entries: tuple[DirectoryEntry, ...]) -> None:
+        """Record the entries that this process owns."""
         for entry in entries:
             if isinstance(request, wire.RegisterProcess) and request.owned:
                 self._own[entry.kind, entry.name] = (entry, request)
@@ -372,7 +383,8 @@ class DirectoryClient:
         if own is not None and own[0].incarnation == entry.incarnation:
             del self._own[entry.kind, entry.name]
 
-    def _tell(self, entry: DirectoryEntry) -> None:
+    def _notify(self, entry: DirectoryEntry) -> None:
+        """Pass an entry to all listeners. Their exceptions are logged."""
         with self._guard:
             if not entry.live:
                 self._disown(entry)
@@ -381,10 +393,10 @@ class DirectoryClient:
             try:
                 listener(entry)
             except Exception:
-                _log.exception("a listener to the directory failed at the end of %s %s", entry.kind, entry.name)
+                _log.exception("Directory listener failed on the end of %s %s", entry.kind, entry.name)
 
-    def _fail(self, error: errors.DirectoryLostError) -> None:
-        """What waits, and whoever asks from now on, gets `error`."""
+    def _fail_all(self, error: errors.DirectoryLostError) -> None:
+        """Fail all pending and future calls with `error`."""
         with self._guard:
             self._lost = error
             numbers = list(self._calls)

@@ -1,4 +1,4 @@
-"""This process, and whether another on this host still runs."""
+"""The identity of this process, and a check whether a process on this host still runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers.directory.wire import Process
 
 
 def this_host() -> str:
-    """Equal in two processes only if they see the same process numbers: one boot of one kernel, one pid namespace."""
+    """Return a string that is equal in two processes only if they share the boot of a kernel and the pid namespace."""
     return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
 
 
@@ -19,8 +19,8 @@ def this_process() -> Process:
 
 
 def has_ended(process: Process) -> bool:
-    """Whether it certainly has. False for one of another host, of which nothing can be told from here,
-    and where this process cannot look."""
+    """Return whether the process has certainly ended. False for a process of another host, whose state is unknown
+    here, and if this process lacks the permission to look."""
     try:
         if process.host != this_host():
             return False
@@ -33,7 +33,7 @@ def has_ended(process: Process) -> bool:
 
 
 def _state(pid: int) -> tuple[str, int]:
-    """The kernel's letter for what it does, and when it was started, in clock ticks since the boot."""
+    """Return the kernel's state letter of the process, and its start time in clock ticks since the boot."""
     text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])

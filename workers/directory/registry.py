@@ -1,4 +1,4 @@
-"""The directory's registry: names, who waits for one, who is told when one goes. No sockets, threads or clock."""
+"""The directory's registry of names, waiting lookups and watchers. No sockets, threads or clock."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from workers.directory.wire import (
 )
 
 WORLD_SIZE = "world_size"
-"""The fact of a group that says how many workers it has, where that is known."""
+"""The fact of a group that has its number of workers, if known."""
 MOST_GONE = 4096
-"""So many entries that are gone are remembered, to answer who asks for them at once; then the oldest is forgotten."""
+"""How many ended entries are kept, so that lookups of them fail at once. Beyond that the oldest is deleted."""
 
 Session = bytes
 Key = tuple[Kind, str]
 Effects = list[tuple[Session, Reply]]
-"""What to say to whom, in this order."""
+"""The replies to send, in order, with their sessions."""
 
 
 @dataclass
@@ -43,8 +43,8 @@ class _Waiter:
 
 
 @dataclass
-class _Kept:
-    """asked: by whom, and under which number, it was registered."""
+class _Record:
+    """asked: session and number of the request that registered the entry."""
 
     entry: DirectoryEntry
     owner: Session | None
@@ -54,21 +54,22 @@ class _Kept:
 
 
 class Registry:
-    """Every method takes the moment and returns what is to be said. Moments never go back.
+    """Every method that needs the time gets it as an argument, which never decreases. Methods return the replies to
+    send.
 
-    A group's end is the end of its workers, and of whoever waits for one of them. Registering a group again forgets
-    what is known of workers of the one before.
+    The end of a group ends its workers, and fails the lookups that wait for one of them. Registration of a group
+    deletes the records of workers of the earlier group with its name.
     """
 
     def __init__(self) -> None:
-        self._live: dict[Key, _Kept] = {}
-        self._gone: OrderedDict[Key, DirectoryEntry] = OrderedDict()
+        self._live: dict[Key, _Record] = {}
+        self._ended: OrderedDict[Key, DirectoryEntry] = OrderedDict()
         self._waiting: dict[Key, list[_Waiter]] = {}
         self._incarnation = 0
 
     def register(self, session: Session, request: RegisterProcess) -> Effects:
-        """Answers with the new entry; `NameInUseError` if the name's entry lives, unless this very request made it, or
-        it is one that `returns`."""
+        """Reply with the new entry. `NameInUseError` if the name has a live entry, unless this same request made it,
+        or both the entry and the request have `returns` set."""
         key, asked = (request.kind, request.name), (session, request.number)
         effects: Effects = []
         held = self._live.get(key)
@@ -87,14 +88,14 @@ class Registry:
             endpoints=request.endpoints,
             facts=request.facts,
         )
-        self._gone.pop(key, None)
+        self._ended.pop(key, None)
         if request.kind is Kind.GROUP:
-            for stale in [gone for gone in self._gone if _belongs(gone, request.name)]:
-                del self._gone[stale]
+            for stale in [gone for gone in self._ended if _belongs(gone, request.name)]:
+                del self._ended[stale]
             for awaited in list(self._waiting):
                 if wrong := _no_such_rank(awaited, entry):
                     effects += [(waiter.session, failed(waiter.number, wrong)) for waiter in self._waiting.pop(awaited)]
-        kept = self._live[key] = _Kept(entry, session if request.owned else None, asked, request.returns)
+        kept = self._live[key] = _Record(entry, session if request.owned else None, asked, request.returns)
         effects.append((session, Found(request.number, (entry,))))
         for waiter in self._waiting.pop(key, ()):
             kept.watchers.add(waiter.session)
@@ -102,14 +103,14 @@ class Registry:
         return effects
 
     def lookup(self, session: Session, request: Lookup, now: float) -> Effects:
-        """Answers with the entry once it lives; `WorkerLostError` if it, or its group, was there and is gone for good
-        (what `returns` and was lost is waited for); `NoSuchRankError` for a worker that its group has not."""
+        """Reply with the entry as soon as it is live. `WorkerLostError` if it or its group has ended for good (a
+        lost entry with `returns` is awaited instead); `NoSuchRankError` for a rank that the group does not have."""
         key = (request.kind, request.name)
         kept = self._live.get(key)
         if kept is not None:
             kept.watchers.add(session)
             return [(session, Found(request.number, (kept.entry,)))]
-        gone = self._gone.get(key) or self._gone.get((Kind.GROUP, _root(key)))
+        gone = self._ended.get(key) or self._ended.get((Kind.GROUP, _root(key)))
         if gone is not None:
             return [(session, _lost(request.number, request.name, gone))]
         group = self._live.get((Kind.GROUP, _root(key)))
@@ -122,7 +123,7 @@ class Registry:
         return []
 
     def end(self, session: Session, request: End) -> Effects:
-        """Answers with the entry as it ended, or with nothing where none lived."""
+        """Reply with the ended entry, or with no entry if none was live."""
         kept = self._live.get((request.kind, request.name))
         if kept is None or request.incarnation not in (None, kept.entry.incarnation):
             return [(session, Found(request.number))]
@@ -130,14 +131,14 @@ class Registry:
         return [*effects, (session, Found(request.number, (entry,)))]
 
     def listing(self, session: Session, request: Listing) -> Effects:
-        """Answers with the live entries of a kind, in order of their making."""
+        """Reply with the live entries of a kind, in order of registration."""
         entries = tuple(kept.entry for kept in self._live.values() if kept.entry.kind is request.kind)
         return [(session, Found(request.number, entries))]
 
     def leave(self, session: Session, state: EntryState, why: str) -> Effects:
-        """The process of a session said Bye (ENDED) or died (LOST): what it owned goes with it."""
+        """End everything that a session owns, because its process closed it (ENDED) or died (LOST)."""
         for key, waiters in list(self._waiting.items()):
-            self._keep_waiting(key, [waiter for waiter in waiters if waiter.session != session])
+            self._set_waiters(key, [waiter for waiter in waiters if waiter.session != session])
         for kept in self._live.values():
             kept.watchers.discard(session)
         effects: Effects = []
@@ -147,30 +148,32 @@ class Registry:
         return effects
 
     def owner(self, kind: Kind, name: str) -> Session | None:
-        """Whose end is the end of the live entry of that name, if anybody's."""
+        """Return the session that owns the live entry of that name, if any."""
         kept = self._live.get((kind, name))
         return None if kept is None else kept.owner
 
     def expire(self, now: float) -> Effects:
-        """Ends the waits that are over."""
+        """Fail the lookups whose wait is over."""
         effects: Effects = []
         for key, waiters in list(self._waiting.items()):
             over = [waiter for waiter in waiters if waiter.until <= now]
             effects += [(waiter.session, _not_found(waiter, key, now)) for waiter in over]
-            self._keep_waiting(key, [waiter for waiter in waiters if waiter.until > now])
+            self._set_waiters(key, [waiter for waiter in waiters if waiter.until > now])
         return effects
 
     def next_expiry(self) -> float | None:
-        """When `expire` has something to do."""
+        """Return the time at which `expire` has work to do, or None."""
         return min((waiter.until for waiters in self._waiting.values() for waiter in waiters), default=None)
 
-    def _keep_waiting(self, key: Key, waiters: list[_Waiter]) -> None:
+    def _set_waiters(self, key: Key, waiters: list[_Waiter]) -> None:
         if waiters:
             self._waiting[key] = waiters
         else:
             self._waiting.pop(key, None)
 
-    def _finish(self, kept: _Kept, state: EntryState, why: str) -> tuple[Effects, DirectoryEntry]:
+    def _finish(self, kept: _Record, state: EntryState, why: str) -> tuple[Effects, DirectoryEntry]:
+        """End an entry, and with a group its workers. Return the notifications for watchers and waiting lookups, and
+        the ended entry."""
         effects: Effects = []
         last = kept.entry
         for each in list(self._with_members(kept)):
@@ -187,7 +190,7 @@ class Registry:
             )
             del self._live[key]
             if not (each.returns and state is EntryState.LOST):
-                self._remember(key, last)
+                self._record_end(key, last)
             effects += [(watcher, Gone(last)) for watcher in sorted(each.watchers)]
         if kept.entry.kind is Kind.GROUP:
             for key in [key for key in self._waiting if _belongs(key, kept.entry.name)]:
@@ -195,16 +198,16 @@ class Registry:
                     effects.append((waiter.session, _lost(waiter.number, key[1], last)))
         return effects, last
 
-    def _with_members(self, kept: _Kept) -> Iterator[_Kept]:
+    def _with_members(self, kept: _Record) -> Iterator[_Record]:
         if kept.entry.kind is Kind.GROUP:
             yield from (each for key, each in self._live.items() if _belongs(key, kept.entry.name))
         yield kept
 
-    def _remember(self, key: Key, gone: DirectoryEntry) -> None:
-        self._gone[key] = gone
-        self._gone.move_to_end(key)
-        while len(self._gone) > MOST_GONE:
-            self._gone.popitem(last=False)
+    def _record_end(self, key: Key, gone: DirectoryEntry) -> None:
+        self._ended[key] = gone
+        self._ended.move_to_end(key)
+        while len(self._ended) > MOST_GONE:
+            self._ended.popitem(last=False)
 
 
 def _root(key: Key) -> str:
@@ -217,7 +220,7 @@ def _belongs(key: Key, group: str) -> bool:
 
 
 def _no_such_rank(key: Key, group: DirectoryEntry) -> errors.NoSuchRankError | None:
-    """What is said of a worker, if it is of that group and the group has no such rank."""
+    """Return the error for a worker of that group whose rank the group does not have, else None."""
     size = group.facts.get(WORLD_SIZE)
     if not _belongs(key, group.name) or not isinstance(size, int):
         return None

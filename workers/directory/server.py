@@ -1,12 +1,13 @@
-"""The directory's thread: a ZMQ ROUTER, and the connections of its clients, by which it knows who lives.
+"""The directory's thread: a ZMQ ROUTER, and the connections of its clients, which show whether clients are alive.
 
-A client's connection breaks when its process dies, at once where the kernel says so, within seconds where only ZMQ's
-heartbeats can tell (a host that fell silent; a child that inherited the descriptor). ZMQ's own threads keep those up,
-so a client that is busy, or holds its interpreter for long, is never taken for dead. Whoever lost its connection has
-`GRACE_S` to come back on a new one; a process of this host that has ended is not waited for. One that comes back later
-(it was stopped, or its host cut off) is told that it was given up, and counts as a new one.
+A client's connection breaks when its process dies: at once if the kernel reports it, or within seconds if only ZMQ's
+heartbeats can detect it (an unreachable host; a child process that inherited the descriptor). ZMQ's own threads send
+heartbeats, so a client that is busy or holds the GIL is not considered dead. A client that lost its connection has
+`GRACE_S` to reconnect, unless its process runs on this host and has ended. A client that reconnects later (after a
+pause, or a network failure) gets an `Unknown` reply and starts a new session.
 
-Whoever can reach the port can register and look up: it is inside the trust of the Ray job, like Ray's own ports.
+Every process that can reach the port can register and look up. The port is inside the trust boundary of the Ray job,
+like Ray's own ports.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from workers.transport.zmq_sockets import Socket, end_silent, events, open_socke
 GRACE_S = 3.0
 HEARTBEAT_MS = 1000
 SILENCE_MS = 5000
-_LOOK_AGAIN_S = 0.05
-"""A process closes its connections a little before its end can be seen."""
+_RECHECK_S = 0.05
+"""A process closes its connections shortly before its end is visible."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class _Client:
-    """fd: of the connection that its last `OpenDirectory` came over, until that ends."""
+    """fd: the connection of its last `OpenDirectory`, None after that connection has ended."""
 
     process: wire.Process
     version: int
@@ -52,16 +53,15 @@ class _Client:
 
 
 class Directory:
-    """A directory that is served until `close`, from a thread of its own. `address` is "host:port".
+    """A directory that a thread serves until `close`. `address` is "host:port".
 
-    It has a connection to each of its clients: this process may open as many files as its hard limit allows from here
-    on.
+    It keeps a connection to each client, so it raises this process's limit of open files to the hard limit.
     """
 
     @classmethod
     def serve(cls, host: str = "127.0.0.1") -> Directory:
-        """Bind a free port of `host`, which clients must be able to reach. OSError if it has no such address,
-        `OpenFilesError` where this process may have no more of them."""
+        """Bind a free port of `host`, which clients must be able to reach. OSError if this machine does not have
+        that address, `OpenFilesError` if this process has reached its limit of open files."""
         allow_more()
         with OpenFilesError.of("serving a job's directory", least=OF_A_CONTEXT):
             return cls(host)
@@ -77,14 +77,17 @@ class Directory:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
             self.address = join_address(host, self._bind(host))
             sources = poller(self._socket, self._monitor)
-            self._thread = PollThread("tq-directory", sources, self._turn, self._over, timeout_ms=self._timeout_ms)
+            self._thread = PollThread(
+                "tq-directory", sources, self._on_events, self._on_thread_end, timeout_ms=self._timeout_ms
+            )
         except BaseException:
             self._context.destroy(linger=0)
             raise
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and free the port; clients see their connections end. Blocks for the thread. Idempotent."""
+        """Stop the thread and free the port. Connections of clients end. Blocks until the thread has stopped.
+        Idempotent."""
         self._thread.close()
 
     def __enter__(self) -> Directory:
@@ -99,64 +102,65 @@ class Directory:
         end_silent(self._socket, HEARTBEAT_MS, SILENCE_MS)
         return bind_tcp(self._socket, resolve_host(host))
 
-    def _turn(self, _: object) -> None:
-        for step in (self._read, self._expire, self._bury):
-            self._attempt(step)
+    def _on_events(self, _: object) -> None:
+        for step in (self._read, self._expire, self._drop_lost_clients):
+            self._run_step(step)
 
-    def _over(self, defect: BaseException | None) -> None:
+    def _on_thread_end(self, defect: BaseException | None) -> None:
         if defect is not None:
-            _log.error("the directory's thread failed; its clients will find it gone", exc_info=defect)
+            _log.error("Directory thread failed; its clients lose their connections", exc_info=defect)
         self._context.destroy(linger=0)
 
-    def _attempt(self, step: Callable[[], None]) -> None:
-        """A defect in one step leaves the others, and the directory, as they are."""
+    def _run_step(self, step: Callable[[], None]) -> None:
+        """Run one step. An error is logged and does not affect the other steps."""
         try:
             step()
         except Exception:
-            _log.exception("the directory failed at %s", step.__name__)
+            _log.exception("Directory failed in %s", step.__name__)
 
     def _expire(self) -> None:
-        self._say(self._registry.expire(time.monotonic()))
+        self._send_replies(self._registry.expire(time.monotonic()))
 
     def _timeout_ms(self) -> int | None:
         moments = [] if (expiry := self._registry.next_expiry()) is None else [expiry - time.monotonic()]
         if any(client.fd is None for client in self._clients.values()):
-            moments.append(_LOOK_AGAIN_S)
+            moments.append(_RECHECK_S)
         return poll_ms(min(moments)) if moments else None
 
     def _read(self) -> None:
-        """Everything that came. What ended is looked at before each message: a descriptor's number is used again. A
-        connection's last messages may come after its end."""
-        self._notice_ends()
+        """Handle all received messages. Ends of connections are processed before each message, because the kernel
+        reuses descriptors. The last messages of a connection may be received after its end."""
+        self._track_connections()
         for session, request, frames in received(self._socket, wire.decode_request, "the directory"):
-            self._notice_ends()
+            self._track_connections()
             try:
-                self._take(session, int(frames[0].get(zmq.SRCFD)), request)
+                self._handle(session, int(frames[0].get(zmq.SRCFD)), request)
             except Exception as error:
-                _log.exception("the directory failed on %r", request)
+                _log.exception("Directory failed on request %r", request)
                 self._refuse(session, request, error)
 
     def _refuse(self, session: Session, request: wire.Request, error: Exception) -> None:
         if not isinstance(request, wire.OpenDirectory):
             internal = InternalError(what=f"{type(request).__name__}: {error!r}")
-            self._say([(session, wire.failed(request.number, internal))])
+            self._send_replies([(session, wire.failed(request.number, internal))])
 
-    def _take(self, session: Session, fd: int, request: wire.Request) -> None:
+    def _handle(self, session: Session, fd: int, request: wire.Request) -> None:
+        """Handle one request of a client. The `OpenDirectory` of a dropped session gets an `Unknown` reply."""
         client = self._clients.get(session)
         if isinstance(request, wire.OpenDirectory):
             if client is None and request.known:
-                self._say([(session, wire.Unknown("it was silent for too long, and was given up"))])
+                self._send_replies([(session, wire.Unknown("it was silent for too long"))])
             client = self._clients.setdefault(session, _Client(request.process, request.version))
             client.fd, client.lost_at = fd if fd in self._connected else None, time.monotonic()
             return
         if client is None:
-            # Of before its connection broke. After its `OpenDirectory` it asks again.
+            # Sent before the connection broke. The client repeats it after its `OpenDirectory`.
             return
         if client.version != wire.VERSION:
             error = ProtocolVersionError(client_version=client.version, service_version=wire.VERSION)
-            self._say([(session, wire.failed(request.number, error))])
+            self._send_replies([(session, wire.failed(request.number, error))])
             return
-        self._say(self._answer(session, request))
+        self._send_replies(self._answer(session, request))
 
     def _answer(self, session: Session, request: wire.Request) -> Effects:
         now = time.monotonic()
@@ -164,7 +168,7 @@ class Directory:
             case wire.RegisterProcess():
                 owner = self._registry.owner(request.kind, request.name)
                 if owner is not None and owner in self._clients and self._clients[owner].fd is None:
-                    self._say(self._give_up(owner))
+                    self._send_replies(self._drop_session(owner))
                 return self._registry.register(session, request)
             case wire.Lookup():
                 return self._registry.lookup(session, request, now)
@@ -179,7 +183,8 @@ class Directory:
             case _:
                 raise AssertionError(request)
 
-    def _notice_ends(self) -> None:
+    def _track_connections(self) -> None:
+        """Record accepted and ended connections."""
         for event, fd in events(self._monitor):
             if event == zmq.EVENT_ACCEPTED:
                 self._connected.add(fd)
@@ -189,18 +194,18 @@ class Directory:
                 if client.fd == fd:
                     client.fd, client.lost_at = None, time.monotonic()
 
-    def _bury(self) -> None:
-        """Those who are certainly dead, or did not come back."""
+    def _drop_lost_clients(self) -> None:
+        """Drop the sessions of clients that are certainly dead, or that did not reconnect in time."""
         now = time.monotonic()
         for session, client in list(self._clients.items()):
             if client.fd is None and (now - client.lost_at >= GRACE_S or has_ended(client.process)):
-                self._say(self._give_up(session))
+                self._send_replies(self._drop_session(session))
 
-    def _give_up(self, session: Session) -> Effects:
+    def _drop_session(self, session: Session) -> Effects:
         client = self._clients.pop(session)
         why = f"its process {client.process.pid} died" if has_ended(client.process) else "its connection broke"
         return self._registry.leave(session, EntryState.LOST, why)
 
-    def _say(self, effects: Effects) -> None:
+    def _send_replies(self, effects: Effects) -> None:
         for session, reply in effects:
             send(self._socket, (session, encode(reply)))

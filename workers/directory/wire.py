@@ -1,4 +1,4 @@
-"""What a directory and its clients say to each other: msgpack of tagged structs, one per ZMQ message."""
+"""Messages between a directory and its clients: msgpack of tagged structs, one per ZMQ message."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dataplane.errors import DataPlaneError
 from workers.transport.encoding import carried, decoder
 
 VERSION = 1
-"""Raised with every change of what is written here, in `workers.messages.wire` or in the `Layout` of
+"""Increment it with every change of the messages in this file and in `workers.messages.wire`, and of the `Layout` of
 `workers.transport.pickling`."""
 Facts = dict[str, str | int | float | bool | list[str | int] | None]
-"""What else is known of a name: small and plain."""
+"""Attributes of a name: small values of plain types."""
 
 
 class Kind(enum.StrEnum):
-    """What a name stands for. Names are unique within their kind."""
+    """The kind of a named object. Names are unique within their kind."""
 
     GROUP = "group"
     WORKER = "worker"
@@ -30,16 +30,16 @@ class Kind(enum.StrEnum):
 class EntryState(enum.StrEnum):
     LIVE = "live"
     ENDED = "ended"
-    """Closed by those who had it."""
+    """Ended by its owner or by a request."""
     LOST = "lost"
-    """The process that had it died."""
+    """The process that owned it died or lost its connection."""
 
 
 class DirectoryEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A name and what the directory knows of it.
+    """A registered name and its attributes.
 
-    incarnation: greater than that of any entry made before it, so that two under one name differ; endpoints: where to
-    reach it; why: how it ended, empty while it lives.
+    incarnation: greater than that of every earlier entry, so it distinguishes two entries with one name; endpoints:
+    where to connect; why: the reason of its end, empty while it is live.
     """
 
     kind: Kind
@@ -56,7 +56,7 @@ class DirectoryEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
-    """A process and what tells it from others: `host` is its kernel's boot and its pid namespace."""
+    """The identity of a process. `host` identifies the boot of its kernel and its pid namespace."""
 
     host: str
     pid: int
@@ -64,8 +64,8 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenDirectory(msgspec.Struct, frozen=True, tag=True):
-    """Said first on each connection. known: the directory has answered this client before. A directory answers
-    questions of another version with a `ProtocolVersionError`."""
+    """The first message on each connection. known: the directory has replied to this client before. The directory
+    replies to requests of a client with another version with a `ProtocolVersionError`."""
 
     process: Process
     known: bool = False
@@ -73,9 +73,9 @@ class OpenDirectory(msgspec.Struct, frozen=True, tag=True):
 
 
 class RegisterProcess(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """owned: the entry is lost when the process that registers it dies. returns: another process then registers the
-    name again, over this one if need be, and whoever looks it up meanwhile waits. Said again under the same
-    number, it has the same answer."""
+    """owned: the entry is lost when the process that registers it dies. returns: another process will then register
+    the name again, replacing this entry if it is still live, and lookups wait for it meanwhile. A repeated request
+    with the same number gets the same reply."""
 
     number: int
     kind: Kind
@@ -87,7 +87,7 @@ class RegisterProcess(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Lookup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Who looks a name up is told when what it found is gone. ValueError for a wait without an end."""
+    """A client that looks a name up is notified when the found entry ends. ValueError for an infinite wait."""
 
     number: int
     kind: Kind
@@ -99,7 +99,7 @@ class Lookup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """incarnation None: whichever lives. Ending what is not live changes nothing."""
+    """incarnation: None for any. A no-op if there is no such live entry."""
 
     number: int
     kind: Kind
@@ -118,19 +118,19 @@ class LeaveJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 Question = RegisterProcess | Lookup | End | Listing | LeaveJob
-"""What is answered."""
+"""Requests that get a reply."""
 Request = OpenDirectory | Question
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
-    """The answer to everything that succeeded."""
+    """The reply to a request that succeeded."""
 
     number: int
     entries: tuple[DirectoryEntry, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """error: the name of one of this package's errors; facts: its keywords."""
+    """error: the class name of an error of this package or of the data plane; facts: its keyword arguments."""
 
     number: int
     error: str
@@ -138,14 +138,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True):
-    """Unasked: an entry that this client had found has ended or was lost."""
+    """A notification without a request: an entry that this client had found has ended or was lost."""
 
     entry: DirectoryEntry
 
 
 class Unknown(msgspec.Struct, frozen=True, tag=True):
-    """The answer to the `OpenDirectory` of a process that the directory had given up: what it had registered as its own
-    is lost, and it watches nothing. It counts as a new one from now on."""
+    """The reply to the `OpenDirectory` of a client whose session the directory had dropped. The entries that it
+    owned are lost, it watches nothing, and it has a new session from now on."""
 
     why: str
 

@@ -1,4 +1,4 @@
-"""The class of a group's actors: the user's, with what a call from another process needs around its methods."""
+"""The actor class of a group: the user's class, with wrappers around its public methods for remote calls."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from ray.actor import ActorClass
 from workers.groups.remote_errors import methods_of, portable
 
 SERVING_FILE = __file__
-"""Whose functions are around the methods of a worker."""
+"""The file whose functions wrap the methods of a worker."""
 DURATIONS_KEPT = 1024
-"""Of so many calls a worker remembers how long they took."""
+"""A worker keeps the durations of this many calls."""
 _CAUGHT_SIGNALS = (signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 Durations = dict[str, float]
 
 logger = logging.getLogger(__name__)
 _current: ContextVar[Durations | None] = ContextVar("tq_current_call", default=None)
-"""Seconds by name of the call that this context serves; None outside of calls."""
+"""Seconds by name for the call that this context serves; None outside of calls."""
 
 
 def add_duration(name: str, seconds: float) -> None:
-    """Count `seconds` under `name` to the call that is being served here, if any."""
+    """Add `seconds` under `name` to the durations of the call that this context serves. A no-op outside of calls."""
     durations = _current.get()
     if durations is not None:
         durations[name] = durations.get(name, 0.0) + seconds
 
 
 def is_serving() -> bool:
-    """Whether this runs within a call from another process."""
+    """Return whether this code runs within a call from another process."""
     return _current.get() is not None
 
 
 def hosted(cls: type, *, catch_failures: bool) -> type:
-    """A subclass of `cls`, as an actor's class.
+    """Return a subclass of `cls` to use as an actor class.
 
-    Its first constructor argument is the environment to set before `cls` is constructed. What its public methods and
-    its constructor raise can be brought to any process (`remote_errors.portable`), and is in the worker's log. How long
-    the methods took is to be had from `_tq_durations`. A generator's items are returned as a list. catch_failures: an
-    exit by a method is an error of that call, not the end of the worker, and a signal that ends the worker says in its
-    log what it was doing.
+    Its first constructor argument is the environment to set before `cls` is constructed. Exceptions of its
+    constructor and public methods are made portable (`remote_errors.portable`) and are logged by the worker.
+    `_tq_durations` returns how long a call took. The items of a generator are returned as a list. catch_failures:
+    SystemExit in a method becomes an error of that call instead of the end of the worker, and a signal that ends the
+    worker logs its stack.
     """
     namespace: dict[str, Any] = {
         "__module__": cls.__module__,
@@ -76,8 +76,8 @@ def hosted(cls: type, *, catch_failures: bool) -> type:
 
 def _new(base: Any) -> Callable[..., Any]:
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Ray makes the object in the process's main thread, the only one that may take signals; and, where actors are
-        only asked for, one of the actor class itself, which inherits this."""
+        """Install signal handlers here, because Ray creates the object in the main thread, the only thread that can.
+        Ray also creates an instance of the actor class, which inherits this method, when it declares an actor."""
         self: Any = base.__new__(cls)
         if issubclass(cls, ActorClass):
             return self
@@ -90,7 +90,7 @@ def _new(base: Any) -> Callable[..., Any]:
 
 
 def catch_signals() -> None:
-    """Have signals that end this process say in its log what it was doing; a no-op in any but its main thread."""
+    """Install handlers that log this process's stack before a signal ends it. A no-op outside of the main thread."""
     if threading.current_thread() is threading.main_thread():
         for number in _CAUGHT_SIGNALS:
             signal.signal(number, _end_by_signal)
@@ -108,7 +108,8 @@ def _construct(cls: type) -> Callable[..., None]:
 
 
 def _on_this_machine(devices: str) -> str:
-    """Numbers of a node's accelerators as CUDA_VISIBLE_DEVICES has them, where the node itself may use some only."""
+    """Translate indices of a node's accelerators into CUDA_VISIBLE_DEVICES, for a node that was restricted to some
+    devices."""
     began_with = dict(entry.partition("=")[::2] for entry in Path("/proc/self/environ").read_text().split("\0"))
     usable = [name for name in began_with.get(_DEVICES, "").split(",") if name]
     numbers = [int(number) for number in devices.split(",") if number]
@@ -116,7 +117,7 @@ def _on_this_machine(devices: str) -> str:
 
 
 class CallDurations:
-    """How long calls took, by the caller's id of them; the oldest are forgotten. Thread-safe."""
+    """Durations of calls by Ray task id. The oldest are dropped beyond `DURATIONS_KEPT`. Thread-safe."""
 
     def __init__(self) -> None:
         self._durations: OrderedDict[str, Durations] = OrderedDict()
@@ -134,20 +135,20 @@ class CallDurations:
 
 
 def _durations(self: Any, task: str) -> Durations:
-    """Seconds by name of that call, once."""
+    """Return the seconds by name of that call. A second request returns nothing."""
     found: Durations = self._tq_kept.take(task)
     return found
 
 
 def _served(name: str, method: Callable[..., Any], catch: bool) -> Callable[..., Any]:
-    """`method`, as others call it; as it is for calls from within the worker."""
+    """Return `method` wrapped for calls from other processes. Calls from within the worker bypass the wrapper."""
 
     @functools.wraps(method)
     def serve(*args: Any, **kwargs: Any) -> Any:
         if is_serving():
             return method(*args, **kwargs)
         with Serving(name, args, catch):
-            return _sent(name, method(*args, **kwargs))
+            return _sendable(name, method(*args, **kwargs))
 
     @functools.wraps(method)
     async def serve_async(*args: Any, **kwargs: Any) -> Any:
@@ -157,23 +158,23 @@ def _served(name: str, method: Callable[..., Any], catch: bool) -> Callable[...,
             return await method(*args, **kwargs)
 
     if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-        # Ray would take it for one, and its items for a stream.
+        # Otherwise Ray would treat the wrapper as a generator and stream its items.
         serve.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
         del serve.__wrapped__
     return serve_async if inspect.iscoroutinefunction(method) else serve
 
 
-def _sent(name: str, result: Any) -> Any:
-    """What a method returned, or the items of a generator, which itself cannot be sent."""
+def _sendable(name: str, result: Any) -> Any:
+    """Return a method's result, or the list of a generator's items, because a generator cannot be sent."""
     if isinstance(result, AsyncGeneratorType):
-        raise TypeError(f"{name} is an asynchronous generator, whose items are not sent; have it return a list of them")
+        raise TypeError(f"{name} is an asynchronous generator, which cannot be called remotely; return a list instead")
     return list(result) if isinstance(result, GeneratorType) else result
 
 
 class Serving:
-    """A call while it is served. (No generator of `contextlib`: it is around every call.)
+    """The context of one served call. A class, because a `contextlib` generator would slow down every call.
 
-    args: the call's, of which the first is the worker, unless the method is static.
+    args: arguments of the call. The first one is the worker, unless the method is static.
     """
 
     def __init__(self, name: str, args: tuple[Any, ...], catch: bool) -> None:
@@ -204,7 +205,7 @@ def _end_by_signal(number: int, frame: FrameType | None) -> None:
     name = f"{os.environ.get('GROUP_NAME')}:{os.environ.get('RANK')}"
     try:
         stack = "".join(traceback.format_stack(frame))
-        logger.error("worker %s ends by %s at\n%s", name, signal.Signals(number).name, stack)
+        logger.error("Worker %s ended by %s at\n%s", name, signal.Signals(number).name, stack)
         logging.shutdown()
     finally:
         os._exit(128 + number)

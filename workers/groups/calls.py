@@ -1,4 +1,4 @@
-"""A call of a method on the workers of a `WorkerGroup`: waited for by threads and async code, followed, timed."""
+"""`GroupCall`, the handle of a method call on the workers of a `WorkerGroup`, for threads and async code."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 
 class Handle(Generic[T]):
-    """Something under way: waited for from threads or from async code, as often as one likes. Thread-safe.
+    """The handle of a pending operation. Threads and async code may wait for it any number of times. Thread-safe.
 
-    what: names it, for messages; future: done when it is.
+    what: name of the operation, for messages; future: done when the operation is.
     """
 
     def __init__(self, what: str, future: Future[T]) -> None:
@@ -44,15 +44,16 @@ class Handle(Generic[T]):
         return self._done
 
     def wait(self, timeout: float | None = None) -> T:
-        """The result, or what was raised. Blocks until it is done, or for `timeout` seconds (`CallWaitTimeoutError`;
-        it goes on). A log line every `waiting.LOG_EVERY_S` says what is waited for."""
+        """Return the result or raise the error of the operation. Blocks until it is done, or for `timeout` seconds;
+        then `CallWaitTimeoutError`, while the operation continues. A log line every `waiting.LOG_EVERY_S` names the
+        operation."""
         future, wait = self._future(), LoggedWait(seconds_if_any("timeout", timeout))
         while not futures.wait([future], wait.step_s()).done:
             self._check(wait)
         return future.result()
 
     async def async_wait(self, timeout: float | None = None) -> T:
-        """The same for async code: the event loop is woken when it is done."""
+        """`wait` for async code. The event loop is woken when the operation is done."""
         future, wait = asyncio.wrap_future(self._future()), LoggedWait(seconds_if_any("timeout", timeout))
         while not (await asyncio.wait([future], timeout=wait.step_s()))[0]:
             self._check(wait)
@@ -63,15 +64,17 @@ class Handle(Generic[T]):
             raise CallWaitTimeoutError(what=self._what, waited_s=wait.timeout_s)
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return or raise at once."""
         return self._future().done()
 
     def then(self, func: Callable[..., Any]) -> Handle[Any]:
-        """Have `func` called once this is done, with the result if it takes an argument; the handle of what it returns.
+        """Call `func` after the operation is done, with the result if it takes an argument. Return the handle of its
+        result.
 
-        An error here is that handle's error, and `func` is not called. It runs in a thread of its own, and may block.
+        If the operation fails, that handle has the same error and `func` is not called. `func` runs in a new thread
+        and may block.
         """
-        what = f"{self._what}, and what follows"
+        what = f"{self._what}, followed by the function given to then"
         after: Future[Any] = _pending()
 
         def follow(result: T) -> None:
@@ -92,11 +95,11 @@ class Handle(Generic[T]):
 
 
 class GroupCall(GroupFuture, Handle[list[Any]]):
-    """The results of a method on some workers, in the order in which they were named.
+    """The results of a method on some workers, in the order of the called ranks.
 
-    method: "Class.method"; keep: kept while this is (the group, without whose handles its workers would end). What a
-    worker raised is raised as what it was, with a note of the worker and its traceback there, as soon as the first
-    raises; `WorkerLostError` names a worker whose process ended.
+    method: "Class.method"; keep: an object to keep referenced with this handle (the group, whose workers end with
+    it). The first exception of a worker is raised at once, with its original type and a note of the worker and its
+    traceback. `WorkerLostError` names a worker whose process ended.
     """
 
     _log_level = logging.WARNING
@@ -118,15 +121,17 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
         return len(ready) == len(references) or self._future().done()
 
     def consume_duration(self, reduction_type: str = "max") -> float:
-        """Seconds that the method ran, the "max", "min" or "mean" of the workers called. Waits for it; once only."""
+        """Return the seconds that the method ran, reduced over the called workers ("max", "min" or "mean"). Waits
+        for the call. Can be called once."""
         return self.consume_durations(reduction_type)[self._method.rpartition(".")[2]]
 
     def consume_durations(self, reduction_type: str = "max", return_per_rank: bool = False) -> dict[str, float] | Any:
-        """Seconds by name: the method's own, and those of `worker_timer`s under it; each the "max", "min" or "mean" of
-        the workers called. return_per_rank: also a list of each worker's own. Waits for the call. They are given out
-        once, and kept for the last `actor_class.DURATIONS_KEPT` calls of a worker: a later ask finds nothing."""
+        """Return the seconds by name, of the method and of its `worker_timer`s, each reduced over the called workers
+        ("max", "min" or "mean"). Waits for the call. return_per_rank: also return the list of unreduced dicts, one
+        per worker. Durations are returned once. A worker keeps those of its last `actor_class.DURATIONS_KEPT` calls;
+        a later request returns nothing."""
         if reduction_type not in REDUCTIONS:
-            raise ValueError(f"reduction_type is one of {', '.join(REDUCTIONS)}, got {reduction_type!r}")
+            raise ValueError(f"reduction_type must be one of {', '.join(REDUCTIONS)}, got {reduction_type!r}")
         self.wait()
         asked = [
             Called(call.name, call.actor._tq_durations.remote(call.reference.task_id().hex())) for call in self._calls
@@ -140,7 +145,7 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
         return (reduced, each) if return_per_rank else reduced
 
     def _future(self) -> Future[list[Any]]:
-        """Done when all workers are, or the first has failed; Ray tells of each as it ends."""
+        """Return a future that is done when all workers are, or the first has failed. Ray's callbacks complete it."""
         with self._guard:
             if self._parts:
                 return self._done
@@ -149,7 +154,7 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
 
         def one_ended(call: Called, future: Future[Any]) -> None:
             error, last = future.exception(), next(left) == 0
-            with contextlib.suppress(futures.InvalidStateError):  # another has failed before
+            with contextlib.suppress(futures.InvalidStateError):  # another call has failed before
                 if error is not None:
                     self._done.set_exception(self._raised(call, error))
                 elif last and all(part.exception() is None for part in self._parts):
@@ -164,12 +169,12 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
             return WorkerLostError(worker=f"worker {call.name}", why=str(error))
         there = f":\n{_COLOURS.sub('', str(error))}" if cause_of(error) is not None else ""
         raised = noted(error, f"raised by worker {call.name} in {self._method}{there}")
-        raised.__cause__ = None  # the note has it
+        raised.__cause__ = None  # the note contains it
         return raised
 
 
 def _pending() -> Future[Any]:
-    """A future that nobody's cancelling reaches."""
+    """Return a future that cannot be cancelled."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -178,7 +183,7 @@ def _pending() -> Future[Any]:
 def _takes_one(func: Callable[..., Any]) -> bool:
     try:
         inspect.signature(func).bind(None)
-    except ValueError:  # a builtin that tells nothing of its arguments
+    except ValueError:  # a builtin without a signature
         return True
     except TypeError:
         return False

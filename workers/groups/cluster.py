@@ -1,4 +1,4 @@
-"""The nodes and accelerators that worker groups are launched on, and the job's directory."""
+"""`Cluster`: the nodes and accelerators on which worker groups are launched, and the job's directory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Node:
-    """ident: Ray's; host: its address; accelerators: how many Ray counts there."""
+    """ident: Ray's id of the node; host: its address; accelerators: the number of GPUs that Ray counts."""
 
     ident: str
     host: str
@@ -43,24 +43,24 @@ class Node:
 
 
 class Cluster:
-    """Nodes of a Ray cluster, ranked from 0: the driver's first, the others by address.
+    """The nodes of a Ray cluster, ranked from 0: the driver's node first, the others by address.
 
-    num_nodes: how many to use; all there are if None or 0. Connects to the Ray cluster that this process is in, else
-    to one started here with `ray start`, else starts one (which `shutdown` ends). Blocks until so many nodes are there,
-    up to `NODES_TIMEOUT_S` (`ResourcesNotReadyError`).
+    num_nodes: number of nodes to use; all if None or 0. Connects to the Ray cluster of this process, or else to one
+    that `ray start` has started on this machine, or else starts one, which `shutdown` stops. Blocks until the
+    cluster has that many nodes, up to `NODES_TIMEOUT_S` (then `ResourcesNotReadyError`).
 
-    Nothing is reserved: groups share nodes and accelerators, as they take turns. Workers take none of Ray's CPUs.
-    All clusters of one Ray job (a driver, and the workers that it launched) have one directory, by which groups,
-    workers and channels know each other; it ends with the driver. The driver's environment names it as long as there
-    is one (TQ_DIRECTORY), for `Channel.create` and the like. Safe to use from several threads. A context manager.
+    Nothing is reserved. Groups share nodes and accelerators and use them in turn. Workers use none of Ray's CPUs.
+    All clusters of one Ray job (a driver and its workers) share one directory, in which groups, workers and channels
+    find each other. It ends with the driver. While it runs, the driver's environment variable TQ_DIRECTORY has its
+    address, for calls such as `Channel.create`. Thread-safe. A context manager.
     """
 
-    _links: ClassVar[dict[str, _Link]] = {}
-    _linking: ClassVar[threading.Lock] = threading.Lock()
+    _connections: ClassVar[dict[str, _JobConnection]] = {}
+    _connecting: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, num_nodes: int | None = None) -> None:
         if num_nodes is not None and num_nodes < 0:
-            raise ValueError(f"num_nodes={num_nodes}: 0 for all nodes, or more")
+            raise ValueError(f"num_nodes={num_nodes} is negative; pass 0 for all nodes")
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
             ray.init(include_dashboard=False)
@@ -68,25 +68,25 @@ class Cluster:
             head = _head()
             first = ray.get_runtime_context().get_node_id() if head is None else _answer(head.node.remote())
             self._nodes = _nodes(num_nodes or 0, first)
-            self._link = self._linked()
+            self._connection = self._connect()
         except BaseException:
             if self._started_ray:
                 ray.shutdown()
             raise
 
-    def _linked(self) -> _Link:
-        """This process's link to the directory of the Ray job that it is in; an older one is closed."""
+    def _connect(self) -> _JobConnection:
+        """Return this process's connection to the current Ray job. Connections to earlier jobs are closed."""
         context = ray.get_runtime_context()
         job = f"{context.gcs_address} {context.get_job_id()} {context.namespace}"
-        with Cluster._linking:
-            link = Cluster._links.get(job)
-            if link is None:
-                for old in Cluster._links.values():
+        with Cluster._connecting:
+            connection = Cluster._connections.get(job)
+            if connection is None:
+                for old in Cluster._connections.values():
                     old.forget()
-                Cluster._links.clear()
-                link = Cluster._links[job] = _Link(self._nodes[0])
-            link.cover(self._nodes)
-            return link
+                Cluster._connections.clear()
+                connection = Cluster._connections[job] = _JobConnection(self._nodes[0])
+            connection.cover(self._nodes)
+            return connection
 
     @property
     def num_nodes(self) -> int:
@@ -94,7 +94,7 @@ class Cluster:
 
     @property
     def num_accelerators(self) -> int:
-        """Over all nodes."""
+        """The number of accelerators of all nodes."""
         return sum(self.accelerators_per_node)
 
     @property
@@ -103,52 +103,51 @@ class Cluster:
 
     @property
     def nodes(self) -> list[Node]:
-        """By rank."""
+        """The nodes by rank."""
         return list(self._nodes)
 
     @property
     def directory(self) -> DirectoryClient:
         """This process's client of the job's directory."""
-        return self._link.directory
+        return self._connection.directory
 
     def hold_port(self, node_rank: int) -> int:
-        """A port that is free on that node and stays so until `release_port`; for the worker that will bind it (see
-        `PortKeeper`)."""
-        ports: list[int] = self._link.ask(self._nodes[node_rank], "hold", 1)
+        """Return a free port of that node, held until `release_port`. See `PortKeeper` for how a worker binds it."""
+        ports: list[int] = self._connection.ask(self._nodes[node_rank], "hold", 1)
         return ports[0]
 
     def release_port(self, node_rank: int, port: int) -> None:
-        """Hold it no longer. What goes wrong is logged: a node that is gone, or Ray, holds nothing."""
+        """Release the port. Errors are logged: a dead node holds no ports, nor does a stopped Ray cluster."""
         if not ray.is_initialized():
             return
         try:
-            self._link.ask(self._nodes[node_rank], "release", [port])
+            self._connection.ask(self._nodes[node_rank], "release", [port])
         except RayError as error:
-            logger.warning("cannot release port %d of node %d: %s", port, node_rank, error)
+            logger.warning("Cannot release port %d of node %d: %s", port, node_rank, error)
 
     def environment(self) -> dict[str, str]:
-        """What workers need of this process's environment: what they would not have by themselves."""
+        """Return the variables of this process's environment that workers need and do not have by default."""
         wanted = driver_environment()
         wanted.pop(DIRECTORY_VARIABLE, None)
         if self.num_nodes > 1:
             return wanted
-        there = self._link.environment
+        there = self._connection.environment
         return {name: value for name, value in wanted.items() if there.get(name) != value}
 
     def await_brokers(self) -> None:
-        """Wait until there are brokers for channels on all nodes; raises why there are none."""
-        self._link.await_brokers()
+        """Wait until every node has a broker for channels. Raise the error of a broker that failed to start."""
+        self._connection.await_brokers()
 
     def adopt(self, group: Ending) -> None:
-        """Have `shutdown` end `group`, if it is still there."""
-        self._link.groups.add(group)
+        """Have `shutdown` end `group`, if the group still exists."""
+        self._connection.groups.add(group)
 
     # --- channels -------------------------------------------------------------------------------------------------
 
     def create_channel(
         self, channel_name: str, maxsize: int = 0, distributed: bool = False, node_rank: int = 0, local: bool = False
     ) -> Channel:
-        """A new channel, or that of the name if it has the same settings. See `Channel.create`."""
+        """Create a channel, or return the existing one of that name if its settings are equal. See `Channel.create`."""
         if not local:
             self.await_brokers()
         return Channel.create(
@@ -163,20 +162,20 @@ class Cluster:
         )
 
     def connect_channel(self, channel_name: str, *, wait_s: float = 60.0) -> Channel:
-        """The channel of that name, once there is one: waits for it for up to `wait_s`. See `Channel.connect`."""
+        """Return the channel of that name. Wait up to `wait_s` for its creation. See `Channel.connect`."""
         return Channel.connect(channel_name, directory=self.directory, here=0, wait_s=wait_s)
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- shutdown -------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End the groups launched by this process, its link to the job, and what that started: if this is the driver,
-        the directory and all channels, for everybody; and Ray, if it was started here. Idempotent, also after Ray is
-        gone."""
-        with Cluster._linking:
-            for job, link in list(Cluster._links.items()):
-                if link is self._link:
-                    del Cluster._links[job]
-        self._link.close()
+        """End the groups that this process launched, close its connection to the job, and stop everything that the
+        connection started. In the driver these are the directory and all channels, for all processes. Stop Ray if
+        this object started it. Idempotent, also after Ray has stopped."""
+        with Cluster._connecting:
+            for job, connection in list(Cluster._connections.items()):
+                if connection is self._connection:
+                    del Cluster._connections[job]
+        self._connection.close()
         if self._started_ray:
             self._started_ray = False
             ray.shutdown()
@@ -197,9 +196,9 @@ class Ending(Protocol):
     def end_group(self) -> object: ...
 
 
-class _Link:
-    """One process's part in the job: its client of the directory, and the actors that it started. The first process to
-    have one starts the directory, and brokers for channels, in the background."""
+class _JobConnection:
+    """One process's part of the job: its directory client and the actors that it started. The first process of a job
+    starts the directory, and the brokers for channels in the background."""
 
     def __init__(self, first: Node) -> None:
         self._guard = threading.Lock()
@@ -216,7 +215,7 @@ class _Link:
             os.environ[DIRECTORY_VARIABLE] = self.directory.address
 
     def cover(self, nodes: list[Node]) -> None:
-        """Begin to start brokers where there are none."""
+        """Start brokers, in the background, on nodes that have none."""
         if not self._owner:
             return
         with self._guard:
@@ -226,7 +225,7 @@ class _Link:
             threading.Thread(target=self._start_brokers, args=(new,), name="tq-brokers", daemon=True).start()
 
     def _has_broker(self, rank: int) -> bool:
-        """Whether one was started, or is being; Ray starts it again should it die."""
+        """Return whether a broker was started or is starting. Ray restarts a broker that dies."""
         broker = self._brokers.get(rank)
         return broker is not None and not (broker.done() and broker.exception() is not None)
 
@@ -235,7 +234,7 @@ class _Link:
             broker.result()
 
     def ask(self, node: Node, method: str, *args: Any) -> Any:
-        """What the agent of that node answers; starts one if this process has none there."""
+        """Return the result of a method of the node's agent. Start an agent if this process has none there."""
         with self._guard:
             if node.ident not in self._agents:
                 self._agents[node.ident] = _agent(node)
@@ -251,7 +250,7 @@ class _Link:
         kill([*(broker.result() for broker in started), *self._agents.values()])
 
     def forget(self) -> None:
-        """Close what there is of it in this process; its actors are gone, or about to be."""
+        """Close this process's side of the connection. Its actors have ended or are about to end."""
         if self._owner and os.environ.get(DIRECTORY_VARIABLE) == self.directory.address:
             del os.environ[DIRECTORY_VARIABLE]
         self.directory.close()
@@ -268,7 +267,7 @@ class _Link:
 
 
 def job_directory() -> str:
-    """The address of the directory of the Ray job that this process is in, as `Cluster()` finds or starts both; waits
+    """Return the address of the directory of the current Ray job. Find or start both as `Cluster()` does, and wait
     for the brokers of channels."""
     cluster = Cluster()
     cluster.await_brokers()
@@ -287,12 +286,12 @@ def _agent(node: Node, name: str | None = None) -> ActorHandle:
 
 
 def _agent_name() -> str:
-    """One for each driver: jobs that share a namespace are apart."""
+    """Return a name with the job id, so that jobs in one namespace do not share an agent."""
     return f"tq-node-agent-{ray.get_runtime_context().get_job_id()}"
 
 
 def _head() -> ActorHandle | None:
-    """The agent of the job's first node, where the directory is; None if there is none yet."""
+    """Return the agent of the job's first node, which serves the directory, or None before it has started."""
     try:
         found: ActorHandle = ray.get_actor(_agent_name())
     except ValueError:
@@ -301,11 +300,11 @@ def _head() -> ActorHandle | None:
 
 
 def _nodes(wanted: int, first: str) -> list[Node]:
-    """The first `wanted` nodes, all if 0, once there are as many."""
+    """Return the first `wanted` nodes (all if 0), as soon as Ray has that many."""
     wait = LoggedWait(NODES_TIMEOUT_S)
     while len(alive := alive_nodes()) < max(wanted, 1):
-        if wait.over(f"{wanted} nodes of Ray, of which there are {len(alive)}"):
-            raise ResourcesNotReadyError(f"asked for {wanted} nodes; after {wait.waited_s:.0f} s Ray has {len(alive)}")
+        if wait.over(f"{wanted} Ray nodes, {len(alive)} of them alive"):
+            raise ResourcesNotReadyError(f"requested {wanted} nodes; after {wait.waited_s:.0f} s Ray has {len(alive)}")
         time.sleep(_LOOK_EVERY_S)
     alive.sort(key=lambda node: (node["NodeID"] != first, node["NodeManagerAddress"], node["NodeID"]))
     return [

@@ -1,4 +1,4 @@
-"""Accelerators of a node, used by one worker at a time."""
+"""`DeviceLock`: the accelerators of a node, locked for one worker at a time."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ log = logging.getLogger(__name__)
 
 
 class DeviceLock:
-    """While it is held, no other worker of the job holds a lock of any of the same accelerators. A context manager.
+    """A lock of some accelerators. While a worker holds it, no other worker of the job can lock any of them.
 
-    It is the worker's: a thread of it that acquires it while another has it has it too, until each has released it. A
-    worker without accelerators has it at once. The kernel releases it when the worker's process ends, in any way.
-    Waiting takes no processor time. In async code it blocks the event loop, as any lock of threads does.
+    The lock belongs to the worker: its threads share it, until each of them has released it. A worker without
+    accelerators acquires it at once. The kernel releases it when the worker's process ends, however it ends. A wait
+    uses no CPU time. In async code it blocks the event loop, as any thread lock does. A context manager.
 
-    Accelerators are locked in ascending order, so that workers that share some of several cannot wait for each other.
+    Accelerators are locked in ascending order, so workers that share several of them cannot deadlock.
     """
 
     def __init__(self, worker: str, devices: Sequence[str], job: str, folder: str | Path | None = None) -> None:
-        """worker: its name, for messages; devices: what names the accelerators on this node; job: equal for all workers
-        of one job; folder: of the files whose locks these are, by default this user's own in the one for temporary
-        files."""
+        """worker: its name, for messages; devices: identifiers of the accelerators on this node; job: equal for all
+        workers of one job; folder: directory of the lock files, default: this user's private directory below the
+        directory for temporary files."""
         self._worker = worker
         self._devices = sorted(set(devices))
         self._job = hashlib.sha256(job.encode()).hexdigest()[:16]
@@ -49,7 +49,7 @@ class DeviceLock:
         self._held: list[tuple[Path, HeldFile]] = []
 
     def acquire(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Blocks until no other worker holds it; `DeviceLockTimeoutError`, which names one that does, after
+        """Block until the worker holds the lock. `DeviceLockTimeoutError`, which names a current holder, after
         `timeout_s`."""
         until = time.monotonic() + seconds("timeout_s", timeout_s)
         with self._guard:
@@ -58,20 +58,20 @@ class DeviceLock:
                     for device in self._devices:
                         self._held.append(self._lock(device, until))
                 except BaseException:
-                    self._let_go()
+                    self._release_all()
                     raise
             self._count += 1
 
     def release(self) -> None:
-        """RuntimeError where this worker does not hold it."""
+        """Release the lock. RuntimeError if this worker does not hold it."""
         with self._guard:
             if not self._count:
                 raise RuntimeError(
-                    f"worker {self._worker} releases the lock of its accelerators, which it does not hold"
+                    f"cannot release the device_lock of worker {self._worker}: the worker does not hold it"
                 )
             self._count -= 1
             if not self._count:
-                self._let_go()
+                self._release_all()
 
     def __enter__(self) -> DeviceLock:
         self.acquire()
@@ -83,6 +83,8 @@ class DeviceLock:
         self.release()
 
     def _lock(self, device: str, until: float) -> tuple[Path, HeldFile]:
+        """Lock the file of one accelerator and write the worker's name into it. Retry if the previous holder has
+        removed the file."""
         name = f"tq-device-{self._job}-{hashlib.sha256(device.encode()).hexdigest()[:16]}.lock"
         begun = time.monotonic()
         while True:
@@ -92,26 +94,26 @@ class DeviceLock:
                     raise DeviceLockTimeoutError(
                         worker=self._worker, device=device, holder=_holder(path), waited_s=time.monotonic() - begun
                     )
-                if _is_at(file, path):
+                if _is_current(file, path):
                     os.ftruncate(file.fd, 0)
                     os.pwrite(file.fd, self._worker.encode(), 0)
                     return path, file
             except BaseException:
                 file.close()
                 raise
-            file.close()  # its last holder has removed it
+            file.close()  # the previous holder has removed the file
 
     def _log_wait(self, device: str, path: Path, begun: float) -> None:
         waited_s = time.monotonic() - begun
-        what = "%s: waiting for accelerator %s, which %s holds, for %.0f s so far"
+        what = "%s: waiting for accelerator %s, held by %s, for %.0f s so far"
         log.warning(what, self._worker, device, _holder(path), waited_s)
 
-    def _let_go(self) -> None:
+    def _release_all(self) -> None:
         while self._held:
             path, file = self._held.pop()
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
-            # A child that was forked meanwhile may have the description, too.
+            # A forked child may share the file description, so closing alone would not release the lock.
             fcntl.flock(file.fd, fcntl.LOCK_UN)
             file.close()
 
@@ -120,22 +122,22 @@ def _opened(path: Path) -> tuple[Path, HeldFile]:
     return path, HeldFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
 
-def _is_at(file: HeldFile, path: Path) -> bool:
-    """Whether the file is still the one of that name: who releases a lock removes it."""
+def _is_current(file: HeldFile, path: Path) -> bool:
+    """Return whether `path` still refers to this file. A worker that releases a lock removes its file."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fd), os.stat(path, follow_symlinks=False))
     return False
 
 
 def _holder(path: Path) -> str:
-    """The worker that wrote its name into the file; a guess, for messages."""
+    """Return the worker name in the file. For messages only: it may be outdated."""
     with contextlib.suppress(OSError):
         return path.read_text(errors="replace")[:200] or "another worker"
     return "another worker"
 
 
 def _wait_for(file: HeldFile, until: float, log_wait: Callable[[], None]) -> bool:
-    """Lock the file; False where another process still has it at `until`."""
+    """Lock the file. Return False if another process still holds it at the time `until`."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -152,26 +154,27 @@ def _wait_for(file: HeldFile, until: float, log_wait: Callable[[], None]) -> boo
 
 
 class _Waiting:
-    """A thread that blocks until the lock is there: `flock` takes no timeout. It has a descriptor of its own, so that
-    the caller's may be closed meanwhile."""
+    """A thread that blocks in `flock`, which has no timeout. It has its own descriptor, so the caller may close the
+    other."""
 
     def __init__(self, file: HeldFile) -> None:
         self.locked = threading.Event()
         self._own = HeldFile(os.dup(file.fd))
         self._guard = threading.Lock()
-        self._left = False
+        self._abandoned = False
         threading.Thread(target=self._run, name="tq-device-lock", daemon=True).start()
 
     def leave(self) -> bool:
-        """The lock is of no use to the caller: it is released as soon as it comes. Whether it had come before."""
+        """Give up waiting: the thread releases the lock as soon as it gets it. Return whether it has the lock
+        already."""
         with self._guard:
-            self._left = True
+            self._abandoned = True
             return self.locked.is_set()
 
     def _run(self) -> None:
         fcntl.flock(self._own.fd, fcntl.LOCK_EX)
         with self._guard:
-            if self._left:
+            if self._abandoned:
                 fcntl.flock(self._own.fd, fcntl.LOCK_UN)
             else:
                 self.locked.set()

@@ -1,6 +1,5 @@
-"""The results of a call on the workers of a group, waited for together. `GroupFuture` is the one way to block for them,
-for both interfaces of groups and for their start; `MultiWorkerFuture`, of `RayWorkerGroup`, says whose results are
-returned."""
+"""Results of a call on the workers of a group. All interfaces of groups block in `GroupFuture.collect`.
+`MultiWorkerFuture` is the result type of `RayWorkerGroup` and selects the workers whose results are returned."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ from workers.errors import CallWaitTimeoutError
 from workers.transport.waiting import LoggedWait
 
 STEP_S = 1.0
-"""Ray holds back what a signal's handler raises for as long as it waits."""
+"""Longest single wait in Ray, which delays exceptions of signal handlers until the wait returns."""
 
 
 @dataclass(frozen=True)
 class Called:
-    """One worker's part of a call. name: the worker's; actor: None where nothing more is asked of it; wanted: whether
-    its result is kept."""
+    """The call on one worker. name: the worker's; actor: None if it is not needed later; wanted: whether to keep the
+    result."""
 
     name: str
     reference: ObjectRef | ObjectRefGenerator
@@ -37,7 +36,7 @@ class Called:
 
 
 class GroupFuture:
-    """The results of a call on some workers. what: precedes the workers' names in messages ("Class.method on ")."""
+    """The results of a call on some workers. what: text before the workers' names in messages ("Class.method on ")."""
 
     _log_level = logging.INFO
 
@@ -46,12 +45,14 @@ class GroupFuture:
         self._calls = calls
 
     def collect(self, timeout: float | None = None) -> list[Any]:
-        """The results in the order of the calls, of a generator the list of its items, None where it is not wanted.
+        """Return the results in the order of the calls: for a generator the list of its items, None for an unwanted
+        result.
 
-        All are waited for at the same time, generators too, so that the first to fail raises its exception at once,
-        wanted or not, with a note of the worker. The others go on, and what they raise is dropped. What a signal's
-        handler raises is raised within `STEP_S`. Every `waiting.LOG_EVERY_S` a log line says which workers are late;
-        after `timeout` seconds, once none is ready, `CallWaitTimeoutError`, which names those that are late.
+        All calls are awaited at the same time, generators included. The first exception, of an unwanted result too,
+        is raised at once with a note that names the worker. The other calls continue, and their exceptions are
+        dropped. An exception of a signal handler is raised within `STEP_S`. A log line every `waiting.LOG_EVERY_S`
+        names the pending workers. `CallWaitTimeoutError`, which names them too, if no result is ready after
+        `timeout` seconds.
         """
         wait = LoggedWait(seconds_if_any("timeout", timeout), self._log_level)
         results: list[Any] = [None] * len(self._calls)
@@ -90,18 +91,19 @@ class GroupFuture:
         return self._call + ", ".join(call.name for call in calls)
 
     def _late(self, what: str, timeout_s: float) -> Exception:
-        """What to raise for calls that are not done within `timeout_s`."""
+        """Return the exception to raise for calls that are not done within `timeout_s`."""
         return CallWaitTimeoutError(what=what, waited_s=timeout_s)
 
     def _raised(self, call: Called, error: BaseException) -> BaseException:
-        """What to raise for what Ray raises for a worker: the exception that was raised there, if there was one."""
+        """Return the exception to raise for an error that Ray raises: the exception of the worker itself, if there
+        is one."""
         return noted(error, f"raised by worker {call.name}")
 
 
 def cause_of(error: BaseException) -> BaseException | None:
-    """The exception raised in the other process, None where there was none or it cannot be brought here.
+    """Return the exception raised in the other process. None if there is none or if it cannot be sent here.
 
-    Ray wraps what a method raises in a `RayTaskError`, and what a constructor raises in that and an `ActorDiedError`.
+    Ray wraps an exception of a method in a `RayTaskError`, and one of a constructor also in an `ActorDiedError`.
     """
     inner = error.args[0] if error.args and isinstance(error.args[0], RayTaskError) else error
     cause = getattr(inner, "cause", None)
@@ -109,7 +111,8 @@ def cause_of(error: BaseException) -> BaseException | None:
 
 
 def noted(error: BaseException, note: str) -> BaseException:
-    """The exception raised in the other process, or `error` where there was none, with a note."""
+    """Add a note to the exception raised in the other process, or to `error` if there is none. Return that
+    exception."""
     own = cause_of(error)
     if own is not None:
         own.__cause__ = error
@@ -119,10 +122,10 @@ def noted(error: BaseException, note: str) -> BaseException:
 
 
 def _take(stream: ObjectRefGenerator, items: list[Any], wanted: bool) -> bool:
-    """Take the next item of `stream`, which is there, into `items`; False at its end.
+    """Move the next item of `stream`, which is ready, to `items`. Return False at the end of the stream.
 
-    Of items that are not wanted none is fetched but the last, which holds the exception of a generator that raised; the
-    end shows which one that is.
+    If the items are unwanted, only the last one is fetched, because it holds the exception of a generator that
+    raised. Which one is the last is known at the end of the stream.
     """
     item = next(stream, None)
     if item is None:
@@ -137,7 +140,7 @@ def _take(stream: ObjectRefGenerator, items: list[Any], wanted: bool) -> bool:
 
 
 def _drop_errors(references: Sequence[ObjectRef | ObjectRefGenerator]) -> None:
-    """Have Ray not log as unhandled what `references` raise that nobody waits for any longer."""
+    """Keep Ray from logging the exceptions of `references`, which no caller awaits, as unhandled."""
     for reference in references:
         if isinstance(reference, ObjectRef):
             reference._on_completed(_ignore)
@@ -146,12 +149,12 @@ def _drop_errors(references: Sequence[ObjectRef | ObjectRefGenerator]) -> None:
 
 
 def _ignore(_: object) -> None:
-    """What came of it."""
+    """Drop a result."""
 
 
 def _drop_items(stream: ObjectRefGenerator, _: object) -> None:
-    """Of a generator that has ended: the last of its items is what it raised. Reading waits for threads of Ray's, of
-    which this is one."""
+    """Drop the items of a generator that has ended. The last one holds its exception. A new thread reads them,
+    because a read blocks until Ray's threads make progress and this callback runs in one of them."""
 
     def read() -> None:
         with contextlib.suppress(RayError):
@@ -162,8 +165,8 @@ def _drop_items(stream: ObjectRefGenerator, _: object) -> None:
 
 
 def wait_for_all(futures: Sequence[ObjectRef], *, timeout_s: float) -> list[ObjectRef]:
-    """Those of `futures` that are done once all are, or `timeout_s` has passed. What a signal's handler raises is
-    raised within `STEP_S`."""
+    """Return the futures that are done once all are done or `timeout_s` has passed. An exception of a signal handler
+    is raised within `STEP_S`."""
     end = time.monotonic() + timeout_s
     while True:
         left_s = max(end - time.monotonic(), 0.0)
@@ -173,7 +176,7 @@ def wait_for_all(futures: Sequence[ObjectRef], *, timeout_s: float) -> list[Obje
 
 
 class CalledGroup(Protocol):
-    """What results need to know of the group that was called."""
+    """The attributes of the called group that `MultiWorkerFuture` reads."""
 
     worker_to_tied_group_index: dict[int, int]
 
@@ -185,9 +188,9 @@ class CalledGroup(Protocol):
 class MultiWorkerFuture:
     """The futures of one call on many workers.
 
-    futures: one per worker called, in worker order; `ObjectRefGenerator`s where the method is a generator.
-    return_from_workers: the workers whose results `get_results` returns, None for one of each tied group.
-    called_workers: the worker behind each future, None where future n is worker n's.
+    futures: one per called worker, in worker order; `ObjectRefGenerator`s if the method is a generator.
+    return_from_workers: workers whose results `get_results` returns; None for one worker of each tied group.
+    called_workers: the worker of each future; None if future n belongs to worker n.
     """
 
     futures: list[ObjectRef]
@@ -201,18 +204,21 @@ class MultiWorkerFuture:
         *,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """The results, in worker order: of `return_from_workers`, or else of the first worker of each tied group.
+        """Return the results of `return_from_workers`, or else of the first worker of each tied group, in worker
+        order.
 
-        Blocks, for as long as the workers take or up to `timeout_s` (`CallWaitTimeoutError`, which names who is late),
-        until every worker called has answered (also those whose results are dropped), or one raises: then that very
-        exception, at once, with a note naming the worker; the others go on. The items of a generator come in its place,
-        one after another, and can be taken once. With `return_generators_as_proxies` the `ObjectRefGenerator` itself
-        does, and is not waited for. ValueError where `called_workers` are not as many as the futures, or one of them is
-        in no tied group of `worker_group`.
+        Blocks until every called worker has returned, including workers whose results are dropped, or until one
+        raises. Raises the original exception at once, with a note that names the worker, while the others continue.
+        `CallWaitTimeoutError`, which names the pending workers, after `timeout_s` (None: no limit). The items of a
+        generator are inserted in place of its result and can be taken once. With `return_generators_as_proxies` the
+        `ObjectRefGenerator` is returned instead and not awaited. ValueError if `called_workers` and `futures` differ
+        in length, or if a called worker is in no tied group of `worker_group`.
         """
         called = self.called_workers if self.called_workers is not None else list(range(len(self.futures)))
         if len(called) != len(self.futures):
-            raise ValueError(f"{len(self.futures)} futures of {len(called)} called workers: there is one for each")
+            raise ValueError(
+                f"{len(self.futures)} futures for {len(called)} called workers; pass one future per worker"
+            )
         returned = self._returned(called, worker_group.worker_to_tied_group_index)
         wanted = set(returned)
         streams = {place for place, future in enumerate(self.futures) if isinstance(future, ObjectRefGenerator)}
@@ -234,7 +240,7 @@ class MultiWorkerFuture:
         return results
 
     def _returned(self, called: Sequence[int], tied_group_of: Mapping[int, int]) -> list[int]:
-        """Places in `futures` whose results are returned, in worker order."""
+        """Return the indices in `futures` of the results to return, in worker order."""
         in_order = sorted(range(len(called)), key=lambda place: called[place])
         if self.return_from_workers is not None:
             wanted = set(self.return_from_workers)
@@ -242,7 +248,9 @@ class MultiWorkerFuture:
         first: dict[int, int] = {}
         for place in in_order:
             if called[place] not in tied_group_of:
-                raise ValueError(f"worker {called[place]} is in no tied group: has its worker group been shut down?")
+                raise ValueError(
+                    f"worker {called[place]} is in no tied group; its worker group may have been shut down"
+                )
             first.setdefault(tied_group_of[called[place]], place)
         return list(first.values())
 

@@ -1,6 +1,6 @@
-"""Starting the actors of a `WorkerGroup`, and their names.
+"""Start of the actors of a `WorkerGroup`, and their names.
 
-These groups share nodes and accelerators, so their workers are put on a node by name and take none of Ray's resources.
+These groups share nodes and accelerators. Their workers are placed by node id and use none of Ray's resources.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from workers.groups.started_group import StartedGroup
 from workers.placement.strategies import WorkerPlacement
 
 IN_USE_S = 2.0
-"""A worker of a group whose name is wanted that does not answer for so long is busy, not gone."""
+"""A worker that does not respond within this time is busy, not dead; its group's name is in use."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What is asked for."""
+    """The parameters of a launch."""
 
     cls: type
     args: tuple[Any, ...]
@@ -50,8 +50,9 @@ class Launch:
 
 
 def launch_group(cluster: Cluster, launch: Launch) -> tuple[StartedGroup, DirectoryEntry]:
-    """The workers of a new group, constructed, and its entry in the directory. `NameInUseError` if a group that has not
-    ended has the name; what a constructor raises is raised. After any error nothing is left behind."""
+    """Start the workers of a new group. Return them, constructed, and the group's directory entry. `NameInUseError`
+    if a running group has the name. Raises the exception of a constructor. After any error all started parts are
+    removed."""
     directory = cluster.directory
     entry = take_name(
         directory,
@@ -63,31 +64,31 @@ def launch_group(cluster: Cluster, launch: Launch) -> tuple[StartedGroup, Direct
             "token": secrets.token_hex(4),
         },
     )
-    crew = StartedGroup()
-    crew.before.callback(_end_entry, directory, entry)
-    with crew.starting():
+    started = StartedGroup()
+    started.before.callback(_end_entry, directory, entry)
+    with started.starting():
         launching = directory.register_worker(WorkerAddress(launch.name), "")
-        _make(crew, cluster, launch, entry)
-        names = [f"{launch.name}:{rank}" for rank in range(len(crew.actors))]
-        crew.await_constructed(names)
+        _make(started, cluster, launch, entry)
+        names = [f"{launch.name}:{rank}" for rank in range(len(started.actors))]
+        started.await_constructed(names)
         if launch.catch_failures:
-            _watch(crew, directory, names)
+            _watch(started, directory, names)
         cluster.await_brokers()
         directory.end(Kind.WORKER, launching.name, launching.incarnation, why="the group is launched")
-    return crew, entry
+    return started, entry
 
 
 def _end_entry(directory: DirectoryClient, entry: DirectoryEntry) -> None:
-    """Whoever waits for a worker is to hear that its group has ended, and not that it is dead."""
+    """End the group's entry before its workers, so that callers that wait for a worker learn that the group ended."""
     with contextlib.suppress(DirectoryLostError):
         directory.end(Kind.GROUP, entry.name, entry.incarnation, why="its group ended")
 
 
-def _make(crew: StartedGroup, cluster: Cluster, launch: Launch, entry: DirectoryEntry) -> None:
-    """Make the actors, and hold a port for them until the group ends."""
+def _make(started: StartedGroup, cluster: Cluster, launch: Launch, entry: DirectoryEntry) -> None:
+    """Create the actors, and hold a port for them until the group ends."""
     first = launch.placements[0].cluster_node_rank
     port = cluster.hold_port(first)
-    crew.after.callback(cluster.release_port, first, port)
+    started.after.callback(cluster.release_port, first, port)
     shared = {
         "GROUP_NAME": launch.name,
         "WORLD_SIZE": str(len(launch.placements)),
@@ -113,25 +114,25 @@ def _make(crew: StartedGroup, cluster: Cluster, launch: Launch, entry: Directory
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False),
             **options,
         ).remote({**shared, **place_environment(placement), "TQ_HOST": node.host}, *launch.args, **launch.kwargs)
-        crew.actors.append(actor)
+        started.actors.append(actor)
 
 
-def _watch(crew: StartedGroup, directory: DirectoryClient, names: Sequence[str]) -> None:
-    """Have the log tell, by name, of workers whose process dies."""
+def _watch(started: StartedGroup, directory: DirectoryClient, names: Sequence[str]) -> None:
+    """Log each worker whose process dies or whose connection breaks."""
     found: set[int] = set()
-    alive = weakref.ref(crew)
+    group = weakref.ref(started)
 
-    def gone(entry: DirectoryEntry) -> None:
-        if entry.state is EntryState.LOST and entry.incarnation in found and alive() is not None:
-            logger.error("worker %s is gone: %s", entry.name, entry.why)
+    def on_end(entry: DirectoryEntry) -> None:
+        if entry.state is EntryState.LOST and entry.incarnation in found and group() is not None:
+            logger.error("Worker %s was lost: %s", entry.name, entry.why)
 
-    crew.before.callback(directory.subscribe(gone))
+    started.before.callback(directory.subscribe(on_end))
     for name in names:
         found.add(directory.lookup_worker(WorkerAddress.from_name(name)).incarnation)
 
 
 def take_name(directory: DirectoryClient, name: str, facts: Facts) -> DirectoryEntry:
-    """Register a group. One of that name whose workers are all gone is ended first."""
+    """Register a group. If all workers of a group with that name have died, end that group first."""
     try:
         return directory.register_group(name, facts)
     except NameInUseError:
@@ -139,14 +140,14 @@ def take_name(directory: DirectoryClient, name: str, facts: Facts) -> DirectoryE
             held = directory.lookup_group(name)
         except NameNotFoundError:
             return directory.register_group(name, facts)
-        if _is_launching(directory, name) or _lives(held):
+        if _is_launching(directory, name) or _is_running(held):
             raise
-    directory.end(Kind.GROUP, name, held.incarnation, why="its workers are gone")
+    directory.end(Kind.GROUP, name, held.incarnation, why="all its workers died")
     return directory.register_group(name, facts)
 
 
 def find_actors(entry: DirectoryEntry) -> list[ActorHandle]:
-    """The workers of a live group, by rank. `WorkerLostError` for one that is gone."""
+    """Return the workers of a running group, by rank. `WorkerLostError` for a worker that has ended."""
     actors = []
     for rank in range(int(str(entry.facts[WORLD_SIZE]))):
         try:
@@ -157,12 +158,13 @@ def find_actors(entry: DirectoryEntry) -> list[ActorHandle]:
 
 
 def actor_name(entry: DirectoryEntry, rank: int) -> str:
-    """Unique among all groups, also those of the same name before."""
+    """Return a name that is unique among all groups, including earlier groups with the same name."""
     return f"{entry.name}:{rank}-{entry.facts['token']}"
 
 
 def place_environment(placement: WorkerPlacement) -> dict[str, str]:
-    """What a worker's environment says of its place. LOCAL_RANK is an index into what the worker sees."""
+    """Return the environment variables of a worker's place. LOCAL_RANK is an index into the accelerators that it
+    sees."""
     local_rank, local_world_size = placement.local_rank, placement.local_world_size
     if placement.isolated:
         local_rank, local_world_size = 0, 1
@@ -190,8 +192,8 @@ def _is_launching(directory: DirectoryClient, name: str) -> bool:
     return True
 
 
-def _lives(entry: DirectoryEntry) -> bool:
-    """Whether any of the group's workers answers, or is too busy to."""
+def _is_running(entry: DirectoryEntry) -> bool:
+    """Return whether any worker of the group responds or is too busy to respond."""
     size = int(str(entry.facts[WORLD_SIZE]))
     asked = []
     for rank in range(size):
@@ -201,10 +203,10 @@ def _lives(entry: DirectoryEntry) -> bool:
     if not asked:
         return False
     answered, busy = ray.wait(asked, num_returns=len(asked), timeout=IN_USE_S)
-    return bool(busy) or any(_is_well(one) for one in answered)
+    return bool(busy) or any(_responded(one) for one in answered)
 
 
-def _is_well(reference: Any) -> bool:
+def _responded(reference: Any) -> bool:
     try:
         ray.get(reference)
     except RayError:

@@ -1,4 +1,4 @@
-"""A node's helper of a cluster, as an actor there: it holds ports, and on the first node it serves the directory."""
+"""`NodeAgent`, the actor of a cluster on a node. It holds ports, and on the first node it serves the directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.placement.ports import PortKeeper
 
 
 class NodeAgent(PortKeeper):
-    """host: the address of the node that others reach. Ends with its process."""
+    """host: the address at which other nodes reach this node."""
 
     def __init__(self, host: str) -> None:
         super().__init__()
@@ -19,16 +19,16 @@ class NodeAgent(PortKeeper):
         self._served: Directory | None = None
 
     def directory(self) -> str:
-        """The address of the job's directory, served from the first call on."""
+        """Return the address of the job's directory, which this process serves from the first call on."""
         if self._served is None:
             self._served = Directory.serve(self._host)
         return self._served.address
 
     def node(self) -> str:
-        """Ray's id of the node."""
+        """Return Ray's id of the node."""
         ident: str = ray.get_runtime_context().get_node_id()
         return ident
 
     def environment(self) -> dict[str, str]:
-        """What processes on this node have without being given anything."""
+        """Return the environment that Ray gives to processes on this node."""
         return dict(os.environ)

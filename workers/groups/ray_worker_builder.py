@@ -1,4 +1,4 @@
-"""Making one Ray worker from a class's name, on a bundle of a placement group."""
+"""`RayWorkerBuilder` creates Ray workers from a class name, on bundles of placement groups."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ NUM_GPUS_PER_NODE = 8
 
 
 class RayWorkerBuilder:
-    """Makes Ray actors of one class.
+    """Creates Ray actors of one class.
 
-    ray_actor_class_fqn: "package.module.Class", a plain class or a `@ray.remote` one. args, kwargs: for its
-    constructor. The class is imported by an initializer, an actor in the workers' own runtime environment, never here.
-    What its methods and constructor raise arrives as what it is, though pickle cannot make it anew. It may define
+    ray_actor_class_fqn: "package.module.Class", a plain class or a `@ray.remote` class. args, kwargs: passed to its
+    constructor. The class is imported by an initializer, an actor in the workers' own runtime environment, and never
+    in this process. Exceptions of its methods and constructor arrive with their type, even if pickle cannot
+    reconstruct them. The class may define
 
-    - `_default_options`, actor options, which those of `@ray.remote` come over;
-    - a static `configure_worker(num_gpus, bundle_indices)`, optionally taking `num_gpus_per_node`, that returns
-      (actor options, environment variables, constructor arguments) and optionally a fourth item, options of the
-      runtime environment.
+    - `_default_options`: actor options, which options of `@ray.remote` override;
+    - a static `configure_worker(num_gpus, bundle_indices)`, optionally with `num_gpus_per_node`, that returns (actor
+      options, environment variables, constructor arguments) and optionally a fourth item, options of the runtime
+      environment.
 
-    Options, lowest first: one CPU, the class's, the caller's, those of `configure_worker`, then the bundle and the
-    caller's rank variables, which nobody overrides. A log line says what `configure_worker` and the last override.
+    Options in ascending precedence: one CPU; the class's options; the caller's; those of `configure_worker`; the
+    bundle and the caller's rank variables, which cannot be overridden. Overrides are logged.
     """
 
     def __init__(self, ray_actor_class_fqn: str, *args: Any, **kwargs: Any) -> None:
@@ -57,7 +58,8 @@ class RayWorkerBuilder:
         vars(self).update(state, _initializers=WeakValueDictionary())
 
     class IsolatedWorkerInitializer:
-        """Makes the workers where the class can be imported: as an actor of its own in the class's environment."""
+        """Creates the workers. It runs as an actor in the class's runtime environment, in which the class can be
+        imported."""
 
         def __init__(self, ray_actor_class_fqn: str, *init_args: Any, **init_kwargs: Any) -> None:
             self.ray_actor_class_fqn = ray_actor_class_fqn
@@ -78,10 +80,10 @@ class RayWorkerBuilder:
             bundle_indices: TiedBundles | None = None,
             **extra_options: Any,
         ) -> ActorHandle:
-            """Start the worker on the bundle; returns at once, before its constructor has run.
+            """Start the worker on the bundle and return at once, before its constructor has run.
 
-            As `RayWorkerBuilder.__call__`, from this process. `num_gpus_per_node` in `extra_options` is for
-            `configure_worker`.
+            As `RayWorkerBuilder.__call__`, but the worker belongs to this process. `num_gpus_per_node` in
+            `extra_options` is passed to `configure_worker`.
             """
             worker, overrides = self.make(
                 placement_group, placement_group_bundle_index, num_gpus, bundle_indices, **extra_options
@@ -98,7 +100,8 @@ class RayWorkerBuilder:
             num_gpus_per_node: int = NUM_GPUS_PER_NODE,
             **extra_options: Any,
         ) -> tuple[ActorHandle, list[str]]:
-            """`create_worker`, and what to log: a sentence for each kind of option that was overridden, and why."""
+            """`create_worker`, which also returns the log messages: one for each kind of overridden option, with the
+            reason."""
             cls = plain_class(self._actor)
             required, init_kwargs = _configured(cls, num_gpus, bundle_indices, num_gpus_per_node)
             asked, ranks = _without_ranks(extra_options)
@@ -108,10 +111,10 @@ class RayWorkerBuilder:
                 [
                     Layer("the default", {"num_cpus": None}, ""),
                     Layer(f"{cls.__name__}._default_options", getattr(cls, "_default_options", None) or {}, ""),
-                    Layer("@ray.remote", _decorated(self._actor), "its arguments are what counts for the class"),
-                    Layer("the call", {"num_gpus": num_gpus, **asked}, "the class's options are defaults"),
-                    Layer(f"{cls.__name__}.configure_worker", required, "the class needs it so"),
-                    Layer("the builder", on_bundle, "a worker has its place's bundle and ranks"),
+                    Layer("@ray.remote", _decorated(self._actor), "the decorator overrides the class's defaults"),
+                    Layer("the call", {"num_gpus": num_gpus, **asked}, "the caller's options take precedence"),
+                    Layer(f"{cls.__name__}.configure_worker", required, "the class requires it"),
+                    Layer("the builder", on_bundle, "bundle and ranks are fixed"),
                 ]
             )
             if options["num_cpus"] is None:
@@ -127,10 +130,10 @@ class RayWorkerBuilder:
         bundle_indices: TiedBundles | None = None,
         **extra_options: Any,
     ) -> tuple[ObjectRef, ActorHandle]:
-        """As `__call__`, without waiting: (a future of the worker, the initializer actor that makes it).
+        """As `__call__`, without blocking. Return (future of the worker, initializer actor that creates it).
 
-        The initializer owns the worker: keep it for as long as the worker is wanted. While it is kept, it makes all
-        workers on that placement group that have the same runtime environment. It takes no CPU.
+        The initializer owns the worker. Keep a reference to it for as long as you need the worker. While it exists,
+        it creates all workers of that placement group that have the same runtime environment. It takes no CPU.
         """
         initializer = self.initializer(placement_group, placement_group_bundle_index, extra_options)
         future = initializer.create_worker.remote(
@@ -146,12 +149,13 @@ class RayWorkerBuilder:
         bundle_indices: TiedBundles | None = None,
         **extra_options: Any,
     ) -> ActorHandle:
-        """A worker on the bundle, whose constructor may not have run yet. It lives while this handle to it does.
+        """Create a worker on the bundle and return its handle. Its constructor may not have run yet. The worker ends
+        with the last reference to the handle.
 
-        num_gpus: what the worker takes of the bundle's GPUs. bundle_indices: (node, bundles of its tied group) for a
-        tied group's first worker. extra_options: options of the Ray actor; the class's `configure_worker` may override
-        them. Blocks until the class is imported and asked for its configuration, up to `MAKE_TIMEOUT_S`
-        (`WorkerStartError`); what either raises, raises here.
+        num_gpus: the worker's share of the bundle's GPUs. bundle_indices: (node, bundles of its tied group), for the
+        first worker of a tied group. extra_options: options of the Ray actor, which the class's `configure_worker`
+        may override. Blocks up to `MAKE_TIMEOUT_S` (then `WorkerStartError`) until the class is imported and
+        `configure_worker` has returned. Raises the exceptions of both.
         """
         made, initializer = self.begin(
             placement_group, placement_group_bundle_index, num_gpus, bundle_indices, **extra_options
@@ -163,7 +167,7 @@ class RayWorkerBuilder:
         return worker
 
     def for_group(self) -> RayWorkerBuilder:
-        """A copy that shares no initializers."""
+        """Return a copy that shares no initializers with this object."""
         return copy.copy(self)
 
     def begin(
@@ -174,13 +178,14 @@ class RayWorkerBuilder:
         bundle_indices: TiedBundles | None = None,
         **extra_options: Any,
     ) -> tuple[ObjectRef, ActorHandle]:
-        """As `create_worker_async`, for who logs here: a future of (the worker, what to log), and the initializer."""
+        """As `create_worker_async`, for callers that log. Return (future of (worker, log messages), initializer)."""
         initializer = self.initializer(placement_group, bundle, extra_options)
         made = initializer.make.remote(placement_group, bundle, num_gpus, bundle_indices, **extra_options)
         return made, initializer
 
     def initializer(self, placement_group: PlacementGroup, bundle: int, options: Mapping[str, Any]) -> ActorHandle:
-        """The initializer for workers with such `options` on this placement group, a new one unless one is kept."""
+        """Return the initializer for workers with these `options` on this placement group. Create one if none
+        exists."""
         runtime_env, _ = _without_ranks({"runtime_env": options.get("runtime_env")})
         key = (placement_group.id.hex(), json.dumps(runtime_env, sort_keys=True, default=repr))
         found = self._initializers.get(key)
@@ -193,7 +198,8 @@ class RayWorkerBuilder:
 
 
 def actor_class(fqn: str) -> ActorClass:
-    """The class that `fqn` ("package.module.Class") names, as a Ray actor class. ValueError where there is none."""
+    """Return the class named `fqn` ("package.module.Class") as a Ray actor class. ValueError if it cannot be
+    imported."""
     module_name, _, name = fqn.rpartition(".")
     if not module_name:
         raise ValueError(f"{fqn!r} is not a fully qualified class name (package.module.Class)")
@@ -205,34 +211,34 @@ def actor_class(fqn: str) -> ActorClass:
 
 
 def plain_class(actor: ActorClass) -> type:
-    """The class that an actor class was made from."""
+    """Return the class from which an actor class was made."""
     found: type = actor.__ray_metadata__.modified_class
     return found
 
 
 def log_overrides(sentences: list[str]) -> None:
-    """Say each once."""
+    """Log each message once."""
     for sentence in dict.fromkeys(sentences):
         logger.warning("%s", sentence)
 
 
 def _without_ranks(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """A copy of actor options without the rank variables, and these."""
+    """Return a copy of the actor options without the rank variables, and the rank variables."""
     rest, _ = layered([Layer("", options, "")])
     variables = rest.get("runtime_env", {}).get("env_vars", {})
     return rest, {name: variables.pop(name) for name in RANK_VARIABLES if name in variables}
 
 
 def _decorated(actor: ActorClass) -> dict[str, Any]:
-    """What the class was given by `@ray.remote`, but for what only that can give."""
+    """Return the options that `@ray.remote` gave to the class, without the one that only the decorator accepts."""
     return {name: value for name, value in actor._default_options.items() if name != "concurrency_groups"}
 
 
 def _configured(
     cls: type, num_gpus: float, bundle_indices: TiedBundles | None, num_gpus_per_node: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(actor options, constructor arguments) that the class's `configure_worker` asks for. ValueError where it returns
-    neither three items nor four."""
+    """Return the (actor options, constructor arguments) that the class's `configure_worker` requests. ValueError
+    unless it returns three or four items."""
     configure = getattr(cls, "configure_worker", None)
     if configure is None:
         return {}, {}
@@ -243,7 +249,7 @@ def _configured(
     returned = configure(**arguments)
     if not isinstance(returned, tuple | list) or len(returned) not in (3, 4):
         raise ValueError(
-            f"{cls.__name__}.configure_worker returned {returned!r:.200}; it returns (resources, env_vars, "
+            f"{cls.__name__}.configure_worker returned {returned!r:.200}; it must return (resources, env_vars, "
             "init_kwargs) and optionally runtime-environment options"
         )
     resources, env_vars, init_kwargs, *more = returned

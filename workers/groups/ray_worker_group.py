@@ -1,4 +1,4 @@
-"""A group of Ray workers that a driver calls together."""
+"""`RayWorkerGroup`: Ray workers on reserved bundles that a driver calls together."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from workers.placement.sharding import NamedSharding
 
 
 class RayWorkerGroup:
-    """Ray workers on the bundles of a cluster, called together.
+    """Ray workers on the bundles of a cluster, called together. A context manager.
 
-    cluster: whose bundles they take. remote_worker_builder: makes each worker. workers_per_node: one per bundle unless
-    an int (for every node) or a list says otherwise. name_prefix: of the workers' names, which are shown and need not
-    be unique. bundle_indices_list: (node, [bundles on it]) per tied group of workers that process the same data;
-    `workers_per_node` is ignored then. sharding_annotations: names the axes of the ranks. env_vars: for every worker.
+    cluster: provides the bundles. remote_worker_builder: creates each worker. workers_per_node: an int for every
+    node or a list with one count per node; default: one worker per bundle. name_prefix: prefix of the workers'
+    display names, which need not be unique. bundle_indices_list: (node, [bundles on it]) per tied group of workers
+    that process the same data; replaces `workers_per_node`. sharding_annotations: names of the axes of the ranks.
+    env_vars: set in every worker.
 
     Each worker sees RANK, LOCAL_RANK, WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT, and AVAILABLE_ADDR_LIST and
-    AVAILABLE_PORT_LIST (JSON lists, one endpoint per rank, held for it as `PortKeeper` says). Blocks until every
-    constructor has returned, or raises what one of them raised, with a note of the worker's name and rank, leaving no
-    worker behind. A context manager.
+    AVAILABLE_PORT_LIST: JSON lists with one endpoint per rank, which `PortKeeper` holds for that rank. Blocks until
+    every constructor has returned. If a constructor raises, raises its exception, with a note of the worker's name
+    and rank, and leaves no worker behind.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class RayWorkerGroup:
         name_prefix: str = "",
         bundle_indices_list: list[TiedBundles] | None = None,
         sharding_annotations: NamedSharding | None = None,
-        env_vars: dict[str, str] = {},  # noqa: B006 (the document's signature; never changed)
+        env_vars: dict[str, str] = {},  # noqa: B006 (public signature; the dict is never mutated)
     ) -> None:
         self.cluster = cluster
         self.name_prefix = name_prefix
-        self._crew: StartedGroup | None = None
+        self._started: StartedGroup | None = None
         self._workers: list[ActorHandle] = []
         self._metadata: list[dict[str, Any]] = []
         self.worker_to_tied_group_index: dict[int, int] = {}
@@ -65,13 +66,14 @@ class RayWorkerGroup:
 
     @property
     def worker_metadata(self) -> list[dict[str, Any]]:
-        """Of each worker: rank, name, node_idx, local_rank, bundle_idx, dp_shard_idx (which of `dp_size` it is in),
-        tied_rank (its place in its tied group), address and port of its endpoint."""
+        """One dict per worker: rank, name, node_idx, local_rank, bundle_idx, dp_shard_idx (its data-parallel shard,
+        below `dp_size`), tied_rank (its index in its tied group), and address and port of its endpoint."""
         return self._metadata
 
     @property
     def dp_size(self) -> int:
-        """The number of data-parallel shards: places on the axis "data_parallel", else tied groups."""
+        """The number of data-parallel shards: the size of the axis "data_parallel", or else the number of tied
+        groups."""
         if not self._workers:
             return 0
         if self._data_parallel is not None:
@@ -79,10 +81,12 @@ class RayWorkerGroup:
         return len(set(self.worker_to_tied_group_index.values()))
 
     def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
-        """The first worker of a data-parallel shard: at 0 of all other axes, else of its tied group. IndexError beyond
-        `dp_size`."""
+        """Return the first worker of a data-parallel shard: the one at 0 on all other axes, or else the first of the
+        tied group. IndexError for a shard that is not below `dp_size`."""
         if not 0 <= dp_shard_idx < self.dp_size:
-            raise IndexError(f"data-parallel shard {dp_shard_idx} of {self.dp_size}")
+            raise IndexError(
+                f"data-parallel shard {dp_shard_idx} does not exist; the group has {self.dp_size}, from 0 on"
+            )
         if self._data_parallel is not None:
             coords = {**dict.fromkeys(self._data_parallel.names, 0), DATA_PARALLEL_AXIS: dp_shard_idx}
             return self._data_parallel.get_ranks_by_coord(**coords)[0]
@@ -90,7 +94,7 @@ class RayWorkerGroup:
 
     @property
     def _data_parallel(self) -> NamedSharding | None:
-        """The sharding if it says which workers hold different samples; else their tied groups do."""
+        """The sharding, if it has a data-parallel axis. None if the tied groups are the data-parallel shards."""
         sharding = self.sharding_annotations
         return sharding if sharding is not None and DATA_PARALLEL_AXIS in sharding.names else None
 
@@ -105,22 +109,22 @@ class RayWorkerGroup:
         self,
         remote_worker_builder: RayWorkerBuilder,
         bundle_indices_list: list[TiedBundles],
-        env_vars: dict[str, str] = {},  # noqa: B006 (the document's signature; never changed)
+        env_vars: dict[str, str] = {},  # noqa: B006 (public signature; the dict is never mutated)
     ) -> None:
-        """Start a worker on each bundle named; returns once they are constructed."""
-        self._crew, plans, endpoints = start_workers(
+        """Start a worker on each of the given bundles and return once all are constructed."""
+        self._started, plans, endpoints = start_workers(
             self.cluster, remote_worker_builder, bundle_indices_list, name_prefix=self.name_prefix, env_vars=env_vars
         )
-        self._workers = list(self._crew.actors)
+        self._workers = list(self._started.actors)
         for plan, endpoint in zip(plans, endpoints, strict=True):
             self.worker_to_tied_group_index[plan.place.rank] = plan.place.tied_group
             self._metadata.append({**_metadata(plan, endpoint), "dp_shard_idx": self._dp_shard(plan.place.rank)})
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
-        """End every worker. Returns whether all went well: True also when there is nothing left to end.
+        """End every worker. Return whether no step failed; True also if the workers had ended before.
 
-        cleanup_method: called on every worker first, unless `force`; waited for up to `timeout` seconds (None: as long
-        as it takes). Workers are killed after that, whatever one of them did.
+        cleanup_method: called on every worker first, unless `force`, and awaited for up to `timeout` seconds (None:
+        no limit). The workers are killed after that, even if a cleanup failed.
         """
         timeout = seconds_if_any("timeout", timeout)
         names = [entry["name"] for entry in self._metadata]
@@ -131,7 +135,7 @@ class RayWorkerGroup:
             if cleanup_method is not None and not force:
                 well = clean_up(workers, cleanup_method, timeout_s=timeout)
         finally:
-            ended = self._crew is None or self._crew.end()
+            ended = self._started is None or self._started.end()
         return well and ended
 
     def __enter__(self) -> RayWorkerGroup:
@@ -145,20 +149,20 @@ class RayWorkerGroup:
     # --- calls --------------------------------------------------------------------------------------------------
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any) -> ObjectRef:
-        """Call a method on one worker; its future. IndexError for a worker that is not there."""
+        """Call a method on one worker and return its future. IndexError for an unknown worker."""
         self._check_callable()
         if not 0 <= worker_idx < len(self._workers):
-            raise IndexError(f"worker {worker_idx} of {len(self._workers)}")
+            raise IndexError(f"worker {worker_idx} does not exist; the group has {len(self._workers)}, from 0 on")
         return self._send(method_name, [_Call(worker_idx, args, kwargs)])[0]
 
     def run_all_workers_single_data(
         self, method_name: str, *args: Any, run_rank_0_only_axes: list[str] | None = None, **kwargs: Any
     ) -> list[ObjectRef]:
-        """Call a method on all workers, or on those at 0 of `run_rank_0_only_axes`, with the same arguments; their
-        futures in worker order.
+        """Call a method with the same arguments on all workers, or on those at 0 of `run_rank_0_only_axes`. Return
+        their futures in worker order.
 
-        Each argument is stored once, however many workers get it; a number or None is sent in the call. ValueError for
-        an unknown axis.
+        Each argument is put in the object store once for all workers; numbers and None are sent in the call.
+        ValueError for an unknown axis.
         """
         self._check_callable()
         running = self._running(run_rank_0_only_axes)
@@ -175,8 +179,8 @@ class RayWorkerGroup:
         common_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> list[ObjectRef]:
-        """As `run_all_workers_single_data`, each argument a list with one value per worker that runs (ValueError where
-        its length differs); `common_kwargs` go to all."""
+        """As `run_all_workers_single_data`, but each argument is a list with one value per called worker (ValueError
+        for another length). `common_kwargs` are passed to all."""
         self._check_callable()
         running = self._running(run_rank_0_only_axes)
         dispatch.check_counts(len(running), args, kwargs)
@@ -206,11 +210,12 @@ class RayWorkerGroup:
     ) -> MultiWorkerFuture:
         """Call a method with arguments that are split along axes of the workers.
 
-        Each argument is nested lists, one level per axis of `in_sharded_axes`, in that order. Workers that differ on
-        `replicate_on_axes` only get the same, which is stored once. On all other axes (free ones) workers beyond 0 are
-        not called, or with `make_dummy_calls_to_free_axes` are called with None for every argument. `common_kwargs` go
-        to all. `output_is_replicated`: axes on which only place 0 returns its result, as on free ones. ValueError
-        before any call for lists of another length than their axis, an unknown axis or one in two roles.
+        Each argument is nested lists, one level per axis of `in_sharded_axes`, in that order. Workers that differ
+        only on `replicate_on_axes` get the same value, which is stored once. On all other (free) axes only workers
+        at 0 are called; with `make_dummy_calls_to_free_axes` the others are called with None for every argument.
+        `common_kwargs` are passed to all. `output_is_replicated`: axes on which only the worker at 0 returns its
+        result, as on free axes. ValueError, before any call, for a list whose length differs from its axis, for an
+        unknown axis and for an axis in two roles.
         """
         self._check_callable()
         sharding, sharded = self._sharding(), in_sharded_axes or []
@@ -236,26 +241,27 @@ class RayWorkerGroup:
     def get_all_worker_results(
         self, future_bundle: MultiWorkerFuture, return_generators_as_proxies: bool = False
     ) -> list[Any]:
-        """`future_bundle.get_results` on this group. TypeError for anything else, such as the list of futures that
-        `run_all_workers_single_data` and `run_all_workers_multiple_data` return."""
+        """Return `future_bundle.get_results` of this group. TypeError for other types, such as the lists of futures
+        that `run_all_workers_single_data` and `run_all_workers_multiple_data` return."""
         if not isinstance(future_bundle, MultiWorkerFuture):
             raise TypeError(
                 f"expected the MultiWorkerFuture that run_all_workers_sharded_data returns, got "
-                f"{type(future_bundle).__name__}: ray.get() takes a list of futures"
+                f"{type(future_bundle).__name__}; pass a list of futures to ray.get()"
             )
         return future_bundle.get_results(self, return_generators_as_proxies)
 
     def _send(self, method_name: str, calls: Sequence[_Call]) -> list[ObjectRef]:
-        """Make the calls; their futures. AttributeError, before any is made, where the workers lack the method."""
+        """Make the calls and return their futures. AttributeError, before any call, if the workers have no such
+        method."""
         methods = [getattr(self._workers[call.worker], method_name) for call in calls]
         return [method.remote(*call.args, **call.kwargs) for method, call in zip(methods, calls, strict=True)]
 
     def _check_callable(self) -> None:
-        """RuntimeError once the workers are gone. (Ray would start a new cluster for a call after its end.)"""
+        """RuntimeError after the workers have ended. Ray itself would start a new cluster for the call."""
         if not self._workers:
-            raise RuntimeError(f"worker group {self.name_prefix!r} has been shut down: it has no workers to call")
+            raise RuntimeError(f"worker group {self.name_prefix!r} has been shut down; start a new one")
         if not ray.is_initialized():
-            raise RuntimeError(f"worker group {self.name_prefix!r} ended with its Ray cluster; start both anew")
+            raise RuntimeError(f"worker group {self.name_prefix!r} ended with its Ray cluster; start both again")
 
     def _running(self, run_rank_0_only_axes: list[str] | None) -> list[int]:
         if not run_rank_0_only_axes:
@@ -264,12 +270,14 @@ class RayWorkerGroup:
 
     def _sharding(self) -> NamedSharding:
         if self.sharding_annotations is None:
-            raise ValueError("this call names axes, but the group was made without sharding_annotations")
+            raise ValueError(
+                "this call names axes, but the group has no sharding_annotations; pass them to RayWorkerGroup"
+            )
         return self.sharding_annotations
 
 
 class _Call(NamedTuple):
-    """What one worker is called with."""
+    """The arguments of a call on one worker."""
 
     worker: int
     args: Sequence[Any]
@@ -277,30 +285,31 @@ class _Call(NamedTuple):
 
 
 class _Stored:
-    """Values that several calls share, each put in the object store once: a call carries the reference."""
+    """Values that several calls share. Each is put in the object store once and passed by reference."""
 
     def __init__(self) -> None:
         self._references: dict[int, tuple[Any, ObjectRef]] = {}
 
     def once(self, value: Any) -> Any:
-        """What to call with for `value`: a reference; itself where it is one, or smaller than one."""
+        """Return the argument to pass for `value`: its reference, or `value` itself if it is a reference or a small
+        scalar."""
         if value is None or isinstance(value, bool | int | float | ObjectRef):
             return value
         if id(value) not in self._references:
-            self._references[id(value)] = (value, ray.put(value))  # the value keeps its id from being used again
+            self._references[id(value)] = (value, ray.put(value))  # a reference to the value keeps its id unique
         return self._references[id(value)][1]
 
     def part(self, shards: Any, target: dispatch.DispatchTarget) -> Any:
-        """The same for the part of `shards` that the target gets."""
+        """Return `once` of the target's part of `shards`, or None for a dummy call."""
         return None if target.dummy else self.once(dispatch.shards_of(shards, target.shard))
 
 
 def _sharding_for(workers: int, sharding: NamedSharding | None) -> NamedSharding | None:
-    """`sharding`, which must name exactly the ranks of the group."""
+    """Return `sharding`. ValueError unless it names exactly the ranks of the group."""
     if sharding is not None and sharding.get_ranks_by_coord() != list(range(workers)):
         raise ValueError(
-            f"sharding_annotations names {sharding.size} ranks from {sharding.get_ranks_by_coord()[0]} on; it has to "
-            f"name 0 to {workers - 1}, one per worker"
+            f"sharding_annotations names {sharding.size} ranks from {sharding.get_ranks_by_coord()[0]} on; it must "
+            f"name ranks 0 to {workers - 1}, one per worker"
         )
     return sharding
 

@@ -1,4 +1,4 @@
-"""Exceptions on their way from a worker to whoever called it."""
+"""Transport of exceptions from a worker to the caller of its method."""
 
 from __future__ import annotations
 
@@ -16,50 +16,51 @@ from ray import cloudpickle
 from workers.errors import WorkerCallError, WorkerExitError
 
 METHODS = (staticmethod, classmethod, FunctionType)
-_within: ContextVar[bool] = ContextVar("tq_within_a_call", default=False)
+_in_call: ContextVar[bool] = ContextVar("tq_within_a_call", default=False)
 
 
 def methods_of(cls: type) -> frozenset[str]:
-    """The names of its public methods: those that a group may be called by."""
+    """Return the names of the public methods of `cls`, which are the methods that a group can call."""
     return frozenset(
         name for name in dir(cls) if not name.startswith("_") and isinstance(inspect.getattr_static(cls, name), METHODS)
     )
 
 
 def raise_portably(cls: type) -> None:
-    """Have what public methods of `cls` and its constructor raise be `portable`. Changes the class itself, once."""
+    """Wrap the constructor and the public methods of `cls` so that their exceptions are `portable`. Modifies the
+    class. A no-op on a second call."""
     if "_tq_portable" in vars(cls):
         return
     cls._tq_portable = True  # type: ignore[attr-defined]
     for name in [*methods_of(cls), "__init__"]:
         method = inspect.getattr_static(cls, name)
         if isinstance(method, staticmethod | classmethod):
-            setattr(cls, name, type(method)(_portably(method.__func__)))
+            setattr(cls, name, type(method)(_with_portable_errors(method.__func__)))
         elif isinstance(method, FunctionType):
-            setattr(cls, name, _portably(method))
+            setattr(cls, name, _with_portable_errors(method))
 
 
-def _portably(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` with `_Portably` around it, of the same kind."""
+def _with_portable_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `method` within the context `_PortableErrors`, as a function of the same kind."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _Portably():
+        with _PortableErrors():
             return method(*args, **kwargs)
 
     @functools.wraps(method)
     def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        with _Portably():
+        with _PortableErrors():
             return (yield from method(*args, **kwargs))
 
     @functools.wraps(method)
     async def call_async(*args: Any, **kwargs: Any) -> Any:
-        with _Portably():
+        with _PortableErrors():
             return await method(*args, **kwargs)
 
     @functools.wraps(method)
     async def generate_async(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        with _Portably():
+        with _PortableErrors():
             async for item in method(*args, **kwargs):
                 yield item
 
@@ -70,19 +71,19 @@ def _portably(method: Callable[..., Any]) -> Callable[..., Any]:
     return call_async if inspect.iscoroutinefunction(method) else call
 
 
-class _Portably:
-    """What leaves it for another process is raised as `portable` makes it; within another one it stays what it is."""
+class _PortableErrors:
+    """A context that makes the exceptions that leave it portable. Within another such context they stay unchanged."""
 
     def __enter__(self) -> None:
-        self._outermost = not _within.get()
-        _within.set(True)
+        self._outermost = not _in_call.get()
+        _in_call.set(True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._outermost:
             return
-        _within.set(False)
+        _in_call.set(False)
         if isinstance(error, Exception):
             sent = portable(error)
             if sent is not error:
@@ -90,10 +91,11 @@ class _Portably:
 
 
 def portable(error: BaseException) -> BaseException:
-    """`error`, fit to be pickled and to arrive with its type and its message.
+    """Return `error`, or a replacement that can be pickled and that keeps type and message.
 
-    What it carries besides, and cannot be pickled, arrives as its `repr`. If even its type cannot be sent, it is a
-    `WorkerCallError` that tells type and message; one that ends a process (SystemExit) is a `WorkerExitError`.
+    Attributes and arguments that cannot be pickled are replaced by their `repr`. If even the type cannot be sent,
+    return a `WorkerCallError` with the type's name and the message. For an error that ends a process (SystemExit),
+    return a `WorkerExitError`.
     """
     kind = type(error)
     if not isinstance(error, Exception):
@@ -108,14 +110,15 @@ def portable(error: BaseException) -> BaseException:
 
 def _arrives(error: Exception, as_text: str | None = None) -> bool:
     try:
-        back = pickle.loads(cloudpickle.dumps(error))  # noqa: S301 (bytes of this line's own making)
+        back = pickle.loads(cloudpickle.dumps(error))  # noqa: S301 (the bytes are created on this line)
         return type(back).__name__ == type(error).__name__ and as_text in (None, str(back))
     except Exception:
         return False
 
 
 def _reduced(error: BaseException) -> tuple[Callable[..., BaseException], tuple[Any, ...]]:
-    """For types whose own way fails: made again without their constructor, from what of them can be pickled."""
+    """Reduce an exception whose own reduction fails. It is rebuilt without its constructor, from the values that can
+    be pickled."""
     args = tuple(_sendable(value) for value in error.args)
     return _again, (type(error), args, {name: _sendable(value) for name, value in vars(error).items()})
 
@@ -129,7 +132,7 @@ def _again(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, An
 
 def _sendable(value: Any) -> Any:
     try:
-        pickle.loads(cloudpickle.dumps(value))  # noqa: S301 (bytes of this line's own making)
+        pickle.loads(cloudpickle.dumps(value))  # noqa: S301 (the bytes are created on this line)
         return value
     except Exception:
         return repr(value)
@@ -139,4 +142,4 @@ def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
-        return "(its message cannot be made)"
+        return "(str() of the exception failed)"

@@ -1,4 +1,4 @@
-"""Batches from all ranks of one group to all ranks of another: what `Worker.send_to` and `Worker.recv_from` do."""
+"""Implementation of `Worker.send_to` and `Worker.recv_from`: batches from all ranks of one group to all of another."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from workers.groups.batch_routing import (
 from workers.messages import AsyncWork, CollectiveGroupOptions
 
 GROUP_WAIT_S = 60.0
-"""How long a group that is being launched is waited for."""
+"""How long to wait for a group that is being launched."""
 
 Router = dict[str, list[str]]
-"""By tag, the routes of the parts that came and were not answered yet."""
+"""The routes of received and not yet answered parts, by tag."""
 
 
 class Peers(Protocol):
-    """What is needed of a channel."""
+    """The channel methods that this module uses."""
 
     def put(self, item: Any, weight: float = ..., key: Any = ..., async_op: bool = ...) -> AsyncWork[None] | None: ...
 
@@ -42,7 +42,7 @@ class Peers(Protocol):
 
 
 class Sender(Protocol):
-    """What is needed of a worker."""
+    """The worker attributes that this module uses."""
 
     _rank: int
     _world_size: int
@@ -70,51 +70,51 @@ class Sender(Protocol):
 
 
 class AsyncRouteWork:
-    """All parts of a batch, under way. Thread-safe.
+    """The handle of a batch whose parts are being sent or received. Thread-safe.
 
-    works: of each part; finalize_fn: makes the result of their results, called once.
+    works: one per part; finalize_fn: computes the result from the results of the parts; called once.
     """
 
     def __init__(self, works: Sequence[AsyncWork[Any]], finalize_fn: Callable[[list[Any]], Any]) -> None:
         self._works = list(works)
         self._finalize = finalize_fn
         self._guard = threading.Lock()
-        self._made: list[Any] = []
+        self._result: list[Any] = []
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return bool(self._made) or all(work.done() for work in self._works)
+        """Return whether `wait` would return or raise at once."""
+        return bool(self._result) or all(work.done() for work in self._works)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """The result, or the first error of a part. `MessageTimeoutError` after `timeout` seconds, which leaves the
-        parts under way."""
+        """Return the result, or raise the first error of a part. `MessageTimeoutError` after `timeout` seconds,
+        while the parts continue."""
         until = None if timeout is None else time.monotonic() + timeout
-        return self._finished([work.wait(_left(until)) for work in self._works])
+        return self._finished([work.wait(_remaining_s(until)) for work in self._works])
 
     async def async_wait(self, timeout: float | None = None) -> Any:
-        """The same for async code: the event loop is woken when each part is there."""
+        """`wait` for async code. The event loop is woken when each part is done."""
         until = None if timeout is None else time.monotonic() + timeout
-        return self._finished([await work.async_wait(_left(until)) for work in self._works])
+        return self._finished([await work.async_wait(_remaining_s(until)) for work in self._works])
 
     def _finished(self, results: list[Any]) -> Any:
         with self._guard:
-            if not self._made:
-                self._made = [self._finalize(results)]
-            return self._made[0]
+            if not self._result:
+                self._result = [self._finalize(results)]
+            return self._result[0]
 
 
-def _left(until: float | None) -> float | None:
+def _remaining_s(until: float | None) -> float | None:
     return None if until is None else max(until - time.monotonic(), 0.0)
 
 
 def group_world_size(directory: DirectoryClient, group_name: str) -> int:
-    """How many workers a group has; waits for one that is not launched yet, then `NameNotFoundError`."""
+    """Return the number of workers of a group. Wait up to `GROUP_WAIT_S` for its launch, then `NameNotFoundError`."""
     return int(str(directory.lookup_group(group_name, GROUP_WAIT_S).facts[WORLD_SIZE]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRoute:
-    """How batches travel between this worker's group and another. router: of a decoupled exchange, else None."""
+    """The path of batches between this worker's group and another. router: for a decoupled exchange, else None."""
 
     group_name: str
     channel: Peers | None
@@ -127,9 +127,9 @@ class BatchRoute:
 
     def __post_init__(self) -> None:
         if not self.enable_p2p and self.channel is None:
-            raise ValueError(f"batches for or of group {self.group_name!r}: pass a channel, or enable_p2p=True")
+            raise ValueError(f"no path to group {self.group_name!r}: pass a channel or enable_p2p=True")
         if self.enable_p2p and self.router is not None:
-            raise ValueError("enable_p2p cannot be combined with decoupled_mode: its parts go to any rank")
+            raise ValueError("enable_p2p cannot be combined with decoupled_mode, whose parts have no fixed receiver")
 
 
 def send_batch(
@@ -149,7 +149,7 @@ def send_batch(
     sizes = [entry.batch_size for entry in plan.entries]
     parts = (split_fn or split_batch)(data, sizes)
     if len(parts) != len(sizes):
-        raise ValueError(f"split_fn made {len(parts)} parts of {route.tag!r}; {len(sizes)} are to be sent")
+        raise ValueError(f"split_fn returned {len(parts)} parts for tag {route.tag!r}; expected {len(sizes)}")
     works = []
     for entry, part in zip(plan.entries, parts, strict=True):
         if route.enable_p2p:
@@ -164,6 +164,7 @@ def send_batch(
 
 
 def _send_plan(worker: Sender, route: BatchRoute, mode: str | None, batch_size: int) -> RoutePlan:
+    """Return the plan of a `send_to` call. In a decoupled exchange, empty the list of routes that it answers."""
     here = worker.worker_address.root_group_name
     there = group_world_size(worker._directory, route.group_name)
     if route.router is None:
@@ -207,28 +208,28 @@ def recv_batch(
 ) -> Any:
     """See `Worker.recv_from`."""
     if batch_size is None:
-        raise ValueError(f"recv_from({route.group_name!r}): pass batch_size, the rows of the whole batch")
+        raise ValueError(f"recv_from({route.group_name!r}) needs batch_size, the number of rows of the whole batch")
     plan = _recv_plan(worker, route, batch_size)
 
     def finish(parts: list[Any]) -> Any:
         if route.router is not None:
-            parts = _routed(parts, route.router)
+            parts = _sort_answers(parts, route.router)
         for part, entry in zip(parts, plan.entries, strict=True):
             rows = get_batch_size(part, infer_batch_size_fn)
             if rows != entry.batch_size:
                 raise ValueError(
-                    f"a part of {route.tag!r} of group {route.group_name!r} has {rows} rows; "
-                    f"batch_size={batch_size} makes it {entry.batch_size}"
+                    f"a part with tag {route.tag!r} from group {route.group_name!r} has {rows} rows; "
+                    f"batch_size={batch_size} requires {entry.batch_size}"
                 )
         return (merge_fn or merge_batches)(parts)
 
-    # Asked for at once, so that parts are taken as they come.
-    asked = [_ask(worker, route, entry.peer_rank, entry.key) for entry in plan.entries]
+    # All requests start at once, so that parts are received in any order.
+    asked = [_receive_part(worker, route, entry.peer_rank, entry.key) for entry in plan.entries]
     work = AsyncRouteWork(asked, finish)
     return work if async_op else work.wait()
 
 
-def _ask(worker: Sender, route: BatchRoute, rank: int | None, key: Any) -> AsyncWork[Any]:
+def _receive_part(worker: Sender, route: BatchRoute, rank: int | None, key: Any) -> AsyncWork[Any]:
     if not route.enable_p2p:
         assert route.channel is not None
         got: AsyncWork[Any] = route.channel.get(key=key, async_op=True)
@@ -265,9 +266,9 @@ def _recv_plan(worker: Sender, route: BatchRoute, batch_size: int) -> RoutePlan:
     )
 
 
-def _routed(items: list[Any], router: Router) -> list[Any]:
-    """The parts of a decoupled exchange: to be answered, their routes are kept; answers, in the order of the parts
-    that they answer."""
+def _sort_answers(items: list[Any], router: Router) -> list[Any]:
+    """Return the parts of a decoupled exchange. The routes of parts that need an answer are stored in `router`.
+    Answers are sorted by the order of the parts that they answer."""
     routes = [split_channel_message(item["batch_index"]) for item in items]
     kept = router.get(routes[0][3])
     if kept is not None:

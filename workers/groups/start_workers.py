@@ -1,4 +1,4 @@
-"""Starting the actors of a `RayWorkerGroup`, one on each bundle that it names."""
+"""Start of the actors of a `RayWorkerGroup`, one per bundle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.placement.environment import Layer, driver_environment, layered
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """What is settled of a worker before it is made. bundle: where its place is in the cluster."""
+    """Name and place of a worker before its creation. bundle: the place's bundle in the cluster."""
 
     name: str
     place: WorkerPlace
@@ -38,29 +38,32 @@ def start_workers(
     env_vars: Mapping[str, str] | None = None,
     timeout_s: float = START_TIMEOUT_S,
 ) -> tuple[StartedGroup, list[WorkerPlan], list[Endpoint]]:
-    """A worker on every bundle that `groups` name, ranks in their order: the actors, and of each its plan and endpoint.
+    """Start a worker on every bundle of `groups`, with ranks in their order. Return the actors, and plan and
+    endpoint of each.
 
-    Workers are made and constructed all at the same time. Their environment, lowest first: this process's, `env_vars`,
-    what the class asks for, the rank variables; what overrides what is logged. Blocks until every constructor has
-    returned, up to `timeout_s` for making the actors and as long again for their constructors (`WorkerStartError`).
-    What a constructor raises is raised here, at once, with a note of the worker's name and rank. Endpoints are held
-    until the group ends. ValueError where `groups` do not fit the cluster or as many workers as it allows are on a
-    bundle already. After any error no worker, initializer or port is left, nor a placement group that was not there
-    before.
+    Workers are created and constructed concurrently. Their environment in ascending precedence: this process's;
+    `env_vars`; that of the class; the rank variables. Overrides are logged. Blocks until every constructor has
+    returned, up to `timeout_s` for the creation of the actors and again up to `timeout_s` for their constructors
+    (then `WorkerStartError`). Raises the first exception of a constructor at once, with a note of the worker's name
+    and rank. Endpoints are held until the group ends. ValueError if `groups` do not fit the cluster or a bundle has
+    the allowed number of workers already. After any error no worker, initializer or port of the group remains, nor a
+    placement group that did not exist before.
     """
     timeout_s = seconds("timeout_s", timeout_s)
-    crew = StartedGroup()
-    reserved = cluster.join(crew)
-    crew.after.callback(lambda: cluster.leave(crew, keep=reserved or crew.constructed))
-    with crew.starting():
+    started = StartedGroup()
+    reserved = cluster.join(started)
+    started.after.callback(lambda: cluster.leave(started, keep=reserved or started.constructed))
+    with started.starting():
         plans = _planned(cluster, groups, name_prefix)
-        cluster.occupy(crew, [plan.bundle for plan in plans])
-        endpoints = _make(crew, cluster, builder.for_group(), plans, env_vars or {}, timeout_s)
-        crew.await_constructed([plan.label for plan in plans], timeout_s=timeout_s)
-    return crew, plans, endpoints
+        cluster.occupy(started, [plan.bundle for plan in plans])
+        endpoints = _make(started, cluster, builder.for_group(), plans, env_vars or {}, timeout_s)
+        started.await_constructed([plan.label for plan in plans], timeout_s=timeout_s)
+    return started, plans, endpoints
 
 
 def _planned(cluster: RayVirtualCluster, groups: Sequence[TiedBundles], name_prefix: str) -> list[WorkerPlan]:
+    """Return a name and a place for each worker. If the bundles are in one placement group, ranks of nodes follow
+    the hosts."""
     places = place_workers(cluster.bundle_counts, groups, spanning=cluster.unified)
     bundles = [cluster.locate(place.node, place.bundle) for place in places]
     if cluster.unified:
@@ -76,31 +79,33 @@ def _planned(cluster: RayVirtualCluster, groups: Sequence[TiedBundles], name_pre
 
 
 def _make(
-    crew: StartedGroup,
+    started: StartedGroup,
     cluster: RayVirtualCluster,
     builder: RayWorkerBuilder,
     plans: Sequence[WorkerPlan],
     env_vars: Mapping[str, str],
     timeout_s: float,
 ) -> list[Endpoint]:
-    """Make the actors; the endpoint of each."""
+    """Create the actors. Return the endpoint of each."""
     placement_groups = cluster.get_placement_groups()
     settings = [
         Layer("the driver's environment", _variables(driver_environment()), ""),
-        Layer("the argument env_vars", _variables(env_vars), "it is for this group"),
+        Layer("the argument env_vars", _variables(env_vars), "it applies to this group"),
     ]
     shared, overrides = layered(settings)
-    for plan in plans:  # initializers boot while endpoints are asked for
+    for plan in plans:  # initializers start while endpoints are requested
         group, bundle = plan.bundle
         initializer = builder.initializer(placement_groups[group], bundle, shared)
-        if initializer not in crew.owners:
-            crew.owners.append(initializer)
+        if initializer not in started.owners:
+            started.owners.append(initializer)
     held = cluster.hold_endpoints([plans[0].bundle, *(plan.bundle for plan in plans)])
-    crew.after.callback(cluster.release_endpoints, held)
+    started.after.callback(cluster.release_endpoints, held)
     master, *endpoints = held
     making: dict[str, ObjectRef] = {}
     for plan in plans:
-        ranks = Layer("the group", _variables(rank_environment(plan.place, endpoints, master)), "ranks are its own")
+        ranks = Layer(
+            "the group", _variables(rank_environment(plan.place, endpoints, master)), "ranks are fixed by the group"
+        )
         options, more = layered([*settings, ranks])
         overrides += more
         group, bundle = plan.bundle
@@ -113,7 +118,7 @@ def _make(
             **options,
         )
     for actor, more in results_of(making, "being made", timeout_s=timeout_s).values():
-        crew.actors.append(actor)
+        started.actors.append(actor)
         overrides += more
     log_overrides(overrides)
     return endpoints

@@ -1,4 +1,4 @@
-"""The resources that worker groups share: placement groups of equal bundles, one per node or one over all of them."""
+"""`RayVirtualCluster`: Ray placement groups of equal bundles, one per node or one over all nodes, for worker groups."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ READY_TIMEOUT_S = 120.0
 FIRST_WAIT_S = 2.0
 LONGEST_WAIT_S = 30.0
 GIVE_WAY_S = 2.0
-"""Ray tries again after 1 s at most to create a placement group that found no space."""
+"""Longer than 1 s, after which Ray at the latest retries to create a placement group that found no space."""
 ATTEMPTS_S = 5.0
-"""How long removing placement groups may wait for Ray's attempts to create them, for all of them together."""
+"""How long the removal of all placement groups may wait for Ray's attempts to create them, in total."""
 RELEASE_TIMEOUT_S = 5.0
 _RESOURCES_SHOWN_NODES = 8
 Bundle = tuple[int, int]
@@ -42,23 +42,24 @@ Endpoint = tuple[str, int]
 
 
 class ResourcesNotReadyError(TimeoutError):
-    """The Ray cluster did not provide what was asked for in time; says what was asked and what there is."""
+    """The Ray cluster did not provide the requested resources in time. The message has both the request and the
+    resources."""
 
 
 class RayVirtualCluster:
-    """Bundles of CPUs and GPUs reserved in a Ray cluster for worker groups. Nothing is reserved before use.
+    """Bundles of CPUs and GPUs in a Ray cluster, reserved for worker groups on first use.
 
-    bundle_ct_per_node_list: bundles on each node, one list entry per node; a worker takes a bundle.
-    use_gpus: a GPU in each bundle. max_colocated_worker_groups: how many groups share the bundles; each bundle has that
-    many CPUs. num_gpus_per_node: the most bundles with GPUs a node can have. name: shown in Ray's listings; need not be
-    unique. placement_group_strategy: Ray's name of how bundles spread over nodes where one placement group holds them
-    all; placement groups of one node are always packed, each on another of Ray's nodes while enough have space just
-    then (what a group before gave back is free a moment later).
+    bundle_ct_per_node_list: number of bundles on each node; a worker uses one bundle. use_gpus: one GPU in each
+    bundle. max_colocated_worker_groups: how many groups share the bundles; each bundle has that many CPUs.
+    num_gpus_per_node: limit of bundles with GPUs on a node. name: shown in Ray's listings; need not be unique.
+    placement_group_strategy: Ray's strategy for one placement group over all nodes. Placement groups of one node are
+    always packed, each on a different Ray node while enough of them have space (resources that an earlier group has
+    released become available after a moment).
 
-    ready_timeout_s (an attribute, settable): how long to wait for the bundles, and for a node to give ports.
+    ready_timeout_s (a settable attribute): limit of the wait for the bundles, and of the wait for ports of a node.
 
-    A node of this cluster is a list entry; two may be on one of Ray's nodes where Ray has fewer. Safe to use from
-    several threads. A context manager.
+    A node of this cluster is an entry of the list. Two of them may be on one Ray node if Ray has fewer nodes.
+    Thread-safe. A context manager.
     """
 
     def __init__(
@@ -72,9 +73,9 @@ class RayVirtualCluster:
     ) -> None:
         counts = [int(count) for count in bundle_ct_per_node_list]
         if not counts or min(counts) < 1:
-            raise ValueError(f"bundle_ct_per_node_list={counts}: one positive count per node")
+            raise ValueError(f"bundle_ct_per_node_list={counts}: it must have one positive count per node")
         if max_colocated_worker_groups < 1:
-            raise ValueError(f"max_colocated_worker_groups={max_colocated_worker_groups}: at least 1")
+            raise ValueError(f"max_colocated_worker_groups={max_colocated_worker_groups} must be at least 1")
         if use_gpus and max(counts) > num_gpus_per_node:
             raise ValueError(f"{max(counts)} bundles with a GPU each do not fit on {num_gpus_per_node} GPUs per node")
         self.name = name
@@ -93,11 +94,11 @@ class RayVirtualCluster:
         self._held: dict[Endpoint, ActorHandle] = {}
         self._used_by: dict[Hashable, list[Bundle]] = {}
 
-    # --- what there is --------------------------------------------------------------------------------------------
+    # --- sizes ----------------------------------------------------------------------------------------------------
 
     @property
     def bundle_counts(self) -> list[int]:
-        """Bundles of each node."""
+        """The number of bundles of each node."""
         return list(self._bundle_counts)
 
     @property
@@ -107,7 +108,8 @@ class RayVirtualCluster:
 
     @property
     def num_gpus_per_worker(self) -> float:
-        """GPUs a worker may take so that every colocated group gets its share, in the steps of 0.0001 that Ray has."""
+        """GPUs per worker, so that every colocated group gets an equal share. A multiple of 0.0001, Ray's
+        resolution."""
         return 10_000 // self.max_colocated_worker_groups / 10_000 if self.use_gpus else 0.0
 
     def world_size(self) -> int:
@@ -120,9 +122,11 @@ class RayVirtualCluster:
     # --- placement groups -----------------------------------------------------------------------------------------
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """The placement groups, reserved on first use: one per node, or one where a unified one was asked for.
+        """Return the placement groups: one per node, or one if a unified placement group was requested. Reserve them
+        first if needed.
 
-        Blocks until Ray has them ready, up to `ready_timeout_s`; then `ResourcesNotReadyError`, holding nothing.
+        Blocks until Ray has created them, up to `ready_timeout_s`. After that `ResourcesNotReadyError`, with nothing
+        reserved.
         """
         with self._lock:
             self._init_placement_groups()
@@ -130,8 +134,8 @@ class RayVirtualCluster:
             return list(self._placement_groups)
 
     def _init_placement_groups(self, strategy: str | None = None, use_unified_pg: bool = False) -> None:
-        """Reserve the bundles: one group for each node (packed), or one unified over all of them (`strategy`, else the
-        cluster's). A no-op when they are reserved."""
+        """Reserve the bundles: a packed placement group per node, or one unified group over all nodes, with
+        `strategy` or else the cluster's strategy. A no-op if they are reserved."""
         with self._lock:
             if self._placement_groups is not None:
                 return
@@ -144,35 +148,36 @@ class RayVirtualCluster:
                 raise
 
     def _reserve(self, strategy: str) -> None:
-        """Ask for the bundles and wait until Ray has them all.
+        """Request the bundles and wait until Ray has created them all.
 
-        Now and then the placement groups that Ray has created are given back for a moment: two clusters that each hold
-        a part of what both need would wait for each other. The others stay asked for (see `_await_attempt`).
+        Two clusters that each hold a part of the bundles that both need would deadlock. Therefore the created
+        placement groups are released for a moment from time to time, while the requests for the others remain (see
+        `_await_attempt`).
         """
         end = time.monotonic() + seconds("ready_timeout_s", self.ready_timeout_s)
         wait_s = FIRST_WAIT_S
         self._placement_groups = groups = []
         targets = [None] if self._unified else self._targets()
         for number, target in enumerate(targets):
-            groups.append(self._asked_for(number, target, strategy))
+            groups.append(self._request_placement_group(number, target, strategy))
         while True:
             ready = [group.ready() for group in groups]
             timeout_s = min(jittered(wait_s, 0.5, 1.5), end - time.monotonic())
             done = wait_for_all(ready, timeout_s=timeout_s)
             if len(done) == len(ready):
                 return
-            asked, left_s = self._asked(), end - time.monotonic()
+            asked, left_s = self._request_text(), end - time.monotonic()
             if left_s <= 0:
                 self._remove()
                 raise ResourcesNotReadyError(
-                    f"{asked}. Not reserved within {self.ready_timeout_s:g} s: free some, or ask for less"
+                    f"{asked}. Not reserved within {self.ready_timeout_s:g} s; free some resources or request fewer"
                 )
-            logger.warning("not reserved yet, waiting for another %.0f s at most: %s", left_s, asked)
-            self._give_way([number for number, future in enumerate(ready) if future in done], strategy)
+            logger.warning("Bundles not reserved yet, waiting for another %.0f s at most: %s", left_s, asked)
+            self._yield_resources([number for number, future in enumerate(ready) if future in done], strategy)
             wait_s = min(wait_s * 2, LONGEST_WAIT_S)
 
-    def _give_way(self, numbers: list[int], strategy: str) -> None:
-        """Give these placement groups back for about `GIVE_WAY_S`, in which others can have them."""
+    def _yield_resources(self, numbers: list[int], strategy: str) -> None:
+        """Release these placement groups for about `GIVE_WAY_S`, so that other clusters can reserve their resources."""
         if not numbers:
             return
         assert self._placement_groups is not None
@@ -181,13 +186,13 @@ class RayVirtualCluster:
         time.sleep(jittered(GIVE_WAY_S, 0.5, 1.5))
         targets = self._targets()
         for number in numbers:
-            self._placement_groups[number] = self._asked_for(number, targets[number], strategy)
+            self._placement_groups[number] = self._request_placement_group(number, targets[number], strategy)
 
     def _bundle(self) -> dict[str, float]:
         return {"CPU": float(self.max_colocated_worker_groups), **({"GPU": 1.0} if self.use_gpus else {})}
 
-    def _asked_for(self, number: int, target: str | None, strategy: str) -> PlacementGroup:
-        """Ask Ray for the placement group of a node, or for the unified one."""
+    def _request_placement_group(self, number: int, target: str | None, strategy: str) -> PlacementGroup:
+        """Request the placement group of a node, or the unified one, from Ray."""
         name = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}-{number}"
         if self._unified:
             return placement_group([self._bundle() for _ in range(self.world_size())], strategy=strategy, name=name)
@@ -195,8 +200,8 @@ class RayVirtualCluster:
         return placement_group(bundles, strategy="STRICT_PACK", name=name, _soft_target_node_id=target)
 
     def _targets(self) -> list[str | None]:
-        """For each node another of Ray's nodes that could hold it, while there are any: Ray left alone would fill one
-        before it takes the next."""
+        """Return for each node the id of a distinct Ray node that can hold it, or None if there is none. Without a
+        target, Ray fills one node before it uses the next."""
         if self.node_count() == 1:
             return [None]
         free = alive_nodes()
@@ -210,16 +215,16 @@ class RayVirtualCluster:
             targets.append(target["NodeID"] if target is not None else None)
         return targets
 
-    def _asked(self) -> str:
-        kind = "in one placement group" if self._unified else "each node's together"
+    def _request_text(self) -> str:
+        kind = "in one placement group" if self._unified else "one placement group per node"
         return (
-            f"asked for {self.world_size()} bundles of {_brief(self._bundle())} on {self.node_count()} nodes "
-            f"({self._bundle_counts}, {kind}); the Ray cluster has {_brief(ray.cluster_resources())}, of which free "
-            f"{_brief(ray.available_resources())}, on nodes of {_nodes()}"
+            f"requested {self.world_size()} bundles of {_resources_text(self._bundle())} on {self.node_count()} nodes "
+            f"({self._bundle_counts}, {kind}); the Ray cluster has {_resources_text(ray.cluster_resources())} (free: "
+            f"{_resources_text(ray.available_resources())}), on nodes of {_nodes()}"
         )
 
     def _locate_bundles(self) -> None:
-        """Note where Ray put each bundle and which bundles make up each node."""
+        """Record the Ray node of each bundle, and the bundles that make up each node."""
         assert self._placement_groups is not None
         for number, group in enumerate(self._placement_groups):
             for bundle in range(group.bundle_count):
@@ -234,36 +239,38 @@ class RayVirtualCluster:
             ]
 
     def locate(self, node: int, bundle: int) -> Bundle:
-        """Where bundle `bundle` of node `node` is, reserving the bundles if they are not."""
+        """Return (placement group, bundle within it) of bundle `bundle` of node `node`. Reserve the bundles first if
+        needed."""
         self.get_placement_groups()
         return self._nodes[node][bundle]
 
     def host_of(self, bundle: Bundle) -> str:
-        """The id of the Ray node that a bundle is on, reserving the bundles if they are not."""
+        """Return the id of the Ray node of a bundle. Reserve the bundles first if needed."""
         self.get_placement_groups()
         return self._host_of[bundle]
 
     # --- endpoints ------------------------------------------------------------------------------------------------
 
     def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> Endpoint:
-        """An address of the node that bundle `bundle_idx` of placement group `pg_idx` is on, and a port free there.
+        """Return the address of the node of bundle `bundle_idx` of placement group `pg_idx`, and a free port on that
+        node.
 
-        The port is held (see `PortKeeper` for how its worker binds it) until `shutdown`, and nobody else on that node
-        gets it. Blocks up to `ready_timeout_s` for that node. IndexError for a bundle that is not there.
+        The port is held until `shutdown`: no other caller on that node gets it. See `PortKeeper` for how its worker
+        binds it. Blocks up to `ready_timeout_s` for that node. IndexError for an unknown bundle.
         """
         return self.hold_endpoints([(pg_idx, bundle_idx)])[0]
 
     def get_master_address_and_port(self) -> Endpoint:
-        """`get_available_address_and_port` of the first bundle."""
+        """Return `get_available_address_and_port` of the first bundle."""
         return self.get_available_address_and_port(0, 0)
 
     def hold_endpoints(self, bundles: Sequence[Bundle]) -> list[Endpoint]:
-        """`get_available_address_and_port` of each, in one visit to each node, all at the same time."""
+        """Return `get_available_address_and_port` of each bundle, with one concurrent request per node."""
         with self._lock:
             self.get_placement_groups()
             for bundle in bundles:
                 if bundle not in self._host_of:
-                    raise IndexError(f"(placement group, bundle) {bundle} was named; there are {sorted(self._host_of)}")
+                    raise IndexError(f"unknown (placement group, bundle) {bundle}; known are {sorted(self._host_of)}")
             hosts = [self._host_of[bundle] for bundle in bundles]
             asked = {host: self._keeper(host).hold.remote(hosts.count(host)) for host in dict.fromkeys(hosts)}
             address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in alive_nodes()}
@@ -278,7 +285,7 @@ class RayVirtualCluster:
             return [new[host].pop(0) for host in hosts]
 
     def release_endpoints(self, endpoints: Iterable[Endpoint]) -> None:
-        """Hold these no longer. Waits for the nodes up to `RELEASE_TIMEOUT_S`; one that is gone holds nothing."""
+        """Release these endpoints. Wait up to `RELEASE_TIMEOUT_S` for the nodes; a dead node holds no ports."""
         with self._lock:
             ports: dict[ActorHandle, list[int]] = {}
             for endpoint in endpoints:
@@ -291,13 +298,13 @@ class RayVirtualCluster:
                 asked = [keeper.release.remote(numbers) for keeper, numbers in ports.items()]
                 ray.wait(asked, num_returns=len(asked), timeout=RELEASE_TIMEOUT_S)
             except Exception as error:
-                logger.warning("cannot release ports: %s", error)
+                logger.warning("Cannot release ports: %s", error)
             needed = set(self._held.values())
             kill([keeper for keeper in self._keepers.values() if keeper not in needed])
             self._keepers = {host: keeper for host, keeper in self._keepers.items() if keeper in needed}
 
     def _keeper(self, host: str) -> ActorHandle:
-        """The actor that holds this cluster's ports on a node, while there are any. It is in a bundle there, so that it
+        """Return the actor that holds this cluster's ports on a node. Create it in a bundle of the node, so that it
         ends with the bundles."""
         if host not in self._keepers:
             group, bundle = next(place for place, there in self._host_of.items() if there == host)
@@ -312,42 +319,43 @@ class RayVirtualCluster:
         except RayError as error:
             del self._keepers[host]
             raise ResourcesNotReadyError(
-                f"node {host} has not given ports: {error or f'no answer within {self.ready_timeout_s:g} s'}"
+                f"cannot hold ports on node {host}: {error or f'no response within {self.ready_timeout_s:g} s'}"
             ) from error
         return found
 
-    # --- who uses it, and the end -----------------------------------------------------------------------------------
+    # --- users and shutdown -----------------------------------------------------------------------------------------
 
     def join(self, user: Hashable) -> bool:
-        """Count `user`, a group of workers, among those that use the bundles. Whether they were reserved before."""
+        """Register `user`, a group of workers, as a user of the bundles. Return whether the bundles were already
+        reserved."""
         with self._lock:
             self._used_by[user] = []
             return self._placement_groups is not None
 
     def occupy(self, user: Hashable, bundles: Sequence[Bundle]) -> None:
-        """Note that `user` has a worker on each of `bundles`. ValueError where that is one more than fit on one."""
+        """Record a worker of `user` on each of `bundles`. ValueError if a bundle then has more workers than allowed."""
         with self._lock:
             taken = Counter(bundle for used in self._used_by.values() for bundle in used)
             taken.update(bundles)
             for bundle in bundles:
                 if taken[bundle] > self.max_colocated_worker_groups:
                     raise ValueError(
-                        f"{taken[bundle]} workers on bundle {bundle[1]} of placement group {bundle[0]}: there is space "
-                        f"for max_colocated_worker_groups={self.max_colocated_worker_groups}; shut a group down first"
+                        f"{taken[bundle]} workers on bundle {bundle[1]} of placement group {bundle[0]}; the limit is "
+                        f"max_colocated_worker_groups={self.max_colocated_worker_groups}; shut a group down first"
                     )
             self._used_by[user] = list(bundles)
 
     def leave(self, user: Hashable, *, keep: bool = True) -> None:
-        """Forget `user`. Without `keep`, end the reservation if no other group uses it."""
+        """Unregister `user`. If it was the last user and not `keep`, release the reservation."""
         with self._lock:
             was_here = self._used_by.pop(user, None) is not None
             if was_here and not keep and not self._used_by:
                 self.shutdown()
 
     def shutdown(self) -> bool:
-        """Give the bundles and ports back; whoever still runs on them is ended by Ray. Whether all went well.
+        """Release the bundles and ports. Ray ends the workers that run on them. Return whether no step failed.
 
-        Idempotent, also after Ray is gone. Whoever uses the cluster again reserves anew.
+        Idempotent, also after Ray has shut down. A later use of the cluster reserves the bundles again.
         """
         with self._lock:
             self._host_of, self._nodes, self._keepers, self._held = {}, [], {}, {}
@@ -355,7 +363,8 @@ class RayVirtualCluster:
             return self._remove()
 
     def _remove(self) -> bool:
-        """Remove what placement groups there are. Whether all went well; also after Ray is gone, which removed them."""
+        """Remove the placement groups. Return whether no step failed; True also if Ray has shut down, which removed
+        them."""
         groups, self._placement_groups = self._placement_groups or [], None
         end = time.monotonic() + ATTEMPTS_S
         well = True
@@ -365,7 +374,7 @@ class RayVirtualCluster:
                     _await_attempt(group, end)
                     remove_placement_group(group)
             except Exception as error:
-                logger.warning("cannot remove placement group %s: %s", group.id.hex(), error)
+                logger.warning("Cannot remove placement group %s: %s", group.id.hex(), error)
                 well = False
         return well
 
@@ -379,11 +388,12 @@ class RayVirtualCluster:
 
 
 def _await_attempt(group: PlacementGroup, end: float) -> None:
-    """Wait until Ray has created this placement group or has just failed to, until `end` at the latest.
+    """Wait until Ray has created this placement group or an attempt to create it has failed, until `end` at the
+    latest.
 
-    Ray (2.60) may lose a placement group's resources for good if it is removed while Ray creates it: they are never
-    free again (https://github.com/ray-project/ray/issues/64693). Where there was no space it tries again after 0.3 to
-    1 s, and where no node is large enough not before there is another node.
+    Ray (2.60) may leak a placement group's resources if the group is removed while Ray creates it
+    (https://github.com/ray-project/ray/issues/64693). Ray repeats a failed attempt after 0.3 to 1 s if the nodes had
+    no space, and only after a node was added if no node is large enough.
     """
     first: int | None = None
     while time.monotonic() < end:
@@ -406,15 +416,15 @@ def alive_nodes() -> list[dict[str, Any]]:
 def _nodes() -> str:
     nodes = alive_nodes()
     more = len(nodes) - _RESOURCES_SHOWN_NODES
-    shown = " + ".join(f"({_brief(node['Resources'])})" for node in nodes[:_RESOURCES_SHOWN_NODES])
+    shown = " + ".join(f"({_resources_text(node['Resources'])})" for node in nodes[:_RESOURCES_SHOWN_NODES])
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _brief(resources: dict[str, Any]) -> str:
+def _resources_text(resources: dict[str, Any]) -> str:
     counted = {name: resources[name] for name in ("CPU", "GPU") if name in resources}
     return ", ".join(f"{amount:g} {name}" for name, amount in counted.items()) or "no CPU and no GPU"
 
 
 def node_of_bundle(group: PlacementGroup, bundle: int) -> str:
-    """The id of the Ray node that a ready placement group's bundle is on."""
+    """Return the id of the Ray node of a bundle of a ready placement group."""
     return str(placement_group_table(group)["bundles_to_node_id"][bundle])

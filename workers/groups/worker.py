@@ -1,4 +1,4 @@
-"""What workers are: a class to inherit from, that knows its place and talks to the workers of other groups."""
+"""`Worker`, the base class of workers that exchange messages with the workers of other groups."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Self = TypeVar("Self", bound="Worker")
 
 
 class _OnAccelerator:
-    """A class attribute that is looked up when asked for: asking CUDA when the class is made would start it."""
+    """A class attribute that is computed on access, because a query of CUDA in the class body would initialize CUDA."""
 
     def __init__(self, value: Callable[[], Any]) -> None:
         self._value = value
@@ -48,20 +48,22 @@ class _OnAccelerator:
 
 
 class Worker:
-    """A worker of a group: `MyWorker.create_group(...).launch(...)` constructs one in each of the group's processes.
+    """Base class of workers. `MyWorker.create_group(...).launch(...)` constructs one worker in each process of the
+    group.
 
-    A subclass calls `super().__init__()` first and may use `_rank`, `_world_size`, `_group_name`, `_cluster_node_rank`,
-    `_node_local_rank` and `_local_accelerator_rank` (-1 without one), `logger` (also `_logger`), and what
-    torch.distributed reads in the environment: MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK, WORLD_SIZE,
-    LOCAL_WORLD_SIZE. LOCAL_RANK is the index of the worker's accelerator among those it sees, or without one its place
-    among its group's workers on the node.
+    A subclass calls `super().__init__()` first. It may use `_rank`, `_world_size`, `_group_name`,
+    `_cluster_node_rank`, `_node_local_rank`, `_local_accelerator_rank` (-1 without an accelerator), `logger` (also
+    `_logger`), and the environment variables of torch.distributed: MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK,
+    WORLD_SIZE, LOCAL_WORLD_SIZE. LOCAL_RANK is the index of the worker's accelerator among the accelerators that the
+    worker sees. Without one it is the worker's index among the workers of its group on the node.
 
-    A process that a worker starts (by multiprocessing, not by a fork of the worker itself) constructs
-    `MyWorker(parent_address, world_size, rank)`: its address is the parent's and `rank`. It needs no Ray.
+    A process that a worker spawns (with multiprocessing, not by a fork of the worker itself) constructs
+    `MyWorker(parent_address, world_size, rank)`. Its address is `parent_address` followed by `rank`. It needs no
+    Ray.
 
-    `Worker.current_worker` is the one of this process, and `Worker.logger` its log; `torch_platform` (torch.cuda) and
-    `torch_device_type` ("cuda") are None without an accelerator. Errors of messages are those of
-    `workers.messages.Messenger`.
+    `Worker.current_worker` is the worker of this process and `Worker.logger` its logger. `torch_platform`
+    (torch.cuda) and `torch_device_type` ("cuda") are None without an accelerator. Message methods raise the errors
+    of `workers.messages.Messenger`.
     """
 
     current_worker: ClassVar[Worker | None] = None
@@ -72,11 +74,11 @@ class Worker:
     def __init__(
         self, parent_address: WorkerAddress | None = None, world_size: int | None = None, rank: int | None = None
     ) -> None:
-        """Joins the job that the environment tells of. RuntimeError where it tells of none; `NameInUseError` if another
-        process is this worker."""
+        """Join the job that the environment variables name. RuntimeError if they name no job; `NameInUseError` if
+        another process has this worker's address."""
         if DIRECTORY_VARIABLE not in os.environ or _HOST_VARIABLE not in os.environ:
             raise RuntimeError(
-                f"{type(self).__name__}() belongs to no job: workers are made by "
+                f"{type(self).__name__}() was constructed outside of a job; create workers with "
                 f"{type(self).__name__}.create_group(...).launch(...)"
             )
         self._rank = int(os.environ["RANK"]) if rank is None else rank
@@ -90,7 +92,7 @@ class Worker:
         self._node_local_rank = int(os.environ["NODE_LOCAL_RANK"])
         self._node_local_world_size = int(os.environ["NODE_LOCAL_WORLD_SIZE"])
         self._local_accelerator_rank = int(os.environ["LOCAL_ACCELERATOR_RANK"])
-        self.logger = self._logger = Worker.logger = _log_of(self._worker_address)
+        self.logger = self._logger = Worker.logger = _worker_logger(self._worker_address)
         self._timers: dict[str, float] = {}
         self._ports = PortKeeper()
         self._device_lock = DeviceLock(
@@ -121,7 +123,8 @@ class Worker:
 
     @classmethod
     def create_group(cls: type[Self], *args: Any, **kwargs: Any) -> WorkerGroup[Self]:
-        """A group of this class, still to be launched; the arguments are for the constructor of each worker."""
+        """Create a group of this class, not launched yet. The arguments are passed to the constructor of each
+        worker."""
         return WorkerGroup(cls, args, kwargs)
 
     # --- messages -------------------------------------------------------------------------------------------------
@@ -137,9 +140,9 @@ class Worker:
         *,
         timeout_s: float | None = None,
     ) -> AsyncWork[None] | None:
-        """Send any Python object, whose values are those of the call, to the worker of that rank or rank path, which
-        takes it with `recv`, alone or, with a `piggyback_payload` other than None, as a pair. With `async_op` returns
-        work at once. See `Messenger.send`."""
+        """Send any Python object to the worker of that rank or rank path, which receives it with `recv`. The values
+        sent are those at the time of the call. With a `piggyback_payload` other than None the receiver gets a pair.
+        With `async_op` return a handle at once. See `Messenger.send`."""
         dst = WorkerAddress(dst_group_name, dst_rank)
         return self._messenger.send(
             object, dst, async_op=async_op, options=options, piggyback_payload=piggyback_payload, timeout_s=timeout_s
@@ -154,8 +157,9 @@ class Worker:
         *,
         timeout_s: float | None = None,
     ) -> Any:
-        """The next object that the worker of that rank or rank path sends with `send`; a pair `(object, payload)`, of
-        the type `WithPayload`, if a payload came along. With `async_op` the work's result. See `Messenger.recv`."""
+        """Return the next object that the worker of that rank or rank path sends with `send`. If it was sent with a
+        payload, return a pair `(object, payload)` of type `WithPayload`. With `async_op` return a handle, whose
+        result is the object. See `Messenger.recv`."""
         src = WorkerAddress(src_group_name, src_rank)
         return self._messenger.recv(src, async_op=async_op, options=options, timeout_s=timeout_s)
 
@@ -169,7 +173,7 @@ class Worker:
         *,
         timeout_s: float | None = None,
     ) -> AsyncWork[None] | None:
-        """Send one tensor for the `recv_tensor` of that worker. See `Messenger.send_tensor`."""
+        """Send one tensor, which the worker of that rank receives with `recv_tensor`. See `Messenger.send_tensor`."""
         dst = WorkerAddress(dst_group_name, dst_rank)
         return self._messenger.send_tensor(tensor, dst, async_op=async_op, options=options, timeout_s=timeout_s)
 
@@ -183,8 +187,8 @@ class Worker:
         *,
         timeout_s: float | None = None,
     ) -> AsyncWork[None] | None:
-        """Write what that worker sends with `send_tensor` into `tensor`, of the same shape and dtype. See
-        `Messenger.recv_tensor`."""
+        """Write the tensor that the worker of that rank sends with `send_tensor` into `tensor`, of the same shape
+        and dtype. See `Messenger.recv_tensor`."""
         src = WorkerAddress(src_group_name, src_rank)
         return self._messenger.recv_tensor(tensor, src, async_op=async_op, options=options, timeout_s=timeout_s)
 
@@ -198,11 +202,12 @@ class Worker:
         *,
         timeout_s: float | None = None,
     ) -> Any:
-        """The `object` of `src`, on every worker that `groups` names; all of them call this with the same `groups` and
-        `src`. See `Messenger.broadcast`.
+        """Return the `object` of `src` on every worker of `groups`. All of these workers call this with the same
+        `groups` and `src`. See `Messenger.broadcast`.
 
-        groups: (group name, ranks) pairs: a rank, a tuple for the path of one worker, or a list of either; None for
-        this worker's whole group. src: (group name, rank or path), None for the first worker named.
+        groups: (group name, ranks) pairs, where ranks is a rank, a tuple for the rank path of one worker, or a list
+        of either. None for this worker's whole group. src: (group name, rank or rank path), None for the first
+        worker of `groups`.
         """
         whole: list[tuple[str, Ranks]] = [(self._worker_address.root_group_name, list(self._siblings()))]
         return self._messenger.broadcast(
@@ -233,20 +238,22 @@ class Worker:
         decoupled_mode: bool = False,
         send_queue_size: int = 0,
     ) -> AsyncRouteWork | None:
-        """Send this rank's rows of a batch, which lies evenly over the ranks of this group, to the ranks of
-        `group_name` over which it shall lie evenly; these call `recv_from`. All ranks of both groups take part.
+        """Send this rank's rows of a batch to `group_name`. The rows are spread evenly over the ranks of this group,
+        and are redistributed evenly over the ranks of `group_name`, which call `recv_from`. All ranks of both groups
+        take part.
 
-        data: a tensor or array `[rows, ...]`, a list, or a dict of these; or anything that `split_fn(data, rows)` cuts
-        into parts of so many rows. batch_size: rows of the whole batch; by default this rank's times the ranks.
-        tag, route_key: batches under other ones do not meet; `mode` comes before the tag, joined with "_". Parts go by
-        `channel`, or with `enable_p2p` by `send` with these options. With `async_op` returns work at once.
+        data: a tensor or array `[rows, ...]`, a list, or a dict of these; or any object that `split_fn(data, rows)`
+        cuts into parts with the given row counts. batch_size: rows of the whole batch; default: this rank's rows
+        times the number of ranks. tag, route_key: must be the same in `recv_from`. `mode` is prepended to the tag
+        with "_". Parts go through `channel`, or with `enable_p2p` as messages with `options`. With `async_op` return
+        a handle at once.
 
-        decoupled_mode: parts go to any ranks of the other group, and their answers back to the ranks that they are of.
-        The worker has a dict `batch_router`: where it has a list under `tag`, this sends answers to what `recv_from`
-        got (and empties the list), else parts to be answered. send_queue_size: how many parts, instead of one for each
-        peer. Not with `enable_p2p`.
+        decoupled_mode: any rank of the other group may take a part, and its answer returns to the rank that sent the
+        part. The worker has a dict `batch_router`. If `batch_router[tag]` is a list, this call sends answers to the
+        parts that `recv_from` received and empties the list. Otherwise it sends parts that are to be answered.
+        send_queue_size: the number of parts, instead of one per peer. Cannot be combined with `enable_p2p`.
 
-        ValueError for batches that do not lie evenly, or cannot be cut; `NameNotFoundError` for a group that is not
+        ValueError for a batch that cannot be split, or not evenly; `NameNotFoundError` for a group that is not
         launched within a minute; errors of `Channel.put` or `send`.
         """
         route = BatchRoute(
@@ -277,14 +284,15 @@ class Worker:
         decoupled_mode: bool = False,
         recv_queue_size: int = 0,
     ) -> Any:
-        """This rank's rows of a batch that the ranks of `group_name` send with `send_to` and the same `batch_size`, the
-        rows of the whole batch. With `async_op` the work's result.
+        """Return this rank's rows of a batch that the ranks of `group_name` send with `send_to`. `batch_size` is the
+        number of rows of the whole batch and must be the same in `send_to`. With `async_op` return a handle.
 
-        `merge_fn(parts)` joins the parts, by default tensors and arrays along their first dimension, lists, and dicts
-        value by value. `infer_batch_size_fn(part)`: the rows of a part, which are checked. decoupled_mode: see
-        `send_to`; where `batch_router` has a list under the tag of the parts, their routes are added to it, else they
-        are answers to what this rank sent, in that order. ValueError for a part of other rows than planned; other
-        errors as `send_to`, and those of `Channel.get` or `recv`.
+        `merge_fn(parts)` joins the parts; the default joins tensors and arrays along their first dimension, lists,
+        and dicts value by value. `infer_batch_size_fn(part)` returns the number of rows of a part, for the check.
+        decoupled_mode: see `send_to`. If `batch_router` has a list under the tag of the received parts, their routes
+        are appended to it. Otherwise the parts are answers, returned in the order in which this rank sent the parts
+        that they answer. ValueError for a part whose row count differs from the plan; errors of `send_to`; errors of
+        `Channel.get` or `recv`.
         """
         route = BatchRoute(
             group_name=group_name,
@@ -310,7 +318,9 @@ class Worker:
             return None
         router: Router | None = getattr(self, "batch_router", None)
         if router is None:
-            raise ValueError("decoupled_mode=True: the worker has no dict `batch_router`; set it, if only to {}")
+            raise ValueError(
+                "decoupled_mode=True: the worker has no `batch_router`; set it to a dict, which may be empty"
+            )
         return router
 
     def _siblings(self) -> Iterator[tuple[int, ...]]:
@@ -322,7 +332,7 @@ class Worker:
     def create_channel(
         self, channel_name: str, maxsize: int = 0, distributed: bool = False, node_rank: int = 0, local: bool = False
     ) -> Channel:
-        """A new channel, or that of the name if it has the same settings. See `Channel.create`."""
+        """Create a channel, or return the existing one of that name if its settings are equal. See `Channel.create`."""
         return Channel.create(
             channel_name,
             maxsize=maxsize,
@@ -334,58 +344,58 @@ class Worker:
         )
 
     def connect_channel(self, channel_name: str, *, wait_s: float = 60.0) -> Channel:
-        """The channel of that name, once there is one: waits for it for up to `wait_s`. See `Channel.connect`."""
+        """Return the channel of that name. Wait up to `wait_s` for its creation. See `Channel.connect`."""
         return Channel.connect(channel_name, directory=self._directory, here=self._cluster_node_rank, wait_s=wait_s)
 
     # --- the node --------------------------------------------------------------------------------------------------
 
     @property
     def device_lock(self) -> DeviceLock:
-        """The lock of the accelerators that this worker sees: `with self.device_lock:` keeps every other worker of the
-        job that sees one of them out of theirs. See `DeviceLock`."""
+        """The lock of the accelerators that this worker sees. While one worker of the job is inside `with
+        self.device_lock:`, all others that see one of its accelerators wait. See `DeviceLock`."""
         return self._device_lock
 
     def acquire_free_port(self, max_port_num: int | None = None) -> int:
-        """A TCP port that is free on this node, up to `max_port_num`, and that no other worker gets until this one
-        ends. Whatever binds it sets SO_REUSEADDR (or SO_REUSEPORT), as torch, gRPC, ZMQ, asyncio and http.server do.
-        ValueError for a `max_port_num` below 1024; OSError where all ports are in use."""
+        """Return a TCP port, at most `max_port_num`, that is free on this node. No other worker gets it until this
+        worker ends. The user of the port sets SO_REUSEADDR (or SO_REUSEPORT), as torch, gRPC, ZMQ, asyncio and
+        http.server do. ValueError for a `max_port_num` below 1024; OSError if all ports are in use."""
         return self._ports.hold(1, HIGHEST if max_port_num is None else max_port_num)[0]
 
     # --- the log ---------------------------------------------------------------------------------------------------
 
     def log_debug(self, msg: object) -> None:
-        """Log it under the worker's name, from the line of the caller. The level is `RLINF_LOG_LEVEL`, by default
-        INFO."""
-        self._logger.debug(msg, stacklevel=_above())
+        """Log `msg` under the worker's name and the caller's source line. The log level is `RLINF_LOG_LEVEL`,
+        default INFO."""
+        self._logger.debug(msg, stacklevel=_caller_stacklevel())
 
     def log_info(self, msg: object) -> None:
-        """As `log_debug`."""
-        self._logger.info(msg, stacklevel=_above())
+        """As `log_debug`, at level INFO."""
+        self._logger.info(msg, stacklevel=_caller_stacklevel())
 
     def log_warning(self, msg: object) -> None:
-        """As `log_debug`."""
-        self._logger.warning(msg, stacklevel=_above())
+        """As `log_debug`, at level WARNING."""
+        self._logger.warning(msg, stacklevel=_caller_stacklevel())
 
     def log_error(self, msg: object) -> None:
-        """As `log_debug`."""
-        self._logger.error(msg, stacklevel=_above())
+        """As `log_debug`, at level ERROR."""
+        self._logger.error(msg, stacklevel=_caller_stacklevel())
 
     def log_on_first_rank(self, msg: object) -> None:
-        """`log_info` in the worker of rank 0, nothing in others."""
+        """`log_info` in the worker of rank 0; a no-op in others."""
         if self._rank == 0:
-            self._logger.info(msg, stacklevel=_above())
+            self._logger.info(msg, stacklevel=_caller_stacklevel())
 
     def log_on_last_rank(self, msg: object) -> None:
-        """`log_info` in the worker of the last rank, nothing in others."""
+        """`log_info` in the worker of the last rank; a no-op in others."""
         if self._rank == self._world_size - 1:
-            self._logger.info(msg, stacklevel=_above())
+            self._logger.info(msg, stacklevel=_caller_stacklevel())
 
     # --- durations ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def worker_timer(self, tag: str | None = None) -> Iterator[None]:
-        """Count the seconds of this context under `tag` (the calling function's name, if None), for
-        `consume_durations` of the call that is being served and for `pop_execution_times`."""
+        """Add the seconds of this context to the total under `tag` (default: the name of the calling function). The
+        total is reported by `consume_durations` of the current call and by `pop_execution_times`."""
         name = tag or sys._getframe(2).f_code.co_name
         begun = time.perf_counter()
         try:
@@ -397,7 +407,7 @@ class Worker:
 
     @staticmethod
     def timer(tag: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorates a method: `worker_timer` around it, under its own name if `tag` is None."""
+        """Decorate a method with `worker_timer`, under the method's name if `tag` is None."""
 
         def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
             name = tag or method.__name__
@@ -417,15 +427,15 @@ class Worker:
         return decorate
 
     def pop_execution_times(self) -> dict[str, float]:
-        """Seconds by tag of all `worker_timer`s since this was last asked."""
+        """Return the seconds by tag of all `worker_timer`s since the last call of this method."""
         times, self._timers = self._timers, {}
         return times
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- close ----------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Leave the job: end messages and the entry in the directory. Idempotent; for child processes, as the workers
-        of a group end with it."""
+        """Leave the job: close the messenger and remove the directory entry. Idempotent. For child processes; the
+        workers of a group end with the group."""
         self._messenger.close()
         self._directory.close()
         self._ports.close()
@@ -434,19 +444,20 @@ class Worker:
 
     def _tq_check(self) -> None:
         if not hasattr(self, "_messenger"):
-            raise RuntimeError(f"{type(self).__name__}.__init__ has to call super().__init__()")
+            raise RuntimeError(f"{type(self).__name__}.__init__ must call super().__init__()")
 
 
-def _above() -> int:
-    """For a method that logs: how far above the call of the log its caller is, as methods of actors are wrapped."""
+def _caller_stacklevel() -> int:
+    """Return the `stacklevel` of the caller of a log method. Frames of wrappers around actor methods are skipped."""
     level, frame = 2, sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_WRAPPERS):
         level, frame = level + 1, frame.f_back
     return level
 
 
-def _log_of(address: WorkerAddress) -> logging.Logger:
-    """The log of one worker: its lines go to the driver, or with TQ_LOG=file to a file beside Ray's own logs only."""
+def _worker_logger(address: WorkerAddress) -> logging.Logger:
+    """Return the logger of one worker. It writes to stderr, which Ray forwards to the driver, or with TQ_LOG=file to
+    a file beside Ray's own logs."""
     logger = logging.getLogger(f"workers.{address.get_name().replace('.', '_')}")
     logger.setLevel(os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper())
     logger.propagate = False

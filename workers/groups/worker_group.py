@@ -1,4 +1,4 @@
-"""A group of workers of one class, called together as if they were one object of it."""
+"""`WorkerGroup`: workers of one class that are called together like one object of that class."""
 
 from __future__ import annotations
 
@@ -23,26 +23,28 @@ from workers.placement.strategies import NodePlacementStrategy, PackedPlacementS
 
 CATCH_VARIABLE = "RLINF_CATCH_FAILURE"
 STORED_BYTES = 64 << 10
-"""An argument of more than that, for several workers, is stored once and not sent to each."""
+"""An argument larger than this, for several workers, is put in the object store once instead of sent to each."""
 
 C = TypeVar("C")
 
 
 class WorkerGroup(Generic[C]):
-    """Workers of `worker_cls`, one for each place that a strategy names; `worker_cls.create_group(...)` makes one.
+    """Workers of `worker_cls`, one per place of a placement strategy. Create a group with
+    `worker_cls.create_group(...)`.
 
-    Every public method of the class, static ones and those inherited from `Worker` too, is a method of the group: it is
-    called on all ranks, or those of `execute_on`, with the same arguments, and returns a `GroupCall` at once. (The
-    names of this class's own methods are taken: ValueError for a class that has one of them.) What a generator yields
-    is its worker's result as a list, once it has ended; an asynchronous generator's call is a TypeError.
+    Every public method of the class, static and inherited ones included, is a method of the group. It calls all
+    ranks, or those of `execute_on`, with the same arguments, and returns a `GroupCall` at once. A class with a
+    method that has the name of one of this class's own methods is a ValueError. The result of a generator is the
+    list of its items, available after the generator has ended. A call of an asynchronous generator is a TypeError.
 
-    Groups are equal if they stand for the same workers. They can be sent to other workers of the job. A launched group
-    ends with `end_group`, as a context manager, with its cluster, or when nothing refers to it or a call of it.
+    Two groups are equal if they refer to the same workers. Groups can be sent to other workers of the job. A
+    launched group ends by `end_group`, at the end of its `with` block, with its cluster, or when the last reference
+    to the group and to its calls is dropped.
     """
 
     @dataclass(frozen=True)
     class WorkerRank:
-        """A worker's Ray actor, and its rank."""
+        """The Ray actor of a worker, and its rank."""
 
         worker: ActorHandle
         rank: int
@@ -54,9 +56,11 @@ class WorkerGroup(Generic[C]):
         self._methods = methods_of(worker_cls)
         taken = sorted(self._methods & methods_of(WorkerGroup))
         if taken:
-            raise ValueError(f"{worker_cls.__name__} has methods of names that groups have themselves: {taken}")
+            raise ValueError(
+                f"{worker_cls.__name__} has methods with names reserved by WorkerGroup: {taken}; rename them"
+            )
         self._name = f"worker_group_{worker_cls.__name__}"
-        self._crew: StartedGroup | None = None
+        self._started: StartedGroup | None = None
         self._token: object = None
         self._workers: list[WorkerGroup.WorkerRank] = []
         self._launched = False
@@ -72,18 +76,20 @@ class WorkerGroup(Generic[C]):
 
     @property
     def worker_info_list(self) -> list[WorkerRank]:
-        """Each worker's actor and rank, in rank order; empty before the launch and after the end."""
+        """Actor and rank of each worker, in rank order. Empty before the launch and after the end."""
         return list(self._workers)
 
     @classmethod
     def from_group_name(cls, worker_cls: type[C], group_name: str) -> WorkerGroup[C]:
-        """The launched group of that name, to be called from this process, which is the driver or a worker of its job.
+        """Return the launched group of that name. Call this in the driver or in a worker of its job.
 
-        RuntimeError in a process that is in no Ray cluster, `NameNotFoundError` if there is no such group,
-        `WorkerLostError` if it has ended or one of its workers is gone.
+        RuntimeError if this process is not connected to a Ray cluster, `NameNotFoundError` if no group has that
+        name, `WorkerLostError` if the group has ended or one of its workers has died.
         """
         if not ray.is_initialized():
-            raise RuntimeError("this process is in no Ray cluster, and so in no job whose groups it could find")
+            raise RuntimeError(
+                "cannot look up a group: this process is not connected to a Ray cluster; call ray.init first"
+            )
         cluster = Cluster()
         entry = cluster.directory.lookup_group(group_name)
         group: WorkerGroup[C] = cls(worker_cls)
@@ -101,18 +107,19 @@ class WorkerGroup(Generic[C]):
         catch_system_failure: bool | None = None,
         disable_distributed_log: bool = False,
     ) -> WorkerGroup[C]:
-        """Construct the workers; returns this group once all are, or raises what a constructor raised, leaving nothing.
+        """Construct the workers and return this group once all are constructed. If a constructor raises, raise its
+        exception and leave no worker behind.
 
-        placement_strategy: by default a worker for each accelerator of the cluster, or one CPU worker. name: by default
-        "worker_group_" and the class's name; `NameInUseError` while a group that has not ended has it. max_concurrency:
-        of Ray, how many calls a worker serves at a time. isolate_gpu: workers see no accelerators but their own.
-        catch_system_failure (RLINF_CATCH_FAILURE if None, which is on unless "0"): an exit in a method is that call's
-        error; a signal that ends a worker leaves in its log what it was doing; and the log of this process tells of
-        workers whose process died. disable_distributed_log: what workers log is not sent to the driver, but written to
-        files beside Ray's logs.
+        placement_strategy: default: one worker per accelerator of the cluster, or one CPU worker. name: default
+        "worker_group_" and the class name; `NameInUseError` if a running group has the name. max_concurrency: Ray's
+        limit of concurrent calls per worker. isolate_gpu: each worker sees only its own accelerators.
+        catch_system_failure (default: RLINF_CATCH_FAILURE, which is on unless "0"): `sys.exit` in a method becomes
+        an error of that call; a worker that is ended by a signal writes its stack to its log; this process logs the
+        death of workers. disable_distributed_log: workers write their log to files beside Ray's logs and not to the
+        driver.
         """
         if self._launched:
-            raise RuntimeError(f"worker group {self._name!r} was launched before; make another with create_group")
+            raise RuntimeError(f"worker group {self._name!r} was launched before; create another one with create_group")
         if placement_strategy is None:
             count = cluster.num_accelerators
             placement_strategy = PackedPlacementStrategy(0, count - 1) if count else NodePlacementStrategy([0])
@@ -126,25 +133,27 @@ class WorkerGroup(Generic[C]):
             catch_failures=_catches() if catch_system_failure is None else catch_system_failure,
             log_to_driver=not disable_distributed_log,
         )
-        self._crew, entry = launch_group(cluster, wanted)
+        self._started, entry = launch_group(cluster, wanted)
         self._name = wanted.name
-        self._take(self._crew.actors, entry.facts["token"])
+        self._take(self._started.actors, entry.facts["token"])
         cluster.adopt(self)
         return self
 
     def end_group(self) -> bool:
-        """Kill the workers; whoever waits for one of them is told, and the name is free. Whether all went well. A no-op
-        once done, and for a group that was not launched through this object."""
-        crew, self._crew = self._crew, None
-        if crew is None:
+        """Kill the workers. Callers that wait for one of them get an error, and the name becomes available. Return
+        whether all workers were killed. A no-op after the first call, and for a group that was not launched through
+        this object."""
+        started, self._started = self._started, None
+        if started is None:
             return True
         self._workers = []
-        return crew.end()
+        return started.end()
 
     def execute_on(self, *ranks: int) -> WorkerGroup[C]:
-        """Have the next call of this thread on this group go to those ranks only, in this order; all if none are named.
+        """Restrict the next call of this thread on this group to these ranks, in this order; to all if no rank is
+        given.
 
-        `NoSuchRankError` for a rank that the group has not; then the next call goes to all.
+        `NoSuchRankError` for a rank outside of the group; the next call then goes to all ranks.
         """
         self._next.ranks = None
         size = len(self._called_workers())
@@ -159,7 +168,7 @@ class WorkerGroup(Generic[C]):
             raise AttributeError(name)
         ranks = self._take_ranks()
         if name not in self._methods:
-            hidden = "; methods that begin with '_' are not called on groups" if name.startswith("_") else ""
+            hidden = "; methods that begin with '_' cannot be called on a group" if name.startswith("_") else ""
             raise AttributeError(f"{self.worker_cls_name} has no method {name!r} to call on its group{hidden}")
         return _Method(self, name, ranks)
 
@@ -195,7 +204,8 @@ class WorkerGroup(Generic[C]):
         self._launched = True
 
     def _called_workers(self) -> list[WorkerRank]:
-        """RuntimeError before the launch, `GroupEndedError` after the end. (Ray would start anew for a call then.)"""
+        """RuntimeError before the launch, `GroupEndedError` after the end. Ray itself would start a new cluster for
+        the call."""
         if not self._launched:
             raise RuntimeError(f"worker group {self._name!r} has not been launched")
         if not self._workers or not ray.is_initialized():
@@ -221,7 +231,7 @@ class WorkerGroup(Generic[C]):
 
 
 class _Method:
-    """A method of a group. ranks: of its first call; later ones are on those of `execute_on`, else on all."""
+    """A method of a group. ranks: of its first call; later calls go to the ranks of `execute_on`, or to all."""
 
     def __init__(self, group: WorkerGroup[Any], name: str, ranks: tuple[int, ...] | None) -> None:
         self._group = group
@@ -247,5 +257,5 @@ def _stored(value: Any) -> Any:
 def _catches() -> bool:
     value = os.environ.get(CATCH_VARIABLE, "1").strip().lower()
     if value not in ("1", "0", "true", "false"):
-        raise ValueError(f"{CATCH_VARIABLE}={value!r}: 1 or 0")
+        raise ValueError(f"{CATCH_VARIABLE}={value!r}: set it to 1 or 0")
     return value in ("1", "true")

@@ -1,1 +1,1 @@
-"""Arithmetic of worker groups: ranks, bundles, shardings, ports, and which rows go where. No Ray, no torch."""
+"""Arithmetic for worker groups: ranks, bundles, shardings, ports and dispatch of arguments. No Ray, no torch."""

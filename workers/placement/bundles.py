@@ -1,4 +1,4 @@
-"""Which worker goes on which bundle, and what it is told of its place. Arithmetic only; no Ray."""
+"""Assignment of workers to bundles, and the environment variables of their places. Arithmetic only; no Ray."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ RANK_VARIABLES = (
     "AVAILABLE_ADDR_LIST",
     "AVAILABLE_PORT_LIST",
 )
-"""What `rank_environment` sets. Nobody else's settings override these."""
+"""The variables that `rank_environment` sets. No other setting overrides them."""
 TiedBundles = tuple[int, list[int]]
 """(node, bundles on it) of one tied group: workers that process the same data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlace:
-    """A worker's place in its group.
+    """The place of a worker in its group.
 
-    rank: over the group; node, bundle: its bundle is `bundle` of the cluster's node `node`; node_rank: the node it
-    counts itself to (see `counted_by_host`); local_rank: over the group's workers of that node, in rank order;
-    tied_group: which tied group; tied_rank: place within it; bundle_indices: what the worker class is told of its
-    bundles, None for a tied group's followers.
+    rank: in the group; node, bundle: the worker uses bundle `bundle` of the cluster's node `node`; node_rank: the
+    worker's NODE_RANK (see `counted_by_host`); local_rank: index among the group's workers of that node, in rank
+    order; tied_group: index of the tied group; tied_rank: index within it; bundle_indices: the bundles passed to the
+    worker class, None except for the first worker of a tied group.
     """
 
     rank: int
@@ -42,10 +42,10 @@ class WorkerPlace:
 
 
 def bundles_to_use(bundle_counts: Sequence[int], workers_per_node: int | Sequence[int] | None) -> list[TiedBundles]:
-    """One tied group of one worker per bundle used: all of them, or the first `workers_per_node` of each node.
+    """Return a tied group of one worker for each bundle, or for the first `workers_per_node` bundles of each node.
 
-    bundle_counts: bundles of each node. ValueError for a count per node that is negative or above the node's bundles,
-    or a list that is not one count per node.
+    bundle_counts: number of bundles of each node. ValueError for a count that is negative or above the node's
+    bundles, and for a list without exactly one count per node.
     """
     if workers_per_node is None:
         wanted = list(bundle_counts)
@@ -54,21 +54,21 @@ def bundles_to_use(bundle_counts: Sequence[int], workers_per_node: int | Sequenc
     else:
         wanted = list(workers_per_node)
     if len(wanted) != len(bundle_counts):
-        raise ValueError(f"workers_per_node has {len(wanted)} counts, the cluster has {len(bundle_counts)} nodes")
+        raise ValueError(f"workers_per_node has {len(wanted)} counts, but the cluster has {len(bundle_counts)} nodes")
     for node, (count, bundles) in enumerate(zip(wanted, bundle_counts, strict=True)):
         if not 0 <= count <= bundles:
-            raise ValueError(f"workers_per_node asks for {count} workers on node {node}, which has {bundles} bundles")
+            raise ValueError(f"workers_per_node requests {count} workers on node {node}, which has {bundles} bundles")
     return [(node, [bundle]) for node, count in enumerate(wanted) for bundle in range(count)]
 
 
 def place_workers(
     bundle_counts: Sequence[int], groups: Sequence[TiedBundles], *, spanning: bool = False
 ) -> list[WorkerPlace]:
-    """A place for every bundle that `groups` name, ranks in their order.
+    """Return a place for every bundle of `groups`, with ranks in their order.
 
-    spanning: a group's bundles may go on from its node into the next ones: with 2 bundles on each node, (0, [1, 2]) is
-    the second of node 0 and the first of node 1. ValueError for no bundle at all, a node or bundle that the cluster
-    does not have, and an empty tied group.
+    spanning: bundle numbers of a group may continue from its node into the next ones: with 2 bundles on each node,
+    (0, [1, 2]) is the second bundle of node 0 and the first of node 1. ValueError if there is no bundle, for an
+    unknown node or bundle, and for an empty tied group.
     """
     places: list[WorkerPlace] = []
     on_node = [0] * len(bundle_counts)
@@ -78,7 +78,7 @@ def place_workers(
         if not bundles:
             raise ValueError(f"tied group {tied_group} in bundle_indices_list has no bundles")
         for tied_rank, named in enumerate(bundles):
-            node, bundle = _found(bundle_counts, first, named, spanning)
+            node, bundle = _resolve(bundle_counts, first, named, spanning)
             places.append(
                 WorkerPlace(
                     rank=len(places),
@@ -93,26 +93,27 @@ def place_workers(
             )
             on_node[node] += 1
     if not places:
-        raise ValueError("a worker group has at least one worker; none was asked for")
+        raise ValueError("a worker group needs at least one worker, but no bundle is used")
     return places
 
 
-def _found(bundle_counts: Sequence[int], first: int, named: int, spanning: bool) -> tuple[int, int]:
-    """(node, bundle on it) of bundle `named`, counted from node `first` on."""
+def _resolve(bundle_counts: Sequence[int], first: int, named: int, spanning: bool) -> tuple[int, int]:
+    """Return (node, bundle on it) of bundle `named`, counted from the first bundle of node `first`."""
     node, bundle = first, named
     while spanning and node < len(bundle_counts) - 1 and bundle >= bundle_counts[node]:
         bundle -= bundle_counts[node]
         node += 1
     if not 0 <= bundle < bundle_counts[node]:
-        raise ValueError(f"bundle {named} of node {first} was named; it has {bundle_counts[first]} bundles")
+        raise ValueError(f"bundle {named} of node {first} does not exist; the node has {bundle_counts[first]} bundles")
     return node, bundle
 
 
 def bundles_by_node(bundle_counts: Sequence[int], hosts: Sequence[str]) -> list[list[int]]:
-    """Which bundles of a placement group over all nodes make up each node.
+    """Return the bundles of each node, for one placement group over all nodes.
 
-    hosts: of each bundle, where Ray put it. A node's bundles are on one host wherever that works out: each node in turn
-    takes the host that has just as many bundles left as it needs, else the one with fewest more, else the fullest ones.
+    hosts: the Ray node of each bundle. The bundles of a node are on one host if possible. Nodes are assigned in
+    descending order of their bundle counts: each takes the host with the fewest free bundles that are enough, or
+    else the hosts with the most free bundles.
     """
     left: dict[str, list[int]] = {}
     for bundle, host in enumerate(hosts):
@@ -129,10 +130,10 @@ def bundles_by_node(bundle_counts: Sequence[int], hosts: Sequence[str]) -> list[
 
 
 def counted_by_host(places: Sequence[WorkerPlace], hosts: Sequence[str]) -> list[WorkerPlace]:
-    """`places` with the node and local ranks that are right for where the workers run.
+    """Return `places` with node ranks and local ranks that match the hosts of the workers.
 
-    hosts: of each place. Nodes whose workers are all on one host keep their number. If one is over several hosts, then
-    hosts count as the nodes of all, in order of their first rank.
+    hosts: of each place. If the workers of every node are on one host, the node ranks stay. Otherwise hosts count as
+    the nodes, in the order of their first rank.
     """
     of_node: dict[int, set[str]] = {}
     for place, host in zip(places, hosts, strict=True):
@@ -151,7 +152,8 @@ def counted_by_host(places: Sequence[WorkerPlace], hosts: Sequence[str]) -> list
 def rank_environment(
     place: WorkerPlace, endpoints: Sequence[tuple[str, int]], master: tuple[str, int]
 ) -> dict[str, str]:
-    """What torch.distributed and worker classes read. endpoints: a free (address, port) per rank."""
+    """Return the variables that torch.distributed and worker classes read. endpoints: a free (address, port) per
+    rank."""
     values = (
         place.rank,
         place.local_rank,

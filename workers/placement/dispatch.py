@@ -1,4 +1,4 @@
-"""Which workers a call runs on and which part of its arguments each gets. Arithmetic only; no Ray."""
+"""Selection of the workers of a call, and of the part of its arguments for each. Arithmetic only; no Ray."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from workers.placement.sharding import NamedSharding
 
 @dataclass(frozen=True)
 class DispatchTarget:
-    """One worker of a sharded call: its index, its place along each sharded axis in the order the axes were given, and
-    whether it is sent a dummy call instead of data."""
+    """One worker of a sharded call: its index, its position on each sharded axis in the order of the call's axes,
+    and whether it gets a dummy call without data."""
 
     worker: int
     shard: tuple[int, ...]
@@ -21,10 +21,11 @@ class DispatchTarget:
 
 
 def known_axes(sharding: NamedSharding, **axes: Sequence[str]) -> None:
-    """ValueError naming the argument for an axis the sharding does not have, one given twice in it, or a bare name."""
+    """ValueError, naming the argument, for an unknown axis, an axis that an argument names twice, and a str instead
+    of a list."""
     for argument, names in axes.items():
         if isinstance(names, str):
-            raise ValueError(f"{argument}: a list of axes is needed, got {names!r}")
+            raise ValueError(f"{argument} must be a list of axes, got {names!r}")
         for name in names:
             if name not in sharding.names:
                 raise ValueError(f"{argument}: unknown axis {name!r}; the workers have {', '.join(sharding.names)}")
@@ -33,29 +34,31 @@ def known_axes(sharding: NamedSharding, **axes: Sequence[str]) -> None:
 
 
 def workers_at_zero(sharding: NamedSharding, axes: Sequence[str]) -> list[int]:
-    """The workers whose place is 0 on each of `axes`, ascending; all of them when none is named."""
+    """Return the workers at 0 on each of `axes`, ascending. All workers if `axes` is empty."""
     known_axes(sharding, run_rank_0_only_axes=axes)
     return [worker for worker in worker_order(sharding) if is_axis_zero(sharding.get_worker_coords(worker), axes)]
 
 
 def worker_order(sharding: NamedSharding) -> list[int]:
-    """Every worker, ascending."""
+    """Return all workers, ascending."""
     return sharding.get_ranks_by_coord()
 
 
 def shard_targets(
     sharding: NamedSharding, sharded: Sequence[str], replicated: Sequence[str], *, dummies: bool
 ) -> list[DispatchTarget]:
-    """The workers that a sharded call reaches, ascending.
+    """Return the workers of a sharded call, ascending.
 
-    Along `sharded` axes each place has its own data, along `replicated` ones all places have the same, and along the
-    others (free axes) place 0 alone has it; the rest get a dummy call if `dummies`. ValueError for an unknown axis or
-    one in both roles.
+    Each position on the `sharded` axes has different data. All positions on the `replicated` axes have the same
+    data. On the other (free) axes only position 0 has data; the other positions get a dummy call if `dummies`.
+    ValueError for an unknown axis and for an axis in both roles.
     """
     known_axes(sharding, in_sharded_axes=sharded, replicate_on_axes=replicated)
     both = set(sharded) & set(replicated)
     if both:
-        raise ValueError(f"axis {sorted(both)[0]!r} is in in_sharded_axes and in replicate_on_axes; it has one role")
+        raise ValueError(
+            f"axis {sorted(both)[0]!r} is in in_sharded_axes and in replicate_on_axes; remove it from one of them"
+        )
     free = [name for name in sharding.names if name not in sharded and name not in replicated]
     targets = []
     for worker in worker_order(sharding):
@@ -67,7 +70,8 @@ def shard_targets(
 
 
 def result_workers(sharding: NamedSharding, targets: Sequence[DispatchTarget], replicated: Sequence[str]) -> list[int]:
-    """Of `targets`, those whose results are returned: not dummies, and place 0 on the `replicated` output axes."""
+    """Return the targets whose results are returned: those at 0 on the `replicated` output axes, without dummy
+    calls."""
     known_axes(sharding, output_is_replicated=replicated)
     return [
         target.worker
@@ -77,41 +81,43 @@ def result_workers(sharding: NamedSharding, targets: Sequence[DispatchTarget], r
 
 
 def check_shards(name: str, shards: Any, sharding: NamedSharding, sharded: Sequence[str]) -> None:
-    """ValueError unless `shards` is nested lists, one level per sharded axis, each as long as its axis."""
+    """ValueError unless `shards` is nested lists, with one level per sharded axis, each as long as its axis."""
     if not sharded:
         return
     size = sharding.get_axis_size(sharded[0])
     if not isinstance(shards, Sequence) or isinstance(shards, str | bytes):
         raise ValueError(f"argument {name}: axis {sharded[0]!r} needs a list of {size}, got {type(shards).__name__}")
     if len(shards) != size:
-        raise ValueError(f"argument {name}: axis {sharded[0]!r} has {size} places, got {len(shards)} shards")
+        raise ValueError(f"argument {name}: axis {sharded[0]!r} has size {size}, got {len(shards)} shards")
     for shard in shards:
         check_shards(name, shard, sharding, sharded[1:])
 
 
 def shards_of(shards: Any, places: Sequence[int]) -> Any:
-    """The part of nested lists that belongs to `places`."""
+    """Return the element of nested lists at `places`."""
     for place in places:
         shards = shards[place]
     return shards
 
 
 def check_counts(workers: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """ValueError unless each argument is a list with one value per worker that runs."""
+    """ValueError unless each argument is a list with one value per called worker."""
     for name, values in named(args, kwargs):
         is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
         if not is_list or len(values) != workers:
             got = len(values) if is_list else type(values).__name__
-            raise ValueError(f"argument {name}: {workers} workers run, so it needs a list of {workers}; got {got}")
+            raise ValueError(
+                f"argument {name}: {workers} workers are called, so it needs a list of {workers}; got {got}"
+            )
 
 
 def check_common(common: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
-    """ValueError where a keyword argument is given both for all workers and for each."""
+    """ValueError for a keyword argument that is both in `common` and in `kwargs`."""
     for name in kwargs:
         if name in common:
-            raise ValueError(f"argument {name}: it is in common_kwargs too; give it for all workers or for each")
+            raise ValueError(f"argument {name} is also in common_kwargs; pass it either for all workers or for each")
 
 
 def named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Arguments with their names, positional ones by their number."""
+    """Return (name, value) of each argument. Positional arguments are named by their number."""
     return [*((str(place), value) for place, value in enumerate(args)), *kwargs.items()]

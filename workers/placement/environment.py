@@ -1,4 +1,4 @@
-"""Options of Ray actors laid over each other, and the part of this process's environment that workers get. No Ray."""
+"""Merged options of Ray actors, and the part of this process's environment that workers inherit. No Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """Actor options of one origin ("the driver's environment"). why: the reason given when it overrides a lower one."""
+    """Actor options from one origin ("the driver's environment"). why: the reason to log if it overrides a lower
+    layer."""
 
     origin: str
     options: Mapping[str, Any]
@@ -35,9 +36,10 @@ class Layer:
 
 
 def driver_environment() -> dict[str, str]:
-    """What workers get of this process's environment: all but what Ray sets for itself and for each worker.
+    """Return the part of this process's environment that workers inherit, without variables that Ray sets for itself
+    or per worker.
 
-    Left out too: values with a "$" or bytes that are not text, which Ray would not pass on unchanged.
+    Values that contain "$" or are not valid text are left out too, because Ray would change them.
     """
     return {name: value for name, value in os.environ.items() if _passed_on(name) and _is_plain(value)}
 
@@ -53,11 +55,11 @@ def _is_plain(value: str) -> bool:
 
 
 def layered(layers: Sequence[Layer]) -> tuple[dict[str, Any], list[str]]:
-    """The options of all layers, later ones over earlier ones, and a sentence with the reason for each layer that
-    overrides something of another.
+    """Merge the options of all layers; later layers override earlier ones. Return the options, and one message per
+    pair of layers of which one overrides the other, with the reason.
 
-    `runtime_env` and its `env_vars` are merged key by key. Setting what is set already overrides nothing, nor does
-    setting what was None. Values of variables, which may be secret, are not in the sentences. No layer is changed.
+    `runtime_env` and its `env_vars` are merged key by key. An equal value, or any value over None, does not count as
+    an override. Messages omit the values of environment variables, which may be secret. Layers are not modified.
     """
     found: dict[Path, tuple[Any, Layer]] = {}
     overridden: dict[tuple[str, str, str], list[str]] = {}

@@ -14,21 +14,22 @@ HIGHEST = 65535
 
 
 class PortKeeper:
-    """Holds ports on the node it is on until they are released or its process ends.
+    """Holds ports on its node until they are released or its process ends.
 
-    A held port has a bound socket that does not listen, so the kernel gives it to no one else; its worker binds it all
-    the same, if like torch, gRPC, ZMQ, asyncio and http.server it sets SO_REUSEADDR (or SO_REUSEPORT).
+    A held port has a bound socket that does not listen, so the kernel assigns the port to no other socket. The
+    worker can still bind it if it sets SO_REUSEADDR (or SO_REUSEPORT), as torch, gRPC, ZMQ, asyncio and http.server
+    do.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, socket.socket] = {}
 
     def hold(self, count: int, highest: int = HIGHEST) -> list[int]:
-        """`count` free ports up to `highest`, held from now on. No keeper on this node gives out any of them meanwhile.
-        ValueError for a `highest` below `LOWEST`, OSError where all ports up to it are in use, `OpenFilesError` where
-        this process may have no more of them."""
+        """Hold `count` free ports up to `highest` and return them. No other keeper on this node returns them until
+        they are released. ValueError for a `highest` below `LOWEST`, OSError if all ports up to `highest` are in
+        use, `OpenFilesError` if this process has reached its limit of open files."""
         if highest < LOWEST:
-            raise ValueError(f"ports up to {highest} were asked for; those below {LOWEST} are not given out")
+            raise ValueError(f"cannot hold ports up to {highest}: ports below {LOWEST} are never assigned")
         new: list[socket.socket] = []
         try:
             with OpenFilesError.of(f"holding {count} ports"):
@@ -43,19 +44,20 @@ class PortKeeper:
         return ports
 
     def release(self, ports: Iterable[int]) -> None:
-        """Hold these no longer. Ports that are not held are skipped."""
+        """Release these ports. Ports that are not held are skipped."""
         for port in ports:
             sock = self._held.pop(port, None)
             if sock is not None:
                 sock.close()
 
     def close(self) -> None:
-        """Hold none any longer. Idempotent."""
+        """Release all ports. Idempotent."""
         self.release(list(self._held))
 
 
 def _free(highest: int) -> socket.socket:
-    """The kernel's choice, or, where that is too high, the first free one of all up to `highest`, in random order."""
+    """Return a socket bound to a port that the kernel chooses, or if that port is above `highest`, to the first free
+    port of a random order of all ports up to `highest`."""
     chosen = _bound(0)
     if chosen.getsockname()[1] <= highest:
         return chosen
@@ -70,7 +72,8 @@ def _free(highest: int) -> socket.socket:
 
 
 def _bound(port: int) -> socket.socket:
-    """A socket that is bound to the port, alone: with SO_REUSEPORT set before, another keeper could have it, too."""
+    """Return a socket bound to the port. SO_REUSEPORT is set after the bind, so that no other keeper can bind the
+    same port."""
     dual = socket.has_dualstack_ipv6()
     sock = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
     try:

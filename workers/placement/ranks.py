@@ -1,4 +1,4 @@
-"""Which ranks hold the same samples, and which one of them speaks for the rest."""
+"""Axes along which ranks hold different or equal samples, and the leader of a replica group."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ DATA_PARALLEL_AXIS = "data_parallel"
 """The axis along which ranks hold different samples."""
 
 REPLICATED_AXES: tuple[str, ...] = ("tensor_parallel", "context_parallel", "pipeline_parallel")
-"""The axes along which ranks hold the same samples: their siblings form one replica group."""
+"""The axes along which ranks hold the same samples. Ranks that differ only on these form a replica group."""
 
 
 def is_axis_zero(coords: Mapping[str, int], axes: Sequence[str]) -> bool:
-    """Whether `coords` (axis -> place) is 0 on each of `axes`. An axis that `coords` does not name counts as 0."""
+    """Return whether `coords` (axis -> position) is 0 on each of `axes`. A missing axis counts as 0."""
     return all(coords.get(axis, 0) == 0 for axis in axes)
 
 
 def is_replica_leader(coords: Mapping[str, int]) -> bool:
-    """Whether the rank at `coords` is the one of its replica group that fetches, writes back and returns results."""
+    """Return whether the rank at `coords` is the one of its replica group that fetches, writes back and returns
+    results."""
     return is_axis_zero(coords, REPLICATED_AXES)

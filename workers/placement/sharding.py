@@ -1,4 +1,4 @@
-"""Names for the axes of an array of ranks."""
+"""`NamedSharding`: an array of ranks with named axes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ Ranks = npt.NDArray[np.int64]
 
 
 def _as_ranks(layout: Any) -> Ranks:
-    """`layout` (nested sequences or an array) as int64 ranks; ValueError for ragged, empty, non-integer, repeated."""
+    """Return `layout` (nested sequences or an array) as an int64 array. ValueError if it is ragged, empty, not of
+    integers, or names a rank twice."""
     try:
         ranks = np.asarray(layout)
     except ValueError as error:
-        raise ValueError("layout is ragged: every axis needs rows of equal length") from error
+        raise ValueError("layout is ragged: all rows of an axis must have equal length") from error
     if ranks.dtype == object:
-        raise ValueError("layout is ragged or holds something that is not a rank: it must be an array of integers")
+        raise ValueError("layout is ragged or has elements that are not integers; pass an array of integer ranks")
     if ranks.size == 0:
         raise ValueError(f"layout is empty (shape {ranks.shape}): it must name at least one rank")
     if not np.issubdtype(ranks.dtype, np.integer):
-        raise ValueError(f"layout holds {ranks.dtype}: ranks are integers")
+        raise ValueError(f"layout has dtype {ranks.dtype}, but ranks must be integers")
     found, counts = np.unique(ranks, return_counts=True)
     if len(found) != ranks.size:
         raise ValueError(f"layout names rank {int(found[counts > 1][0])} more than once")
@@ -33,12 +34,12 @@ def _as_ranks(layout: Any) -> Ranks:
 
 
 class NamedSharding:
-    """An N-dimensional layout of integer ranks whose axes have names. Immutable.
+    """An N-dimensional layout of integer ranks with named axes. Immutable.
 
     layout: nested sequences or an array of distinct integers, e.g. `[[0, 1], [2, 3]]`.
     names: one name per axis, outermost first, e.g. `["data_parallel", "tensor_parallel"]`.
-    ValueError for a ragged, empty or non-integer layout, a rank named twice, and names that repeat or are not one
-    per axis.
+    ValueError for a layout that is ragged, empty, not of integers or names a rank twice, and for names that are not
+    unique or not one per axis.
     """
 
     def __init__(self, layout: Any, names: Sequence[str]) -> None:
@@ -47,10 +48,10 @@ class NamedSharding:
         self._names = [str(name) for name in names]
         if self._layout.ndim != len(self._names):
             raise ValueError(
-                f"layout has {self._layout.ndim} axes, got {len(self._names)} names for them: {self._names}"
+                f"layout has {self._layout.ndim} axes, but {len(self._names)} names were given: {self._names}"
             )
         if len(set(self._names)) != len(self._names):
-            raise ValueError(f"axis names repeat: {self._names}")
+            raise ValueError(f"axis names are not unique: {self._names}")
         self._axes = {name: axis for axis, name in enumerate(self._names)}
         places = itertools.product(*map(range, self._layout.shape))
         self._coords = dict(zip(self._layout.ravel().tolist(), places, strict=True))
@@ -79,39 +80,40 @@ class NamedSharding:
         return self._layout.copy()
 
     def get_axis_index(self, name: str) -> int:
-        """Which axis `name` is, counted from the outermost. ValueError for a name that is not an axis."""
+        """Return the index of axis `name`, counted from the outermost. ValueError for an unknown axis."""
         try:
             return self._axes[name]
         except KeyError:
             raise ValueError(f"unknown axis {name!r}; this sharding has {', '.join(self._names)}") from None
 
     def get_axis_size(self, name: str) -> int:
-        """How many places axis `name` has. ValueError for a name that is not an axis."""
+        """Return the size of axis `name`. ValueError for an unknown axis."""
         return int(self._layout.shape[self.get_axis_index(name)])
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
-        """Where rank `worker_id` is: axis name -> place. One look-up. ValueError for a rank it does not name."""
+        """Return the coordinates (axis name -> position) of rank `worker_id`, in constant time. ValueError for an
+        unknown rank."""
         try:
             places = self._coords[worker_id]
         except KeyError:
-            raise ValueError(f"unknown rank {worker_id}; the layout names {self.size} others") from None
+            raise ValueError(f"unknown rank {worker_id}; the layout has {self.size} other ranks") from None
         return dict(zip(self._names, places, strict=True))
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """The ranks at `coords`, ascending; an axis not given matches every place. Empty where a place is beyond its
-        axis. ValueError for a name that is not an axis."""
+        """Return the ranks at `coords`, ascending. An axis that is not given matches all positions. Empty for a
+        position beyond its axis. ValueError for an unknown axis."""
         if any(not 0 <= place < self.get_axis_size(name) for name, place in coords.items()):
             return []
         return sorted(int(rank) for rank in self._at(coords).ravel())
 
     def get_ranks(self, **coords: int) -> NamedSharding | int:
-        """What is left when the given axes are fixed: a sharding over the others, or the one rank when none is left.
+        """Fix the given axes. Return a sharding over the remaining axes, or the rank if no axis remains.
 
-        ValueError for a name that is not an axis, IndexError for a place beyond its axis.
+        ValueError for an unknown axis, IndexError for a position beyond its axis.
         """
         for name, place in coords.items():
             if not 0 <= place < self.get_axis_size(name):
-                raise IndexError(f"axis {name!r} has {self.get_axis_size(name)} places, got {place}")
+                raise IndexError(f"axis {name!r} has size {self.get_axis_size(name)}, got position {place}")
         left = self._at(coords)
         if left.ndim == 0:
             return int(left)
@@ -119,10 +121,9 @@ class NamedSharding:
 
     @staticmethod
     def is_axis_zero(coords: Mapping[str, int], axes: Sequence[str]) -> bool:
-        """Whether `coords` is 0 on each of `axes`, one that it does not name counting as 0.
+        """Return whether `coords` is 0 on each of `axes`. A missing axis counts as 0.
 
-        The predicate behind `TQWorkerMixin._is_replica_leader`, which feeds it `_local_coords()`; a driver feeds it
-        `get_worker_coords(rank)`.
+        `TQWorkerMixin._is_replica_leader` calls it with `_local_coords()`, a driver with `get_worker_coords(rank)`.
         """
         return is_axis_zero(coords, axes)
 

@@ -1,4 +1,5 @@
-"""Which workers a group has, on which nodes and accelerators: arithmetic on a cluster's counts. No Ray, no torch."""
+"""Placement strategies: the workers of a group, their nodes and their accelerators. Arithmetic only; no Ray, no
+torch."""
 
 from __future__ import annotations
 
@@ -8,21 +9,21 @@ from typing import Protocol
 
 
 class Accelerators(Protocol):
-    """What a strategy needs to know of a cluster."""
+    """The cluster attributes that a strategy reads."""
 
     @property
     def accelerators_per_node(self) -> Sequence[int]:
-        """How many accelerators each node has, by node rank."""
+        """The number of accelerators of each node, by node rank."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlacement:
-    """Where one worker of a group is.
+    """The place of one worker of a group.
 
-    cluster_node_rank: its node among all of the cluster; placement_node_rank: among those that the group is on;
-    local_rank, local_world_size: among the group's workers of its node; accelerators: those of its node that are its
-    own, none for a CPU worker; visible: those that it shall see.
+    cluster_node_rank: rank of its node in the cluster; placement_node_rank: rank of its node among the nodes of the
+    group; local_rank, local_world_size: among the group's workers on its node; accelerators: indices on its node of
+    its own accelerators, empty for a CPU worker; visible: indices of the accelerators that it can see.
     """
 
     rank: int
@@ -35,41 +36,45 @@ class WorkerPlacement:
 
     @property
     def isolated(self) -> bool:
-        """Whether it sees its own accelerators only."""
+        """Whether the worker has accelerators and sees only its own."""
         return bool(self.accelerators) and self.visible == self.accelerators
 
     @property
     def local_accelerator_rank(self) -> int:
-        """The first accelerator that it may use, counted on its node; -1 if there is none."""
+        """Index on the node of the first accelerator that the worker may use; -1 without one."""
         return next(iter(self.accelerators or self.visible), -1)
 
 
 class PlacementStrategy(Protocol):
     def get_placement(self, cluster: Accelerators, isolate_accelerator: bool = True) -> list[WorkerPlacement]:
-        """The workers, in rank order. isolate_accelerator: whether a worker sees its own accelerators only. ValueError
-        where the cluster has not what the strategy names."""
+        """Return the workers in rank order. isolate_accelerator: each worker sees only its own accelerators.
+        ValueError for a node or accelerator that the cluster does not have."""
         ...
 
 
 class PackedPlacementStrategy:
-    """A worker for every `num_hardware_per_process` accelerators from `start_hardware_rank` to `end_hardware_rank`
-    (included), node after node.
+    """One worker per `num_hardware_per_process` accelerators, from `start_hardware_rank` to `end_hardware_rank`
+    (inclusive).
 
-    Accelerators are numbered over the whole cluster. With `stride` s a worker has every s-th one: of 0 to 3, two per
-    worker, (0, 1) and (2, 3) with stride 1, (0, 2) and (1, 3) with stride 2. ValueError for a range that is not a
-    multiple of `num_hardware_per_process * stride`.
+    Accelerators are numbered over the whole cluster. With `stride` s a worker gets every s-th accelerator: of 0 to 3
+    with two per worker, (0, 1) and (2, 3) for stride 1, (0, 2) and (1, 3) for stride 2. ValueError if the size of
+    the range is not a multiple of `num_hardware_per_process * stride`.
     """
 
     def __init__(
         self, start_hardware_rank: int, end_hardware_rank: int, num_hardware_per_process: int = 1, stride: int = 1
     ) -> None:
         if num_hardware_per_process < 1 or stride < 1:
-            raise ValueError(f"num_hardware_per_process={num_hardware_per_process}, stride={stride}: at least 1 each")
+            raise ValueError(
+                f"num_hardware_per_process={num_hardware_per_process}, stride={stride}: must be at least 1"
+            )
         if not 0 <= start_hardware_rank <= end_hardware_rank:
-            raise ValueError(f"accelerators {start_hardware_rank} to {end_hardware_rank} are no range from 0 on")
+            raise ValueError(
+                f"accelerators {start_hardware_rank} to {end_hardware_rank} are not an ascending range from 0 on"
+            )
         count, block = end_hardware_rank - start_hardware_rank + 1, num_hardware_per_process * stride
         if count % block:
-            raise ValueError(f"{count} accelerators are not a multiple of {block}: so many are taken at a time")
+            raise ValueError(f"{count} accelerators are not a multiple of {block} (num_hardware_per_process * stride)")
         self._groups = [
             tuple(range(first + offset, first + offset + block, stride))
             for first in range(start_hardware_rank, end_hardware_rank + 1, block)
@@ -81,16 +86,17 @@ class PackedPlacementStrategy:
 
 
 class FlexiblePlacementStrategy:
-    """A worker for each list of accelerators, which are numbered over the whole cluster.
+    """One worker per list of accelerators, which are numbered over the whole cluster.
 
-    Those of one worker are on one node and differ. They are sorted, and so are the workers, by their first.
+    The accelerators of a worker must be distinct and on one node. They are sorted. Workers are sorted by their first
+    one.
     """
 
     def __init__(self, hardware_ranks_list: Sequence[Sequence[int]]) -> None:
         groups = [tuple(sorted(ranks)) for ranks in hardware_ranks_list]
         if not groups or not all(groups):
             raise ValueError(
-                f"hardware_ranks_list={hardware_ranks_list!r}: at least one worker, each with accelerators"
+                f"hardware_ranks_list={hardware_ranks_list!r} must have at least one worker, each with accelerators"
             )
         for ranks in groups:
             if len(set(ranks)) < len(ranks):
@@ -102,29 +108,32 @@ class FlexiblePlacementStrategy:
 
 
 class NodePlacementStrategy:
-    """A worker for each node rank named, sorted; a node may be named often. They see all accelerators of their node."""
+    """One worker per entry of `node_ranks`, sorted; a node may occur repeatedly. Workers see all accelerators of
+    their node."""
 
     def __init__(self, node_ranks: Sequence[int]) -> None:
         if not node_ranks:
-            raise ValueError("node_ranks is empty: a worker group has at least one worker")
+            raise ValueError("node_ranks is empty: a worker group needs at least one worker")
         self._nodes = sorted(node_ranks)
 
     def get_placement(self, cluster: Accelerators, isolate_accelerator: bool = True) -> list[WorkerPlacement]:
         nodes = len(cluster.accelerators_per_node)
         for node in self._nodes:
             if not 0 <= node < nodes:
-                raise ValueError(f"node {node} was named; the cluster has {nodes} nodes, counted from 0")
+                raise ValueError(f"node {node} does not exist; the cluster has {nodes} nodes, counted from 0")
         return _placed([(node, ()) for node in self._nodes], cluster, False)
 
 
 def _on_accelerators(groups: Sequence[tuple[int, ...]], cluster: Accelerators, isolate: bool) -> list[WorkerPlacement]:
     places = [(node, index) for node, count in enumerate(cluster.accelerators_per_node) for index in range(count)]
     if not places:
-        raise ValueError("the cluster has no accelerators; NodePlacementStrategy places workers by nodes alone")
+        raise ValueError("the cluster has no accelerators; use NodePlacementStrategy to place workers by node")
     found = []
     for ranks in groups:
         if not 0 <= ranks[0] <= ranks[-1] < len(places):
-            raise ValueError(f"accelerators {list(ranks)} were named; the cluster has {len(places)}, counted from 0")
+            raise ValueError(
+                f"accelerators {list(ranks)} do not all exist; the cluster has {len(places)}, counted from 0"
+            )
         nodes = {places[rank][0] for rank in ranks}
         if len(nodes) > 1:
             raise ValueError(f"accelerators {list(ranks)} of one worker are on several nodes: {sorted(nodes)}")
@@ -135,7 +144,7 @@ def _on_accelerators(groups: Sequence[tuple[int, ...]], cluster: Accelerators, i
 def _placed(
     workers: Sequence[tuple[int, tuple[int, ...]]], cluster: Accelerators, isolate: bool
 ) -> list[WorkerPlacement]:
-    """workers: (node, accelerators of its own there) of each, in order of their nodes."""
+    """Return the placements. workers: (node, own accelerators on it) of each, sorted by node."""
     nodes = [node for node, _ in workers]
     numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     return [

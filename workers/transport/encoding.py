@@ -1,4 +1,4 @@
-"""What processes of a job write and read of each other: msgpack of known types, and errors by name."""
+"""Encoding of messages between processes of a job: msgpack of known types, and errors by name."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from dataplane.errors.base import rebuild
 from workers import errors
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
-"""Writes any message."""
+"""Encode any message."""
 
 
 def decoder(kind: Any) -> Callable[[Any], Any]:
-    """Reads messages of `kind`, and raises msgspec.DecodeError for anything else."""
+    """Return a decoder for messages of `kind`. It raises msgspec.DecodeError for other data."""
     decode = msgspec.msgpack.Decoder(kind).decode
 
     def read(data: Any) -> Any:
         try:
             return decode(data)
         except (ValueError, RecursionError) as error:
-            # Texts that are no UTF-8, and what is nested too deep for Python: msgspec lets these through as they are.
+            # msgspec raises other types for text that is not UTF-8 and for data nested too deeply for Python.
             raise msgspec.DecodeError(str(error)) from error
 
     return read
 
 
 class CarriesError(Protocol):
-    """A message that carries an error: the name of one of this package's, or the data plane's, and its keywords."""
+    """A message that carries an error: the class name of an error of this package or the data plane, and its keyword
+    arguments."""
 
     @property
     def error(self) -> str: ...
@@ -40,19 +41,21 @@ class CarriesError(Protocol):
 
 
 def carried(error: DataPlaneError) -> dict[str, Any]:
-    """The fields of a message that carries `error`."""
+    """Return the fields of a message that carries `error`."""
     return {"error": type(error).__name__, "facts": error.facts}
 
 
 def error_of(message: CarriesError) -> DataPlaneError:
-    """The error that a message carries. An `InternalError` that shows its name and facts where there is no such class,
-    or it does not take the facts."""
+    """Return the error that a message carries. If there is no such class, or it does not accept the facts, return an
+    `InternalError` that shows both."""
     name, facts = message.error, message.facts
     kind = getattr(errors, name, ERROR_TYPES.get(name))
     try:
         if isinstance(kind, type) and issubclass(kind, DataPlaneError):
             return rebuild(kind, facts)
-        why = "no error of this version"
+        why = "this version has no such error"
     except Exception as failed:
         why = repr(failed)
-    return InternalError(what=f"another worker told {name[:80]!r}, of {str(facts)[:200]} ({why})")
+    return InternalError(
+        what=f"a peer sent error {name[:80]!r} with facts {str(facts)[:200]}, which cannot be rebuilt: {why}"
+    )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """host: boot id of the machine; name: of the abstract Unix socket there; address: "host:port"
-    for other machines; token: the secret that clients present. None of them may contain spaces."""
+    """host: boot id of the machine; name: of the abstract Unix socket on that machine; address: "host:port" for
+    clients on other machines; token: the secret that clients present. None of them may contain spaces."""
 
     host: str
     name: str
@@ -23,5 +23,5 @@ class Endpoint:
         """Parse an endpoint. ValueError if the text is malformed."""
         parts = text.split(" ")
         if len(parts) != 4:
-            raise ValueError("this is not the endpoint of a server: it has a host, a name, an address and a token")
+            raise ValueError("not the endpoint of a server: expected host, name, address and token separated by spaces")
         return cls(host=parts[0], name=parts[1], address=parts[2], token=parts[3])

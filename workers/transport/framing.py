@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 HEADER = struct.Struct("<IQ")
 MAX_REQUEST_BYTES = 64 << 20
-"""Of a request's body. An answer's may have as many as the header can say: a batch of many small items has."""
+"""Limit of a request's body."""
 MAX_ANSWER_BYTES = (1 << 32) - 1
+"""Limit of a response's body, set by the header's format. A batch of many small items has a large body."""
 READ_BYTES = 64 << 10
 PARTS = 64
-"""So many buffers are sent in one call, which takes no more than 1024."""
+"""How many buffers are sent in one call. The kernel accepts at most 1024."""
 
 
 class Message(NamedTuple):
@@ -25,14 +26,13 @@ class Message(NamedTuple):
 
 
 def framed(body: bytes, payload_bytes: int = 0) -> bytes:
-    """Header and body."""
+    """Return header and body."""
     return HEADER.pack(len(body), payload_bytes) + body
 
 
 class Splitter:
-    """Splits a byte stream into messages. Call `feed` with received bytes, then `next` until it
-    returns None; read a message's payload from `rest` (and then the stream) before the next
-    message. limit_bytes: of a body."""
+    """Splits a byte stream into messages. Call `feed` with received bytes, then `next` until it returns None. Read a
+    message's payload from `rest` (and then from the stream) before the next message. limit_bytes: of a body."""
 
     def __init__(self, limit_bytes: int = MAX_REQUEST_BYTES) -> None:
         self._limit_bytes = limit_bytes
@@ -42,13 +42,13 @@ class Splitter:
         self._buffer += data
 
     def next(self) -> Message | None:
-        """The next complete message, or None. ValueError if the stream is malformed."""
+        """Return the next complete message, or None. ValueError if the stream is malformed."""
         buffer = self._buffer
         if len(buffer) < HEADER.size:
             return None
         body_bytes, payload_bytes = HEADER.unpack_from(buffer)
         if body_bytes > self._limit_bytes:
-            raise ValueError(f"a message of {body_bytes:,} bytes; at most {self._limit_bytes:,} are taken")
+            raise ValueError(f"message body of {body_bytes:,} bytes exceeds the limit of {self._limit_bytes:,}")
         end = HEADER.size + body_bytes
         if len(buffer) < end:
             return None
@@ -57,8 +57,8 @@ class Splitter:
         return Message(body, payload_bytes)
 
     def rest(self, target: memoryview) -> memoryview:
-        """Move received payload bytes to the start of `target`; return the part of `target` that is
-        still to be filled."""
+        """Move received payload bytes to the start of `target`. Return the part of `target` that is still to be
+        filled."""
         count = min(len(target), len(self._buffer))
         target[:count] = memoryview(self._buffer)[:count]
         del self._buffer[:count]

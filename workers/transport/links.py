@@ -1,4 +1,4 @@
-"""Connections to the processes that a worker sends to, all of one ZMQ socket."""
+"""Connections of one ZMQ socket to the processes that a worker sends to."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from workers.transport.zmq_sockets import Socket, connect, open_socket, received
 
 LINGER_MS = 1000
 LINKS_MOST = 1 << 10
-"""Connections that are kept although nothing is under way on them, at most; those that are not used for longest go."""
+"""Limit of open connections. Beyond it idle connections are closed, least recently used first."""
 LINKS_SHARE = 4
-"""They take at most that part of the descriptors that this process may have."""
-_LOOK_AT = 16
+"""Connections use at most 1/`LINKS_SHARE` of the descriptors that this process may have."""
+_SCANNED = 16
+"""How many more than the excess connections are checked for idle ones."""
 
 M = TypeVar("M")
 
@@ -34,9 +35,8 @@ class _Link:
 
 
 class Links:
-    """Connections of one thread. A connection is made when there is something to send. Each has an
-    identity of its own, so that late replies from a closed connection are not taken for replies of
-    a new one."""
+    """Connections of one thread. A connection is opened for the first message to a peer. Each has its own identity,
+    so late responses from a closed connection are not taken for responses from a new one."""
 
     def __init__(self, context: zmq.Context[Socket], *, most: int | None = None) -> None:
         self.socket = open_socket(context, zmq.ROUTER, linger_ms=LINGER_MS)
@@ -51,8 +51,8 @@ class Links:
         return len(self._by_peer)
 
     def send(self, peer: str, endpoint: str, frames: Sequence[Any], idle: Callable[[str], bool]) -> None:
-        """Send to `peer` at `endpoint`. idle(peer): whether no request to that peer is pending;
-        idle connections may be closed to stay within the limit."""
+        """Send to `peer` at `endpoint`. idle(peer): whether no request to that peer is pending; idle connections may
+        be closed to stay within the limit."""
         link = self._by_peer.get(peer)
         if link is not None and link.endpoint != endpoint:
             self.cut(peer)
@@ -61,22 +61,22 @@ class Links:
             self._make_space(idle)
             link = self._connect(peer, endpoint)
         self._by_peer.move_to_end(peer)
-        if not self._sent(link, frames):
-            # ZMQ gives a connection up for good where something else than a worker answered, once.
+        if not self._try_send(link, frames):
+            # ZMQ never reconnects to a port on which a process with another protocol has once responded.
             self.cut(peer)
-            self._sent(self._connect(peer, endpoint), frames)
+            self._try_send(self._connect(peer, endpoint), frames)
 
     def others(self, peer: str, endpoint: str) -> bool:
-        """Whether the connection to `endpoint` belongs to another peer than `peer`."""
+        """Return whether the connection to `endpoint` belongs to another peer than `peer`."""
         link = self._by_url.get(url_of(endpoint))
         return link is not None and link.peer != peer
 
     def send_to_all(self, frames: Sequence[Any]) -> None:
         """Send to every connected peer."""
         for link in self._by_peer.values():
-            self._sent(link, frames)
+            self._try_send(link, frames)
 
-    def _sent(self, link: _Link, frames: Sequence[Any]) -> bool:
+    def _try_send(self, link: _Link, frames: Sequence[Any]) -> bool:
         try:
             send(self.socket, (link.route, *frames))
         except zmq.ZMQError as error:
@@ -88,14 +88,14 @@ class Links:
     def received(
         self, decode: Callable[[Any], M], reader: str, followed: tuple[type, ...]
     ) -> Iterator[tuple[str, M, list[zmq.Frame]]]:
-        """The replies that have arrived: peer, message and frames; see `zmq_sockets.received`."""
+        """Yield peer, message and frames of each response that has arrived. See `zmq_sockets.received`."""
         for route, answer, frames in received(self.socket, decode, reader, followed):
             link = self._by_route.get(route)
             if link is not None:
                 yield link.peer, answer, frames
 
     def cut(self, peer: str) -> None:
-        """Close the connection, if there is one. Unsent messages are dropped."""
+        """Close the connection to `peer`, if any. Unsent messages are dropped."""
         link = self._by_peer.pop(peer, None)
         if link is not None:
             del self._by_route[link.route], self._by_url[link.url]
@@ -105,7 +105,7 @@ class Links:
     def _connect(self, peer: str, endpoint: str) -> _Link:
         url = url_of(endpoint)
         if url in self._by_url:
-            # Whoever had the port before has it no more.
+            # The port was reused, so the connection to its previous owner is obsolete.
             self.cut(self._by_url[url].peer)
         link = _Link(b"to-%d" % next(self._numbers), peer, endpoint, url)
         self.socket.set(zmq.CONNECT_ROUTING_ID, link.route)
@@ -117,7 +117,7 @@ class Links:
         """Close idle connections until one more is allowed. Connections in use stay open."""
         excess = len(self) + 1 - self._most
         if excess > 0:
-            oldest = list(itertools.islice(self._by_peer, excess + _LOOK_AT))
+            oldest = list(itertools.islice(self._by_peer, excess + _SCANNED))
             for peer in list(filter(idle, oldest))[:excess]:
                 self.cut(peer)
 

@@ -1,8 +1,8 @@
 """Python objects as a pickled skeleton and runs of bytes, and back; used by messages and channels.
 
-Tensors and arrays anywhere in an object are sent as their bytes, copied once. The rest, the
-skeleton, is pickled (by value where a class or function cannot be imported by the receiver). Both
-ends are workers of one job and trust each other."""
+Tensors and arrays anywhere in an object are sent as their bytes, copied once. The rest, the skeleton, is pickled (by
+value if the receiver cannot import a class or function). Both ends are workers of one job and trust each other.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 
 ALIGN_BYTES = 64
 SMALL_BYTES = 1024
-"""Buffers of arrays below this are pickled with their object: cheaper than one more run."""
+"""Array buffers smaller than this are pickled with their object, which is cheaper than one more run."""
 _PADDING = memoryview(bytes(ALIGN_BYTES))
 _DTYPES: dict[str, torch.dtype] = {
     str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
@@ -35,7 +35,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """A run of bytes: a tensor's values, C-contiguous, or (with an empty dtype) a buffer of another object."""
+    """A run of bytes: a tensor's values, C-contiguous, or (if dtype is empty) a buffer of another object."""
 
     start: int
     nbytes: int
@@ -45,25 +45,27 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Where the parts of an object are among its `nbytes` bytes: the segments, then the skeleton."""
+    """Positions of the parts of an object in its `nbytes` bytes: the segments, then the skeleton."""
 
     segments: tuple[Segment, ...]
     skeleton_from: Annotated[int, msgspec.Meta(ge=0)]
     nbytes: int
 
     def check(self) -> None:
-        """ValueError if a part is outside of the bytes."""
+        """ValueError if a part exceeds the bytes."""
         for segment in self.segments:
             if segment.start < 0 or segment.nbytes < 0 or segment.start + segment.nbytes > self.nbytes:
-                raise ValueError(f"{segment.nbytes} bytes from {segment.start} of an object of {self.nbytes}")
+                raise ValueError(
+                    f"segment of {segment.nbytes} bytes at {segment.start} exceeds an object of {self.nbytes} bytes"
+                )
         if self.skeleton_from > self.nbytes:
-            raise ValueError(f"a skeleton from {self.skeleton_from} of an object of {self.nbytes}")
+            raise ValueError(f"skeleton at {self.skeleton_from} exceeds an object of {self.nbytes} bytes")
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What `pack` made of an object. skeleton: empty for a tensor by itself; parts: one per segment, a tensor of any
-    strides and device or a buffer; they are the object's own, so its values are those at `write` or `runs`."""
+    """The result of `pack`. skeleton: empty for a single tensor; parts: one per segment, a tensor of any strides and
+    device or a buffer. Parts share memory with the object, so the values are those at the time of `write` or `runs`."""
 
     skeleton: bytes
     layout: Layout
@@ -71,11 +73,11 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Of the parts and the skeleton after them."""
+        """Size of the parts and the skeleton after them."""
         return self.layout.nbytes
 
     def write(self, memory: Bytes) -> None:
-        """Copy everything into `memory`, [at least nbytes]. Blocks until it is there, from a GPU too."""
+        """Copy everything into `memory`, [at least nbytes]. Blocks until all is copied, also from a GPU."""
         memory[self.layout.skeleton_from : self.nbytes] = np.frombuffer(self.skeleton, np.uint8)
         for segment, part in zip(self.layout.segments, self.parts, strict=True):
             if segment.nbytes == 0:
@@ -87,8 +89,8 @@ class Packed:
                 np.copyto(run, np.frombuffer(part, np.uint8))
 
     def runs(self) -> list[memoryview]:
-        """The same bytes as buffers that follow each other; copied are only tensors that are not contiguous, or on a
-        GPU."""
+        """Return the same bytes as consecutive buffers. Only tensors that are not contiguous or are on a GPU are
+        copied."""
         found, end = [], 0
         for segment, part in zip(self.layout.segments, self.parts, strict=True):
             found.append(_PADDING[: segment.start - end])
@@ -101,14 +103,15 @@ NOTHING = Packed(b"", Layout((), 0, 0), ())
 
 
 def pack(value: Any, what: str | None = None) -> Packed:
-    """`value`, any Python object, to be sent. `NotSerializableError`, naming `what` or its type, if it cannot be."""
+    """Prepare `value`, any Python object, for sending. `NotSerializableError`, which names `what` or the type, if it
+    cannot be pickled."""
     if type(value) is Tensor and is_plain(value):
         return pack_tensor(value)
     file = io.BytesIO()
     buffers: list[memoryview] = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
-        """Whether it is to be pickled with the rest."""
+        """Return whether to pickle the buffer in line with the skeleton."""
         raw = buffer.raw()
         if raw.nbytes < SMALL_BYTES:
             return True
@@ -126,12 +129,12 @@ def pack(value: Any, what: str | None = None) -> Packed:
 
 
 def pack_tensor(tensor: Tensor) -> Packed:
-    """A plain tensor by itself."""
+    """Prepare a single plain tensor for sending."""
     return _packed(b"", [tensor])
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is its dtype, shape and values, and nothing else (but for a history, which is not sent)."""
+    """Return whether the tensor consists only of dtype, shape and values (and autograd history, which is not sent)."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_nested
@@ -142,14 +145,14 @@ def is_plain(tensor: Tensor) -> bool:
 
 @dataclass
 class Unpacked:
-    """Values that are this process's own; `load` makes the object of them."""
+    """Values in this process's memory, from which `load` makes the object."""
 
     skeleton: bytes
     tensors: list[Tensor] = field(default_factory=list)
     buffers: list[Bytes] = field(default_factory=list)
 
     def load(self) -> Any:
-        """The object. `NotSerializableError` if its classes cannot be had here, or its own code fails."""
+        """Return the object. `NotSerializableError` if its classes cannot be imported or its own code fails."""
         if not self.skeleton:
             return self.tensors[0]
         try:
@@ -169,16 +172,16 @@ def unpack(
     own: bool,
     device: torch.device | None = None,
 ) -> Unpacked:
-    """What `Packed.write` wrote into `memory`, [at least nbytes]: tensors and buffers refer to it where it is this
-    process's `own`, or else are copies; large ones in memory of `warm`. What came from a GPU goes to `device`, or this
-    thread's current one; to CPU memory where there is none. Blocks until all is copied."""
+    """Return the parts of an object that `Packed.write` wrote into `memory`, [at least nbytes]. Tensors and buffers
+    refer to `memory` if `own`, and are copies otherwise; large ones use memory of `warm`. Tensors from a GPU are put
+    on `device`, default this thread's current GPU, or on the CPU if there is none. Blocks until all is copied."""
     unpacked = Unpacked(memory[layout.skeleton_from : layout.nbytes].tobytes())
     for segment in layout.segments:
         run = _run(memory, segment)
         if not segment.dtype:
             unpacked.buffers.append(run if own else _copied(run, warm))
             continue
-        place = _place(device) if segment.cuda else torch.device("cpu")
+        place = _device_or_default(device) if segment.cuda else torch.device("cpu")
         if segment.nbytes == 0:
             unpacked.tensors.append(torch.empty(segment.shape, dtype=_DTYPES[segment.dtype], device=place))
             continue
@@ -188,23 +191,22 @@ def unpack(
             flat = torch.empty(segment.nbytes, dtype=torch.uint8, device=place)
             flat.copy_(torch.from_numpy(run))
         unpacked.tensors.append(flat.view(_DTYPES[segment.dtype]).view(segment.shape))
-    _settle(unpacked.tensors)
+    _synchronize(unpacked.tensors)
     return unpacked
 
 
 def copy_into(target: Tensor, layout: Layout, memory: Bytes) -> None:
-    """The one tensor of a message into `target`, of the same shape and dtype, wherever it is and whatever its
-    strides."""
+    """Copy the tensor of a message into `target`, of the same shape and dtype, on any device and with any strides."""
     (segment,) = layout.segments
     if segment.nbytes:
         flat = torch.from_numpy(_run(memory, segment))
         with torch.no_grad():
             target.copy_(flat.view(_DTYPES[segment.dtype]).view(segment.shape))
-        _settle([target])
+        _synchronize([target])
 
 
 def fresh(nbytes: int, warm: BufferPool) -> Bytes:
-    """Bytes of this process's own, of any content."""
+    """Return uninitialized bytes that belong to this process."""
     if nbytes >= FROM_BYTES:
         return warm.take(nbytes)
     return torch.empty(nbytes, dtype=torch.uint8).numpy()
@@ -216,13 +218,14 @@ def _copied(run: Bytes, warm: BufferPool) -> Bytes:
     return own
 
 
-def _settle(tensors: Sequence[Tensor]) -> None:
-    """Wait for the copies to GPUs that this thread began."""
+def _synchronize(tensors: Sequence[Tensor]) -> None:
+    """Wait for copies to GPUs that this thread started."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 
 def _packed(skeleton: bytes, parts: Sequence[Tensor | memoryview]) -> Packed:
+    """Lay out the parts, each aligned to `ALIGN_BYTES`, followed by the skeleton."""
     segments, end = [], 0
     for part in parts:
         start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
@@ -240,14 +243,15 @@ def _run(memory: Bytes, segment: Segment) -> Bytes:
     return memory[segment.start : segment.start + segment.nbytes]
 
 
-def _in_a_row(tensor: Tensor) -> bool:
+def _is_raw(tensor: Tensor) -> bool:
+    """Return whether the tensor's memory is its values in C order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _fill(flat: Tensor, tensor: Tensor) -> None:
-    """flat: uint8, as many bytes as `tensor` has."""
+    """Copy the values of `tensor` into `flat`, uint8 of the same size in bytes."""
     source = tensor.detach()
-    if _in_a_row(source):
+    if _is_raw(source):
         flat.copy_(flat_bytes(source))
     else:
         flat.view(source.dtype).view(source.shape).copy_(source)
@@ -257,18 +261,18 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     source = tensor.detach()
-    if not _in_a_row(source):
+    if not _is_raw(source):
         source = source.resolve_conj().resolve_neg().contiguous()
     data: memoryview = flat_bytes(source.cpu()).numpy().data
     return data
 
 
-def _place(device: torch.device | None) -> torch.device:
+def _device_or_default(device: torch.device | None) -> torch.device:
     return device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves plain tensors out, each once; other kinds of tensors take themselves apart into plain ones."""
+    """Replaces each plain tensor by its index. Other kinds of tensors reduce to plain ones."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -10,19 +10,19 @@ from typing import Any, Protocol
 from dataplane.core.wakeup import Waker
 
 JOIN_S = 10.0
-"""How long `close` waits for a thread to end, unless it is told otherwise."""
+"""Default limit of the wait of `close` for the thread's end."""
 
 _here = threading.local()
 
 
 def refuse_waiting(what: str) -> None:
-    """RuntimeError if this thread completes futures, and so must not wait for `what`."""
+    """RuntimeError if this thread completes futures and therefore must not wait for `what`."""
     if getattr(_here, "completes", False):
         raise RuntimeError(f"{what}: a function given to `then` must not wait for other work")
 
 
 class Poller(Protocol):
-    """What `select.poll` and `zmq.Poller` have in common: timeouts in milliseconds, None for no limit."""
+    """The common interface of `select.poll` and `zmq.Poller`. Timeouts are in milliseconds, None for no limit."""
 
     def register(self, source: Any, events: int, /) -> Any: ...
 
@@ -30,11 +30,12 @@ class Poller(Protocol):
 
 
 class PollThread:
-    """Calls `turn` with the events that `poller` found, and after each `wake`.
+    """Calls `turn` with the events that `poller` returns, and after each `wake`.
 
-    timeout_ms: of the next poll, None for no limit; completes: the thread completes futures, so it
-    must not wait for any; ended: called last, with the exception of `turn` that ended the thread,
-    or None after `stop`. `wake` and `stop` may be called from any thread and from finalizers."""
+    timeout_ms: of the next poll, None for no limit; completes: the thread completes futures, so it must not wait for
+    any; ended: called last, with the exception of `turn` that ended the thread, or None after `stop`. `wake` and
+    `stop` may be called from any thread and from finalizers.
+    """
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class PollThread:
         completes: bool = False,
     ) -> None:
         self._waker = Waker()
-        # Reentrant: a finalizer may come while its thread is here already.
+        # Reentrant, because a finalizer may call `wake` while its thread is inside `wake`.
         self._waking = threading.RLock()
         self._stopping = False
         self._completes = completes
@@ -61,11 +62,11 @@ class PollThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread is running."""
         return self._thread.is_alive()
 
     def wake(self) -> None:
-        """Make the thread call `turn`. Does nothing after the thread has ended."""
+        """Make the thread call `turn`. A no-op after the thread has ended."""
         with self._waking:
             self._waker.wake()
 
@@ -95,6 +96,7 @@ class PollThread:
         ended: Callable[[BaseException | None], None],
         timeout_ms: Callable[[], int | None],
     ) -> None:
+        """The thread's loop. Runs `ended` last, also after an exception of `turn`."""
         _here.completes = self._completes
         error: BaseException | None = None
         woken = self._waker.fd

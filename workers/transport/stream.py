@@ -16,7 +16,7 @@ from workers.transport.endpoint import Endpoint
 from workers.transport.framing import MAX_ANSWER_BYTES, READ_BYTES, Message, Splitter, send_some
 
 SILENT_S = 10.0
-"""Bytes on their way have as long again whenever some of them arrive, however many they are."""
+"""The deadline of a transfer is extended by this time whenever bytes arrive, any number of times."""
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 UNSENT_MS = 15_000
 
@@ -51,7 +51,7 @@ class Stream:
 
     @classmethod
     def connect(cls, endpoint: Endpoint, within_s: float) -> Stream:
-        """Connect through a Unix socket on the same host, otherwise over TCP. OSError if nothing listens."""
+        """Connect through a Unix socket on the same host, otherwise over TCP. OSError if no server listens."""
         if endpoint.host == boot_id():
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -59,7 +59,7 @@ class Stream:
                 sock.connect("\0" + endpoint.name)
                 return cls(sock)
             except ConnectionRefusedError:
-                # Also where the server is in another network namespace of this machine.
+                # The server may be in another network namespace of this machine, so TCP is tried next.
                 sock.close()
             except BaseException:
                 sock.close()
@@ -86,7 +86,7 @@ class Stream:
         return self.sock.family == socket.AF_UNIX
 
     def poller(self) -> select.poll:
-        """A poller of this stream for incoming data."""
+        """Return a poller of this stream for incoming data."""
         found = select.poll()
         found.register(self.sock, select.POLLIN)
         return found
@@ -97,7 +97,7 @@ class Stream:
         data, fds, _, _ = socket.recv_fds(self.sock, READ_BYTES, 1)
         try:
             if not data:
-                raise StreamLostError("it closed the connection")
+                raise StreamLostError("the other end closed the connection")
             self._splitter.feed(data)
             return self.receive(until), fds
         except BaseException:
@@ -116,7 +116,7 @@ class Stream:
             self._splitter.feed(self._read() or b"")
 
     def arrived(self) -> Message | None:
-        """The next message if it has arrived, else None. Reads from the socket at most once."""
+        """Return the next message if it has arrived, else None. Reads from the socket at most once."""
         message = self._splitter.next()
         if message is None:
             data = self._read()
@@ -139,12 +139,12 @@ class Stream:
             except OSError as error:
                 raise StreamLostError(str(error)) from error
             if not count:
-                raise StreamLostError("it closed the connection")
+                raise StreamLostError("the other end closed the connection")
             left = left[count:]
             until = max(until, time.monotonic() + SILENT_S)
 
     def skip(self, nbytes: int, until: float) -> None:
-        """Read this many bytes of the last message's payload and drop them."""
+        """Read `nbytes` bytes of the last message's payload and drop them."""
         scratch = memoryview(bytearray(min(nbytes, READ_BYTES)))
         while nbytes:
             part = scratch[:nbytes]
@@ -153,7 +153,7 @@ class Stream:
             nbytes -= len(part)
 
     def wait(self, until: float) -> None:
-        """Wait until there is something to read. Raises `StreamSilentError` at `until`."""
+        """Wait until data can be read. Raises `StreamSilentError` at `until`."""
         left_s = until - time.monotonic()
         if not self._poll.poll(poll_ms(left_s)):
             raise StreamSilentError
@@ -177,7 +177,7 @@ class Stream:
             raise StreamSilentError
 
     def _read(self, most: int = READ_BYTES, flags: int = 0) -> bytes | None:
-        """The bytes that are there; None if there are none."""
+        """Return the bytes that are available; None if there are none."""
         try:
             data = self.sock.recv(most, flags)
         except BlockingIOError:
@@ -185,5 +185,5 @@ class Stream:
         except OSError as error:
             raise StreamLostError(str(error)) from error
         if not data:
-            raise StreamLostError("it closed the connection")
+            raise StreamLostError("the other end closed the connection")
         return data

@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1024
 RETRY_S = 1.0
-"""Where no descriptor is left for a new connection, it tries again after so long, or once a connection has ended."""
+"""Delay before another attempt to accept connections without free descriptors, unless a connection ends before."""
 READS_PER_TURN = 8
-"""So often one connection is read before the others have their turn."""
+"""How many times one connection is read before the others get their turn."""
 
 
 class Payload(NamedTuple):
@@ -78,15 +78,15 @@ class StreamServer:
 
     def __init__(self, name: str, host: str, token: str, service: Service, *, clients: str) -> None:
         self._service = service
-        self._who = clients
+        self._clients = clients
         self._connections: dict[int, Connection] = {}
         self._listeners: dict[int, socket.socket] = {}
-        self._deaf_until: float | None = None
+        self._paused_until: float | None = None
         with contextlib.ExitStack() as undo:
             self._epoll = select.epoll()
-            undo.callback(self._let_go)
+            undo.callback(self._close_all)
             self.endpoint = self._listen(name, host, token)
-            self.thread = PollThread(name, self, self._turn, self._over, timeout_ms=self._timeout_ms)
+            self.thread = PollThread(name, self, self._on_events, self._on_thread_end, timeout_ms=self._timeout_ms)
             undo.pop_all()
 
     def _listen(self, name: str, host: str, token: str) -> Endpoint:
@@ -115,19 +115,19 @@ class StreamServer:
 
     # --- the thread
 
-    def _turn(self, found: Sequence[tuple[int, int]]) -> None:
+    def _on_events(self, found: Sequence[tuple[int, int]]) -> None:
         for fd, events in found:
             if fd in self._listeners:
                 self._accept(self._listeners[fd])
             elif fd in self._connections:
                 self._serve(self._connections[fd], events)
-        self._hear_again()
+        self._resume_accepting()
 
-    def _over(self, defect: BaseException | None) -> None:
-        self._let_go()
+    def _on_thread_end(self, defect: BaseException | None) -> None:
+        self._close_all()
         self._service.ended(defect)
 
-    def _let_go(self) -> None:
+    def _close_all(self) -> None:
         for sock in (*(each.sock for each in self._connections.values()), *self._listeners.values()):
             sock.close()
         self._connections.clear()
@@ -135,55 +135,57 @@ class StreamServer:
         self._epoll.close()
 
     def _accept(self, listener: socket.socket) -> None:
+        """Accept one connection. After an error, such as no free descriptor, accepting pauses."""
         try:
             sock, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
-            self._turn_deaf(error)
+            self._pause_accepting(error)
             return
         try:
             tune(sock)
             connection = Connection(sock)
             self._epoll.register(connection.ident, connection.watched)
         except OSError as error:
-            log.warning("cannot serve a new one of %s: %s", self._who, error)
+            log.warning("Cannot serve a new connection of %s: %s", self._clients, error)
             sock.close()
             return
         self._connections[connection.ident] = connection
 
-    def _turn_deaf(self, error: OSError) -> None:
-        """Stop polling the listening sockets for a while: a pending connection that cannot be
-        accepted would wake the thread all the time."""
-        if self._deaf_until is None:
-            log.warning("cannot take new connections of %s, and will try again: %s", self._who, error)
+    def _pause_accepting(self, error: OSError) -> None:
+        """Stop polling the listening sockets for a while. Otherwise a pending connection that cannot be accepted
+        would wake the thread all the time."""
+        if self._paused_until is None:
+            log.warning("Cannot accept connections of %s, will retry: %s", self._clients, error)
             for fd in self._listeners:
                 self._epoll.unregister(fd)
-        self._deaf_until = time.monotonic() + RETRY_S
+        self._paused_until = time.monotonic() + RETRY_S
 
-    def _hear_again(self) -> None:
-        if self._deaf_until is not None and time.monotonic() >= self._deaf_until:
-            self._deaf_until = None
+    def _resume_accepting(self) -> None:
+        if self._paused_until is not None and time.monotonic() >= self._paused_until:
+            self._paused_until = None
             for fd in self._listeners:
                 self._epoll.register(fd, select.EPOLLIN)
 
     def _timeout_ms(self) -> int | None:
-        return None if self._deaf_until is None else poll_ms(self._deaf_until - time.monotonic())
+        return None if self._paused_until is None else poll_ms(self._paused_until - time.monotonic())
 
     def _serve(self, connection: Connection, events: int) -> None:
+        """Send and receive on a connection. Any error closes this connection only."""
         try:
             if events & select.EPOLLOUT:
                 self._flush(connection)
             if events & ~select.EPOLLOUT:
                 self._read(connection)
         except OSError as error:
-            log.debug("one of %s is gone: %s", self._who, error)
+            log.debug("A connection of %s was lost: %s", self._clients, error)
             self.drop(connection.ident)
         except (ValueError, msgspec.DecodeError) as error:
-            log.warning("ended the connection of one of %s that made no sense: %s", self._who, error)
+            log.warning("Closed a connection of %s after a malformed message: %s", self._clients, error)
             self.drop(connection.ident)
         except Exception:
-            log.exception("failed on a message of one of %s, and ended its connection", self._who)
+            log.exception("Failed on a message of %s, closed the connection", self._clients)
             self.drop(connection.ident)
 
     def drop(self, ident: int) -> None:
@@ -193,18 +195,19 @@ class StreamServer:
             return
         self._epoll.unregister(ident)
         connection.sock.close()
-        if self._deaf_until is not None:
-            self._deaf_until = 0.0
+        if self._paused_until is not None:
+            self._paused_until = 0.0
         connection.out.clear()
         connection.payload, connection.left = None, memoryview(b"")
         try:
             self._service.left(ident)
         except Exception:
-            log.exception("failed at the end of the connection of one of %s", self._who)
+            log.exception("Failed to clean up after a connection of %s", self._clients)
 
     # --- in
 
     def _read(self, connection: Connection) -> None:
+        """Read up to `READS_PER_TURN` times, into the current payload or into the splitter."""
         for _ in range(READS_PER_TURN):
             if connection.payload is not None and not self._receive_payload(connection):
                 return
@@ -213,7 +216,7 @@ class StreamServer:
             except BlockingIOError:
                 return
             if not data:
-                raise ConnectionResetError("it closed the connection")
+                raise ConnectionResetError("the client closed the connection")
             connection.splitter.feed(data)
             self._take_messages(connection)
             if len(data) < READ_BYTES and connection.payload is None:
@@ -233,14 +236,14 @@ class StreamServer:
                 return
 
     def _receive_payload(self, connection: Connection) -> bool:
-        """Whether the payload is complete."""
+        """Return whether the payload is complete."""
         while connection.left:
             try:
                 count = connection.sock.recv_into(connection.left)
             except BlockingIOError:
                 return False
             if not count:
-                raise ConnectionResetError("it closed the connection")
+                raise ConnectionResetError("the client closed the connection")
             connection.left = connection.left[count:]
         payload, connection.payload = connection.payload, None
         assert payload is not None

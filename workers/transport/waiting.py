@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 LOG_EVERY_S = 30.0
-"""A wait is logged whenever so much more of it has passed."""
+"""A wait is logged each time this much more of it has passed."""
 
 _log = logging.getLogger(__name__)
 
@@ -32,12 +32,12 @@ class LoggedWait:
         return time.monotonic() - self._begun
 
     def step_s(self, longest_s: float = math.inf) -> float:
-        """How long the next step may block, in seconds: `longest_s` at most."""
+        """Return how many seconds the next step may block, at most `longest_s`."""
         return max(min(self.timeout_s - self.waited_s, longest_s, LOG_EVERY_S), 0.0)
 
     def over(self, what: str) -> bool:
-        """Whether the timeout has passed. If not, log `what` when a message is due: call this after each step that
-        ended without a result."""
+        """Return whether the timeout has passed. If not, log `what` when a message is due. Call this after each step
+        without a result."""
         now = time.monotonic()
         if now - self._begun >= self.timeout_s:
             return True

@@ -1,5 +1,5 @@
-"""ZMQ sockets between processes of a job. A message is a frame with a struct of a known type, and
-for some types a second frame of bytes."""
+"""ZMQ sockets between processes of a job. A message is a frame with a struct of a known type, and for some types a
+second frame of bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def open_socket(context: zmq.Context[Socket], kind: int, *, linger_ms: int = 0) 
 
 
 def poller(*sockets: zmq.Socket[Any]) -> zmq.Poller:
-    """A poller of these sockets for incoming messages."""
+    """Return a poller of these sockets for incoming messages."""
     found = zmq.Poller()
     for each in sockets:
         found.register(each, zmq.POLLIN)
@@ -50,13 +50,13 @@ def connect(socket: Socket, address: str) -> None:
 
 
 def url_of(address: str) -> str:
-    """The ZMQ URL of "host:port"."""
+    """Return the ZMQ URL of "host:port"."""
     host, port = split_address(address)
     return f"tcp://{bracketed(host)}:{port}"
 
 
 def events(monitor: zmq.Socket[Any]) -> Iterator[tuple[int, int]]:
-    """The connection events of a monitored socket that have not been read: (event, value) each."""
+    """Yield (event, value) of each unread connection event of a monitored socket."""
     while readable(monitor):
         event: dict[str, Any] = dict(recv_monitor_message(monitor))
         yield event["event"], event["value"]
@@ -65,9 +65,9 @@ def events(monitor: zmq.Socket[Any]) -> Iterator[tuple[int, int]]:
 def received(
     socket: Socket, decode: Callable[[Any], M], reader: str, followed: tuple[type, ...] = ()
 ) -> Iterator[tuple[bytes, M, list[zmq.Frame]]]:
-    """The messages that have arrived: the route (of a ROUTER), the message, and its frames without
-    the route. Malformed messages are logged and dropped. reader: the receiver, for the log;
-    followed: message types that have a second frame."""
+    """Yield route (of a ROUTER), message, and frames without the route, of each message that has arrived. Malformed
+    messages are logged and dropped. reader: name of the receiver, for the log; followed: message types that have a
+    second frame."""
     for frames in arrived(socket):
         route = frames.pop(0).bytes if socket.type == zmq.ROUTER else b""
         try:
@@ -75,15 +75,15 @@ def received(
             if len(frames) != 1 + isinstance(message, followed):
                 raise msgspec.DecodeError(f"{type(message).__name__} in {len(frames)} frames")
         except msgspec.DecodeError as error:
-            _log.warning("malformed message to %s dropped: %s", reader, error)
+            _log.warning("Malformed message to %s dropped: %s", reader, error)
             continue
         yield route, message, frames
 
 
 def frame(body: Any) -> zmq.Frame:
-    """A frame that sends `body` without a copy; `body` must not change until it is sent."""
+    """Return a frame that sends `body` without a copy. `body` must not change until the frame is sent."""
     try:
         return zmq.Frame(body, copy=False, track=False)
     except OSError:
-        # What is not copied takes pyzmq a descriptor or two, the first time.
+        # The first frame without a copy needs descriptors in pyzmq, and this process may have none left.
         return zmq.Frame(body, copy=True)

@@ -270,7 +270,7 @@ def test_a_broker_out_of_descriptors_waits_until_it_has_some(
             first.disconnect()
     assert outcome == [None]
     assert [other.get(), other.get()] == [0, 1]
-    assert "cannot take new connections" in caplog.text
+    assert "Cannot accept connections of" in caplog.text
     other.disconnect()
 
 
@@ -448,7 +448,7 @@ def test_a_broker_tells_how_it_ended(directory: DirectoryClient, monkeypatch: py
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(channel_module, "NOTICE_S", 0.0)
-    monkeypatch.setattr(StreamServer, "_hear_again", fail)
+    monkeypatch.setattr(StreamServer, "_resume_accepting", fail)
     dead = HostedBroker(directory.address, 1, capacity_bytes=CAPACITY)
     with contextlib.suppress(ChannelLostError):
         Channel.create("c", node_rank=1, directory=directory)

@@ -244,7 +244,7 @@ def test_a_lookup_waits_until_the_name_comes(client: DirectoryClient, other: Dir
 def test_a_closed_client_takes_its_own_with_it(
     directory: Directory, client: DirectoryClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "_BYE_S", 60.0)
+    monkeypatch.setattr(client_module, "_CLOSE_S", 60.0)
     told: list[DirectoryEntry] = []
     heard = threading.Event()
     client.subscribe(lambda entry: (told.append(entry), heard.set()))  # type: ignore[func-returns-value]
@@ -308,7 +308,7 @@ def test_a_directory_that_ends_is_noticed() -> None:
         future = client.ask(Kind.GROUP, "never", 300.0)
         client.register_group("g", {})
         directory.close()
-        with pytest.raises(DirectoryLostError, match="took no connection"):
+        with pytest.raises(DirectoryLostError, match="accepted no connection"):
             future.result(60)
         with pytest.raises(DirectoryLostError, match=directory.address):
             client.lookup_group("g")
@@ -364,7 +364,7 @@ def test_a_message_that_makes_no_sense_is_dropped(frames: list[bytes]) -> None:
     with Directory("127.0.0.1") as directory, zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.linger = 0
         peer.connect(f"tcp://{directory.address}")
-        with logged("malformed message to the directory dropped"):
+        with logged("Malformed message to the directory dropped"):
             peer.send_multipart(frames)
         client = DirectoryClient(directory.address)
         assert client.register_group("g", {}).live
@@ -417,7 +417,7 @@ def test_no_wait_of_a_peer_ends_the_directory(directory: Directory, client: Dire
 
 @pytest.mark.parametrize("name", ["", "a:b"])
 def test_a_group_whose_name_no_address_can_have_is_not_registered(client: DirectoryClient, name: str) -> None:
-    with pytest.raises(ValueError, match="it must not be empty and not contain"):
+    with pytest.raises(ValueError, match="must not be empty and must not contain"):
         client.register_group(name, {})
     assert client.listing(Kind.GROUP) == []
 
@@ -453,7 +453,7 @@ def test_a_defect_in_one_step_leaves_the_directory(monkeypatch: pytest.MonkeyPat
     with Directory("127.0.0.1") as directory, DirectoryClient(directory.address) as client:
         with monkeypatch.context() as patched:
             patched.setattr(Registry, "expire", lambda *_: 1 // 0)
-            with logged("the directory failed at _expire"):
+            with logged("Directory failed in _expire"):
                 assert client.register_group("g", {}).live
         with pytest.raises(NameNotFoundError):
             client.lookup_group("h", wait_s=0.01)

@@ -133,9 +133,9 @@ def test_a_directory_that_stood_still_for_longer_is_lost_until_it_answers(
         with monkeypatch.context() as hurried:
             hurried.setattr(client_module, "AWAY_S", 0.2)
             hurried.setattr(client_module, "STILL_S", 1.0)
-            with pytest.raises(DirectoryLostError, match="said nothing for 1 s"):
+            with pytest.raises(DirectoryLostError, match="sent nothing for 1 s"):
                 waiting.result(60)
-        with pytest.raises(DirectoryLostError, match="said nothing"):
+        with pytest.raises(DirectoryLostError, match="sent nothing"):
             client.lookup_group("g")
         frozen.go_on()
         wait_until(lambda: client._lost is None, "it is found again")
@@ -146,7 +146,7 @@ def test_a_directory_that_stood_still_for_longer_is_lost_until_it_answers(
 def apart(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """What lies between the directory and some of its clients, which wait for it for as long as a test takes."""
     monkeypatch.setattr(client_module, "AWAY_S", 600.0)
-    monkeypatch.setattr(client_module, "_BYE_S", 60.0)
+    monkeypatch.setattr(client_module, "_CLOSE_S", 60.0)
     proxy = Proxy(int(directory.address.rpartition(":")[2]))
     yield proxy
     proxy.close()
@@ -177,7 +177,7 @@ def test_a_process_that_was_given_up_learns_it_and_is_registered_anew(
         wait_until(lambda: len(told) == 2, "it learns it")
         lost, anew = told
         assert (lost.incarnation, lost.state, lost.name) == (mine.incarnation, EntryState.LOST, "g:0")
-        assert "given up" in lost.why
+        assert "silent for too long" in lost.why
         assert anew.live
         assert anew.incarnation > mine.incarnation
         assert client.lookup_worker(G0) == anew

@@ -91,7 +91,7 @@ def test_threads_of_a_worker_have_it_together(files: Path) -> None:
     assert held(other)
     mine.release()
     assert not held(other)
-    with pytest.raises(RuntimeError, match="w:0 releases"):
+    with pytest.raises(RuntimeError, match="worker w:0: the worker does not hold it"):
         mine.release()
 
 
@@ -103,7 +103,7 @@ def test_a_wait_names_who_holds_it(
     with first:
         thread = threading.Thread(target=second.acquire)
         thread.start()
-        wait_until(lambda: "w:1: waiting for accelerator 1, which w:0 holds" in caplog.text, "the log names it")
+        wait_until(lambda: "w:1: waiting for accelerator 1, held by w:0, for" in caplog.text, "the log names it")
     thread.join(WAIT_S)
     assert held(first)
     second.release()

@@ -297,8 +297,8 @@ def test_a_message_may_come_before_its_receiver_knows_that_it_is_registered_anew
     a = one_connection.worker(A)
     proxy = Proxy(int(one_connection.directory.address.rpartition(":")[2]))
     with DirectoryClient(f"127.0.0.1:{proxy.port}") as client:
-        real, held = client._registered_anew, []
-        client._registered_anew = lambda *args: held.append(args)  # type: ignore[method-assign]
+        real, held = client._on_registered_again, []
+        client._on_registered_again = lambda *args: held.append(args)  # type: ignore[method-assign]
         b = Messenger(B, client, timeout_s=60.0)
         waiting = a.recv(B, async_op=True)
         proxy.cut()

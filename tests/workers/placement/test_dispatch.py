@@ -65,8 +65,8 @@ def test_workers_at_zero() -> None:
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        ([1], "'data_parallel' has 2 places, got 1"),
-        ([[1], [1, 2]], "'tensor_parallel' has 2 places, got 1"),
+        ([1], "'data_parallel' has size 2, got 1"),
+        ([[1], [1, 2]], "'tensor_parallel' has size 2, got 1"),
         ([1, 2], "'tensor_parallel' needs a list of 2, got int"),
         ("ab", "'data_parallel' needs a list of 2, got str"),
     ],
@@ -89,13 +89,13 @@ def test_outputs_may_be_replicated_on_sharded_axes() -> None:
 
 
 def test_axes_have_one_role_and_are_named_once() -> None:
-    with pytest.raises(ValueError, match="it has one role"):
+    with pytest.raises(ValueError, match="in replicate_on_axes; remove it"):
         reached(["data_parallel"], ["data_parallel"])
     with pytest.raises(ValueError, match="named twice"):
         reached(["data_parallel", "data_parallel"], [])
     with pytest.raises(ValueError, match="in_sharded_axes: unknown axis 'experts'"):
         reached(["experts"], [])
-    with pytest.raises(ValueError, match="replicate_on_axes: a list of axes is needed, got 'data_parallel'"):
+    with pytest.raises(ValueError, match="replicate_on_axes must be a list of axes, got 'data_parallel'"):
         reached([], "data_parallel")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="run_rank_0_only_axes: unknown axis 'experts'"):
         dispatch.workers_at_zero(SHARDING, ["experts"])
@@ -103,7 +103,7 @@ def test_axes_have_one_role_and_are_named_once() -> None:
 
 def test_one_value_per_worker() -> None:
     dispatch.check_counts(2, [[1, 2]], {"a": (1, 2)})
-    with pytest.raises(ValueError, match="argument 0: 2 workers run, so it needs a list of 2; got 3"):
+    with pytest.raises(ValueError, match="argument 0: 2 workers are called, so it needs a list of 2; got 3"):
         dispatch.check_counts(2, [[1, 2, 3]], {})
     with pytest.raises(ValueError, match=r"argument a: .*; got int"):
         dispatch.check_counts(2, [], {"a": 1})
@@ -113,5 +113,5 @@ def test_one_value_per_worker() -> None:
 
 def test_an_argument_is_common_or_not() -> None:
     dispatch.check_common({"a": 1}, {"b": [1]})
-    with pytest.raises(ValueError, match="argument b: it is in common_kwargs too"):
+    with pytest.raises(ValueError, match="argument b is also in common_kwargs"):
         dispatch.check_common({"b": 1}, {"b": [1]})

@@ -81,17 +81,17 @@ def test_node_placement_sorts_and_isolates_nothing() -> None:
     ("make", "message"),
     [
         (lambda: PackedPlacementStrategy(0, 2, 2), "3 accelerators are not a multiple of 2"),
-        (lambda: PackedPlacementStrategy(3, 1), "3 to 1 are no range"),
+        (lambda: PackedPlacementStrategy(3, 1), "3 to 1 are not an ascending range"),
         (lambda: PackedPlacementStrategy(0, 0, 0), "at least 1"),
         (lambda: FlexiblePlacementStrategy([]), "at least one worker"),
         (lambda: FlexiblePlacementStrategy([[0], []]), "at least one worker"),
         (lambda: FlexiblePlacementStrategy([[1, 1]]), "more than once"),
         (lambda: NodePlacementStrategy([]), "at least one worker"),
-        (lambda: PackedPlacementStrategy(4, 8).get_placement(TWO_NODES), r"\[8\] were named; the cluster has 8"),
+        (lambda: PackedPlacementStrategy(4, 8).get_placement(TWO_NODES), r"\[8\] do not all exist; the cluster has 8"),
         (lambda: PackedPlacementStrategy(2, 5, 4).get_placement(TWO_NODES), "on several nodes"),
         (lambda: PackedPlacementStrategy(0, 0).get_placement(NO_ACCELERATORS), "NodePlacementStrategy"),
-        (lambda: FlexiblePlacementStrategy([[-1]]).get_placement(TWO_NODES), r"\[-1\] were named"),
-        (lambda: NodePlacementStrategy([2]).get_placement(TWO_NODES), "node 2 was named; the cluster has 2"),
+        (lambda: FlexiblePlacementStrategy([[-1]]).get_placement(TWO_NODES), r"\[-1\] do not all exist"),
+        (lambda: NodePlacementStrategy([2]).get_placement(TWO_NODES), "node 2 does not exist; the cluster has 2"),
     ],
 )
 def test_what_cannot_be(make: object, message: str) -> None:

@@ -123,5 +123,5 @@ def test_runs_lie_one_after_another_each_aligned(sizes: list[int]) -> None:
 @pytest.mark.parametrize(("segments", "skeleton_from"), [([(0, 9)], 8), ([(-1, 2)], 8), ([(3, -1)], 8), ([], 9)])
 def test_a_layout_that_names_other_bytes_is_refused(segments: list[tuple[int, int]], skeleton_from: int) -> None:
     layout = Layout(tuple(Segment(*each) for each in segments), skeleton_from, 8)
-    with pytest.raises(ValueError, match="of an object of 8"):
+    with pytest.raises(ValueError, match="exceeds an object of 8"):
         layout.check()

@@ -58,7 +58,7 @@ def test_the_rest_of_a_payload_that_has_not_come_is_left() -> None:
 def test_a_stream_that_is_none_is_refused() -> None:
     splitter = Splitter()
     splitter.feed(b"GET / HTTP/1.1\r\n\r\n")
-    with pytest.raises(ValueError, match="at most"):
+    with pytest.raises(ValueError, match="exceeds the limit"):
         splitter.next()
 
 
