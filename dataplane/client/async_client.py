@@ -1,4 +1,4 @@
-"""The client for asyncio code, such as rollout engines: the same operations, awaited."""
+"""The asyncio client, for code such as rollout engines. It awaits the same operations."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ P = ParamSpec("P")
 
 
 class AsyncDataPlaneClient(AsyncCalls):
-    """`DataPlaneClient` with every method awaited; contracts and errors are the same. For one event loop, that of the
-    first call that connects: in any other, calls are a `ClientClosedError` that says so, also when that loop is closed.
-    `close()` there does not wait for copies: the client's own loop, if it still runs, ends the session.
+    """`DataPlaneClient` with awaitable methods; contracts and errors are the same. The client is bound to the event
+    loop of its first call that connects. Calls in any other loop raise `ClientClosedError`, also after that loop is
+    closed. `close()` in another loop does not wait for copies; the client's own loop, if it still runs, ends the
+    session.
 
-    Thousands of claims may wait at once without a thread each; copies run in the loop's executor. Cancelling a call
-    detaches from its copy, which ends in the background before the space it used is given back.
+    Thousands of claims may wait concurrently without a thread each. Copies run in the loop's executor. Cancelling a
+    call detaches its copy, which finishes in the background before its space is released.
     """
 
     def __init__(self, config: DataPlaneConfig, *, on_event: OnEvent | None = None) -> None:
@@ -38,12 +39,12 @@ class AsyncDataPlaneClient(AsyncCalls):
 
     @property
     def config(self) -> DataPlaneConfig:
-        """The settings this client was made with."""
+        """The settings of this client."""
         return self._config
 
     @property
     def on_event(self) -> OnEvent | None:
-        """See `DataPlaneClient.on_event`; called in the event loop."""
+        """See `DataPlaneClient.on_event`; the callback runs in the event loop."""
         return self._emitter.on_event
 
     @on_event.setter
@@ -51,7 +52,7 @@ class AsyncDataPlaneClient(AsyncCalls):
         self._emitter.on_event = on_event
 
     async def connect(self) -> Self:
-        """Open the session now rather than at the first call."""
+        """Open the session now instead of at the first call."""
         await self._connection()
         return self
 
@@ -60,7 +61,7 @@ class AsyncDataPlaneClient(AsyncCalls):
         self._closed = True
         opening, self._opening = self._opening, None
         if opening is None or self._pid != os.getpid() or self._loop is not asyncio.get_running_loop():
-            return  # the connection is closed by its end (see `AsyncChannel.have_ended`)
+            return  # the finalizer closes the connection in its own loop (see `AsyncChannel.have_ended`)
         await asyncio.wait([opening])
         if not _failed(opening):
             await opening.result().close()
@@ -80,8 +81,8 @@ class AsyncDataPlaneClient(AsyncCalls):
         return f"{type(self).__name__}({self._config.address!r})"
 
     async def _connection(self) -> AsyncConnection:
-        """The open session; concurrent first calls share one opening, and a failed one is tried again by the next
-        call."""
+        """Return the open session. Concurrent first calls share one connection attempt; after a failure the next
+        call retries."""
         if self._closed:
             raise ClientClosedError()
         here = asyncio.get_running_loop()
@@ -89,7 +90,7 @@ class AsyncDataPlaneClient(AsyncCalls):
             self._pid, self._loop = os.getpid(), here
             self._opening = here.create_task(AsyncConnection.open(self._config))
         if self._loop is not here:
-            raise ClientClosedError(why="it belongs to another event loop; open a client of its own in this one")
+            raise ClientClosedError(why="it is bound to another event loop; create one client per event loop")
         return await asyncio.shield(self._opening)
 
     async def perform(

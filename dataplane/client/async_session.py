@@ -1,4 +1,4 @@
-"""One session of an async client: performs the steps of operations by awaiting them."""
+"""One session of an async client: executes the steps of operations by awaiting them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class AsyncConnection:
-    """An open session with its session state, for one event loop."""
+    """An open session and its session state, bound to one event loop."""
 
     def __init__(self, config: DataPlaneConfig, channel: AsyncChannel, lock: SessionLock | None) -> None:
-        """Use `open`."""
+        """Create instances with `open`."""
         self._channel = channel
         self._copies = InFlight()
         self._detached: set[asyncio.Task[None]] = set()
@@ -46,7 +46,7 @@ class AsyncConnection:
 
     @classmethod
     async def open(cls, config: DataPlaneConfig) -> AsyncConnection:
-        """Connect. Errors as `DataPlaneClient.connect`."""
+        """Open a session. Raise the same errors as `DataPlaneClient.connect`."""
         check_pickles(config)
         lock = session_lock(config)
         try:
@@ -58,17 +58,17 @@ class AsyncConnection:
         return cls(config, channel, lock)
 
     async def run(self, operation: Operation[T]) -> T:
-        """Perform the operation's steps until it returns. A cancelled call leaves at once; its copy, if one is under
-        way, ends in the background, and then its clean-up is done."""
+        """Execute the operation's steps until it returns. A cancelled call returns immediately; if its copy is in
+        progress, the copy and the clean-up of the operation finish in the background."""
         self._post_leftovers()
         with (lock := threading.Lock()):
             try:
-                return await self._go_on(operation, lock)
+                return await self._resume(operation, lock)
             finally:
                 self._copies.leave(lock)
 
-    async def _go_on(self, operation: Operation[T], lock: threading.Lock, thrown: BaseException | None = None) -> T:
-        """Perform what is left of the operation, after throwing `thrown` into it."""
+    async def _resume(self, operation: Operation[T], lock: threading.Lock, thrown: BaseException | None = None) -> T:
+        """Execute the remaining steps of the operation, after throwing `thrown` into it."""
         try:
             step = next(operation) if thrown is None else operation.throw(thrown)
             while True:
@@ -84,6 +84,7 @@ class AsyncConnection:
             return stop.value  # type: ignore[no-any-return]
 
     async def _perform(self, step: Step, operation: Operation[Any], lock: threading.Lock) -> Any:
+        """Execute one step and return its outcome."""
         match step:
             case Send(command):
                 number, result = await self._channel.call(command)
@@ -98,6 +99,7 @@ class AsyncConnection:
         return None
 
     async def _work(self, step: Work, operation: Operation[Any], lock: threading.Lock) -> Any:
+        """Run a copy in the executor. On cancellation, hand the operation over to a background task."""
         running = asyncio.get_running_loop().run_in_executor(None, step.run)
         try:
             return await asyncio.shield(running)
@@ -123,9 +125,9 @@ class AsyncConnection:
             running.exception()
             with contextlib.suppress(asyncio.CancelledError):
                 try:
-                    await self._go_on(operation, lock, error)
+                    await self._resume(operation, lock, error)
                 except DataPlaneError as failed:
-                    log.warning("cleaning up after a cancelled call: %s", failed)
+                    log.warning("Clean-up of a cancelled call failed: %s", failed)
         finally:
             self._copies.leave(lock)
             lock.release()
@@ -138,11 +140,11 @@ class AsyncConnection:
         """See `DataPlaneClient.close`."""
         self._dropped.detach()
         await asyncio.get_running_loop().run_in_executor(None, end_copies, self._copies, self._config)
-        with contextlib.suppress(DataPlaneError):  # the session is over: nothing is held any more
+        with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
             self._post_leftovers()
         self.session_state.close()
         await self._channel.close()
 
 
 class _DetachedError(Exception):
-    """The call was cancelled while its copy runs on; the operation is finished elsewhere."""
+    """The call was cancelled while its copy is in progress; a background task finishes the operation."""

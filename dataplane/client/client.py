@@ -1,4 +1,4 @@
-"""The client: what rollout engines, reward models, policy workers and the driver call."""
+"""The synchronous client for rollout engines, reward models, policy workers and the driver."""
 
 from __future__ import annotations
 
@@ -29,28 +29,29 @@ P = ParamSpec("P")
 
 
 class Owned(Protocol):
-    """What a client closes with itself: the service that it was bootstrapped with."""
+    """A resource that the client closes together with itself: the service that it was bootstrapped with."""
 
     def close(self) -> None: ...
 
 
 class DataPlaneClient:
-    """A client of one service. Thread-safe; a forked child that uses it opens a session of its own; pickling it ships
-    the address and settings (token included), and the copy connects where it lands, when first used.
+    """A client of one service. It is thread-safe. A forked child opens its own session on first use. Pickling a
+    client serializes its address and settings (token included); the unpickled copy connects on first use.
 
-    Every call has a deadline: commands `config.call_timeout_s`; puts also wait up to `config.put_timeout_s` for space,
-    claims up to their `timeout_s`. When the service is gone, calls fail at once, or, where it keeps its state
-    (`state_dir`), wait up to `config.reconnect_s` for its return, each no longer than its own deadline; then they go on
-    as if nothing had happened: what was under way is done once, claims and views stay. A service that comes back
-    without its state is a `ServiceRestartedError`, which says what was lost, for every call from then on: open another
-    client.
+    Every call has a deadline. Commands are limited by `config.call_timeout_s`. Puts also wait up to
+    `config.put_timeout_s` for space, and claims up to their `timeout_s`. If the service stops, calls fail at once.
+    If the service has a `state_dir`, calls wait up to `config.reconnect_s` for its restart instead, but no longer
+    than their own deadline. Then they continue: each pending command is executed exactly once, and claims and views
+    remain valid. If a service restarts without its state, every later call raises `ServiceRestartedError`, which
+    reports the lost state: open a new client.
 
-    Errors are those of `dataplane.errors`; besides those named below any call may raise `ServiceUnavailableError`,
-    `SessionExpiredError`, `ServiceRestartedError`, `CallTimeoutError` or `ClientClosedError`.
+    Errors are those of `dataplane.errors`. Besides the errors listed below, any call may raise
+    `ServiceUnavailableError`, `SessionExpiredError`, `ServiceRestartedError`, `CallTimeoutError` or
+    `ClientClosedError`.
 
-    Samples are named by ids, or by a `KVBatchMeta` that the service minted, which also says *which* sample of that id
-    was meant: after a clear, a read or write through the older meta is a `StaleSampleError`, never another sample's
-    data.
+    Samples are addressed by ids, or by a `KVBatchMeta` that the service returned. A meta also identifies the
+    *generation* of each sample: after a clear, a read or write through an older meta raises `StaleSampleError` and
+    never touches another sample's data.
     """
 
     def __init__(self, config: DataPlaneConfig, *, owns: Owned | None = None, on_event: OnEvent | None = None) -> None:
@@ -60,20 +61,21 @@ class DataPlaneClient:
         self._connections = ForkLocal(lambda: Connection(config))
 
     def connect(self) -> Self:
-        """Open the session now rather than at the first call. `ServiceUnavailableError` or `AuthenticationError` if it
-        cannot be, within `config.connect_timeout_s`."""
+        """Open the session now instead of at the first call. Raise `ServiceUnavailableError` or
+        `AuthenticationError` if the session cannot be opened within `config.connect_timeout_s`."""
         self._connections.get()
         return self
 
     @property
     def config(self) -> DataPlaneConfig:
-        """The settings this client was made with."""
+        """The settings of this client."""
         return self._config
 
     @property
     def on_event(self) -> OnEvent | None:
-        """Called with an `OpEvent` at the end of every operation, in its thread; None: nobody is. What it raises is
-        logged once and nothing else. A pickled client's copy has none, a forked child's is the parent's."""
+        """Callback that receives an `OpEvent` at the end of every operation, in the thread of the operation; None
+        disables it. The first exception that it raises is logged; exceptions never fail the operation. A pickled
+        copy of the client has no callback; a forked child keeps the parent's callback."""
         return self._emitter.on_event
 
     @on_event.setter
@@ -93,32 +95,34 @@ class DataPlaneClient:
         budget_bytes: int | None = None,
         when_full: str = "wait",
     ) -> None:
-        """Declare a partition, or replace schema, expected size and tasks of a live one: its rows, tags and the
-        cursors of tasks that stay are kept, a seal is lifted and a new count begins.
+        """Declare a partition, or replace the schema, expected size and tasks of an existing one. An existing
+        partition keeps its rows, its tags and the cursors of the tasks that remain. A seal is lifted and the sample
+        count starts again from zero.
 
-        fields: names, or name -> FieldSpec, as in `docs/concepts.md`. num_samples: how many samples will be born until
-        the partition is complete (None: not known, until `seal`). consumer_tasks: the only tasks that may claim.
-        grpo_group_size: samples to a group, kept for whoever asks. enums: the values a tag may have. strict: a put of
-        an undeclared field is a ValueError instead of extending the schema.
+        fields: names, or name -> FieldSpec, as in `docs/concepts.md`. num_samples: number of samples to create
+        until the partition is complete (None: unknown, until `seal`). consumer_tasks: the only tasks that may
+        claim. grpo_group_size: samples per group, stored for consumers. enums: permitted values of a tag. strict:
+        reject a put of an undeclared field with a ValueError instead of extending the schema.
 
-        budget_bytes: the most that the partition may occupy in all storage units (None: whatever they have; a unit's
-        own budget is its capacity): rows that live, space of puts under way, and cleared rows that are still read;
-        shared rows once, each column of a put rounded up to 64 bytes. As of a unit's capacity, 15 percent
-        (`config.reserve_fraction`) of it is for updates of existing rows. A put larger than that is a
-        `RequestTooLargeError`.
+        budget_bytes: maximum size of the partition in all storage units (None: limited only by the units; the
+        budget of a unit is its capacity). The budget covers live rows, reservations of pending puts, and cleared
+        rows that are still being read. Shared rows count once; each column of a put is rounded up to 64 bytes. As
+        with a unit's capacity, 15 percent of the budget (`config.reserve_fraction`) is reserved for updates of
+        existing rows. A put that can never fit raises `RequestTooLargeError`.
 
-        when_full: what becomes of a put that finds no space in the budget or the units. "wait": it waits, first come
-        first served, and holds up nobody who has space, until `CapacityTimeoutError`. "reject": that error at once.
-        "evict": consumed samples of this partition go first, oldest first: those that every task (one at least) has
-        claimed for good, and that nobody leases or reads, nor a put under way names; else it waits. A claim without a
-        lease is for good as soon as its client has made another call: claim with `lease_s` and `ack` what is still to
-        be read or updated. "evict_oldest": the same, and for new rows, if that is not enough, samples that were not
-        consumed, oldest first; their number is in `stats()` and the service's log, their ids are in the meta of the put
-        that they had to go for (`extra_info["evicted_samples"]`). Who asks for an evicted sample is told (`evicted` of
-        the KeyError; the last 4,096 are remembered).
+        when_full: how to handle a put when the budget or the units have no free space. "wait": the put waits in
+        FIFO order, without blocking puts that have space, until `CapacityTimeoutError`. "reject": raise that error
+        immediately. "evict": remove consumed samples of this partition, oldest first, then wait if that is not
+        enough. A sample is consumed when every task (at least one) has claimed it permanently; leased samples,
+        samples being read and samples named by a pending put are not evicted. A claim without a lease becomes
+        permanent at the next call of its client: claim with `lease_s` and `ack` samples that are still to be read
+        or updated. "evict_oldest": as "evict"; if a put of new rows still has no space, remove unconsumed samples
+        too, oldest first. Their number is in `stats()` and the service log; their ids are in the meta of the put
+        that evicted them (`extra_info["evicted_samples"]`). A later request for an evicted sample raises a KeyError
+        with it in `evicted` (the last 4,096 evicted ids are remembered).
 
-        A new registration replaces both; what waits is judged by it, and a budget below what is there just lets puts
-        wait. Checkpoints keep both.
+        A new registration replaces both settings and also applies to waiting puts. If the new budget is smaller
+        than the current size, puts wait until enough space is free. Checkpoints include both settings.
         """
         self.perform(
             partitions.register,
@@ -142,59 +146,61 @@ class DataPlaneClient:
         *,
         mode: str = "upsert",
     ) -> KVBatchMeta:
-        """Store fields and tags of N samples, all or nothing; producing a field is the signal that its stage is done.
+        """Store fields and tags of N samples atomically. A stage signals its completion by producing its field.
 
-        sample_ids: N distinct ids, or a meta (then always an update of exactly those samples). fields: per name N
-        rows, as a tensor `[N, *inner]`, nested tensor, list of tensors, `Shared(values, index)`, or a list or array
-        of objects.
-        tags: one mapping of small scalars per sample, merged into what is there. Without fields only the tags are set;
-        without both, samples whose ids are new begin without any field. mode: "upsert", "create" (ids must be new, else
-        ValueError), "update" (ids must live, else KeyError) or "append".
+        sample_ids: N distinct ids, or a meta (then the put is an update of exactly those samples). fields: N rows
+        for each name, as a tensor `[N, *inner]`, nested tensor, list of tensors, `Shared(values, index)`, or a list
+        or array of objects. tags: one mapping of small scalars per sample, merged into the existing tags. Without
+        fields, only the tags are set. Without fields and tags, samples with new ids are created without any field.
+        mode: "upsert", "create" (ids must be new, else ValueError), "update" (samples must exist, else KeyError) or
+        "append".
 
-        "append" is for samples that are still being generated: what is given of jagged fields goes behind what their
-        rows hold (a new sample or field begins with it), other fields and tags are set as ever, all of it visible at
-        once or not at all; a tag such as `finished` put with the last piece is seen by predicates exactly when the
-        piece is. Appends of one client are in its order; when another writes the same rows at the same time, the append
-        begins anew, and after some times is a `RowsChangedError`. The rows are copied to new space each time, once more
-        through this process, so that reads find every row in one piece: append what a stretch of generation gave, not
-        token by token. By ids, a sample that was cleared meanwhile may begin anew; through the meta of an earlier put
-        that is a `StaleSampleError`.
+        "append" is for samples that are still being generated. Values of jagged fields are appended to the stored
+        rows; a new sample or field starts with the given values. Other fields and tags are replaced. The whole
+        append becomes visible atomically, so a tag such as `finished` that is put with the last piece matches
+        predicates exactly when the piece is visible. Appends of one client keep their order. If another client
+        writes the same rows concurrently, the append is retried, and after several attempts raises
+        `RowsChangedError`. Every append copies the existing rows through this process to new space, so that reads
+        find each row contiguous: append the output of a stretch of generation, not single tokens. With ids, a
+        sample that was cleared in the meantime may be created again; with the meta of an earlier put, that raises
+        `StaleSampleError`.
 
-        Returns a meta with handles and, where all per-token columns agree, sequence lengths. When it returns, the
-        bytes are in the arena and visible; the caller's tensors may change. Waits for space up to
-        `config.put_timeout_s` (or as the partition's `when_full` says), then `CapacityTimeoutError`, which says who
-        holds it. Raises KeyError for an unknown partition, ValueError for duplicates, wrong counts or a field whose
-        kind, dtype or inner shape differs from its live rows, TypeError for arguments of another type and values no
-        column can hold; `StaleSchemaError` (a ValueError) if others clear or register the partition anew at each try.
+        Return a meta with handles and, if all per-token columns agree, sequence lengths. On return the bytes are in
+        the arena and visible, and the caller may modify its tensors. Wait for space up to `config.put_timeout_s`
+        (or as the partition's `when_full` says), then raise `CapacityTimeoutError`, which lists the holders of the
+        space. Raise KeyError for an unknown partition; ValueError for duplicate ids, wrong counts, or a field whose
+        kind, dtype or inner shape differs from its live rows; TypeError for arguments of a wrong type and values
+        that no column can hold; `StaleSchemaError` (a ValueError) if other clients clear or re-register the
+        partition during every attempt.
         """
         return self.perform(put.put, sample_ids, partition_id, fields, tags, mode)
 
     def get_samples(
         self, sample_ids: Names, partition_id: str, select_fields: Sequence[str], *, copy: bool = True
     ) -> TensorDict:
-        """The fields of exactly these samples, in this order, `batch_size [N]`; no cursor moves.
+        """Return the fields of exactly these samples, in this order, with `batch_size [N]`. No cursor moves.
 
-        Dense fields come as `[N, *inner]`, jagged ones as nested tensors, ragged ones as lists, objects as
-        `NonTensorStack`. With `copy=False` rows that lie together on this host come as read-only views of shared memory
-        (do not write to them); their space is not reused while any view lives. Raises KeyError naming what is missing:
-        partition, sample, field, or a field not produced for a sample.
+        Dense fields are tensors `[N, *inner]`, jagged fields nested tensors, ragged fields lists, objects
+        `NonTensorStack`. With `copy=False`, rows that are contiguous on this host are read-only views of shared
+        memory (do not write to them); their space is not reused while any view exists. Raise KeyError naming the
+        missing partition, sample or field, or the field that was not produced for a sample.
         """
         return self.perform(get.get, sample_ids, partition_id, select_fields, copy)
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
-        """`get_samples` of the meta's samples; `select_fields` defaults to `meta.fields` (ValueError if both are
-        empty)."""
+        """Return `get_samples` of the meta's samples. `select_fields` defaults to `meta.fields` (ValueError if both
+        are empty)."""
         fields = get.chosen_fields(meta, select_fields)
         return self.perform(get.get, meta, meta.partition_id, fields, True)
 
     def locate(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> KVBatchMeta:
-        """The meta, carrying where its samples' fields (default: `meta.fields`) are now, also through pickle, `subset`,
-        `slice` and `concat`. `get_samples`, `get_data` and `get_batch` through it then copy from there while they ask
-        the service, instead of after, and ask it once more only where something has changed meanwhile: overwritten,
-        cleared, moved or damaged rows are never returned. It takes about 30 bytes a cell, and is worth it where the way
-        to the service is long: locate once, after a claim, what many ranks then read. Objects are looked up first in
-        any case, and so does an async client. KeyError as `get_samples`.
-        """
+        """Return the meta with the current locations of its samples' fields (default: `meta.fields`). The locations
+        survive pickling, `subset`, `slice` and `concat`. `get_samples`, `get_data` and `get_batch` through this
+        meta copy from these locations while the service validates them, instead of after a lookup. They repeat the
+        copy only if a row has changed: overwritten, cleared, moved or damaged rows are never returned. The
+        locations take about 30 bytes per cell. This is useful when the round trip to the service is slow: locate
+        once after a claim, then read from many ranks. Fields of objects, and all reads of an async client, are
+        always looked up first. KeyError as `get_samples`."""
         return self.perform(get.locate, meta, get.chosen_fields(meta, select_fields))
 
     def get_batch(
@@ -207,11 +213,12 @@ class DataPlaneClient:
         pad_to_seqlen: int = 0,
         device: torch.device | str | None = None,
     ) -> BatchedDataDict[Any]:
-        """`get_data` then `materialize`, in one copy: rows go from the arena straight into the padded tensors.
+        """Return `get_data` followed by `materialize`, with a single copy from the arena into the padded tensors.
 
-        layout: "padded" makes jagged fields `[N, S, *inner]` with S the longest row or, for per-token ones (see
-        `materialize`; `meta.sequence_lengths` are the tokens), `pad_to_seqlen` if that is more (ValueError if less),
-        filled with `pad_value_dict[field]` (default 0); "jagged" leaves them nested. device: where the tensors end.
+        layout: "padded" makes jagged fields `[N, S, *inner]`. S is the longest row or, for per-token fields (see
+        `materialize`; `meta.sequence_lengths` are the token counts), `pad_to_seqlen` if that is larger (ValueError
+        if it is smaller). The padding is `pad_value_dict[field]` (default 0). "jagged" keeps them nested. device:
+        device of the returned tensors.
         """
         batch = self.perform(
             get.get_batch,
@@ -237,27 +244,28 @@ class DataPlaneClient:
         step: int | None = None,
         **options: Unpack[ClaimOptions],
     ) -> KVBatchMeta:
-        """Move the task's cursor over `batch_size` samples whose `required_fields` are all produced and which the
-        task has not claimed, oldest first; each sample goes to one claim of a task only.
+        """Claim `batch_size` samples, oldest first, for which all `required_fields` are produced and which the task
+        has not claimed. This moves the task's cursor; each sample goes to only one claim of a task.
 
-        Waits on the service until that many (or `min_batch_size`) are ready. Once the partition is complete and fewer
-        are left, waits for all of those and for open leases, and returns what there is, possibly nothing. At
-        `timeout_s` (finite) raises TimeoutError saying what was missing, having claimed nothing. `blocking=False`
-        returns what is ready, possibly none.
+        Wait on the service until that many samples (or `min_batch_size`) are ready. If the partition is complete
+        and fewer samples remain, wait until all of them are ready and open leases have ended, then return the
+        remaining samples, possibly none. After `timeout_s` (finite), raise TimeoutError, which names what was
+        missing; nothing is claimed then. `blocking=False` returns the samples that are ready, possibly none.
 
-        options: see `ClaimOptions`. Unknown partition or task: KeyError at once.
+        options: see `ClaimOptions`. An unknown partition or task raises KeyError immediately.
 
-        dp_rank with dp_world and step: the rank's share of one selection of `batch_size` samples, fixed by the first
-        rank that asks for the step; the others get theirs whenever they ask, in any order. `batch_size` is that of the
-        whole step and a multiple of `dp_world` (times `group_size`; groups are never split). Shares have equal numbers
-        of samples (of groups), at the tail of a complete partition numbers that differ by one at most, possibly none;
-        `blocking=False` returns an empty meta while the step cannot be fixed. All ranks ask on the same terms (sizes,
-        fields, where, order, sampler), else ValueError naming both. A share is handed out once: asking again is a
-        ValueError, unless the claim was given back (`nack`, lease over, its client died before it had the answer):
-        then what came back is handed out if it is still free, and is a `ShareConflictError` if another claim took it.
-        Shares nobody asked for go back after `lease_s` (600 s if None); cleared samples are left out. Steps are
-        remembered for the last 256 of a task. Without the other two, `dp_rank` is only recorded. Either way it is
-        `extra_info["dp_rank"]`.
+        dp_rank with dp_world and step: claim the rank's share of one selection of `batch_size` samples. The first
+        rank that requests the step fixes the selection; the other ranks may request their shares later, in any
+        order. `batch_size` is that of the whole step and a multiple of `dp_world` (times `group_size`; groups are
+        never split). All shares have equal numbers of samples (of groups). At the tail of a complete partition the
+        numbers may differ by one and may be zero. `blocking=False` returns an empty meta while the step cannot be
+        fixed. All ranks must use the same arguments (sizes, fields, where, order, sampler), else ValueError naming
+        both variants. A share is returned once: requesting it again raises ValueError, unless the claim was
+        released (`nack`, lease expiry, or the client ended before it received the response). Then the released
+        samples are returned if they are still free; if another claim has taken them, `ShareConflictError` is
+        raised. Shares that no rank requests are released after `lease_s` (600 s if None); cleared samples are left
+        out. The last 256 steps of a task are remembered. Without dp_world and step, `dp_rank` is only recorded. In
+        both cases it is in `extra_info["dp_rank"]`.
         """
         command = claim.claim_command(
             partition_id,
@@ -274,46 +282,48 @@ class DataPlaneClient:
         return self.perform(claim.claim, command, dp_rank)
 
     def ack(self, meta: KVBatchMeta) -> list[str]:
-        """Mark the leased samples of `meta` as consumed. Returns the ids of those that were cleared meanwhile.
-        StaleSampleError: the claim of `meta` has lost its lease on `error.samples`; the others are acknowledged.
-        ValueError: no claim returned `meta`."""
+        """Mark the leased samples of `meta` as consumed. Return the ids of samples that were cleared in the
+        meantime. Raise StaleSampleError if the claim of `meta` has lost its lease on `error.samples`; the other
+        samples are acknowledged. Raise ValueError if `meta` does not come from a claim."""
         return self.perform(claim.about_claimed, c.Ack, meta)
 
     def nack(self, meta: KVBatchMeta) -> list[str]:
-        """Give claimed samples back; the task may claim them again. Gives the ids of those cleared meanwhile.
-        StaleSampleError, once the others are back, has those that were acknowledged, or are another claim's now."""
+        """Release claimed samples, so that the task can claim them again. Return the ids of samples that were
+        cleared in the meantime. Raise StaleSampleError, after releasing the others, for samples that were
+        acknowledged or that another claim holds now."""
         return self.perform(claim.about_claimed, c.Nack, meta)
 
     def extend(self, meta: KVBatchMeta, lease_s: float) -> list[str]:
-        """Let the leases of `meta` end `lease_s` seconds from now. Cleared and stale samples: see `ack`."""
+        """Set the leases of `meta` to end `lease_s` seconds from now. Cleared and stale samples are handled as in
+        `ack`."""
         return self.perform(claim.extend, meta, lease_s)
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """Whether the partition is complete and each task has consumed every live sample: claimed it and, where the
-        claim had a `lease_s`, acknowledged it. KeyError for an unknown task."""
+        """Return whether the partition is complete and each task has consumed every live sample. A sample is
+        consumed when it is claimed and, for claims with a `lease_s`, acknowledged. KeyError for an unknown task."""
         return self.perform(claim.consumed, partition_id, task_names)
 
     def clear_samples(self, sample_ids: Names | None, partition_id: str) -> None:
-        """Drop exactly these samples (unknown ones are ignored), or with None the whole partition, schema too. Their
-        space is reused when nobody reads them any more. Idempotent."""
+        """Delete exactly these samples (unknown ids are ignored), or with None the whole partition including its
+        schema. Their space is reused after the last reader has finished. Idempotent."""
         self.perform(partitions.clear, sample_ids, partition_id)
 
     def seal(self, partition_id: str) -> None:
-        """No new ids from now on: the partition is complete. KeyError if unknown."""
+        """Reject new sample ids from now on: the partition is complete. KeyError if it is unknown."""
         self.perform(partitions.ask, c.Seal(partition=partition_id))
 
     def list_samples(self, partition_id: str) -> KVBatchMeta:
-        """All live samples, oldest first, with tags; `fields` are those produced for every one of them."""
+        """Return all live samples, oldest first, with tags. `fields` lists the fields that every sample has."""
         return self.perform(partitions.list_samples, partition_id)
 
     def set_tags(self, sample_ids: Names, partition_id: str, tags: Sequence[Mapping[str, Any]]) -> None:
-        """Merge one mapping of tags per sample into live samples, all or none. KeyError for samples that are not
-        there."""
+        """Merge one mapping of tags per sample into live samples, atomically. KeyError if any sample does not
+        exist."""
         self.perform(partitions.set_tags, sample_ids, partition_id, tags)
 
     def set_version(self, partition_id: str, version: int) -> None:
-        """The trainer's weights are at this version now: claims with `max_lag` count from it (from 0 until it was set;
-        it may go back). Waiting claims are looked at again. KeyError for an unknown partition."""
+        """Set the version of the trainer's weights. Claims with `max_lag` are relative to it (0 until it is set; it
+        may decrease). Waiting claims are evaluated again. KeyError for an unknown partition."""
         self.perform(partitions.ask, c.SetVersion(partition=partition_id, version=version))
 
     def why_blocked(
@@ -323,102 +333,107 @@ class DataPlaneClient:
         required_fields: Sequence[str] = (),
         **conditions: Unpack[ClaimConditions],
     ) -> c.Blocked:
-        """Why such a claim would wait now: which fields, groups and samples are missing, how many samples are ready,
-        leased, held, or turned away by each predicate, and which sessions wrote last and how long ago. `why` says it in
-        a sentence. The same facts are attributes of every claim's TimeoutError. conditions: see
+        """Explain why such a claim would wait now: the missing fields, groups and samples; how many samples are
+        ready, leased, held, or rejected by each predicate; which sessions wrote last and how long ago. `why`
+        summarizes this in a sentence. The TimeoutError of every claim has the same attributes. conditions: see
         `ClaimConditions`. KeyError for an unknown partition or task."""
         return self.perform(claim.why_blocked, partition_id, task_name, required_fields, **conditions)
 
     def checkpoint(self, path: str | os.PathLike[str], partitions: Sequence[str] | None = None) -> CheckpointInfo:
-        """Save partitions (None: all) into a directory, as they are together at one instant, while everyone else goes
-        on: what is put, claimed or cleared later changes nothing of it, and its space is not reused meanwhile.
+        """Save partitions (None: all) to a directory as one consistent snapshot, while other clients continue.
+        Later puts, claims and clears do not change the snapshot, and the space of its rows is not reused until it
+        is written.
 
-        Saved are samples in their order, fields, tags, schema, size, seal, version, and what each task has claimed for
-        good. A sample on lease, held for a rank, or claimed by a client that has made no call since is saved as
-        unclaimed: whoever has it is not in the checkpoint. Age for `partial_after_s` and the shares of steps are not
-        saved.
+        The checkpoint contains samples in their order, fields, tags, schema, size, seal, version, and the permanent
+        claims of each task. A sample that is leased, held for a rank, or claimed by a client that has made no call
+        since is saved as unclaimed, because its holder is not part of the checkpoint. The age for `partial_after_s`
+        and the shares of steps are not saved.
 
-        path: new, an empty directory, or an older checkpoint's, which is replaced when this one is whole and synced to
-        disk, and survives any failure before; what others put into its directory stays. Rows that are shared are
-        written once. Needs little memory; blocks until done. Raises KeyError for an unknown partition,
-        `CheckpointWriteError` (an OSError) that names the file where the disk fails, `CheckpointError` (a ValueError)
-        if something else is at `path`.
+        path: a new path, an empty directory, or an older checkpoint. An older checkpoint is replaced when the new
+        one is complete and synced to disk, and survives any earlier failure; foreign files in its directory are
+        kept. Shared rows are written once. Memory use is small; the call blocks until done. Raise KeyError for an
+        unknown partition, `CheckpointWriteError` (an OSError) naming the file on a disk failure, `CheckpointError`
+        (a ValueError) if `path` holds something else.
         """
         return self.perform(checkpoint, path, partitions)
 
     def restore(
         self, path: str | os.PathLike[str], partitions: Sequence[str] | None = None, *, replace: bool = False
     ) -> CheckpointInfo:
-        """Bring partitions (None: all) of a checkpoint back, all or none, into a service with any number of storage
-        units of any size. Meanwhile a newer one may be saved to the path: what is read stays until it is there.
+        """Restore partitions (None: all) from a checkpoint, atomically, into a service with any number and size of
+        storage units. A newer checkpoint may be saved to the path meanwhile: the files being read are kept until
+        the restore is done.
 
-        First every file's checksum is verified: `CheckpointError` (a ValueError) names one that is missing, truncated,
-        changed or of another version, and nothing is written. A partition that exists is `PartitionExistsError` (a
-        ValueError), or with `replace=True` is dropped when the saved one is there in full (whoever waits on it gets a
-        `PartitionDroppedError`): there must be space for both. Too little is `RequestTooLargeError` or
-        `CapacityTimeoutError`. All become visible at once; a failure leaves nothing. Metas from before are stale.
+        First the checksum of every file is verified: `CheckpointError` (a ValueError) names a file that is missing,
+        truncated, changed or of another format, and nothing is written. An existing partition raises
+        `PartitionExistsError` (a ValueError). With `replace=True` it is dropped after the saved one is completely
+        written (its waiting callers get a `PartitionDroppedError`), so both must fit. Too little space raises
+        `RequestTooLargeError` or `CapacityTimeoutError`. All partitions become visible at once; a failure leaves
+        nothing behind. Metas from before the restore are stale.
         """
         return self.perform(restore, path, partitions, replace=replace)
 
     def stats(self) -> c.StatsReport:
-        """What the service holds: units with their bytes, partitions with their counts, sessions."""
+        """Return the state of the service: units with their bytes, partitions with their counts, sessions."""
         return self.perform(partitions.stats)
 
     def matrix(self, partition_id: str, *, columns: int = 256) -> c.Matrix:
-        """What of a partition is produced, and claimed by its tasks: its live samples by age in `columns` parts at most
-        (up to 4,096), and how many of each part have each field and are claimed by each task (estimated for many)."""
+        """Return production and consumption of a partition. Its live samples are divided by age into at most
+        `columns` parts (up to 4,096). For each part, the result counts the samples that have each field and that
+        each task has claimed (estimated for large partitions)."""
         return self.perform(partitions.matrix, partition_id, columns)
 
     def show_sample(self, sample_id: str, partition_id: str | None = None) -> c.Shown:
-        """Everything about one sample: where each field is, how long, its tags, how each task stands to it. Without a
-        partition, in the first that has it. `SampleNotFoundError` if none has."""
+        """Return all facts about one sample: location and length of each field, its tags, and its state for each
+        task. Without a partition, search the first that contains the sample. `SampleNotFoundError` if none does."""
         return self.perform(partitions.show_sample, sample_id, partition_id)
 
     def memory_map(self, unit: int, *, cells: int = 256) -> c.MemoryMap:
-        """What the bytes of a storage unit's arena are, by address in `cells` parts at most (up to 4,096)."""
+        """Return the usage of a storage unit's arena by address, in at most `cells` parts (up to 4,096)."""
         return self.perform(partitions.memory_map, unit, cells)
 
     def waits(self) -> c.WaitList:
-        """Claims and puts that wait now, longest first: whose, what for, since when and until when."""
+        """Return the waiting claims and puts, longest wait first: the session, what it waits for, its start and its
+        deadline."""
         return self.perform(partitions.waits)
 
     def shrink(self, timeout_s: float = 30.0) -> c.Shrunken:
-        """Give memory back to the machine: that of every storage unit above its highest used byte, in whole pages. Rows
-        and free space below stay; the next puts make the units grow again. Colocated trainers call it between phases.
-        Returns when all units have, `timeout_s` at the latest; `given_bytes` of the result is their sum, `units` has
-        each (with an `error` where one is not connected, did not answer, or has a file system without holes).
-        """
+        """Return the memory of every storage unit above its highest used byte to the operating system, in whole
+        pages. Rows and free space below stay; the next puts grow the units again. Colocated trainers call it
+        between phases. Return when all units have responded, after `timeout_s` at the latest. `given_bytes` of the
+        result is the total; `units` has each unit, with an `error` if the unit is not connected, did not respond,
+        or has a file system without holes."""
         return self.perform(partitions.shrink, timeout_s)
 
     def drain(
         self, unit: int, timeout_s: float = 600.0, *, force: bool = False, on_progress: OnProgress | None = None
     ) -> Drained:
-        """Empty a storage unit: nothing new goes there from now on, and what lives there is moved to other units while
-        everybody goes on. Metas stay good, claims, tags and versions are as they were, shared rows stay shared; readers
-        finish on the old bytes. Budgets do not count what is moved, and it may use the space kept for updates. Returns
-        when nothing lives there and no put has space there any more, after a moment for readers who still hold bytes
-        (`pinned_bytes` of the result): then `drop_unit` lets the unit go. Raises `DrainError`, which says what is left
-        and why, where the other units have no space, the unit cannot be read, or `timeout_s` is over; the unit stays
-        marked, and another call goes on. `ChecksumError` for a damaged row: clear or produce it anew.
-        force: also where no other unit has space for new rows, else a `DrainError` at once, which changes nothing.
-        on_progress: called with a `DrainProgress` after each part that was moved.
-        """
+        """Empty a storage unit: the service places no new rows there, and existing rows move to other units while
+        clients continue. Metas, claims, tags and versions stay valid, and shared rows stay shared; readers finish
+        on the old bytes. Moved rows do not count against budgets and may use the space reserved for updates. Return
+        when the unit has no rows and no reservations, after a short wait for readers that still hold bytes
+        (`pinned_bytes` of the result); then `drop_unit` can remove the unit. Raise `DrainError`, which lists the
+        remaining rows and the reason, if the other units have no space, the unit cannot be read, or `timeout_s`
+        expires. The unit stays marked, and another call continues the drain. Raise `ChecksumError` for a damaged
+        row: clear it or produce it again. force: drain even if no other unit accepts new rows; otherwise that is an
+        immediate `DrainError` without any change. on_progress: called with a `DrainProgress` after each moved part."""
         return self.perform(drain_unit.drain, unit, timeout_s, force, on_progress)
 
     def undrain(self, unit: int) -> None:
-        """Let new rows onto a storage unit again that was to be drained. ValueError if unknown."""
+        """Allow new rows again on a storage unit that was marked for draining. ValueError if it is unknown."""
         self.perform(drain_unit.undrain, unit)
 
     def drop_unit(self, unit: int, *, force: bool = False) -> None:
-        """Forget a storage unit for good, so that its process can end. With rows living there it is a ValueError, or
-        with `force=True` clears them: `drain` it first. Whoever asks for one is told (`lost` and `causes` of the
-        KeyError; the last 4,096 of a partition are remembered). ValueError for an unknown unit, too."""
+        """Remove a storage unit permanently, so that its process can end. If it holds rows, raise ValueError, or
+        with `force=True` clear the rows: `drain` the unit first. Later requests for such a row raise a KeyError
+        with it in `lost` and `causes` (the last 4,096 of a partition are remembered). ValueError also for an
+        unknown unit."""
         self.perform(drain_unit.forget, unit, force)
 
     def close(self) -> None:
-        """Refuse new calls, wait for copies in flight, give everything back and say good-bye; a service that this
-        client was bootstrapped with ends too. Idempotent; calls waiting in other threads get `ClientClosedError`.
-        Views from `copy=False` stay valid. A client that is garbage-collected is closed by itself."""
+        """Reject new calls, wait for copies in flight, release everything that the session holds, and close it. A
+        service that this client was bootstrapped with stops too. Idempotent. Calls waiting in other threads raise
+        `ClientClosedError`. Views from `copy=False` stay valid. Garbage collection of a client closes it as well."""
         self._connections.close()
         if self._owns is not None:
             self._owns.close()
@@ -440,6 +455,7 @@ class DataPlaneClient:
     def perform(
         self, operation: Callable[Concatenate[SessionState, P], Operation[T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Perform an operation that is written like those of `dataplane.client.operations`; blocks as that does."""
+        """Execute a custom operation, written like those of `dataplane.client.operations`. Block as long as the
+        operation does."""
         connection = self._connections.get()
         return connection.run(self._emitter.instrumented(operation, connection.session_state, *args, **kwargs))

@@ -1,4 +1,4 @@
-"""Reading and writing the columns of a meta, for code that holds a client and batches."""
+"""Read and write the columns of a meta, for code that works with a client and batches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dataplane.errors import InvalidRequestError
 
 
 class ColumnClient(Protocol):
-    """What these functions ask of a `DataPlaneClient`. `put_samples` takes a meta in place of ids: the put then goes by
-    its row handles."""
+    """The methods of `DataPlaneClient` that these functions use. `put_samples` also accepts a meta instead of ids
+    and then addresses samples by row handles."""
 
     def put_samples(
         self,
@@ -52,7 +52,8 @@ def read_columns(
     pad_to_seqlen: int = 0,
     device: torch.device | str | None = None,
 ) -> BatchedDataDict[Any]:
-    """The columns of the meta's samples, as `materialize` gives them. Raises what `client.get_batch` does."""
+    """Return the columns of the meta's samples in the form of `materialize`. Raise the errors of
+    `client.get_batch`."""
     return client.get_batch(
         meta,
         select_fields,
@@ -70,13 +71,13 @@ def write_columns(
     *,
     token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
 ) -> KVBatchMeta:
-    """Writes columns of the meta's samples, which must all live still (mode "update", by row handles where the meta has
-    them): a write after a clear is an error and makes no ghost rows.
+    """Write columns of the meta's samples, which must all exist (mode "update", by row handles if the meta has
+    them). A write after a clear raises an error and creates no rows.
 
     Padded per-token tensors `[N, S, ...]` named in `token_aligned_fields` are cut row by row to the meta's
-    `sequence_lengths`; ValueError if S is below the longest. One that the partition's schema says is dense is put as it
-    is, and so are all where the sequence lengths are not known.
-    Returns the meta of the put. Raises what `client.put_samples` does.
+    `sequence_lengths`; ValueError if S is below the longest. A field that the partition's schema declares dense is
+    stored uncut, and so are all fields if the sequence lengths are unknown. Return the meta of the put. Raise the
+    errors of `client.put_samples`.
     """
     if meta.sequence_lengths is not None:
         fields = PerToken.of(fields, meta.sequence_lengths, token_aligned_fields)
@@ -95,23 +96,23 @@ def kv_first_write(
     tags: Sequence[Mapping[str, Scalar]] | None = None,
     token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
 ) -> KVBatchMeta:
-    """Puts a rollout's batch as new samples (mode "create": ids that live already are a ValueError).
+    """Store a rollout batch as new samples (mode "create": existing ids raise ValueError).
 
-    `batch["input_lengths"]` `[N]` gives the tokens of each sample: padded per-token tensors named in
-    `token_aligned_fields` are stored cut to them, unless the schema says that they are dense, and each sample is tagged
-    `input_lengths`. All other columns are put as they are.
+    `batch["input_lengths"]` `[N]` is the token count of each sample. Padded per-token tensors named in
+    `token_aligned_fields` are cut to it, unless the schema declares them dense, and each sample is tagged with
+    `input_lengths`. All other columns are stored unchanged.
 
-    Returns the meta for `task_name` with `sequence_lengths`, tags, the fields written, and `extra_info`, into which a
-    `pad_to_multiple` above 1 goes too: the forward pad target is rounded up to it. ValueError without "input_lengths"
-    or where it does not fit; raises what `client.put_samples` does.
+    Return the meta for `task_name` with `sequence_lengths`, tags, the written fields, and `extra_info`. A
+    `pad_to_multiple` above 1 is added to `extra_info`: it rounds up the pad target of the forward pass. Raise
+    ValueError if "input_lengths" is missing or does not match the batch, and the errors of `client.put_samples`.
     """
     if pad_to_multiple < 1:
         raise InvalidRequestError(f"pad_to_multiple={pad_to_multiple}: expected 1 or more")
     if INPUT_LENGTHS not in batch:
-        raise InvalidRequestError(f"the batch has no {INPUT_LENGTHS!r} column; it has {', '.join(sorted(batch))}")
+        raise InvalidRequestError(f"batch has no column {INPUT_LENGTHS!r}; its columns are {', '.join(sorted(batch))}")
     lengths = as_lengths(batch[INPUT_LENGTHS], rows=len(sample_ids))
     fields = PerToken.of(batch, lengths, token_aligned_fields)
-    stamped = [{INPUT_LENGTHS: length} for length in lengths.tolist()]
+    length_tags = [{INPUT_LENGTHS: length} for length in lengths.tolist()]
     named = KVBatchMeta(
         partition_id=partition_id,
         task_name=task_name,
@@ -120,6 +121,6 @@ def kv_first_write(
         sequence_lengths=lengths.tolist(),
         extra_info={**(extra_info or {}), **({PAD_TO_MULTIPLE: pad_to_multiple} if pad_to_multiple > 1 else {})},
         tags=[dict(tag) for tag in tags] if tags is not None else None,
-    ).stamp_tags(stamped)
+    ).stamp_tags(length_tags)
     written = dp_client.put_samples(named, partition_id, fields=fields, tags=named.tags, mode="create")
     return named if written.handles is None else named.with_handles(*written.handles)

@@ -1,4 +1,4 @@
-"""What a client tells of each operation: an event to a callback, and a span where OpenTelemetry is used."""
+"""Events and traces of client operations: an event to a callback, and a span if OpenTelemetry is used."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ P = ParamSpec("P")
 
 _NAMES = {"get_batch": "get", "consumed": "check_consumption", "register": "register_partition"}
 _BY_COMMAND = frozenset({"ask", "about_claimed"})
-"""Operations that are called by the one command that they send."""
+"""Operations that are named after the one command that they send."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpEvent:
-    """One operation of a client, when it has ended.
+    """A finished operation of a client.
 
-    op: "put", "get", "claim" ("peek" if it only looks), "clear", "ack", "set_version", ... partition, task: "" where
-    there is none. fields: put, read, or wanted by a claim. samples: put, read, claimed or cleared; of a put,
-    `new_samples` did not live before.
-    bytes: of all values put or read, objects as they are stored, a value that samples share once in a put. Of a put,
-    `new_bytes` are those of values that are some sample's first of their field, `overwritten_bytes` the rest: the sum
-    of `new_bytes` counts nothing twice. started: Unix time. took_s: in all; of it `waited_s` for samples or space.
-    error: what it raised, "" if nothing; then it moved nothing.
+    op: "put", "get", "claim" ("peek" if it claims nothing), "clear", "ack", "set_version", ... partition, task: ""
+    if not applicable. fields: fields put, read, or required by a claim. samples: number of samples put, read,
+    claimed or cleared; `new_samples` are those that a put created. bytes: size of all values put or read; objects
+    count as stored, a value shared by samples counts once per put. Of a put, `new_bytes` are the values that are
+    the first of their field for a sample, and `overwritten_bytes` the rest: the sum of `new_bytes` counts nothing
+    twice. started: Unix time. took_s: total duration in seconds; `waited_s` of it was spent waiting for samples or
+    space. error: name of the exception type, "" if none; on an error all counts are 0.
     """
 
     op: str
@@ -51,15 +51,15 @@ class OpEvent:
 
 
 OnEvent = Callable[[OpEvent], None]
-"""Called in the thread, or the event loop, of the operation, which it holds up: it has to be quick."""
+"""Called in the thread, or the event loop, of the operation. It delays the operation and must return quickly."""
 
 
 class EventEmitter:
-    """Calls `on_event`, if there is one. One that raises is logged, the first time; no operation fails of it."""
+    """Call `on_event` if it is set. Its first exception is logged; exceptions never fail an operation."""
 
     def __init__(self, on_event: OnEvent | None = None) -> None:
         self.on_event = on_event
-        self._complained = False
+        self._failure_logged = False
 
     def instrumented(
         self,
@@ -69,24 +69,24 @@ class EventEmitter:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Operation[T]:
-        """The operation, with an event at its end if a listener or a tracer is installed."""
+        """Return the operation; it emits an event at its end if a callback or a tracer is installed."""
         made = operation(session_state, *args, **kwargs)
         if self.on_event is None and tracer() is None:
             return made
-        return self._told(made, operation.__name__)
+        return self._emitting(made, operation.__name__)
 
-    def _told(self, operation: Operation[T], name: str) -> Operation[T]:
-        notes = _Notes(name)
-        span = start_span(notes.op)
+    def _emitting(self, operation: Operation[T], name: str) -> Operation[T]:
+        record = _OperationRecord(name)
+        span = start_span(record.op)
         try:
-            result = yield from _seen(operation, notes)
+            result = yield from _recorded(operation, record)
         except BaseException as error:
-            self._tell(notes.event(error), span, error)
+            self._emit(record.event(error), span, error)
             raise
-        self._tell(notes.event(None), span, None)
+        self._emit(record.event(None), span, None)
         return result
 
-    def _tell(self, event: OpEvent, span: TraceSpan | None, error: BaseException | None) -> None:
+    def _emit(self, event: OpEvent, span: TraceSpan | None, error: BaseException | None) -> None:
         if span is not None:
             span.end(f"dataplane {event.op}", _attributes(event), error)
         if self.on_event is None:
@@ -94,13 +94,13 @@ class EventEmitter:
         try:
             self.on_event(event)
         except Exception:
-            if not self._complained:
-                self._complained = True
-                log.exception("on_event failed on %r; further failures are not logged", event)
+            if not self._failure_logged:
+                self._failure_logged = True
+                log.exception("on_event failed for %r; further failures are not logged", event)
 
 
-def _seen(operation: Operation[T], notes: _Notes) -> Operation[T]:
-    """The operation, with each step noted that went well."""
+def _recorded(operation: Operation[T], record: _OperationRecord) -> Operation[T]:
+    """Run the operation and record each of its steps in `record`."""
     try:
         step = next(operation)
         while True:
@@ -108,19 +108,19 @@ def _seen(operation: Operation[T], notes: _Notes) -> Operation[T]:
             try:
                 outcome = yield step
             except BaseException as error:
-                notes.ended(step, time.perf_counter() - began)
+                record.ended(step, time.perf_counter() - began)
                 step = operation.throw(error)
             else:
-                notes.ended(step, time.perf_counter() - began)
+                record.ended(step, time.perf_counter() - began)
                 if isinstance(step, Send):
-                    notes.answered(step.command, outcome.result)
+                    record.answered(step.command, outcome.result)
                 step = operation.send(outcome)
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
 
 
-class _Notes:
-    """What is known of an operation from the commands that it sent."""
+class _OperationRecord:
+    """Facts about an operation, collected from the commands that it sends."""
 
     def __init__(self, name: str) -> None:
         self.op = _NAMES.get(name, name)
@@ -134,6 +134,7 @@ class _Notes:
         self._reads = self.op == "get"
 
     def ended(self, step: Step, took_s: float) -> None:
+        """Record the end of a step, whether it succeeded or not."""
         if not isinstance(step, Send):
             return
         command = step.command
@@ -151,6 +152,7 @@ class _Notes:
             self._fields = tuple(column.name for column in command.columns)
 
     def answered(self, command: c.Command, result: Any) -> None:
+        """Record the result of a command."""
         match command, result:
             case c.Commit(), c.Committed():
                 self._samples += len(result.rows)
@@ -168,6 +170,7 @@ class _Notes:
                 self._samples = len(command.samples)
 
     def event(self, error: BaseException | None) -> OpEvent:
+        """Return the event of the operation, which raised `error` if it is not None."""
         moved = error is None
         return OpEvent(
             op=self.op,
@@ -187,7 +190,7 @@ class _Notes:
 
 
 def _attributes(event: OpEvent) -> dict[str, Any]:
-    """Of a span; what says nothing is left out."""
+    """Return the attributes of the span; empty values are omitted."""
     shown = {
         "partition": event.partition,
         "task": event.task,
@@ -204,10 +207,10 @@ TRACER_NAME = "dataplane"
 
 
 def tracer() -> Any | None:
-    """The tracer of the application's provider; None if no provider is set. OpenTelemetry is not imported here: an
-    application that set a provider has imported it."""
+    """Return the tracer of the application's provider; None if no provider is set. This function does not import
+    OpenTelemetry: an application that set a provider has already imported it."""
     trace = sys.modules.get("opentelemetry.trace")
-    if not hasattr(trace, "get_tracer_provider"):  # another thread may be at importing it
+    if not hasattr(trace, "get_tracer_provider"):  # another thread may be importing it
         return None
     assert trace is not None
     provider = trace.get_tracer_provider()
@@ -215,13 +218,13 @@ def tracer() -> Any | None:
 
 
 class TraceSpan:
-    """A client's span under whatever span is current where it begins."""
+    """A client span, child of the span that is current at its start."""
 
     def __init__(self, span: Any) -> None:
         self._span = span
 
     def end(self, name: str, attributes: Mapping[str, Any], error: BaseException | None) -> None:
-        """End the span under this name; `error` is what the operation raised."""
+        """End the span under this name. `error` is the exception of the operation."""
         trace = sys.modules["opentelemetry.trace"]
         self._span.update_name(name)
         self._span.set_attributes(attributes)
@@ -232,7 +235,7 @@ class TraceSpan:
 
 
 def start_span(op: str) -> TraceSpan | None:
-    """Start a span; None if no provider is set."""
+    """Start a span; return None if no provider is set."""
     made = tracer()
     if made is None:
         return None

@@ -1,8 +1,7 @@
-"""Space that a client allocated ahead for its small puts: each takes its part of it and needs no command but its
-commit.
+"""Preallocated space for the small puts of a client: each put takes a part of it and sends only its commit.
 
-Only a client that makes small puts one soon after another asks for such space, only in a unit whose arena it has
-mapped, and what it has not used for a heartbeat goes back.
+A client requests such space only when small puts follow each other quickly, and only in a unit whose arena it has
+mapped. Space that is unused for one heartbeat is returned.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from dataplane.data.columns import EncodedColumn
 from dataplane.ledger.commands import Placement, Preallocate
 
 SMALL_BYTES = 256 << 10
-"""Larger puts ask for their own space: their copy takes longer than the question."""
+"""Larger puts allocate their own space: their copy takes longer than the request."""
 PUTS_AHEAD = 16
 LEAST_BYTES = 64 << 10
 MOST_BYTES = 2 << 20
 SOON_S = 1.0
-"""Small puts further apart than this ask for their own space, and a refusal stands so long."""
+"""Small puts further apart than this allocate their own space. A rejected request blocks new ones for this time."""
 ASKS = 4
-"""How many puts that begin at the same time ask for preallocated space; the others ask for their own."""
+"""Maximum number of concurrent requests for preallocated space; other puts allocate their own space."""
 
 
 @dataclass(eq=False, slots=True)
 class PreallocatedSpace:
-    """What call `number` allocated: bytes [offset, end) of the unit's arena are not handed out yet, `parts` are in use.
-    `checksums`: commits into it are to have them."""
+    """Space allocated by call `number`: bytes [offset, end) of the unit's arena are unused, `parts` are in use.
+    `checksums`: commits into the space must have checksums."""
 
     number: int
     unit: int
@@ -45,13 +44,13 @@ class PreallocatedSpace:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class PreallocatedPart:
-    """`offset` is where one put's columns begin, each at a granule of its own."""
+    """Space of one put. Its columns begin at `offset`, each at a granule boundary."""
 
     space: PreallocatedSpace
     offset: int
 
     def placements(self, columns: Sequence[EncodedColumn]) -> list[Placement]:
-        """Where the columns lie."""
+        """Return the placements of the columns."""
         placements, offset = [], self.offset
         for number, column in enumerate(columns):
             last = len(column.sizes)
@@ -61,8 +60,9 @@ class PreallocatedPart:
 
 
 class PreallocatedBuffer:
-    """The spaces of one session. Thread-safe, and sound after an interrupt at any place, as long as every part goes to
-    `finish` in the end. In `returned` are numbers of spaces to give back that nobody can write to any more."""
+    """The preallocated spaces of one session. Thread-safe, and consistent after an interrupt at any point, provided
+    that every part is passed to `finish`. `returned` has the numbers of spaces to release; no put can still write
+    to them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -74,8 +74,8 @@ class PreallocatedBuffer:
         self._last_put = self._refused = -SOON_S
 
     def take(self, nbytes: int, taken: list[PreallocatedPart]) -> bool:
-        """Space for a put of `nbytes` (see `bytes_of`), until `finish`: `taken` gets the part. False if there is not
-        enough."""
+        """Add space for a put of `nbytes` (see `bytes_of`) to `taken`; it is in use until `finish`. Return False if
+        there is not enough."""
         with self._lock:
             space = next((space for space in self._open if space.end - space.offset >= nbytes), None)
             if space is None:
@@ -89,8 +89,8 @@ class PreallocatedBuffer:
             return True
 
     def wish(self, nbytes: int, unit: int | None) -> Preallocate | None:
-        """The command that asks for space in `unit`, for a put of `nbytes` that could not `take` any; None: the put
-        asks for its own. Spaces that are too small for the put are given up."""
+        """Return the command that requests space in `unit` after `take` failed for a put of `nbytes`, or None if
+        the put must allocate its own. Spaces that are too small for the put are given up."""
         if not 0 < nbytes <= SMALL_BYTES:
             return None
         with self._lock:
@@ -104,24 +104,24 @@ class PreallocatedBuffer:
         return Preallocate(unit=unit, nbytes=min(max(PUTS_AHEAD * nbytes, LEAST_BYTES), MOST_BYTES))
 
     def refused(self) -> None:
-        """The service had no space to spare."""
+        """Record that the service had no space to preallocate."""
         with self._lock:
             self._refused = self._clock()
 
     def answered(self) -> None:
-        """The command that `wish` returned is answered, or given up."""
+        """Record that the command of `wish` was answered or abandoned."""
         with self._lock:
             self._asks = max(self._asks - 1, 0)
 
     def add(self, number: int, granted: Preallocate, offset: int, *, checksums: bool = False) -> None:
-        """Call `number` allocated space at `offset`."""
+        """Add space at `offset`, allocated by call `number`."""
         space = PreallocatedSpace(number, granted.unit, offset, offset + granted.nbytes, checksums)
         with self._lock:
             self._spaces[number] = space
             self._open.append(space)
 
     def forsake(self, number: int) -> None:
-        """Call `number` may have allocated space, which was added unless an interrupt came before: it goes back."""
+        """Release the space that call `number` may have allocated, even if an interrupt prevented `add`."""
         with self._lock:
             if number in self._spaces:
                 self._give_up(self._spaces[number])
@@ -129,19 +129,19 @@ class PreallocatedBuffer:
                 self.returned.append(number)
 
     def finish(self, part: PreallocatedPart, *, failed: bool) -> None:
-        """No one writes to the part any more and its commit, if it was sent, was answered or given up. After a failure
-        the space it is of is not used again. Idempotent."""
+        """End the use of a part: no thread writes to it, and its commit, if sent, was answered or abandoned. After
+        a failure its space is not used again. Idempotent."""
         with self._lock:
             part.space.parts.discard(part)
             if failed or part.space.given_up:
                 self._give_up(part.space)
 
     def idle(self) -> None:
-        """A heartbeat has passed: give up space that nobody has used since the last. Wishes that are older than that
-        count no longer: an interrupt may have kept one from being `answered`."""
+        """Give up spaces that were unused since the last heartbeat. Also reset the count of pending requests,
+        because an interrupt may have prevented `answered`."""
         with self._lock:
             self._asks = 0
-            for space in tuple(self._spaces.values()):  # an interrupt may have kept one from being given up
+            for space in tuple(self._spaces.values()):  # an interrupt may have prevented an earlier give-up
                 if not space.touched:
                     self._give_up(space)
                 space.touched = False
@@ -156,7 +156,7 @@ class PreallocatedBuffer:
 
 
 def bytes_of(columns: Sequence[EncodedColumn]) -> int:
-    """What the columns of a put take of an arena."""
+    """Return the arena bytes that the columns of a put need."""
     return sum(_granules(column.nbytes) for column in columns)
 
 

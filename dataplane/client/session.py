@@ -1,4 +1,4 @@
-"""One session of a sync client, and the thread-safe, fork-safe holder that makes it when first needed."""
+"""One session of a sync client, and a thread-safe, fork-safe holder that creates it on first use."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from dataplane.storage.session_lock import SessionLock
 
 log = logging.getLogger(__name__)
 
-_GIVING = frozenset({Allocate, Preallocate, Claim, Locate, Save, FindCells})
-"""Commands whose answer gives an operation something that it has to give back."""
+_RESOURCE_COMMANDS = frozenset({Allocate, Preallocate, Claim, Locate, Save, FindCells})
+"""Commands whose response hands resources to an operation, which it must release."""
 
 
 class Closable(Protocol):
-    """What `ForkLocal` holds."""
+    """An object that `ForkLocal` can hold."""
 
     def close(self) -> None: ...
 
@@ -38,7 +38,7 @@ C = TypeVar("C", bound=Closable)
 
 
 class ForkLocal(Generic[C]):
-    """Makes one `C` per process, when first asked. A forked child makes its own and never touches its parent's."""
+    """Create one `C` per process on first use. A forked child creates its own and never touches its parent's."""
 
     def __init__(self, make: Callable[[], C]) -> None:
         self._make = make
@@ -49,7 +49,7 @@ class ForkLocal(Generic[C]):
         self._closed = False
 
     def get(self) -> C:
-        """This process's `C`. Raises `ClientClosedError` after `close()`."""
+        """Return this process's `C`. Raise `ClientClosedError` after `close()`."""
         made = self._made
         if made is not None and self._pid == os.getpid() and not self._closed:
             return made
@@ -63,7 +63,8 @@ class ForkLocal(Generic[C]):
             return self._made
 
     def _forked(self) -> None:
-        """Set the parent's aside, alive: dropping it here would run clean-up that is the parent's to run."""
+        """Keep a reference to the parent's object: dropping it in the child would run clean-up that belongs to the
+        parent."""
         self._guard = threading.Lock()
         self._pid = os.getpid()
         if self._made is not None:
@@ -71,7 +72,7 @@ class ForkLocal(Generic[C]):
             self._made = None
 
     def close(self) -> None:
-        """Close this process's `C`, if any; later `get()`s fail."""
+        """Close this process's `C`, if any. Later `get()` calls fail."""
         if self._pid != os.getpid():
             self._forked()
         with self._guard:
@@ -82,15 +83,16 @@ class ForkLocal(Generic[C]):
 
 
 def begin_copy(copies: InFlight, call: threading.Lock) -> None:
-    """To be called before each copy of a call. From its first on closing waits for the call, until it releases its
-    lock: so its clean-up is not refused. Raises `ClientClosedError` if it is the first and the client is closing."""
+    """Register a call before each of its copies. From its first copy on, closing waits until the call releases its
+    lock, so that the clean-up of the call is still accepted. Raise `ClientClosedError` if this is the first copy
+    and the client is closing."""
     if not copies.enter(call):
         raise ClientClosedError()
 
 
 @functools.cache
 def session_states() -> weakref.WeakSet[SessionState]:
-    """The session state of each of this process's open sessions. A forked child lets go of their locks (see
+    """Return the session states of the open sessions of this process. A forked child releases their locks (see
     `SessionState.forked`)."""
     opened: weakref.WeakSet[SessionState] = weakref.WeakSet()
 
@@ -104,30 +106,30 @@ def session_states() -> weakref.WeakSet[SessionState]:
 
 
 def end_copies(copies: InFlight, config: DataPlaneConfig) -> None:
-    """Let none begin and wait for those under way: as long as one may be silent, and then for the stop of its put.
-    Raises `CallTimeoutError`."""
+    """Reject new copies and wait for those in progress: for as long as one copy may take without progress, plus the
+    time to stop its put. Raise `CallTimeoutError` after that."""
     copies.shut()
     limit_s = config.call_timeout_s + config.connect_timeout_s
     left = copies.wait(limit_s)
     if left:
-        what = f"close(): {left} operations that are copying"
+        what = f"close(): {left} operations with a copy in progress"
         raise CallTimeoutError(what=what, waited_s=limit_s, peer="this process")
 
 
 def session_lock(config: DataPlaneConfig) -> SessionLock | None:
-    """A held lock that lets units on this host know that this process is alive; None where every connection is to be
-    remote."""
+    """Return a held file lock that proves to units on this host that this process runs. Return None if all
+    connections are remote."""
     if config.force_remote:
         return None
     try:
         return SessionLock.create()
     except OSError as error:
-        log.warning("no lock file for shared memory (%s): reading and writing over sockets instead", error)
+        log.warning("Lock file for shared memory cannot be created (%s); using sockets instead", error)
         return None
 
 
 class Connection:
-    """An open session with its session state; runs operations in the calling thread. Thread-safe."""
+    """An open session and its session state. It executes operations in the calling thread. Thread-safe."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         check_pickles(config)
@@ -151,32 +153,32 @@ class Connection:
         self.session_state.connections.learn(self._channel.units)
         session_states().add(self.session_state)
         self._channel.leftovers = self.session_state.idle_leftovers
-        end = functools.partial(_let_go, self.session_state, self._channel)
+        end = functools.partial(_close_session, self.session_state, self._channel)
         self._dropped = weakref.finalize(self, self._channel.have_ended, end)
         self._dropped.atexit = False
 
     def run(self, operation: Operation[T]) -> T:
-        """Perform the operation's steps until it returns. Errors go through its clean-up, KeyboardInterrupt too,
-        wherever it comes; what it kept from the operation is given back."""
+        """Execute the operation's steps until it returns. Errors, including a KeyboardInterrupt at any point, are
+        passed through the operation's clean-up; resources that the operation never received are released."""
         self._post_leftovers()
         given: list[tuple[int, Command]] = []
         with (call := threading.Lock()):
             try:
-                return self._go_on(operation, call, given)
+                return self._resume(operation, call, given)
             except BaseException as error:
                 self._clean_up(operation, call, given, error)
                 raise
             finally:
                 self._copies.leave(call)
 
-    def _go_on(
+    def _resume(
         self,
         operation: Operation[T],
         call: threading.Lock,
         given: list[tuple[int, Command]],
         thrown: BaseException | None = None,
     ) -> T:
-        """Perform what is left of the operation, after throwing `thrown` into it."""
+        """Execute the remaining steps of the operation, after throwing `thrown` into it."""
         try:
             step = next(operation) if thrown is None else operation.throw(thrown)
             while True:
@@ -196,16 +198,17 @@ class Connection:
         given: list[tuple[int, Command]],
         error: BaseException,
     ) -> None:
-        """Give back what the operation was given, unless it has seen to that: it has seen every error, but for what a
-        signal raised between two of its steps, and an interrupt may have kept from it what it was given."""
+        """Release the operation's resources unless it has done so itself. The operation sees every error except one
+        that a signal raises between two of its steps; an interrupt may also have prevented it from receiving a
+        resource."""
         over = inspect.getgeneratorstate(operation) == inspect.GEN_CLOSED
         if over and isinstance(error, Exception):
             return
         try:
             if not over:
-                self._go_on(operation, call, given, error)
+                self._resume(operation, call, given, error)
         finally:
-            with contextlib.suppress(DataPlaneError):  # the session is over: nothing is held any more
+            with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
                 for number, command in given:
                     if isinstance(command, Preallocate):
                         self.session_state.preallocated.forsake(number)
@@ -214,6 +217,7 @@ class Connection:
                 self._post_leftovers()
 
     def _perform(self, step: Step, call: threading.Lock, given: list[tuple[int, Command]]) -> Any:
+        """Execute one step in the calling thread and return its outcome."""
         match step:
             case Send():
                 return self._send(step, call, given)
@@ -222,14 +226,15 @@ class Connection:
             case Work(work):
                 begin_copy(self._copies, call)
                 if given:
-                    # From now on only the operation knows when nothing is written into its space any more.
+                    # From now on only the operation can determine when all writes into its space have ended.
                     given[:] = [each for each in given if not isinstance(each[1], Allocate)]
                 return work()
         return None
 
     def _send(self, step: Send, call: threading.Lock, given: list[tuple[int, Command]]) -> Sent:
+        """Send a command; record it in `given` if its response hands over resources."""
         command, meanwhile = step.command, step.meanwhile
-        record = given if type(command) in _GIVING else None
+        record = given if type(command) in _RESOURCE_COMMANDS else None
         if meanwhile is None:
             return Sent(*self._channel.call(command, given=record))
         begin_copy(self._copies, call)
@@ -245,11 +250,11 @@ class Connection:
         """See `DataPlaneClient.close`."""
         self._dropped.detach()
         end_copies(self._copies, self._config)
-        with contextlib.suppress(DataPlaneError):  # the session is over: nothing is held any more
+        with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
             self._post_leftovers()
-        _let_go(self.session_state, self._channel)
+        _close_session(self.session_state, self._channel)
 
 
-def _let_go(session_state: SessionState, channel: ControllerChannel) -> None:
+def _close_session(session_state: SessionState, channel: ControllerChannel) -> None:
     session_state.close()
     channel.close()

@@ -1,5 +1,5 @@
-"""What one session of a client keeps between operations: connections to units, remembered schemas, preallocated space
-of small puts, and the pins of views handed out."""
+"""The client-side state of a session: connections to units, cached schemas, preallocated space of small puts, and
+the pins of returned views."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def taken_one_by_one(queue: collections.deque[T]) -> Iterator[T]:
-    """What is in the queue now; each is taken from it when the next is asked for."""
+    """Yield the current items of the queue; remove each item when the next one is requested."""
     for each in tuple(queue):
         yield each
         with contextlib.suppress(ValueError):  # another thread took it
@@ -34,10 +34,10 @@ def taken_one_by_one(queue: collections.deque[T]) -> Iterator[T]:
 
 
 class Hold:
-    """Keeps the session's lock held for as long as anything refers to this; the lock goes with the last reference.
+    """Keeps the session's lock held as long as this object is referenced; the last reference releases the lock.
 
-    The session state refers to it while the session is open, and every living view does: so the bytes under a view
-    outlive a closed client, and in a forked child that inherited views they outlive the parent.
+    The session state refers to it while the session is open, and so does every view. The bytes under a view
+    therefore outlive a closed client, and in a forked child that inherited views they outlive the parent.
     """
 
     def __init__(self, lock: SessionLock) -> None:
@@ -45,7 +45,7 @@ class Hold:
 
 
 class Pin:
-    """Stands for the pins of one `Locate` while views of its bytes live."""
+    """Represents the pins of one `Locate` while views of its bytes exist."""
 
     __slots__ = ("__weakref__", "_hold")
 
@@ -54,22 +54,23 @@ class Pin:
 
 
 class _LastView(weakref.ref[Pin]):
-    """Refers to the pin of call `number`."""
+    """Weak reference to the pin of call `number`."""
 
     __slots__ = ("number",)
     number: int
 
 
 class Pins:
-    """The `Locate` numbers whose last view is gone. Nothing of ours runs when it goes: an interrupt in a finalizer
-    would be lost, and the number with it."""
+    """The `Locate` numbers whose last view was deleted. Deletion runs no Python code of this class: an interrupt in
+    a finalizer would be swallowed, and the number lost."""
 
     def __init__(self) -> None:
         self._living: set[_LastView] = set()
         self._dropped: collections.deque[_LastView] = collections.deque()
 
     def take(self, number: int, hold: Hold | None) -> Pin:
-        """A pin for the bytes of call `number`, which is among `dropped()` once nothing refers to the pin."""
+        """Return a pin for the bytes of call `number`. The number is in `dropped()` after the last reference to the
+        pin."""
         pin = Pin(hold)
         last = _LastView(pin, self._dropped.append)
         last.number = number
@@ -77,14 +78,14 @@ class Pins:
         return pin
 
     def dropped(self) -> Iterator[int]:
-        """Numbers of the pins that died, each forgotten when the next is asked for."""
+        """Yield the numbers of deleted pins; forget each when the next one is requested."""
         for last in taken_one_by_one(self._dropped):
             yield last.number
             self._living.discard(last)
 
 
 class Schema(dict[str, FieldSpec]):
-    """What is known of a partition's fields: those that somebody registered, and others that live samples have."""
+    """The known fields of a partition: declared fields, and undeclared fields that live samples have."""
 
     def __init__(
         self,
@@ -99,20 +100,20 @@ class Schema(dict[str, FieldSpec]):
 
     @property
     def declared(self) -> list[str]:
-        """The names that somebody registered."""
+        """The names of declared fields."""
         return [name for name in self if self.declares(name)]
 
     def declares(self, name: str) -> bool:
-        """Whether somebody registered a field of this name."""
+        """Return whether a field of this name is declared."""
         return name in self and name not in self._undeclared
 
 
 WARNED = 4096
-"""Names that it remembers at most."""
+"""Maximum number of remembered names."""
 
 
 class Warned:
-    """Names of fields for which this client has logged a warning, so that it logs one only once. Thread-safe."""
+    """Field names for which this client has logged a warning, so that each is logged only once. Thread-safe."""
 
     def __init__(self, most: int = WARNED) -> None:
         self._most = most
@@ -120,7 +121,7 @@ class Warned:
         self._names: collections.OrderedDict[tuple[str, str, str], None] = collections.OrderedDict()
 
     def first(self, what: str, partition: str, names: Iterable[str]) -> list[str]:
-        """Those of the names that were not passed before with the same `what` and `partition`."""
+        """Return the names that were not passed before with the same `what` and `partition`."""
         new = []
         with self._lock:
             for name in names:
@@ -135,12 +136,12 @@ class Warned:
 
 
 SCHEMAS = 256
-"""Schemas that a client remembers; one that it does not it asks for again."""
+"""Maximum number of schemas that a client caches; it fetches other schemas again."""
 
 
 class Schemas:
-    """The schemas of the partitions that were put into last. Nobody tells a client of partitions that others cleared:
-    so they are forgotten as others take their place. Thread-safe."""
+    """LRU cache of the schemas of partitions that were put into. A client is not notified of partitions that others
+    clear; their entries are evicted as new ones are added. Thread-safe."""
 
     def __init__(self, most: int = SCHEMAS) -> None:
         self._most = most
@@ -170,17 +171,17 @@ class Schemas:
 
 
 def check_pickles(config: DataPlaneConfig) -> None:
-    """`InvalidRequestError` for a client that is to pickle where anybody may put."""
+    """Raise `InvalidRequestError` if pickling is enabled for a service that accepts unauthenticated clients."""
     if config.pickles and config.tls is None and config.secret() is None:
         raise InvalidRequestError(
-            "objects='pickle': only clients of a service with a token or TLS pickle, because what one of them puts can "
-            "have the others run anything; give the service a token"
+            "objects='pickle' requires a service with a token or TLS, because unpickling objects of other clients can "
+            "execute arbitrary code; start the service with a token"
         )
 
 
 class SessionState:
-    """The client-side state of a session. durable: its service, and the service's units, keep what they hold over a
-    restart. put_timeout_s: of the service, where the config has none."""
+    """The client-side state of a session. durable: the service and its units keep their contents across a restart.
+    put_timeout_s: the service's value, used if the config has none."""
 
     def __init__(
         self,
@@ -210,16 +211,16 @@ class SessionState:
 
     @property
     def lock_stands(self) -> bool:
-        """Whether the lock, of a session that has one, has been held without a break."""
+        """Whether the session's lock, if it has one, has been held without interruption."""
         return self._lock is None or self._lock.stands
 
     def pin(self, number: int) -> Pin:
-        """A pin that views of the bytes located by call `number` share."""
+        """Return a pin that views of the bytes located by call `number` share."""
         return self.pins.take(number, self._hold)
 
     def leftovers(self) -> Iterator[Command]:
-        """Commands to post: pins whose last view is gone and space that nobody uses go back. Each is forgotten when the
-        next is asked for: what an interrupt keeps from being posted comes again."""
+        """Yield the commands that release pins without views and unused space. Each is forgotten when the next one
+        is requested, so that a command that an interrupt kept from being posted is yielded again."""
         for number in self.pins.dropped():
             yield Release(located=number)
         for number in taken_one_by_one(self.preallocated.returned):
@@ -228,16 +229,16 @@ class SessionState:
             yield Abort(reservation=number)
 
     def idle_leftovers(self) -> Iterator[Command]:
-        """The same with every heartbeat."""
+        """Yield the same commands for a heartbeat, after giving up idle preallocated space."""
         self.preallocated.idle()
         return self.leftovers()
 
     def forked(self) -> None:
-        """In a forked child: keep the parent's lock only as far as living views need it."""
+        """In a forked child, keep the parent's lock only if existing views need it."""
         self._hold = None
 
     def close(self) -> None:
-        """Close the connections, give idle memory back and let go of the lock; living views go on holding it."""
+        """Close the connections, free pooled memory and release the lock. Existing views keep the lock held."""
         self.connections.close()
         self.memory.drop()
         self.copier.close()

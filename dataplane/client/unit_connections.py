@@ -1,7 +1,6 @@
-"""The connections of one session to the storage units: which unit by shared memory, which by ZMQ, and the bytes over
-them.
+"""The connections of one session to the storage units, over shared memory or ZMQ, and the transfer of row bytes.
 
-Everything here blocks and runs inside a `Work` step.
+All functions here block and run inside a `Work` step.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from dataplane.storage.transport.registry import client_transport
 log = logging.getLogger(__name__)
 
 UNITS_AT_ONCE = 16
-"""A session reads from, or writes to, so many remote units at the same time, besides one for each call."""
+"""Number of remote units that a session reads from or writes to in parallel, besides one for each call."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Pinned(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Read-only arena bytes that a user may hold on to. Views of it keep it alive, and it keeps the pin alive."""
+    """Read-only arena bytes that a user may keep. Views of it keep it alive, and it keeps the pin alive."""
 
     guard: object | None = None
 
 
 class UnitConnections:
-    """Connections of one session to storage units, made when first needed. Thread-safe.
+    """Connections of one session to storage units, created on first use. Thread-safe.
 
-    session: the session's number; lock: the file lock that proves to units that it is alive, on this host (None: never
-    local); memory: where remote reads are received. copier: copies long runs into local arenas.
+    session: the session's number. lock: the file lock that proves to units on this host that the client runs (None:
+    all connections are remote). memory: buffers for remote reads. copier: copies long runs into local arenas.
     """
 
     def __init__(
@@ -68,49 +67,50 @@ class UnitConnections:
         self._transport = client_transport(config)
         self._infos: dict[int, c.UnitInfo] = {}
         self._connections: dict[int, UnitConnection] = {}
-        self._left: dict[int, int] = {}
-        self._doubted: set[int] = set()
+        self._replaced: dict[int, int] = {}
+        self._suspects: set[int] = set()
         self._unstopped: dict[int, dict[int, int]] = {}
-        self._asking_again = False
+        self._stopping_again = False
         self._guard = threading.Lock()
-        self._shaking_hands = threading.Lock()
+        self._handshake = threading.Lock()
         self._closed = False
         self._together = Together(UNITS_AT_ONCE)
 
     def learn(self, units: Iterable[c.UnitInfo]) -> None:
-        """Take in the service's list of units; a connection to an earlier epoch of one is dropped, and so is one to a
-        unit that the service has no more. Blocks while calls under way on such a one end."""
+        """Apply the service's list of units. Connections to an earlier epoch of a unit and to removed units are
+        closed. Block until calls on such a connection have ended."""
         listed = {info.unit: info for info in units}
-        # Numbers grow: a list from before a unit joined ends below it.
+        # Unit numbers only grow: a list that is older than a unit ends below its number.
         newest = max(listed, default=0)
         with self._guard:
-            gone = [unit for unit in self._infos if unit < newest and unit not in listed]
-            stale = [self._connections.pop(unit) for unit in gone if unit in self._connections]
-            for unit in gone:
+            removed = [unit for unit in self._infos if unit < newest and unit not in listed]
+            stale = [self._connections.pop(unit) for unit in removed if unit in self._connections]
+            for unit in removed:
                 del self._infos[unit]
-                self._left.pop(unit, None)
-                self._doubted.discard(unit)
+                self._replaced.pop(unit, None)
+                self._suspects.discard(unit)
             for info in listed.values():
                 known = self._infos.get(info.unit)
                 if known is not None and known.epoch != info.epoch and info.unit in self._connections:
                     stale.append(self._connections.pop(info.unit))
-                    self._left[info.unit] = known.epoch
+                    self._replaced[info.unit] = known.epoch
                 self._infos[info.unit] = info
-                self._doubted.discard(info.unit)
+                self._suspects.discard(info.unit)
         for connection in stale:
             connection.close()
 
     def unknown(self, units: Iterable[int]) -> bool:
-        """Whether one of `units` has not been learned yet, or failed since: it may have another epoch by now."""
-        return any(unit not in self._infos or unit in self._doubted for unit in units)
+        """Return whether any of `units` is unknown, or has failed since it was learned: its epoch may have changed."""
+        return any(unit not in self._infos or unit in self._suspects for unit in units)
 
     def backed(self, located: Sequence[c.FieldLocations]) -> bool:
-        """Whether these places are in memory that their units have now, as far as this process can see: to touch what a
-        unit has given back would take memory again, and where there is none it would kill the process."""
+        """Return whether these locations are in memory that their units currently back, as far as this process can
+        see. Touching memory that a unit has released would allocate it again, and if none is free, the kernel would
+        kill the process."""
         for unit in units_of(located):
             arena = self._arena(unit)
             if arena is None:
-                continue  # the unit looks itself
+                continue  # the unit checks its own memory
             for field in located:
                 here = field.units == unit
                 ends = field.offsets[here] + field.lengths[here] * field.spec.unit_bytes
@@ -119,33 +119,34 @@ class UnitConnections:
         return True
 
     def epochs(self, units: Iterable[int]) -> dict[int, int]:
-        """The lives of these units, as they were learned last."""
+        """Return the last known epochs of these units."""
         return {unit: self._infos[unit].epoch for unit in units if unit in self._infos}
 
     def lives(self, epochs: Mapping[int, int]) -> bool:
-        """Whether each of these units is in that epoch, connected, and has not failed since."""
+        """Return whether each of these units is connected, has this epoch, and has not failed since."""
         return all(
-            unit in self._connections and unit not in self._doubted and self._lives(unit, epoch)
+            unit in self._connections and unit not in self._suspects and self._is_current(unit, epoch)
             for unit, epoch in epochs.items()
         )
 
-    def _lives(self, unit: int, epoch: int) -> bool:
-        """Whether the unit is in that epoch, as far as is known."""
+    def _is_current(self, unit: int, epoch: int) -> bool:
+        """Return whether this is the last known epoch of the unit."""
         info = self._infos.get(unit)
         return info is not None and info.epoch == epoch
 
     def connection(self, unit: int) -> UnitConnection:
-        """The connection to `unit`; the first call shakes hands. Blocks up to the connect timeout."""
+        """Return the connection to `unit`. The first call performs the handshake and blocks up to the connect
+        timeout."""
         found = self._connections.get(unit)
         if found is not None:
             return found
-        with self._shaking_hands:
+        with self._handshake:
             while (found := self._connections.get(unit)) is None:
                 self._connect(unit)
             return found
 
     def _connect(self, unit: int) -> None:
-        """Shake hands; the outcome is kept unless another epoch of the unit was learned of meanwhile."""
+        """Perform the handshake. Discard the connection if another epoch of the unit was learned in the meantime."""
         if self._closed:
             raise ClientClosedError()
         info = self._infos.get(unit)
@@ -163,7 +164,7 @@ class UnitConnections:
                 transport=self._transport,
             )
         with self._guard:
-            wanted = not self._closed and self._lives(unit, info.epoch)
+            wanted = not self._closed and self._is_current(unit, info.epoch)
             if wanted:
                 self._connections[unit] = made
         if not wanted:
@@ -172,11 +173,11 @@ class UnitConnections:
             raise ClientClosedError()
 
     def local_unit(self) -> int | None:
-        """A unit whose arena is mapped here; None before anything was written or read there."""
+        """Return a unit whose arena is mapped by this process; None before the first read or write of such a unit."""
         return next((unit for unit, found in list(self._connections.items()) if found.local), None)
 
     def mapped(self, units: Iterable[int]) -> bool:
-        """Whether the arenas of these units are mapped here, not to be fsynced: copies wait for nobody."""
+        """Return whether the arenas of these units are mapped and need no fsync, so that copies do not block."""
         found = [self._connections.get(unit) for unit in units]
         return all(each is not None and each.local and not each.info.fsynced for each in found)
 
@@ -187,13 +188,13 @@ class UnitConnections:
         reservation: int,
         unfinished: set[int],
     ) -> None:
-        """Copy the columns' values to where they were placed: one copy each by shared memory, frames otherwise.
+        """Copy the columns' values to their placements: with a single copy into shared memory, or in ZMQ frames.
 
-        reservation: the number of the Allocate call that reserved the places. unfinished: however this ends, holds the
-        units that may still carry out writes of it, which `stop` ends.
+        reservation: number of the Allocate call that reserved the space. unfinished: on return or error, contains
+        the units that may still execute writes of the reservation; `stop` ends these.
 
-        Returns when every byte is in its arena. Raises `StorageUnitError`, `ServiceRestartedError` (a unit has another
-        epoch), `SessionExpiredError`, `CallTimeoutError`.
+        Return when every byte is in its arena. Raise `StorageUnitError`, `ServiceRestartedError` (a unit has
+        another epoch), `SessionExpiredError`, `CallTimeoutError`.
         """
         with self._watching({placement.unit for placement in placements}):
             self._write(placements, columns, reservation, unfinished)
@@ -222,14 +223,14 @@ class UnitConnections:
                 buffers.append(column.buffers(placement.first, placement.last))
         self._copier(later)
         for unit, ranges in written.items():
-            self._force(unit, ranges)
+            self._fsync(unit, ranges)
         if remote:
             self._send(remote, reservation, unfinished)
 
     def _send(
         self, remote: dict[int, tuple[list[int], list[list[Any]]]], reservation: int, unfinished: set[int]
     ) -> None:
-        """Write to all of these units at the same time."""
+        """Write to all of these units in parallel."""
 
         def send(unit: int) -> None:
             offsets, buffers = remote[unit]
@@ -240,8 +241,8 @@ class UnitConnections:
 
         self._together.run([partial(send, unit) for unit in remote])
 
-    def _force(self, unit: int, ranges: list[tuple[int, int]]) -> None:
-        """Where rows are to outlive their machine, force those written into the mapped arena to the disk."""
+    def _fsync(self, unit: int, ranges: list[tuple[int, int]]) -> None:
+        """Fsync the ranges written to the mapped arena, if rows must survive a machine failure."""
         connection = self.connection(unit)
         if not connection.info.fsynced or connection.arena is None:
             return
@@ -252,10 +253,11 @@ class UnitConnections:
             raise StorageUnitError(unit=unit, endpoint=str(connection.arena.path), why=str(error)) from error
 
     def stop(self, reservation: int, unfinished: set[int]) -> None:
-        """Make the `unfinished` units refuse every write of the reservation; those that will are taken from the set.
+        """Make the `unfinished` units reject every write of the reservation. Units that confirm are removed from
+        the set.
 
-        Blocks up to the connect timeout for each unit. A unit that does not acknowledge stays in the set, with a
-        warning in the log: the space must then stay reserved until it is among `settled`.
+        Block up to the connect timeout for each unit. A unit that does not confirm stays in the set and a warning
+        is logged: the space must then stay reserved until `settled` returns the reservation.
         """
         epochs = self.epochs(unfinished)
         try:
@@ -266,27 +268,27 @@ class UnitConnections:
                     self._unstopped[reservation] = {unit: epochs.get(unit, 0) for unit in unfinished}
 
     def settled(self) -> list[int]:
-        """Reservations that `stop` could not stop and that nobody can write to any more, each once: every unit in
-        question has confirmed it since, or has another epoch by now, which takes no frame meant for an earlier one.
-        Those that did neither are asked again meanwhile, in a thread of its own."""
+        """Return, once each, the reservations that `stop` could not stop but that no put can write to now: every
+        unit has since confirmed, or has another epoch and thus rejects frames for an earlier one. Remaining units
+        are asked again in a background thread."""
         if not self._unstopped:
             return []
         with self._guard:
             over = [
                 reservation
                 for reservation, epochs in self._unstopped.items()
-                if not any(self._lives(unit, epoch) for unit, epoch in epochs.items())
+                if not any(self._is_current(unit, epoch) for unit, epoch in epochs.items())
             ]
             for reservation in over:
                 del self._unstopped[reservation]
-            ask = bool(self._unstopped) and not self._asking_again and not self._closed
-            self._asking_again = self._asking_again or ask
+            ask = bool(self._unstopped) and not self._stopping_again and not self._closed
+            self._stopping_again = self._stopping_again or ask
         if ask:
             threading.Thread(target=self._stop_again, name="tq-stop-again", daemon=True).start()
         return over
 
     def _stop_again(self) -> None:
-        """Ask once more; a unit that does not answer is left for the next time."""
+        """Ask the units again. A unit that does not respond is retried at the next call of `settled`."""
         silent: set[int] = set()
         try:
             with self._guard:
@@ -299,28 +301,30 @@ class UnitConnections:
                         self._unstopped.get(reservation, {}).pop(unit, None)
         finally:
             with self._guard:
-                self._asking_again = False
+                self._stopping_again = False
 
     def _confirms(self, unit: int, reservation: int) -> bool:
+        """Return whether the unit confirms that it rejects writes of the reservation."""
         try:
             self.connection(unit).stop_put(reservation, self._config.connect_timeout_s)
         except (SessionExpiredError, ServiceRestartedError):
             return True
         except Exception as error:
-            log.debug("storage unit %d does not confirm yet that put %d is stopped: %s", unit, reservation, error)
+            log.debug("Storage unit %d has not confirmed yet that put %d is stopped: %s", unit, reservation, error)
             return False
         return True
 
     def _stop(self, reservation: int, unfinished: set[int]) -> None:
+        """Ask each unit to stop the put; log and keep the units that do not confirm."""
         for unit in sorted(unfinished):
             try:
                 self.connection(unit).stop_put(reservation, self._config.connect_timeout_s)
             except (SessionExpiredError, ServiceRestartedError) as error:
-                log.info("unit %d takes no write of this session any more: %s", unit, error)
+                log.info("Storage unit %d rejects all writes of this session: %s", unit, error)
             except BaseException as error:
                 log.warning(
-                    "storage unit %d did not confirm that it dropped what is left of a failed put (call %d of session "
-                    "%d): %s; the put's space stays reserved until it does, has another epoch, or this client closes",
+                    "Storage unit %d did not confirm the stop of a failed put (call %d of session %d): "
+                    "%s. The put's space stays reserved until the unit confirms or restarts, or this client closes",
                     unit,
                     reservation,
                     self._session,
@@ -334,9 +338,9 @@ class UnitConnections:
     def gather(
         self, located: Sequence[c.FieldLocations], units: set[int], *, guard: object | None = None
     ) -> dict[str, RowSource]:
-        """Where each field's rows are in this process's memory: the mapped arenas themselves, or received buffers.
+        """Return the location of each field's rows in this process's memory: mapped arenas or received buffers.
 
-        units: `units_of(located)`. With `guard`, local buffers keep it alive for as long as anything views them. Raises
+        units: `units_of(located)`. With `guard`, local buffers keep it alive while any view of them exists. Raise
         as `write`.
         """
         with self._watching(units):
@@ -373,30 +377,30 @@ class UnitConnections:
 
     @contextlib.contextmanager
     def _watching(self, units: set[int]) -> Iterator[None]:
-        """Whichever of the units fails is asked about before it is used again; the loss of a connection to an earlier
-        epoch of one is told as what it is."""
+        """Mark the units as suspect if one of them fails. Convert the loss of a connection that `learn` closed to
+        an error that names the restarted or removed unit."""
         try:
             yield
         except (StorageUnitError, ServiceRestartedError):
-            self._doubted.update(units)
+            self._suspects.update(units)
             raise
         except ClientClosedError:
-            for unit in units & self._left.keys():
+            for unit in units & self._replaced.keys():
                 raise ServiceRestartedError(
-                    expected_epoch=self._left[unit], got_epoch=self._infos[unit].epoch, what=f"storage unit {unit}"
+                    expected_epoch=self._replaced[unit], got_epoch=self._infos[unit].epoch, what=f"storage unit {unit}"
                 ) from None
             for unit in units - self._infos.keys():
                 raise _unlisted(unit) from None
             raise
 
     def _arena(self, unit: int) -> MappedArena | None:
-        """The mapped arena of a unit on this host; None where the connection is remote."""
+        """Return the mapped arena of a unit on this host; None if the connection is remote."""
         connection = self.connection(unit)
         return connection.arena if connection.local else None
 
     def _fetch(self, unit: int, located: Sequence[c.FieldLocations]) -> tuple[list[npt.NDArray[np.intp]], Received]:
-        """Which rows of each field `unit` holds, and all of them, received in one read, each field into a buffer of its
-        own."""
+        """Return the rows of each field that `unit` holds. One read receives all of them, each field in its own
+        buffer."""
         rows = [np.flatnonzero(field.units == unit) for field in located]
         received = self.connection(unit).read(
             np.concatenate([field.offsets[chosen] for field, chosen in zip(located, rows, strict=True)]),
@@ -407,11 +411,11 @@ class UnitConnections:
         return rows, received
 
     def close(self) -> None:
-        """Close every connection; mappings that living views need stay until those are gone."""
+        """Close every connection. Mappings that views need stay until the last view is deleted."""
         with self._guard:
             self._closed = True
             connections, self._connections = list(self._connections.values()), {}
-            self._left.clear()
+            self._replaced.clear()
         for connection in connections:
             connection.close()
         self._together.close()
@@ -420,7 +424,7 @@ class UnitConnections:
 
 
 def _unlisted(unit: int) -> StorageUnitError:
-    return StorageUnitError(unit=unit, endpoint="?", why="the service does not list it (any more)")
+    return StorageUnitError(unit=unit, endpoint="?", why="the service does not list it; it may have been removed")
 
 
 def _enter(
@@ -431,7 +435,7 @@ def _enter(
     offsets: list[c.Int64s],
     ours: list[bool],
 ) -> None:
-    """Enter the buffers that were received and where in them each row is, and which fields may keep theirs."""
+    """Record the received buffers, the location of each row in them, and which fields own their buffer."""
     first = 0
     for column, chosen in enumerate(rows):
         last = first + len(chosen)
@@ -443,7 +447,7 @@ def _enter(
 
 
 def chosen(located: c.FieldLocations, which: npt.NDArray[Any] | slice) -> c.FieldLocations:
-    """Some of the values."""
+    """Return a subset of the values."""
     return c.FieldLocations(
         name=located.name,
         spec=located.spec,
@@ -455,14 +459,14 @@ def chosen(located: c.FieldLocations, which: npt.NDArray[Any] | slice) -> c.Fiel
 
 
 def units_of(located: Sequence[c.FieldLocations]) -> set[int]:
-    """The units that hold any of the rows."""
-    # Columns of one put lie in the same units, row by row: their bytes are compared instead of looked through.
+    """Return the units that hold any of the rows."""
+    # Columns of one put have equal unit arrays: comparing their bytes is faster than scanning each of them.
     distinct = {field.units.tobytes(): field.units for field in located}
     return {unit for units in distinct.values() for unit in set(units.tolist())}
 
 
 def _readable(arena: MappedArena, guard: object | None) -> Bytes:
-    """The whole arena, read-only; with `guard`, an array that keeps it alive."""
+    """Return the whole arena, read-only; with `guard`, as an array that keeps `guard` alive."""
     whole = arena.readonly(0, arena.capacity_bytes)
     if guard is None:
         return whole

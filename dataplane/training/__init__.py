@@ -1,4 +1,5 @@
-"""What a training loop uses on top of the client.
+"""Training-loop components on top of the client: a streaming data loader, a replay buffer, staleness policies and
+dynamic sampling.
 
-A streaming data loader, a replay buffer, staleness policies and dynamic sampling; only public calls of the client.
+They use only public calls of the client.
 """

@@ -1,4 +1,5 @@
-"""Selection strategies of a program's own, over `claim_meta`. Those of the service are in `ledger.claims.samplers`."""
+"""User-defined selection strategies on top of `claim_meta`. The service's own strategies are in
+`ledger.claims.samplers`."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from dataplane.errors import InvalidRequestError
 
 
 class ClientSampler(ABC):
-    """Base class of selection strategies that run in the client: a subclass defines `select`.
+    """Base class of selection strategies that run in the client. A subclass defines `select`.
 
-    Each `claim` claims a pool of up to `pool_size` ready samples, keeps those that `select` returns, and gives the
-    others back. Other claims of the task do not get the pool until then. Where the strategies of the service do
-    (`sampler` of `ClaimOptions`), `claim_meta` takes one round trip instead of two.
+    Each `claim` claims a pool of up to `pool_size` ready samples, keeps those that `select` returns, and releases
+    the others. Other claims of the task cannot get samples of the pool in the meantime. If a strategy of the
+    service is sufficient (`sampler` of `ClaimOptions`), `claim_meta` needs one round trip instead of two.
 
-    options: see `ClaimOptions`. With `lease_s`, the pool of a process that ends within `claim` comes back when its
-    lease is over, and the samples returned are to be acknowledged; without, they are consumed.
+    options: see `ClaimOptions`. With `lease_s`, the pool of a process that ends during `claim` is released when its
+    lease expires, and the caller must acknowledge the returned samples. Without it, they are consumed.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class ClientSampler(ABC):
     ) -> None:
         checked(ClaimOptions, options)
         if not isinstance(client, DataPlaneClient):
-            raise TypeError(f"client is {type(client).__name__}: a ClientSampler takes a DataPlaneClient")
+            raise TypeError(f"client is {type(client).__name__}: a ClientSampler requires a DataPlaneClient")
         if type(pool_size) is not int or pool_size < 1:
-            raise InvalidRequestError(f"pool_size={pool_size!r}: expected a whole number of samples, at least 1")
+            raise InvalidRequestError(f"pool_size={pool_size!r}: expected an integer of at least 1")
         self._client = client
         self._partition = partition_id
         self._task = task_name
@@ -49,16 +50,16 @@ class ClientSampler(ABC):
 
     @abstractmethod
     def select(self, pool: KVBatchMeta, batch_size: int) -> Sequence[int]:
-        """The rows of `pool` to keep, in the order in which `claim` returns them: distinct, `batch_size` at most.
+        """Return the rows of `pool` to keep, in the order for `claim`: distinct, at most `batch_size`.
 
-        `pool` is not empty and has the samples' tags, and their sequence lengths where they have the tag
-        `input_lengths`; their fields can be read with `get_data`. What this raises, `claim` raises, and the whole pool
-        goes back.
+        `pool` is not empty. It has the samples' tags, and their sequence lengths if they have the tag
+        `input_lengths`; their fields can be read with `get_data`. If this method raises, the whole pool is released
+        and `claim` raises the error.
         """
 
     def claim(self, batch_size: int, timeout_s: float = 60.0) -> KVBatchMeta:
-        """Wait until `batch_size` samples are ready (or `min_batch_size`, where that is among the options), and return
-        those that `select` keeps of the pool. Empty where nothing is left to claim; raises as `claim_meta` does."""
+        """Wait until `batch_size` samples are ready (or `min_batch_size`, if set in the options), and return those
+        that `select` keeps. Return an empty meta if no samples are left to claim. Raise as `claim_meta`."""
         options: ClaimOptions = {"min_batch_size": batch_size, **self._options}
         pool = self._client.claim_meta(
             self._partition,
@@ -87,7 +88,7 @@ class ClientSampler(ABC):
             kept = [-1]
         if len(set(kept)) < len(kept) or len(kept) > batch_size or not set(kept) <= set(range(pool.size)):
             raise InvalidRequestError(
-                f"{type(self).__name__}.select returned {reprlib.repr(rows)} of a pool of {pool.size}: expected at "
-                f"most batch_size={batch_size} different whole numbers in [0, {pool.size})"
+                f"{type(self).__name__}.select returned {reprlib.repr(rows)} for a pool of {pool.size}: expected at "
+                f"most batch_size={batch_size} distinct integers in [0, {pool.size})"
             )
         return kept

@@ -1,4 +1,4 @@
-"""A torch `DataLoader` over a partition: micro-batches in the order in which they become ready, fetched ahead."""
+"""A torch `DataLoader` over a partition: micro-batches in order of readiness, with prefetching."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from dataplane.errors import (
 
 log = logging.getLogger(__name__)
 CLAIM_S = 1.0
-"""How long one claim of the thread that fetches ahead waits at most, and so how long closing may take."""
+"""Longest wait of one claim by the prefetch thread, and thus the longest delay of closing."""
 
 
 class MicroBatch(NamedTuple):
@@ -50,46 +50,48 @@ Form = Callable[[Mapping[str, Any], KVBatchMeta], BatchedDataDict[Any]]
 
 
 class Replicas(Protocol):
-    """Ranks that all need the same micro-batches, one of which claims them."""
+    """Ranks that need identical micro-batches; one of them, the leader, claims these."""
 
     @property
     def leads(self) -> bool:
-        """Whether this rank claims."""
+        """Whether this rank is the leader."""
 
     def share(self, take: Take, form: Form) -> MicroBatch | None:
-        """What `take`, called on the rank that leads, returns, on every rank, its jagged columns made into a batch by
-        `form`. An error of any rank is one on all."""
+        """Return on every rank the micro-batch that `take` returns on the leader, with its jagged columns converted
+        by `form`. An error on any rank is raised on all ranks."""
 
 
 class StreamingDataLoader(DataLoader[MicroBatch]):
-    """Iterates over `MicroBatch`es (data, meta) of `batch_size` samples that have all of `fields`, as they get ready.
+    """Iterates over `MicroBatch`es (data, meta) of `batch_size` samples that have all of `fields`, as they become
+    ready.
 
-    Each one moves the task's cursor, as `claim_meta` does: loaders of one task never get the same sample twice, however
-    many ranks iterate. The stream ends when the partition is complete (sealed, or all its samples were born) and
-    nothing is left to claim, nor on lease to another consumer; its last micro-batch may be smaller.
+    Each micro-batch moves the task's cursor, as `claim_meta` does: loaders of one task never get the same sample
+    twice, regardless of the number of ranks. The stream ends when the partition is complete (sealed, or all samples
+    created) and no samples are left to claim or leased to another consumer. Its last micro-batch may be smaller.
 
-    Iterating again goes on where it stopped, after an end too: an epoch is what lies between two ends. For the next one
-    register the partition again (a new count begins), put its samples, and iterate again; `first_step` counts on.
-    Until then, iterating again ends at once.
+    Iterating again continues where the last iteration stopped, also after the end of an epoch; an epoch lasts until
+    the stream ends. For the next epoch, register the partition again (its sample count restarts), put its samples,
+    and iterate again; `first_step` continues to count. Until then, iterating again ends immediately.
 
-    client: kept open, and used from a thread. fields: the columns to read. required_fields: those that must have been
-    produced (default: `fields`). timeout_s: how long to wait for a micro-batch before a TimeoutError that says what is
-    missing; iterating again goes on waiting. prefetch: how many micro-batches a thread fetches ahead and holds ready;
-    with 0 each is claimed when it is asked for. num_workers: 0; what reads beside the trainer is that thread, whose
-    waits and copies leave Python free.
+    client: stays open, and is used from a thread. fields: the columns to read. required_fields: fields that samples
+    must have (default: `fields`). timeout_s: how long to wait for a micro-batch before a TimeoutError that names
+    what is missing; iterating again resumes the wait. prefetch: number of micro-batches that a thread fetches in
+    advance; with 0, each is claimed on request. num_workers: must be 0; the prefetch thread reads in parallel with
+    the trainer and releases the GIL while it waits and copies.
 
-    layout, pad_value_dict: see `materialize`; padded per-token columns are as wide as the micro-batch's longest sample
-    (by the tag `input_lengths`, else each by its longest row), rounded up to `pad_to_multiple`. device: where the
-    tensors end. options: see `ClaimOptions`. lease_s: micro-batches are leased from the moment they are handed out,
-    acknowledged when the next is asked for (or by clearing the samples), and otherwise come back to the pool;
-    `StaleSampleError` where the next was asked for after the lease, even if the samples were cleared in time.
+    layout, pad_value_dict: see `materialize`. Padded per-token columns have the length of the longest sample of the
+    micro-batch (by the tag `input_lengths`, else each by its longest row), rounded up to `pad_to_multiple`. device:
+    device of the tensors. options: see `ClaimOptions`. lease_s: the lease of a micro-batch starts when it is
+    returned. It is acknowledged by requesting the next one (or by clearing the samples); otherwise the samples are
+    released. `StaleSampleError` if the next one is requested after the lease expired, even if the samples were
+    cleared in time.
 
-    dp_rank, dp_world: micro-batch k is this rank's share of step k, of `batch_size * dp_world` samples, dealt so that
-    tokens balance; all ranks stream with the same arguments, from the same `first_step` on. Without them every rank
-    takes the next samples there are, so that fast ranks take more.
+    dp_rank, dp_world: micro-batch k is this rank's share of step k, which has `batch_size * dp_world` samples and
+    is divided so that token counts balance. All ranks must use the same arguments, including `first_step`. Without
+    them, every rank takes the next available samples, so that faster ranks take more.
 
-    replicas: this rank's siblings, which all get the same ones (`TQWorkerMixin.stream` knows them): all iterate in step
-    and close at the same micro-batch.
+    replicas: the sibling ranks that get the same micro-batches (`TQWorkerMixin.stream` sets them). All of them must
+    iterate in step and close at the same micro-batch.
     """
 
     def __init__(
@@ -115,17 +117,17 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
         **options: Unpack[ClaimOptions],
     ) -> None:
         if num_workers:
-            raise ValueError(f"num_workers={num_workers}: a stream is read by a thread of this process; see prefetch")
+            raise ValueError(f"num_workers={num_workers}: expected 0; use prefetch to read in a thread")
         if batch_size < 1 or prefetch < 0 or pad_to_multiple < 1:
-            raise ValueError(f"{batch_size=}, {prefetch=}, {pad_to_multiple=}: expected 1, 0 and 1 or more")
+            raise ValueError(f"{batch_size=}, {prefetch=}, {pad_to_multiple=}: expected at least 1, 0 and 1")
         if (dp_world is not None) != (dp_rank is not None):
-            raise ValueError(f"{dp_rank=}, {dp_world=}: a share needs both")
+            raise ValueError(f"{dp_rank=}, {dp_world=}: pass both or neither")
         timeout_s = seconds("timeout_s", timeout_s)
         lease_s = checked(ClaimOptions, options).get("lease_s")
         fields = name_tuple("fields", fields)
         wanted = fields if required_fields is None else name_tuple("required_fields", required_fields)
-        form = _Form(fields, layout, pad_value_dict, pad_to_multiple, device)
-        claims = _Claims(
+        form = _BatchForm(fields, layout, pad_value_dict, pad_to_multiple, device)
+        claims = _ClaimReader(
             client,
             {
                 "partition_id": partition_id,
@@ -143,9 +145,9 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
         super().__init__(self._stream, batch_size=None, num_workers=0, collate_fn=_as_it_is)
 
     def close(self) -> None:
-        """End the stream: what was fetched ahead goes back to the pool, and whoever waits gets `ClientClosedError`.
+        """End the stream: prefetched micro-batches are released, and a waiting consumer gets `ClientClosedError`.
 
-        Blocks up to `CLAIM_S` and for a read under way. Idempotent; the client stays open.
+        Block up to `CLAIM_S` and for a pending read. Idempotent; the client stays open.
         """
         self._stream.close()
 
@@ -163,15 +165,15 @@ def _as_it_is(item: Any) -> Any:
 
 
 class _Stream(IterableDataset[MicroBatch]):
-    """What the loader iterates over: hands out what is claimed here, or what the rank that leads claimed."""
+    """The dataset of the loader: returns the micro-batches that this process or the leader claims."""
 
     def __init__(
-        self, claims: _Claims, form: _Form, replicas: Replicas | None, *, prefetch: int, timeout_s: float
+        self, claims: _ClaimReader, form: _BatchForm, replicas: Replicas | None, *, prefetch: int, timeout_s: float
     ) -> None:
         super().__init__()
         self._form = form
         self._replicas = replicas
-        self._taking = _Taking(claims, prefetch, timeout_s) if replicas is None or replicas.leads else None
+        self._source = _MicroBatchSource(claims, prefetch, timeout_s) if replicas is None or replicas.leads else None
         self._closed = False
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -184,23 +186,23 @@ class _Stream(IterableDataset[MicroBatch]):
 
     def _next(self) -> MicroBatch | None:
         if self._replicas is None:
-            assert self._taking is not None
-            return self._taking()
+            assert self._source is not None
+            return self._source()
         return self._replicas.share(self._take_for_all, self._form.of)
 
     def _take_for_all(self) -> MicroBatch | None:
-        assert self._taking is not None, "only the rank that leads claims"
-        return self._taking()
+        assert self._source is not None, "only the leader claims"
+        return self._source()
 
     def close(self) -> None:
         self._closed = True
-        if self._taking is not None:
-            self._taking.close()
+        if self._source is not None:
+            self._source.close()
 
 
 @dataclass(frozen=True)
-class _Form:
-    """How micro-batches come: which columns, in which layout, how wide, where."""
+class _BatchForm:
+    """The form of micro-batches: columns, layout, width and device."""
 
     fields: tuple[str, ...]
     layout: Layout
@@ -224,7 +226,7 @@ class _Form:
         return client.get_batch(meta, self.fields, layout="jagged")
 
     def of(self, columns: Mapping[str, Any], meta: KVBatchMeta) -> BatchedDataDict[Any]:
-        """What `read` gives, of what `read_jagged` gave."""
+        """Convert the result of `read_jagged` to that of `read`."""
         batch = materialize(
             columns,
             self.layout,
@@ -236,17 +238,17 @@ class _Form:
         return batch if self.device is None else batch.to(self.device)
 
     def _width(self, meta: KVBatchMeta) -> int:
-        """0 where the meta does not know its lengths."""
+        """Return the padded length, or 0 if the meta has no sequence lengths."""
         if self.layout != "padded" or not meta.sequence_lengths:
             return 0
         return round_up(max(meta.sequence_lengths), self.pad_to_multiple)
 
 
-class _Claims:
-    """Claims one micro-batch after another and reads it. For one thread at a time.
+class _ClaimReader:
+    """Claims and reads one micro-batch after another. Not thread-safe.
 
-    claim: the arguments of each `claim_meta`. lease_s: of its leases, None where there are none. read: the columns of
-    what was claimed. step: of the first share, None where the claims are no shares.
+    claim: the arguments of each `claim_meta`. lease_s: duration of the leases, or None. read: reads the columns of
+    claimed samples. step: step of the first share, or None if claims are not shares.
     """
 
     def __init__(
@@ -267,8 +269,8 @@ class _Claims:
         self._step = step
 
     def next(self, timeout_s: float) -> MicroBatch | None:
-        """The next micro-batch, None at the end. `ClaimTimeoutError` after `timeout_s`, with nothing claimed; what was
-        claimed and could not be read goes back."""
+        """Return the next micro-batch, None at the end. Raise `ClaimTimeoutError` after `timeout_s`, with nothing
+        claimed. If the read fails, the claimed samples are released."""
         meta = self._next_meta(timeout_s)
         if not meta.size:
             return None
@@ -282,6 +284,7 @@ class _Claims:
             raise
 
     def _next_meta(self, timeout_s: float) -> KVBatchMeta:
+        """Claim the next micro-batch, skipping shares whose samples were all cleared."""
         if self._step is None:
             return self.client.claim_meta(**self._claim, timeout_s=timeout_s)
         while True:
@@ -289,35 +292,36 @@ class _Claims:
             self._step += 1
             if meta.size or self.client.check_consumption_status(self.partition, [self.task]):
                 return meta
-            log.debug("all samples of this rank's share of step %d were cleared", self._step - 1)
+            log.debug("All samples of this rank's share of step %d were cleared", self._step - 1)
 
     def give_back(self, meta: KVBatchMeta) -> None:
-        """Let others claim these samples, but those that others have by now. Where that fails, the log says so."""
+        """Release these samples, except those that other claims hold now. Failures are logged."""
         try:
             self.client.nack(meta)
         except DataPlaneError as error:
-            log.warning("of %d samples of a stream of task %r not all went back: %s", meta.size, self.task, error)
+            log.warning("Release of %d samples of the stream of task %r failed: %s", meta.size, self.task, error)
 
 
-class _Taking:
-    """Hands out what `claims` gives, up to `ahead` micro-batches of it fetched by a thread before they are asked for.
+class _MicroBatchSource:
+    """Returns the micro-batches of `claims`. A thread prefetches up to `ahead` of them.
 
-    For one consumer. Leases count from the moment of handing out, and end when the next is asked for.
+    For one consumer. A lease starts when its micro-batch is returned, and is acknowledged when the next one is
+    requested.
     """
 
-    def __init__(self, claims: _Claims, ahead: int, timeout_s: float) -> None:
+    def __init__(self, claims: _ClaimReader, ahead: int, timeout_s: float) -> None:
         self._claims = claims
         self._timeout_s = timeout_s
         self._out: KVBatchMeta | None = None
         self._out_until = 0.0
-        self._queue = _Queue(ahead)
+        self._queue = _PrefetchQueue(ahead)
         self._thread = self._fetcher() if ahead else None
         weakref.finalize(self, self._queue.drop)
 
     def _fetcher(self) -> threading.Thread:
-        """A new thread that fetches ahead, until the end or an error."""
+        """Start a thread that prefetches until the end or an error."""
         name = f"stream of {self._claims.partition}/{self._claims.task}"
-        # A call of the loader that runs out of time is told what the last claim was waiting for: one has to end before.
+        # The loader's timeout error reports what the last claim was waiting for, so one claim must end before it.
         claim_s = min(CLAIM_S, max(self._timeout_s / 2, 0.05))
         arguments = (self._claims, self._queue, claim_s)
         thread = threading.Thread(target=_fetch_ahead, args=arguments, name=name, daemon=True)
@@ -325,7 +329,8 @@ class _Taking:
         return thread
 
     def __call__(self) -> MicroBatch | None:
-        """The next micro-batch, None at the end. Raises TimeoutError after the timeout, what a claim or read raised."""
+        """Return the next micro-batch, None at the end. Raise TimeoutError after the timeout, and the errors of
+        claims and reads."""
         out, self._out = self._out, None
         if out is not None:
             self._acknowledge(out)
@@ -336,7 +341,8 @@ class _Taking:
                 return taken
 
     def _acknowledge(self, out: KVBatchMeta) -> None:
-        """What was cleared while its lease lasted, the caller cleared; after that, another may have had it before."""
+        """Acknowledge the last micro-batch. Samples cleared during the lease were cleared by the caller; after the
+        lease, another consumer may have used them before."""
         cleared = self._claims.client.ack(out)
         if cleared and time.monotonic() > self._out_until:
             task = self._claims.task
@@ -351,14 +357,14 @@ class _Taking:
         return self._queue.take(timeout_s, waited_s=self._timeout_s)
 
     def _still_ours(self, meta: KVBatchMeta) -> bool:
-        """Whether nobody else could have claimed it while it was held ready."""
+        """Start the lease of a prefetched micro-batch; return whether no other claim could have taken it."""
         if self._claims.lease_s is None:
             return True
         until = time.monotonic() + self._claims.lease_s
         try:
             cleared = self._claims.client.extend(meta, self._claims.lease_s)
         except StaleSampleError as error:
-            log.warning("leases ended before their samples were asked for; fetch fewer ahead (%s)", error)
+            log.warning("Leases of prefetched samples expired; reduce prefetch or increase lease_s (%s)", error)
             self._claims.give_back(meta)
             return False
         if len(cleared) == meta.size:
@@ -374,8 +380,8 @@ class _Taking:
         _give_back(self._claims, self._queue)
 
 
-class _Queue:
-    """Micro-batches on their way from the thread that fetches to the one that trains; `capacity` at most."""
+class _PrefetchQueue:
+    """Micro-batches between the prefetch thread and the consumer; at most `capacity`."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -383,16 +389,16 @@ class _Queue:
         self._ready: deque[MicroBatch] = deque()
         self._late: ClaimTimeoutError | None = None
         self._failure: Exception | None = None
-        self._ended = self._told = self._closed = False
+        self._ended = self._reported = self._closed = False
 
     def wait_for_space(self) -> bool:
-        """Blocks until there is space; False once it was closed."""
+        """Block until there is space. Return False after the queue was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._ready) < self._capacity)
             return not self._closed
 
     def put(self, taken: MicroBatch | None) -> None:
-        """None: that was all for now. What comes once it was closed is `left`."""
+        """Add a micro-batch, or None for the end. Items that are added after closing are returned by `left`."""
         with self._changed:
             if taken is None:
                 self._ended = True
@@ -402,19 +408,19 @@ class _Queue:
             self._changed.notify_all()
 
     def late(self, error: ClaimTimeoutError) -> None:
-        """A claim got nothing for a while, and why."""
+        """Record the reason why a claim timed out."""
         with self._changed:
             self._late = error
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come for now."""
+        """Record the error that ended the prefetch thread."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
 
     def take(self, timeout_s: float, *, waited_s: float) -> MicroBatch | None:
-        """What is first, None at the end. `ClientClosedError` once closed, the fetching thread's error where it ended
-        in one, TimeoutError after `timeout_s`."""
+        """Return the first micro-batch, None at the end. Raise `ClientClosedError` after closing, the error that
+        ended the prefetch thread, or TimeoutError after `timeout_s`."""
         with self._changed:
             over = self._changed.wait_for(
                 lambda: self._ready or self._ended or self._failure or self._closed, timeout_s
@@ -425,17 +431,17 @@ class _Queue:
                 return self._ready.popleft()
             if not over:
                 raise self._timeout(waited_s)
-            self._told = True
+            self._reported = True
             if self._failure is not None:
                 raise self._failure
             return None
 
     def resumed(self) -> bool:
-        """Whether a new thread is needed: the end, or the error, was taken; or it says that the partition was gone
-        before anybody asked, and may be there again by now. It is forgotten."""
+        """Return whether a new thread is needed, and reset the end or error. This is the case if the consumer has
+        received it, or if the error says that the partition did not exist: it may exist again now."""
         with self._changed:
-            gone = isinstance(self._failure, PartitionNotFoundError | PartitionDroppedError) and not self._ready
-            needed, self._told = (self._told or gone) and not self._closed, False
+            no_partition = isinstance(self._failure, PartitionNotFoundError | PartitionDroppedError) and not self._ready
+            needed, self._reported = (self._reported or no_partition) and not self._closed, False
             if needed:
                 self._ended, self._failure, self._late = False, None, None
             return needed
@@ -450,20 +456,20 @@ class _Queue:
             raise ClientClosedError(why="the stream was closed")
 
     def drop(self) -> None:
-        """Close: nobody takes any more."""
+        """Close the queue: `take` fails from now on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def left(self) -> list[MicroBatch]:
-        """What nobody took before it was closed, once."""
+        """Return, once, the micro-batches that were not taken before closing."""
         with self._changed:
             left, self._ready = list(self._ready), deque()
             return left
 
 
-def _fetch_ahead(claims: _Claims, queue: _Queue, claim_s: float) -> None:
-    """The thread: claims and reads while there is space, until the end, an error or `queue.drop`."""
+def _fetch_ahead(claims: _ClaimReader, queue: _PrefetchQueue, claim_s: float) -> None:
+    """Run the prefetch thread: claim and read while there is space, until the end, an error or `queue.drop`."""
     more = True
     while more and queue.wait_for_space():
         try:
@@ -480,6 +486,6 @@ def _fetch_ahead(claims: _Claims, queue: _Queue, claim_s: float) -> None:
         _give_back(claims, queue)
 
 
-def _give_back(claims: _Claims, queue: _Queue) -> None:
+def _give_back(claims: _ClaimReader, queue: _PrefetchQueue) -> None:
     for taken in queue.left():
         claims.give_back(taken.meta)

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO): only groups whose rewards differ teach anything. From metas and tags alone."""
+"""Dynamic sampling (DAPO): keep only groups with differing rewards. This uses metas and tags only."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dataplane.training.replay_buffer import GROUP
 log = logging.getLogger(__name__)
 
 REWARD = "reward"
-"""Tag: a sample's reward."""
+"""Tag: the reward of a sample."""
 
 
 def split_by_spread(
     meta: KVBatchMeta, *, reward_tag: str = REWARD, group_tag: str = GROUP, least: float = 0.0
 ) -> tuple[KVBatchMeta, KVBatchMeta]:
-    """(kept, dropped): samples of groups whose rewards' standard deviation is more than `least`, and the others, each
-    in the meta's order. ValueError naming a sample without one of the tags, or with a reward that is no finite
-    number."""
+    """Return (kept, dropped): samples of groups whose rewards have a standard deviation above `least`, and the
+    others, each in the meta's order. Raise ValueError naming a sample that lacks one of the tags or whose reward is
+    not a finite number."""
     members: dict[Scalar, list[int]] = {}
     rewards: list[float] = []
     for row, (name, tags) in enumerate(zip(meta.sample_ids, _tags(meta), strict=True)):
@@ -32,7 +32,7 @@ def split_by_spread(
         if group_tag not in tags or isinstance(reward, str) or reward is None or not math.isfinite(reward):
             raise InvalidRequestError(
                 f"sample {name!r} has {group_tag}={tags.get(group_tag)!r} and {reward_tag}={reward!r}: "
-                "dynamic sampling needs a group and a finite number"
+                "dynamic sampling requires a group and a reward that is a finite number"
             )
         rewards.append(float(reward))
         members.setdefault(tags[group_tag], []).append(row)
@@ -43,13 +43,13 @@ def split_by_spread(
 
 
 class DynamicSampler:
-    """Gathers groups with a spread of rewards until some whole ones make a batch of exactly `batch_size` samples; of
-    several sets that do, the one with the oldest groups.
+    """Collects groups with differing rewards until some whole groups form a batch of exactly `batch_size` samples.
+    If several combinations fit, the one with the oldest groups is used.
 
-    Each round's samples, tagged with rewards and groups, go to `add`; what it drops is cleared from the service at
-    once, and so is what is left when a batch is made. The samples kept stay where they are. Of groups of one size, no
-    more are kept than fit a batch: others of that size are never needed. `rounds` and `dropped` (samples) count up for
-    ever.
+    Pass the samples of each round, tagged with rewards and groups, to `add`. Dropped samples are cleared from the
+    service immediately, as are the remaining samples when a batch is complete. Kept samples stay in the service. No
+    more groups of one size are kept than fit in a batch, since more of that size are never needed. `rounds` and
+    `dropped` (samples) are running totals.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DynamicSampler:
         least: float = 0.0,
     ) -> None:
         if batch_size < 1:
-            raise InvalidRequestError(f"batch_size={batch_size}: must be at least 1")
+            raise InvalidRequestError(f"batch_size={batch_size}: expected at least 1")
         self._client = client
         self._batch_size = batch_size
         self._reward_tag, self._group_tag, self._least = reward_tag, group_tag, least
@@ -72,16 +72,17 @@ class DynamicSampler:
 
     @property
     def missing(self) -> int:
-        """Samples still wanted, in whole groups, beside those kept groups that come nearest to a batch."""
+        """The number of samples still needed, in whole groups, to complete the best combination of kept groups."""
         return self._batch_size - sum(self._fitting(self._sizes()).values())
 
     def add(self, meta: KVBatchMeta) -> KVBatchMeta | None:
-        """One round's samples, whole groups of them. The batch of exactly `batch_size` once it is full; else None, and
-        another round is wanted. After a batch the next `add` begins a new one. ValueError, and nothing is taken
-        or cleared, for a group that is larger than a batch, and for a sample that is kept already."""
-        self._refuse_again(meta)
+        """Add the samples of one round, in whole groups. Return a batch of exactly `batch_size` samples when one is
+        complete, else None: another round is needed. After a batch, the next `add` starts a new one. Raise
+        ValueError, without keeping or clearing any sample, for a group that is larger than a batch and for a sample
+        that is already kept."""
+        self._check_not_kept(meta)
         kept, dropped = split_by_spread(meta, reward_tag=self._reward_tag, group_tag=self._group_tag, least=self._least)
-        self._refuse_too_large(kept)
+        self._check_sizes(kept)
         self._clear(dropped)
         self.rounds += 1
         if kept.size:
@@ -96,34 +97,34 @@ class DynamicSampler:
         if len(useful) < len(sizes):
             self._kept = [self._keep(useful)]
             log.warning(
-                "groups of %s samples make no batch of exactly %d so far; more of the same sizes are dropped",
+                "Groups of %s samples do not add up to a batch of %d so far; further groups of these sizes are dropped",
                 first_few(sorted(set(sizes.values()))),
                 self._batch_size,
             )
         return None
 
-    def _refuse_again(self, meta: KVBatchMeta) -> None:
+    def _check_not_kept(self, meta: KVBatchMeta) -> None:
         names = Counter(name for each in (*self._kept, meta) for name in each.sample_ids)
-        twice = [name for name, times in names.items() if times > 1]
-        if twice:
-            raise InvalidRequestError(f"sample {first_few(twice)} was added before: add each sample once")
+        repeated = [name for name, times in names.items() if times > 1]
+        if repeated:
+            raise InvalidRequestError(f"samples already added: {first_few(repeated)}; add each sample once")
 
-    def _refuse_too_large(self, meta: KVBatchMeta) -> None:
+    def _check_sizes(self, meta: KVBatchMeta) -> None:
         sizes = self._sizes([*self._kept, meta] if meta.size else [])
         for group, size in sizes.items():
             if size > self._batch_size:
                 raise InvalidRequestError(
-                    f"group {group!r} has {size} samples and fits no batch of {self._batch_size}; make batches larger"
+                    f"group {group!r} has {size} samples, more than batch_size={self._batch_size}; increase batch_size"
                 )
 
     def _sizes(self, metas: Sequence[KVBatchMeta] | None = None) -> dict[Scalar, int]:
-        """Of the kept groups, oldest first."""
+        """Return the sizes of the kept groups, oldest first."""
         found = self._kept if metas is None else metas
         return dict(Counter(tags[self._group_tag] for meta in found for tags in _tags(meta)))
 
     def _fitting(self, sizes: dict[Scalar, int]) -> dict[Scalar, int]:
-        """Groups whose sizes add up to a batch, or as near to it as any do; the oldest that do. `sums[i]` has a bit for
-        each sum that some groups from the i-th on make."""
+        """Return groups whose sizes add up to a batch, or as close below it as possible, preferring the oldest
+        groups. `sums[i]` has a bit for each sum of any subset of the groups from the i-th on."""
         groups, most = list(sizes.items()), (1 << self._batch_size + 1) - 1
         sums = [1]
         for _, size in reversed(groups):
@@ -138,7 +139,7 @@ class DynamicSampler:
         return taken
 
     def _useful(self, sizes: dict[Scalar, int]) -> dict[Scalar, int]:
-        """The oldest groups, as many of each size as fit a batch."""
+        """Return the oldest groups: of each size, as many as fit in a batch."""
         seen: Counter[int] = Counter()
         kept = {}
         for group, size in sizes.items():
@@ -148,7 +149,7 @@ class DynamicSampler:
         return kept
 
     def _keep(self, groups: dict[Scalar, int]) -> KVBatchMeta:
-        """The kept samples of these groups; the others are dropped."""
+        """Return the kept samples of these groups and drop the others."""
         gathered = KVBatchMeta.concat(self._kept)
         chosen: list[int] = []
         others: list[int] = []
@@ -168,7 +169,7 @@ def _tags(meta: KVBatchMeta) -> Sequence[dict[str, Scalar]]:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Exactly 0 for equal values, whose mean may be rounded."""
+    """Return the standard deviation: exactly 0 for equal values, whose mean may be rounded."""
     if min(values) == max(values):
         return 0.0
     count = len(values)

@@ -1,4 +1,4 @@
-"""A replay buffer between producers and a trainer: who may begin, what is stored, what a step takes."""
+"""A replay buffer between producers and a trainer: admission of new work, storage, and selection of batches."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from dataplane.training.staleness import TARGET_STEP, Flow, StalenessPolicy
 FINISHED_AT = "finished_at"
 """Tag: when the sample was stored, in seconds since the epoch."""
 GROUP = "group"
-"""Tag that the samples of one reservation's group share."""
+"""Tag that the samples of one group of a reservation share."""
 EVICTED_AT_ONCE = 1 << 16
 COMMITTED = (WEIGHT_VERSION, ">=", 0)
-"""What samples that a producer has put, but that are not tagged yet, do not meet."""
+"""Condition that excludes samples that a producer has put but `commit` has not tagged yet."""
 
 
 @dataclass(eq=False)
 class Reservation:
-    """Leave to produce `sample_ids`, begun with weights of `version`. As a context manager rolls itself back unless it
-    was committed. `aborted`: what it produces will not be taken; stop as soon as it suits."""
+    """Permission to produce `sample_ids`, started with weights of `version`. As a context manager, it rolls itself
+    back unless it was committed. `aborted`: the policy will not accept the samples; stop when convenient."""
 
     number: int
     sample_ids: list[str]
@@ -43,8 +43,9 @@ class Reservation:
     watchers: list[Callable[[], object]] = field(default_factory=list, repr=False)
 
     def when_aborted(self, stop: Callable[[], object]) -> None:
-        """Have `stop()` called, once, when the policy gives this work up, to end a generation under way: in the thread
-        that calls `ReplayBuffer.advance`, which raises what it raises; at once where the work was given up before."""
+        """Register `stop()`, to be called once when the policy aborts this work, for example to end a running
+        generation. It runs in the thread that calls `ReplayBuffer.advance`, which raises its exceptions. If the
+        work is already aborted, it is called immediately."""
         self.buffer.watch(self, stop)
 
     def __enter__(self) -> Self:
@@ -55,14 +56,15 @@ class Reservation:
 
 
 class ReplayBuffer:
-    """Samples of one partition on their way from producers to the trainer, at the pace that `policy` sets.
+    """Samples of one partition on their way from producers to the trainer, paced by `policy`.
 
-    Producers `reserve` before they begin and `commit` what they made; the trainer `take`s batches and tells of new
-    weights with `advance`. One per job, shared by threads: in the driver, or in an actor. The samples themselves are in
-    the service, written once by `commit`, or by a producer in another process; here are only counts and names.
+    Producers call `reserve` before they start and `commit` with their results. The trainer calls `take` for batches
+    and `advance` after each weight update. Use one buffer per job, shared by threads, in the driver or in an actor.
+    The samples are stored in the service, once, by `commit` or by a producer in another process; the buffer holds
+    only counts and names.
 
-    partition_id: registered, with `task_name` among its tasks. group_size: reservations and batches are whole groups,
-    whose samples share the tag `group`.
+    partition_id: a registered partition that includes `task_name` in its tasks. group_size: reservations and
+    batches consist of whole groups, whose samples share the tag `group`.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class ReplayBuffer:
         group_size: int | None = None,
     ) -> None:
         if group_size is not None and policy.batch_size % group_size:
-            raise ValueError(f"a batch of {policy.batch_size} is not made of whole groups of {group_size}")
+            raise ValueError(f"batch_size={policy.batch_size}: expected whole groups of {group_size} samples")
         self.policy = policy
         self._client = client
         self._partition = partition_id
@@ -91,7 +93,7 @@ class ReplayBuffer:
 
     @property
     def flow(self) -> Flow:
-        """Where the run stands."""
+        """The current progress of the run."""
         with self._changed:
             return self._flow()
 
@@ -102,29 +104,30 @@ class ReplayBuffer:
     # --- producers
 
     def reserve(self, count: int, timeout_s: float = 60.0) -> Reservation:
-        """Leave to produce `count` samples. Waits until the policy has space for them; `CallTimeoutError` (a
-        TimeoutError), which says what holds it up, after `timeout_s`. ValueError for what it can never have space for.
-        """
+        """Reserve the production of `count` samples. Wait until the policy admits them; after `timeout_s`, raise
+        `CallTimeoutError` (a TimeoutError) with the current counts. Raise ValueError for a count that the policy
+        can never admit."""
         timeout_s = seconds("timeout_s", timeout_s)
         most = (self.policy.window + 1) * self.policy.batch_size
         if not 1 <= count <= most or count % (self._group_size or 1):
             groups = "" if self._group_size is None else f", in whole groups of {self._group_size}"
-            raise ValueError(f"reserve({count}): between 1 and {most} samples{groups}")
+            raise ValueError(f"reserve({count}): expected 1 to {most} samples{groups}")
         with self._changed:
             if not self._changed.wait_for(lambda: self.policy.headroom(self._flow()) >= count, timeout_s):
                 flow = self._flow()
-                what = f"leave to begin {count} samples ({flow.stored} stored, {flow.running} running)"
+                what = f"reservation of {count} samples ({flow.stored} stored, {flow.running} running)"
                 raise CallTimeoutError(what=what, waited_s=timeout_s, peer=f"the trainer, at version {flow.version}")
             return self._begin(count)
 
     def reserve_nowait(self, count: int) -> Reservation | None:
-        """The same if there is space now, else None."""
+        """Reserve `count` samples if the policy admits them now, else return None."""
         try:
             return self.reserve(count, 0.0)
         except CallTimeoutError:
             return None
 
     def _begin(self, count: int) -> Reservation:
+        """Create a reservation. It reuses the positions of rolled-back samples first."""
         names = [f"{self._partition}-{number}" for number in range(self._next, self._next + count)]
         self._next += count
         places = [heapq.heappop(self._free_places) for _ in range(min(count, len(self._free_places)))]
@@ -141,33 +144,33 @@ class ReplayBuffer:
         fields: Mapping[str, Any] | KVBatchMeta,
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        """Store what was produced: `fields` as `put_samples` takes them, `tags` one mapping per sample. All of it is
-        visible at once, or nothing; after an error the reservation stands, to be committed again or rolled back.
+        """Store the produced samples: `fields` as in `put_samples`, `tags` one mapping per sample. They become
+        visible atomically. After an error the reservation remains and can be committed again or rolled back.
 
-        A producer in another process puts the samples itself, under the reservation's ids, and `fields` is the meta
-        that it got: no step takes them before this has tagged them.
+        A producer in another process puts the samples itself, under the ids of the reservation, and passes the meta
+        of its put as `fields`. No step takes these samples before this call has tagged them.
 
-        Raises `RolloutAbortedError` where the policy gave the work up (what was put already is cleared), and whatever
-        the service raises.
+        Raise `RolloutAbortedError` if the policy aborted the work (samples that were already put are cleared), and
+        the errors of the service.
         """
         put = fields if isinstance(fields, KVBatchMeta) else None
         if put is not None and put.sample_ids != reservation.sample_ids:
-            raise ValueError(f"the meta of {put.size} samples does not name those of the reservation, in their order")
+            raise ValueError(f"meta of {put.size} samples: expected the sample ids of the reservation, in order")
         try:
-            self._begin_to_store(reservation)
+            self._mark_storing(reservation)
         except RolloutAbortedError:
             if put is not None and not reservation.committed:
                 self._client.clear_samples(put, self._partition)
             raise
         try:
-            stamped = self._tags(reservation, tags)
+            tagged = self._tags(reservation, tags)
             if put is not None:
-                self._client.set_tags(put, self._partition, stamped)
-                meta = put.stamp_tags(stamped)
+                self._client.set_tags(put, self._partition, tagged)
+                meta = put.stamp_tags(tagged)
             else:
                 assert not isinstance(fields, KVBatchMeta)
                 names = reservation.sample_ids
-                meta = self._client.put_samples(names, self._partition, fields, tags=stamped, mode="create")
+                meta = self._client.put_samples(names, self._partition, fields, tags=tagged, mode="create")
         except BaseException:
             reservation.storing = False
             raise
@@ -178,22 +181,23 @@ class ReplayBuffer:
             self._changed.notify_all()
         return meta
 
-    def _begin_to_store(self, reservation: Reservation) -> None:
-        """From here on the policy cannot give it up."""
+    def _mark_storing(self, reservation: Reservation) -> None:
+        """Mark the reservation as being stored, so that the policy cannot abort it any longer."""
         with self._changed:
             if reservation.aborted:
-                why = f"begun with weights of version {reservation.version}, and the trainer is at {self._version}"
+                why = f"started at weight version {reservation.version}; the trainer is at version {self._version}"
                 raise RolloutAbortedError(samples=reservation.sample_ids, why=why)
             if self._running.get(reservation.number) is not reservation or reservation.storing:
-                raise RolloutAbortedError(samples=reservation.sample_ids, why="rolled back, or committed before")
+                raise RolloutAbortedError(samples=reservation.sample_ids, why="already rolled back or committed")
             reservation.storing = True
 
     def _tags(self, reservation: Reservation, tags: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+        """Return the samples' tags, including version, finish time and, if applicable, target step and group."""
         now = time.time()
         given = [{} for _ in reservation.sample_ids] if tags is None else tags
         if len(given) != len(reservation.sample_ids):
-            raise ValueError(f"{len(given)} tag mappings for {len(reservation.sample_ids)} samples")
-        stamped = []
+            raise ValueError(f"got {len(given)} tag mappings for {len(reservation.sample_ids)} samples")
+        tagged = []
         for row, (mine, place) in enumerate(zip(given, reservation.places, strict=True)):
             tag = {**mine, WEIGHT_VERSION: reservation.version, FINISHED_AT: now}
             target = self.policy.target(place)
@@ -201,12 +205,12 @@ class ReplayBuffer:
                 tag[TARGET_STEP] = target
             if self._group_size is not None:
                 tag[GROUP] = f"{reservation.number}-{row // self._group_size}"
-            stamped.append(tag)
-        return stamped
+            tagged.append(tag)
+        return tagged
 
     def rollback(self, reservation: Reservation) -> None:
-        """What was reserved will not be produced: others may begin instead, and what was put of it already is cleared.
-        Does nothing after a commit, nor while one is under way. Idempotent."""
+        """Cancel the reservation: its samples will not be produced. Other work may start instead, and samples that
+        were already put are cleared. Do nothing after or during a commit. Idempotent."""
         with self._changed:
             if reservation.committed or reservation.storing:
                 return
@@ -227,8 +231,8 @@ class ReplayBuffer:
     # --- the trainer
 
     def take(self, timeout_s: float = 60.0) -> KVBatchMeta:
-        """The batch of the next step, by the policy. Waits on the service; TimeoutError says what is missing, with
-        nothing taken."""
+        """Return the batch of the next step, selected by the policy. Wait on the service; after `timeout_s`, raise
+        TimeoutError naming what is missing, without taking any sample."""
         deadline = time.monotonic() + seconds("timeout_s", timeout_s)
         wheres = self.policy.claims(self._version)
         parts: list[KVBatchMeta] = []
@@ -266,21 +270,22 @@ class ReplayBuffer:
         )
 
     def advance(self, version: int) -> tuple[int, list[Reservation]]:
-        """The trainer's weights are `version` now: claims with `max_lag` count from it. What the policy evicts is
-        cleared, work it gives up is aborted and its producers are told (`Reservation.when_aborted`); others may begin.
-        How many samples were evicted, and the reservations aborted. ValueError if it goes back."""
+        """Set the version of the trainer's weights; claims with `max_lag` are relative to it. Samples that the
+        policy evicts are cleared. Work that it aborts is cancelled and its `Reservation.when_aborted` callbacks are
+        called; other work may start. Return the number of evicted samples and the aborted reservations. ValueError
+        if `version` decreases."""
         with self._changed:
             if version < self._version:
-                raise ValueError(f"advance({version}): the weights are at version {self._version} already")
+                raise ValueError(f"advance({version}): the weights are already at version {self._version}")
             self._version = version
             running = [r for r in self._running.values() if not (r.aborted or r.storing)]
             aborted = [r for r in running if self.policy.aborts(r.version, version)]
             for reservation in aborted:
                 reservation.aborted = True
-        with ExitStack() as telling:
+        with ExitStack() as callbacks:
             for reservation in aborted:
                 for stop in reservation.watchers:
-                    telling.callback(stop)
+                    callbacks.callback(stop)
             for reservation in aborted:
                 self.rollback(reservation)
             self._client.set_version(self._partition, version)
@@ -291,7 +296,7 @@ class ReplayBuffer:
         return evicted, aborted
 
     def _evict(self, version: int) -> int:
-        """Claimed first, so that what a step has taken is never cleared."""
+        """Clear the samples that the policy evicts. Claim them first, so that samples of a step are never cleared."""
         where = self.policy.evicts(version)
         evicted = 0
         while where is not None:
@@ -307,8 +312,8 @@ class ReplayBuffer:
     # --- saving
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save beside a checkpoint of the service: plain values. Work that is running is not in it: whoever
-        loads this begins it again."""
+        """Return the state to save together with a checkpoint of the service, as plain values. Running work is not
+        included; it must be started again after loading."""
         with self._changed:
             running = [place for reservation in self._running.values() for place in reservation.places]
             return {
@@ -321,8 +326,7 @@ class ReplayBuffer:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, of which the service is told the version. RuntimeError while work is running
-        here."""
+        """Continue from a saved state, and set its version at the service. RuntimeError while work is running."""
         with self._changed:
             if self._running:
                 raise RuntimeError(f"{len(self._running)} reservations are running; roll them back before loading")

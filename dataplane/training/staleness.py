@@ -1,8 +1,8 @@
-"""How old the samples a trainer uses may be: policies of asynchronous training, as decisions without state.
+"""Staleness policies of asynchronous training: limits on the age of training samples, as stateless decisions.
 
-The age of a sample is the trainer's weight version when it is used less the version its generation began with.
-Producers are held back before they begin rather than robbed of what they did: each policy admits new work only as far
-ahead of the trainer as its window allows, and what is evicted all the same is what took longer than that.
+The age of a sample is the trainer's weight version at its use minus the version at the start of its generation.
+Policies delay producers instead of discarding finished work: each policy admits new work only as far ahead of the
+trainer as its window allows. Eviction only affects samples that took longer than that.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataplane.core.schema import WEIGHT_VERSION
 from dataplane.data.conditions import Where
 
 TARGET_STEP = "target_step"
-"""Tag: the training step a sample is meant for, where the policy decides that when it begins."""
+"""Tag: the training step that uses the sample, if the policy assigns it at the start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """Where a training run stands. version: of the trainer's weights, one more after each step. Samples, counted:
-    `consumed` by the steps since version 0, `stored` and not yet consumed, `running` with a producer."""
+    """Progress of a training run. version: version of the trainer's weights, incremented by each step. Sample
+    counts: `consumed` by the steps since version 0, `stored` and not yet consumed, `running` at a producer."""
 
     version: int
     consumed: int = 0
@@ -30,43 +30,45 @@ class Flow:
 
 
 class StalenessPolicy(abc.ABC):
-    """batch_size: samples of one training step. window: how many versions old a sample may be; 0 is on-policy."""
+    """batch_size: samples per training step. window: maximum age of a sample in versions; 0 is on-policy."""
 
     def __init__(self, *, batch_size: int, window: int) -> None:
         if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: a step takes at least one sample")
+            raise ValueError(f"batch_size={batch_size}: expected at least 1")
         if window < 0:
-            raise ValueError(f"window={window}: samples cannot be newer than the weights")
+            raise ValueError(f"window={window}: expected 0 or more versions")
         self.batch_size = batch_size
         self.window = window
 
     def headroom(self, flow: Flow) -> int:
-        """How many more samples producers may begin. What they begin now is wanted by a step that starts `window`
-        versions from now at the latest."""
+        """Return how many more samples producers may start. Samples started now are used by a step that starts at
+        most `window` versions from now."""
         wanted = (flow.version + self.window + 1) * self.batch_size
         return max(wanted - flow.consumed - flow.stored - flow.running, 0)
 
     @abc.abstractmethod
     def claims(self, version: int) -> Sequence[Where]:
-        """What a step at `version` takes, in order of preference: each is claimed as far as it goes before the next;
-        the last is what it waits for."""
+        """Return the conditions for the samples of a step at `version`, in order of preference. The step claims as
+        many samples as possible for each condition before the next one, and waits only on the last."""
 
     @abc.abstractmethod
     def evicts(self, version: int) -> Where | None:
-        """What no step will take from `version` on; None: everything will be."""
+        """Return the condition for samples that no step from `version` on will use; None if there are no such
+        samples."""
 
     def aborts(self, begun_at: int, version: int) -> bool:
-        """Whether work begun at `begun_at` is not worth going on with at `version`."""
+        """Return whether work that started at version `begun_at` should be aborted at `version`."""
         return self.evicts(version) is not None and begun_at < version - self.window
 
     def target(self, place: int) -> int | None:
-        """The step that the sample begun as number `place` (of those not rolled back) is for; None: whichever."""
+        """Return the step of the sample that was started at position `place` (not counting rolled-back samples);
+        None for any step."""
         del place
         return None
 
 
 class Windowed(StalenessPolicy):
-    """Samples within the window, those that finished first before the others; older ones are evicted."""
+    """Use samples within the window, those that finished first before the others. Older samples are evicted."""
 
     def claims(self, version: int) -> Sequence[Where]:
         return [((WEIGHT_VERSION, ">=", version - self.window),)]
@@ -76,7 +78,8 @@ class Windowed(StalenessPolicy):
 
 
 class ReadyFirst(StalenessPolicy):
-    """Whatever finished first, whatever its age: nothing is evicted, only admission bounds how far producers lag."""
+    """Use samples in the order in which they finished, regardless of age. Nothing is evicted; only admission limits
+    the lag."""
 
     def claims(self, version: int) -> Sequence[Where]:
         return [()]
@@ -86,7 +89,8 @@ class ReadyFirst(StalenessPolicy):
 
 
 class WeightFifo(StalenessPolicy):
-    """Samples of the oldest weights within the window first, so that none ages while newer ones are used."""
+    """Use samples of the oldest weights within the window first, so that they do not expire while newer ones are
+    used."""
 
     def claims(self, version: int) -> Sequence[Where]:
         oldest = version - self.window
@@ -98,8 +102,8 @@ class WeightFifo(StalenessPolicy):
 
 
 class InOrder(StalenessPolicy):
-    """Each sample is meant for a step from the beginning, and a step waits for all of its own: nothing is evicted, and
-    runs that differ only in timing train on the same batches."""
+    """Assign each sample to a step at its start; a step waits for all of its samples. Nothing is evicted, and runs
+    that differ only in timing train on the same batches."""
 
     def claims(self, version: int) -> Sequence[Where]:
         return [((TARGET_STEP, "==", version),)]

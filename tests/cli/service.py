@@ -23,7 +23,7 @@ TQ = [
 ]
 """`tq`, but for how long it waits for a service: one in a test process may be slow to answer on a busy machine."""
 
-BUSY = ("stood still", "did not answer goodbye", "did not close within", "the ledger's thread did not end within")
+BUSY = ("stood still", "did not confirm the session", "did not close within", "the ledger's thread did not end within")
 """What programs of ours say where the machine is too busy for one of their ends."""
 
 

@@ -125,7 +125,7 @@ def test_each_of_several_files_is_compared_with_its_checksum(
 def test_a_manifest_of_another_version(saved: Path, bare: DataPlaneClient) -> None:
     outer = json.loads((saved / manifest.NAME).read_bytes())
     (saved / manifest.NAME).write_text(json.dumps({**outer, "format": 2, "more": 1}))
-    with pytest.raises(CheckpointError, match=r"manifest\.json: of format 2; this version .* reads format 1"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: has format 2; this version .* reads format 1"):
         bare.restore(saved)
 
 
@@ -373,7 +373,7 @@ def test_a_file_of_the_users_in_an_older_checkpoint_stays(saved: Path, client: D
     assert (saved / "plots").is_dir()
     assert manifest.read(saved).partitions
     (saved / manifest.NAME).write_text('{"name": "a web page"}')
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         client.checkpoint(saved)
 
 
@@ -381,10 +381,10 @@ def test_what_is_no_checkpoint_is_left_alone(client: DataPlaneClient, tmp_path: 
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.txt").write_text("years of work")
     for path in (tmp_path / "notes", tmp_path / "notes" / "thesis.txt"):
-        with pytest.raises(CheckpointError, match="is no checkpoint"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint"):
             client.checkpoint(path)
     assert names(tmp_path / "notes") == ["thesis.txt"]
-    with pytest.raises(CheckpointError, match="no checkpoint was finished there"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         bare.restore(tmp_path / "notes")
     (tmp_path / "empty").mkdir()
     client.checkpoint(tmp_path / "empty")
@@ -476,7 +476,7 @@ def test_two_at_once_where_nothing_was(client: DataPlaneClient, tmp_path: Path) 
         client.checkpoint(tmp_path / "c")
 
     failpoints.arm("checkpoint.saved", another)
-    with pytest.raises(CheckpointWriteError, match="it came to be meanwhile"):
+    with pytest.raises(CheckpointWriteError, match="another process created the path"):
         client.checkpoint(tmp_path / "c")
     assert names(tmp_path) == ["c"]
     for file in manifest.read(tmp_path / "c").files:

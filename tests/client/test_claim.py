@@ -76,7 +76,7 @@ def test_what_is_no_meta_is_refused(given: Any) -> None:
 
 
 def test_a_meta_that_no_claim_returned_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="not claimed"):
+    with pytest.raises(InvalidRequestError, match="meta has no claim"):
         next(claim.about_claimed(STATE, c.Ack, KVBatchMeta("p", "train", ["a"])))
 
 

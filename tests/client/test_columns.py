@@ -133,7 +133,7 @@ def test_kv_first_write() -> None:
 @pytest.mark.parametrize(
     ("batch", "more", "told"),
     [
-        ({"input_ids": PADDED}, {}, "no 'input_lengths' column"),
+        ({"input_ids": PADDED}, {}, "no column 'input_lengths'"),
         ({"input_ids": PADDED, "input_lengths": [1, 2]}, {}, "2 lengths for 3 rows"),
         ({"input_ids": PADDED, "input_lengths": [1, 2, 5]}, {}, "narrower than the longest sample of 5"),
         ({"input_ids": PADDED, "input_lengths": [1, 2, 3]}, {"pad_to_multiple": 0}, "pad_to_multiple=0"),

@@ -56,13 +56,12 @@ def test_a_put_of_an_undeclared_field_is_told_of_once(
         client.put_samples([name], partition, {"reward": torch.zeros(1), "rewrd": torch.zeros(1)})
     (told,) = said(caplog)
     assert told == (
-        f"put: field 'rewrd' is not declared in partition {partition!r}, and is stored all the same. "
-        "Did you mean 'reward'?"
+        f"put: field 'rewrd' is not declared in partition {partition!r}; it is stored anyway. Did you mean 'reward'?"
     )
     client.put_samples(["a"], partition, {"xyz": torch.zeros(1)}, mode="append")
     assert said(caplog)[1:] == [
-        f"put: field 'xyz' is not declared in partition {partition!r}, and is stored all the same. "
-        "There are: 'reward', 'margin'"
+        f"put: field 'xyz' is not declared in partition {partition!r}; it is stored anyway. "
+        "Known fields: 'reward', 'margin'"
     ]
     with connect(server.address) as other:
         other.put_samples(["c"], partition, {"rewrd": torch.zeros(1)})
@@ -114,7 +113,7 @@ def test_a_claim_of_what_nobody_declared_or_produced_says_so_before_it_waits(
     wait_until(lambda: len(client.waits().waits) == 1)
     assert said(caplog) == [
         f"claim of task 'train': field 'rewrd' of partition {partition!r} is not declared, and no live sample has it; "
-        "the claim waits until somebody puts it. Did you mean 'reward'?"
+        "the claim waits until it is produced. Did you mean 'reward'?"
     ]
     client.put_samples(["a"], partition, {"rewrd": torch.zeros(1)})
     waiter.join(WAIT_S)
@@ -127,7 +126,7 @@ def test_a_claim_that_does_not_wait_says_so_too_and_once(
     for _ in range(2):
         assert client.claim_meta(partition, "train", ["zz"], 1, blocking=False).size == 0
     (told,) = said(caplog)
-    assert told.endswith("nothing is ready until somebody puts it. There are: 'reward', 'margin'")
+    assert told.endswith("no sample is ready until it is produced. Known fields: 'reward', 'margin'")
     client.claim_meta(partition, "train", ["reward"], 1, blocking=False)
     assert len(said(caplog)) == 1
     with pytest.raises(PartitionNotFoundError):

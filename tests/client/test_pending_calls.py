@@ -66,7 +66,7 @@ def test_it_is_not_waited_for_beyond_the_window() -> None:
     calls, _ = calls_of(reconnect_s=0.0)
     calls.lose("no route")
     assert not calls.waiting
-    with pytest.raises(ServiceUnavailableError, match="no route; it has not come back within 0 s"):
+    with pytest.raises(ServiceUnavailableError, match="no route; it has not restarted within 0 s"):
         calls.check()
     calls.heard(done(0))
     calls.check()

@@ -212,7 +212,7 @@ def test_a_switched_job_pickles_unless_it_says_otherwise(
 
 @pytest.mark.integration
 def test_nothing_is_pickled_without_a_token_or_unasked() -> None:
-    with serve(SMALL) as server, pytest.raises(InvalidRequestError, match="give the service a token"):
+    with serve(SMALL) as server, pytest.raises(InvalidRequestError, match="start the service with a token"):
         connect(server.address, objects="pickle").list_samples("p")
     with pytest.raises(ValueError, match="objects='yes': expected one of refuse, pickle"):
         Settings.of({"objects": "yes"}).service()

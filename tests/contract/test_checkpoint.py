@@ -211,5 +211,5 @@ def test_some_partitions_of_it(client: DataPlaneClient, partition: str, tmp_path
     assert client.restore(tmp_path / "saved", [f"{partition}-b"]).partitions == {f"{partition}-b": 1}
     assert client.get_samples(["a"], f"{partition}-b", ["x"])["x"] == ["text"]
     client.clear_samples(None, f"{partition}-b")
-    with pytest.raises(CheckpointError, match="no such checkpoint"):
+    with pytest.raises(CheckpointError, match="the checkpoint does not exist"):
         client.restore(tmp_path / "elsewhere")

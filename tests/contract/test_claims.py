@@ -228,7 +228,7 @@ def test_a_lease_belongs_to_one_claim_and_is_settled_by_the_sample(
     with pytest.raises(StaleSampleError):
         client.nack(late)
     assert client.claim_meta(partition, "train", ["x"], 4, blocking=False).size == 0
-    with pytest.raises(ValueError, match="not claimed"):
+    with pytest.raises(ValueError, match="meta has no claim"):
         client.ack(client.list_samples(partition))
 
 

@@ -214,7 +214,7 @@ def test_without_an_acknowledged_stop_the_space_stays_reserved_until_the_session
     with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
         failing.put_samples(names(WHOLE), "p", {"x": [*rows(WHOLE, 1)]})
     failpoints.disarm()
-    assert "storage unit 1 did not confirm" in caplog.text
+    assert "Storage unit 1 did not confirm" in caplog.text
     assert "not in the mood" in caplog.text
     failing.list_samples("p")
     assert reserved(other) == WHOLE * MIB

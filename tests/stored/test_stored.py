@@ -155,7 +155,9 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, monkeypatch: 
     folder, number = unpack(ARCHIVE, tmp_path), manifest.FORMAT
     monkeypatch.setattr(manifest, "FORMAT", number + step)
     with serve(SETTINGS) as server, connect(server.address) as client:
-        with pytest.raises(CheckpointError, match=rf"of format {number}; this version .+ reads format {number + step}"):
+        with pytest.raises(
+            CheckpointError, match=rf"has format {number}; this version .+ reads format {number + step}"
+        ):
             client.restore(folder / "checkpoint")
         assert not client.stats().partitions
 

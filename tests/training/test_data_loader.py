@@ -21,7 +21,7 @@ from dataplane.errors import (
     PartitionNotFoundError,
     StaleSampleError,
 )
-from dataplane.training.data_loader import _Queue
+from dataplane.training.data_loader import _PrefetchQueue
 from tests.restarts import wait_until
 from tests.service import client, server
 from tests.streams import NEVER_S, TASKS, loader, partition, prefetches, put, rewards
@@ -214,7 +214,7 @@ def test_what_an_earlier_partition_kept_waiting_for_is_forgotten_with_it() -> No
     late = ClaimTimeoutError(
         partition="old", task="train", wanted=2, ready=0, waited_s=1.0, why="no sample has 'reward'"
     )
-    queue = _Queue(1)
+    queue = _PrefetchQueue(1)
     queue.late(late)
     queue.fail(PartitionNotFoundError(partition="old"))
     assert queue.resumed()
@@ -237,11 +237,11 @@ def test_what_cannot_be_read_goes_back(client: DataPlaneClient, partition: str) 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"num_workers": 1}, "num_workers=1: a stream is read by a thread"),
+        ({"num_workers": 1}, "num_workers=1: expected 0"),
         ({"prefetch": -1}, "prefetch=-1"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"pad_to_multiple": 0}, "pad_to_multiple=0"),
-        ({"dp_world": 2}, "a share needs both"),
+        ({"dp_world": 2}, "pass both or neither"),
     ],
 )
 def test_arguments(client: DataPlaneClient, options: dict[str, Any], text: str) -> None:
@@ -260,7 +260,7 @@ def test_one_text_is_no_list_of_names(client: DataPlaneClient, named: dict[str, 
 
 def queue_of(stream: StreamingDataLoader) -> Any:
     """What holds ready what was fetched ahead."""
-    taking = stream._stream._taking
+    taking = stream._stream._source
     assert taking is not None
     return taking._queue
 

@@ -116,7 +116,7 @@ def test_a_sample_is_added_once(client: DataPlaneClient) -> None:
     sampler = DynamicSampler(client, 4)
     meta = put(client, 0, {1: spread(2)})
     assert sampler.add(meta) is None
-    with pytest.raises(ValueError, match="'s0', 's1' was added before"):
+    with pytest.raises(ValueError, match="already added: 's0', 's1'"):
         sampler.add(meta)
     assert (sampler.missing, client.list_samples("p").size) == (2, 2)
 
@@ -151,7 +151,7 @@ def test_groups_that_never_make_a_batch_are_not_kept_for_ever(
         assert sampler.add(put(client, 3 * turn, {turn: spread(3)})) is None
     assert len(client.list_samples("p").sample_ids) == 6
     assert (sampler.missing, sampler.dropped) == (2, 12)
-    assert "groups of 3 samples make no batch of exactly 8" in caplog.text
+    assert "Groups of 3 samples do not add up to a batch of 8" in caplog.text
     batch = sampler.add(put(client, 100, {100: spread(2)}))
     assert batch is not None
     assert batch.size == 8
@@ -159,7 +159,7 @@ def test_groups_that_never_make_a_batch_are_not_kept_for_ever(
 
 def test_a_group_larger_than_a_batch_is_an_error(client: DataPlaneClient) -> None:
     sampler = DynamicSampler(client, 3)
-    with pytest.raises(ValueError, match="group 7 has 4 samples and fits no batch of 3"):
+    with pytest.raises(ValueError, match="group 7 has 4 samples, more than batch_size=3"):
         sampler.add(put(client, 0, {7: spread(4), 8: [1.0, 1.0]}))
     assert client.list_samples("p").size == 6
     assert sampler.rounds == sampler.dropped == 0

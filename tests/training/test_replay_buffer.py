@@ -100,7 +100,7 @@ def test_a_rollback_lets_others_begin(client: DataPlaneClient, partition: str) -
     with buffer.reserve(BATCH, 0.0) as reservation:
         produce(buffer, reservation)
     assert buffer.flow.stored == BATCH
-    with pytest.raises(RolloutAbortedError, match="committed before"):
+    with pytest.raises(RolloutAbortedError, match="already rolled back or committed"):
         produce(buffer, reservation)
 
 
@@ -126,14 +126,14 @@ def test_a_producer_elsewhere_puts_the_samples_itself(
     put = client.put_samples(reservation.sample_ids, partition, {"tokens": torch.arange(2)}, tags=[{"length": 7}] * 2)
     with pytest.raises(ClaimTimeoutError):
         buffer.take(0.01)
-    with pytest.raises(ValueError, match="does not name those of the reservation"):
+    with pytest.raises(ValueError, match="expected the sample ids of the reservation"):
         buffer.commit(reservation, put.slice(0, 1))
     committed = buffer.commit(reservation, put, [{"reward": 1.0}, {"reward": 2.0}])
     taken = buffer.take(WAIT_S)
     assert taken.tags == committed.stamp_tags([{"length": 7}] * 2).tags
     assert versions(taken) == [0, 0]
     assert (buffer.flow.consumed, buffer.flow.stored, buffer.flow.running) == (2, 0, 0)
-    with pytest.raises(RolloutAbortedError, match="committed before"):
+    with pytest.raises(RolloutAbortedError, match="already rolled back or committed"):
         buffer.commit(reservation, put)
 
 
@@ -170,7 +170,7 @@ def test_what_was_committed_is_neither_rolled_back_nor_cleared_by_a_second_commi
     put = client.put_samples(reservation.sample_ids, partition, {"tokens": torch.arange(2)})
     buffer.commit(reservation, put)
     buffer.rollback(reservation)
-    with pytest.raises(RolloutAbortedError, match="committed before"):
+    with pytest.raises(RolloutAbortedError, match="already rolled back or committed"):
         buffer.commit(reservation, put)
     assert client.list_samples(partition).sample_ids == put.sample_ids
     assert (buffer.flow.stored, buffer.flow.running) == (2, 0)
@@ -245,7 +245,7 @@ def test_what_is_too_old_is_evicted_and_what_is_running_given_up(client: DataPla
     evicted, aborted = buffer.advance(2)
     assert (evicted, aborted) == (2, [slow])
     assert slow.aborted
-    with pytest.raises(RolloutAbortedError, match="version 0, and the trainer is at 2"):
+    with pytest.raises(RolloutAbortedError, match="version 0; the trainer is at version 2"):
         produce(buffer, slow)
     assert set(client.list_samples(partition).sample_ids) == set(fresh)
     assert not set(old) & set(fresh)
@@ -340,7 +340,7 @@ def test_a_saved_state_goes_on_where_it_was(client: DataPlaneClient, partition: 
 def test_the_weights_do_not_go_back(client: DataPlaneClient, partition: str) -> None:
     buffer = buffer_of(client, partition, ReadyFirst(batch_size=2, window=1))
     buffer.advance(3)
-    with pytest.raises(ValueError, match="version 3 already"):
+    with pytest.raises(ValueError, match="already at version 3"):
         buffer.advance(2)
 
 

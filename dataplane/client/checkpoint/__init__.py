@@ -1,7 +1,7 @@
-"""Checkpoints: partitions of a service in a directory, and back into any service.
+"""Checkpoints: save partitions of a service to a directory and restore them into any service.
 
-`save` and `restore` are operations of the client; `manifest` is what a checkpoint says of itself, `files` its
-bytes, `atomic_dir` how they come to be at their path whole or not at all.
+`save` and `restore` are operations of the client. `manifest` describes the contents of a checkpoint, `files` its
+data files, `atomic_dir` how a checkpoint appears at its path atomically.
 """
 
 from dataplane.client.checkpoint.manifest import CheckpointInfo

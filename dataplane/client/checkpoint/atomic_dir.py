@@ -1,21 +1,21 @@
-"""How a checkpoint comes to be at its path: whole, or not at all.
+"""Write a checkpoint to its path atomically.
 
-Everything is written aside and synced; one rename makes it the checkpoint. Where nothing is at PATH, the whole
-directory is written as PATH.partial-XXXX and renamed. Where an older checkpoint (or an empty directory) is, the new
-files go into a directory of their own inside, and the rename of the manifest switches from the old ones to them: that
-needs no more of the file system than a rename, where swapping two directories would.
+All data is written to temporary names and synced; one rename publishes the checkpoint. If PATH does not exist, the
+whole directory is written as PATH.partial-XXXX and renamed. If PATH is an older checkpoint (or an empty directory),
+the new files go into a subdirectory of PATH, and the rename of the manifest switches to them. This only requires a
+plain rename from the file system, unlike a swap of two directories.
 
-    PATH/manifest.json                      names the files of the one checkpoint that counts
+    PATH/manifest.json                      lists the files of the current checkpoint
     PATH/data-XXXX/00000.safetensors ...    its files
 
-All of it is for this user only, whatever the umask: modes 0700 and 0600. A directory that is there already keeps its
-mode, and directories that are made above PATH get what the umask says.
+All files are private to the user regardless of the umask: modes 0700 and 0600. Existing directories keep their
+mode, and parent directories created above PATH follow the umask.
 
-A crash before the rename leaves PATH as it was, and PATH.partial-XXXX or PATH/data-XXXX beside it; one after it leaves
-the new checkpoint, and perhaps the files of the older one. The next checkpoint to PATH removes what is left over. Locks
-on directories, which end with their process, show what is in use: a writer holds an exclusive lock on PATH (or
-PATH.partial-XXXX), a reader a shared lock on PATH/data-XXXX. On a file system without locks (some NFS), left-over files
-stay until they are removed by hand, so that a reader needs no lock. Where locks hold on one host only, only readers on
+A crash before the rename leaves PATH unchanged, plus PATH.partial-XXXX or PATH/data-XXXX; a crash after it leaves
+the new checkpoint and possibly the files of the older one. The next checkpoint to PATH removes such leftovers.
+Directory locks, which end with their process, mark directories in use: a writer holds an exclusive lock on PATH (or
+PATH.partial-XXXX), a reader a shared lock on PATH/data-XXXX. On a file system without locks (some NFS), leftovers
+stay until they are removed by hand, so that readers need no lock. If locks work on one host only, only readers on
 that host are protected.
 """
 
@@ -40,21 +40,21 @@ _OURS = re.compile(r"data-[0-9a-f]{16}|manifest\.json(\.partial-[0-9a-f]{16})?")
 
 
 class Place:
-    """Where one checkpoint is being written; `directory` is what its file names are relative to. Every method blocks on
-    the file system; `CheckpointWriteError` where that fails."""
+    """The target of one checkpoint in progress; `directory` is the base of its file names. Every method blocks on
+    the file system and raises `CheckpointWriteError` if that fails."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = _absolute(path)
         self._tag = secrets.token_hex(8)
         self._placed = False
         self._lock: int | None = None
-        self._inside = os.path.exists(self.path)  # False for a name that is too long, which `prepare` then names
+        self._inside = os.path.exists(self.path)  # False for a name that is too long; `prepare` reports it
         self.directory = self.path if self._inside else self._beside(self._tag)
         self.data = f"data-{self._tag}"
 
     def prepare(self) -> None:
-        """Make space aside, and remove what crashed checkpoints left. `CheckpointError` if something that is no
-        checkpoint is at the path, or another process is writing one there."""
+        """Create the temporary directory and remove leftovers of crashed writers. Raise `CheckpointError` if the
+        path exists and is not a checkpoint, or another process is writing to it."""
         with files.translated(self.directory):
             refuse_link_of_another(self.path)
             if self._inside:
@@ -73,11 +73,11 @@ class Place:
         if found is None or (any(not _OURS.fullmatch(name) for name in found) and not self._is_checkpoint()):
             raise CheckpointError(
                 file=str(self.path),
-                why="exists and is no checkpoint; name a new directory, an empty one, or that of an older checkpoint",
+                why="exists and is not a checkpoint; use a new path, an empty directory, or an older checkpoint",
             )
 
     def _is_checkpoint(self) -> bool:
-        """Then what somebody else put beside its files stays there."""
+        """Return whether the path is a valid checkpoint; foreign files in its directory are then kept."""
         try:
             manifest.read(self.path)
         except CheckpointError:
@@ -85,7 +85,8 @@ class Place:
         return True
 
     def _take_lock(self) -> None:
-        """On file systems without locks two processes must not write to one path at once, and nothing is swept."""
+        """Lock the directory against other writers. On file systems without locks, concurrent writers are not
+        detected and no leftovers are removed."""
         try:
             self._lock = _locked(self.directory, fcntl.LOCK_EX)
         except BlockingIOError:
@@ -94,7 +95,7 @@ class Place:
             ) from None
 
     def _sweep(self) -> None:
-        """Remove what nobody writes or reads."""
+        """Remove leftovers that no process writes or reads."""
         if self._lock is None:
             return
         if self._inside:
@@ -106,7 +107,7 @@ class Place:
                 shutil.rmtree(left, ignore_errors=True)
 
     def _current(self) -> set[str]:
-        """The directories that the manifest at the path names; of a damaged one, all that are there."""
+        """Return the data directories listed in the manifest at the path; for a damaged manifest, all of them."""
         if not (self.path / manifest.NAME).exists():
             return set()
         try:
@@ -122,7 +123,7 @@ class Place:
                 (self.path / name).unlink(missing_ok=True)
 
     def finish(self, content: manifest.Manifest) -> None:
-        """All files are written: this is the checkpoint from now on."""
+        """Publish the checkpoint after all of its files are written."""
         aside = self.directory / f"{manifest.NAME}.partial-{self._tag}"
         with files.translated(aside):
             with open(aside, "xb", buffering=0, opener=private) as file:
@@ -148,10 +149,12 @@ class Place:
         try:
             self.directory.rename(self.path)
         except OSError as error:
-            raise CheckpointWriteError(file=str(self.path), why=f"{error.strerror}: it came to be meanwhile") from error
+            raise CheckpointWriteError(
+                file=str(self.path), why=f"{error.strerror}: another process created the path"
+            ) from error
 
     def abandon(self) -> None:
-        """Remove what was written; what was at the path stays. Raises nothing."""
+        """Remove the written files; an older checkpoint at the path stays. Never raises."""
         if not self._placed:
             with contextlib.suppress(OSError):
                 (self.directory / f"{manifest.NAME}.partial-{self._tag}").unlink(missing_ok=True)
@@ -172,18 +175,18 @@ class Reading:
         self._locks: list[int] = []
 
     def open(self) -> manifest.Manifest:
-        """The manifest of the checkpoint that counts now. Blocks on the file system. `CheckpointError` where there is
-        none."""
+        """Return the manifest of the current checkpoint. Block on the file system. Raise `CheckpointError` if there
+        is none."""
         while True:
             content = manifest.read(self.directory)
             self._lock({entry.name.partition("/")[0] for entry in content.files})
-            # If it still counts, its files were locked before anybody could replace it and remove them.
+            # If it is still current, its files were locked before a writer could replace and remove them.
             if manifest.read(self.directory) == content:
                 return content
             self.close()
 
     def _lock(self, names: set[str]) -> None:
-        """What cannot be opened is missing, or is being removed."""
+        """Lock the data directories. A directory that cannot be opened is missing or being removed."""
         for name in names:
             with contextlib.suppress(OSError):
                 descriptor = _locked(self.directory / name, fcntl.LOCK_SH)
@@ -191,7 +194,7 @@ class Reading:
                     self._locks.append(descriptor)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release the locks. Idempotent."""
         while self._locks:
             _unlock(self._locks.pop())
 
@@ -204,15 +207,15 @@ class Reading:
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
     if "\0" in os.fspath(path):
-        raise CheckpointError(file=repr(os.fspath(path)), why="no path has a NUL character")
+        raise CheckpointError(file=repr(os.fspath(path)), why="the path contains a NUL character")
     if not os.fspath(path):
         raise CheckpointError(file="''", why="the path is empty (an unset variable?)")
     return Path(path).absolute()
 
 
 def _locked(directory: Path, how: int) -> int | None:
-    """A descriptor that locks the directory; None where the file system has no locks. `BlockingIOError` if another
-    lock is in the way."""
+    """Return a descriptor that locks the directory; None if the file system has no locks. Raise `BlockingIOError`
+    if another lock conflicts."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
@@ -226,14 +229,14 @@ def _locked(directory: Path, how: int) -> int | None:
 
 
 def _unlock(descriptor: int) -> None:
-    """Also for a child that was forked meanwhile and has the descriptor, too."""
+    """Unlock explicitly, because a child process that was forked in the meantime also holds the descriptor."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def _unused(directory: Path) -> bool:
-    """Whether no living process writes or reads there."""
+    """Return whether no process writes to or reads from the directory."""
     try:
         descriptor = _locked(directory, fcntl.LOCK_EX)
     except OSError:
@@ -249,7 +252,7 @@ def _sync(directory: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # the file system has no such thing
+        if error.errno != errno.EINVAL:  # the file system does not support fsync of directories
             raise
     finally:
         os.close(descriptor)

@@ -1,7 +1,7 @@
-"""The bytes of a checkpoint: safetensors files, written as a stream and checked before they are read.
+"""The data files of a checkpoint: safetensors files, written as a stream and verified before they are read.
 
-A file is written from memory that belongs to others (arenas, received frames), a stretch at a time through one small
-buffer: the `safetensors` package, which wants every tensor of a file in memory, reads them only.
+Source memory (arenas, received frames) is not owned by the writer, so files are written in chunks through one small
+buffer. The `safetensors` package needs all tensors of a file in memory for writing and is used only for reading.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from dataplane.errors import CheckpointError, CheckpointWriteError, DataPlaneErr
 from dataplane.ledger import commands as c
 
 FILE_BYTES = 256 << 20
-"""A file has no more, unless one value has."""
+"""Maximum size of a file, unless a single value is larger."""
 STRETCH_BYTES = 8 << 20
-"""So much is gathered, hashed and written at a time; of units on other hosts, received at a time."""
+"""Bytes gathered, hashed and written at a time; for remote units also the bytes received at a time."""
 
 MAX_LENGTH = 1 << 44
-"""No value is longer: sums of as many lengths as a piece has do not overflow."""
+"""Maximum length of a value. The sum of all lengths in a piece cannot overflow."""
 
 _DTYPES = {
     "bool": "BOOL",
@@ -59,13 +59,13 @@ _DTYPES = {
 _COMPLEX = {"complex64": "float32", "complex128": "float64"}
 
 Gather = Callable[[c.FieldLocations], RowSource]
-"""Brings the values that lie there into reach."""
+"""Fetches the values at these locations."""
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """One tensor of a file: `dtype` by torch's name; `content` is it (any array, as bytes), or where it lies, as values
-    of `partition`."""
+    """One tensor of a file. `dtype` is the torch name. `content` is an array, whose bytes are stored, or the
+    locations of values of `partition`."""
 
     name: str
     dtype: str
@@ -76,10 +76,10 @@ class FilePart:
 
 
 class DamagedValueError(Exception):
-    """A value that was to be written is not what its writer wrote."""
+    """A value to be written does not match its checksum."""
 
     def __init__(self, partition: str, located: c.FieldLocations, got: int) -> None:
-        """located: that one value."""
+        """located: the location of that single value."""
         super().__init__(partition, located.name)
         self.partition = partition
         self.located = located
@@ -87,12 +87,13 @@ class DamagedValueError(Exception):
 
 
 def array_part(name: str, array: npt.NDArray[Any]) -> FilePart:
-    """A tensor that is in memory."""
+    """Return the part for an array in memory."""
     return FilePart(name, array.dtype.name, array.shape, array.nbytes, array)
 
 
 def stored_part(name: str, partition: str, located: c.FieldLocations) -> FilePart:
-    """The values that lie there, one after another. Ragged and object rows are what their kind stores, as bytes."""
+    """Return the part for stored values, concatenated. Ragged and object rows are stored as the bytes of their
+    encoding."""
     spec = located.spec
     count = int(located.lengths.sum())
     nbytes = count * spec.unit_bytes
@@ -108,9 +109,9 @@ def stored_part(name: str, partition: str, located: c.FieldLocations) -> FilePar
 
 
 def write(directory: Path, name: str, parts: Sequence[FilePart], bring: Gather) -> FileEntry:
-    """Write a file of these tensors and sync it; its entry. `CheckpointWriteError` where the file system fails,
-    `DamagedValueError` for a value that does not have its checksum."""
-    # Larger elements first: every tensor then begins at a multiple of its element.
+    """Write the tensors to a file, sync it and return its entry. Raise `CheckpointWriteError` if the file system
+    fails, `DamagedValueError` for a value that does not match its checksum."""
+    # Larger elements first, so that every tensor is aligned to its element size.
     ordered = sorted(parts, key=lambda part: -DTYPE_BYTES[part.dtype])
     digest, written, path = hashlib.sha256(), 0, directory / name
     with translated(path), open(path, "xb", buffering=0, opener=private) as file:
@@ -125,7 +126,8 @@ def write(directory: Path, name: str, parts: Sequence[FilePart], bring: Gather) 
 
 @contextlib.contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """OSErrors of the file system as `CheckpointWriteError`; ours, some of which are OSErrors too, as they are."""
+    """Convert an OSError of the file system to `CheckpointWriteError`; keep errors of this package, some of which
+    are OSErrors."""
     try:
         yield
     except DataPlaneError:
@@ -135,7 +137,7 @@ def translated(path: Path) -> Iterator[None]:
 
 
 def write_all(descriptor: int, data: memoryview) -> None:
-    """All of it, however often the kernel takes less."""
+    """Write all data, in several calls if the kernel accepts less."""
     while data:
         data = data[os.write(descriptor, data) :]
 
@@ -153,6 +155,7 @@ def _stretches(parts: Sequence[FilePart], bring: Gather) -> Iterator[memoryview]
 
 
 def _header(parts: Sequence[FilePart]) -> bytes:
+    """Return the safetensors header of these tensors."""
     table: dict[str, Any] = {}
     at = 0
     for part in parts:
@@ -168,7 +171,7 @@ def _header(parts: Sequence[FilePart]) -> bytes:
 
 
 def _stored(partition: str, located: c.FieldLocations, bring: Gather, scratch: UInt8s) -> Iterator[memoryview]:
-    """The values' bytes. Empty ones may lie anywhere, also where no unit is any more."""
+    """Yield the values' bytes. Empty values are skipped: their location may refer to a removed unit."""
     located = chosen(located, np.flatnonzero(located.lengths * located.spec.unit_bytes))
     sizes = located.lengths * located.spec.unit_bytes
     ends = np.cumsum(sizes)
@@ -193,7 +196,7 @@ def _stored(partition: str, located: c.FieldLocations, bring: Gather, scratch: U
 
 
 def _check(partition: str, located: c.FieldLocations, memory: UInt8s) -> None:
-    """Compare the values, which are one after another in `memory`."""
+    """Verify the checksums of the values, which are concatenated in `memory`."""
     if located.checksums is None:
         return
     sizes = located.lengths * located.spec.unit_bytes
@@ -206,7 +209,7 @@ def _check(partition: str, located: c.FieldLocations, memory: UInt8s) -> None:
 
 
 def verify(directory: Path, entry: FileEntry) -> None:
-    """`CheckpointError` unless the file is the one that was written."""
+    """Raise `CheckpointError` unless the file matches its size and checksum in the manifest."""
     path = directory / entry.name
     digest, found = hashlib.sha256(), 0
     buffer = memoryview(bytearray(STRETCH_BYTES))
@@ -223,13 +226,13 @@ def verify(directory: Path, entry: FileEntry) -> None:
         raise CheckpointError(file=str(path), why=error.strerror or str(error)) from error
     if found != entry.nbytes:
         how = "truncated" if found < entry.nbytes else "too long"
-        raise CheckpointError(file=str(path), why=f"{how}: {found:,} bytes and more of {entry.nbytes:,}")
+        raise CheckpointError(file=str(path), why=f"{how}: read {found:,} bytes, expected {entry.nbytes:,}")
     if digest.hexdigest() != entry.sha256:
-        raise CheckpointError(file=str(path), why="its content does not have the checksum it had: it was changed")
+        raise CheckpointError(file=str(path), why="its content does not match its checksum: the file was modified")
 
 
 class OpenedFile:
-    """A verified file, mapped: its tensors are read where they lie."""
+    """A verified, memory-mapped file."""
 
     def __init__(self, directory: Path, entry: FileEntry) -> None:
         self.path = directory / entry.name
@@ -239,30 +242,30 @@ class OpenedFile:
             raise self.wrong(str(error)) from error
 
     def bytes_of(self, name: str) -> UInt8s:
-        """A tensor's bytes, mapped. `CheckpointError` if it is not there."""
+        """Return a tensor's mapped bytes. Raise `CheckpointError` if the tensor is missing."""
         try:
             return byte_view(self._file.get_tensor(name))  # type: ignore[no-untyped-call]
         except (OSError, safetensors.SafetensorError, ValueError, RuntimeError) as error:
             raise self.wrong(f"tensor {name!r}: {error}") from error
 
     def int64s(self, name: str) -> c.Int64s:
-        """A tensor of integers."""
+        """Return a tensor of 64-bit integers."""
         found = self.bytes_of(name)
         if found.nbytes % 8:
-            raise self.wrong(f"tensor {name!r} holds no integers of 64 bits")
+            raise self.wrong(f"tensor {name!r} does not contain 64-bit integers")
         integers: c.Int64s = found.view(np.int64)
         return integers
 
     def wrong(self, why: str) -> CheckpointError:
-        """The error that names this file."""
+        """Return an error that names this file."""
         return CheckpointError(file=str(self.path), why=why)
 
 
 def lengths_of(opened: OpenedFile, prefix: str, spec: FieldSpec, values: int) -> c.Int64s:
-    """Length of each value, none negative."""
+    """Return the length of each value, checked to be in the valid range."""
     if spec.kind is FieldKind.DENSE:
         return np.ones(values, np.int64)
     lengths = opened.int64s(f"{prefix}/lengths")
     if len(lengths) != values or (values and not 0 <= int(lengths.min()) <= int(lengths.max()) <= MAX_LENGTH):
-        raise opened.wrong(f"{len(lengths)} lengths of {values} values, or some that cannot be ({prefix})")
+        raise opened.wrong(f"{len(lengths)} lengths for {values} values, or a length out of range ({prefix})")
     return lengths

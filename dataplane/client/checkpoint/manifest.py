@@ -1,9 +1,9 @@
-"""What a checkpoint says of itself: one small JSON file that names all others, with their sizes and checksums.
+"""The manifest of a checkpoint: a small JSON file that lists all other files with their sizes and checksums.
 
-    {"format": 1, "sha256": "of the bytes of what follows", "checkpoint": {...}}
+    {"format": 1, "sha256": "of the bytes of the next value", "checkpoint": {...}}
 
-The checksums find what broke on the way, and files of another checkpoint. They do not tell who wrote it: whoever can
-write to the directory can write them, too.
+The checksums detect corruption and files of another checkpoint. They do not authenticate the author: any user with
+write access to the directory can also write matching checksums.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MAX_BYTES = 1 << 30
 
 
 class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what the manifest lists."""
+    """Base class of the entries of the manifest."""
 
 
 class FileEntry(ManifestEntry, frozen=True, kw_only=True):
-    """`name` is relative to the checkpoint."""
+    """A data file; `name` is relative to the checkpoint."""
 
     name: str
     nbytes: int
@@ -40,8 +40,8 @@ class FileEntry(ManifestEntry, frozen=True, kw_only=True):
 
 
 class RowsEntry(ManifestEntry, frozen=True, kw_only=True):
-    """Ids and tags of the next `count` samples, oldest first: tensors `PREFIX/ids` (UTF-8, one after another),
-    `PREFIX/id_lengths` (bytes of each), `PREFIX/tags` (msgpack: a list of [name, positions or null, values])."""
+    """Ids and tags of the next `count` samples, oldest first: tensors `PREFIX/ids` (UTF-8, concatenated),
+    `PREFIX/id_lengths` (bytes of each id), `PREFIX/tags` (msgpack: a list of [name, positions or null, values])."""
 
     file: int
     prefix: str
@@ -49,9 +49,10 @@ class RowsEntry(ManifestEntry, frozen=True, kw_only=True):
 
 
 class CellsEntry(ManifestEntry, frozen=True, kw_only=True):
-    """`values` values of a field, for `rows` samples: tensors `PREFIX/values`, `PREFIX/lengths` (of each value, but for
-    dense ones: elements of jagged rows, else bytes), `PREFIX/rows` (the samples, counted from the oldest; absent where
-    they are those from `first` on), `PREFIX/index` (the value of each sample; absent where they are one for one)."""
+    """`values` values of a field, for `rows` samples: tensors `PREFIX/values`; `PREFIX/lengths` (of each value,
+    except for dense fields: elements of jagged rows, else bytes); `PREFIX/rows` (the samples, counted from the
+    oldest; omitted if they are consecutive from `first` on); `PREFIX/index` (the value of each sample; omitted if
+    the mapping is one-to-one)."""
 
     field: str
     spec: FieldSpec
@@ -70,7 +71,7 @@ class FieldEntry(ManifestEntry, frozen=True, kw_only=True):
 
 
 class PartitionEntry(ManifestEntry, frozen=True, kw_only=True):
-    """Tensor `PREFIX/claimed` of file `file` has the bits of each task, one task after another."""
+    """A partition. Tensor `PREFIX/claimed` of file `file` is the concatenated claim bitmap of all tasks."""
 
     partition: str
     live: int
@@ -109,7 +110,8 @@ class _Outer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """What was saved or restored: samples by partition, and the bytes of the whole checkpoint in its `files` files."""
+    """Result of a save or restore: samples by partition, and the total bytes of the checkpoint in its `files`
+    files."""
 
     path: str
     partitions: dict[str, int]
@@ -118,7 +120,7 @@ class CheckpointInfo:
 
 
 def info(path: Path, manifest: Manifest, partitions: tuple[PartitionEntry, ...]) -> CheckpointInfo:
-    """What the client is told."""
+    """Return the result that the client receives."""
     return CheckpointInfo(
         path=str(path),
         partitions={entry.partition: entry.live for entry in partitions},
@@ -128,7 +130,7 @@ def info(path: Path, manifest: Manifest, partitions: tuple[PartitionEntry, ...])
 
 
 def package() -> str:
-    """Who writes."""
+    """Return the name and version of the package that writes the manifest."""
     try:
         return f"rl-dataplane {importlib.metadata.version('rl-dataplane')}"
     except importlib.metadata.PackageNotFoundError:
@@ -136,70 +138,70 @@ def package() -> str:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The file's content."""
+    """Return the content of the manifest file."""
     inner = msgspec.json.encode(manifest)
     outer = _Outer(format=FORMAT, sha256=hashlib.sha256(inner).hexdigest(), checkpoint=msgspec.Raw(inner))
     return msgspec.json.encode(outer)
 
 
 def decode(path: Path, content: bytes) -> Manifest:
-    """What `encode` wrote; `path` is for errors. `CheckpointError` for anything else."""
+    """Decode the output of `encode`; `path` is for errors. Raise `CheckpointError` for any other content."""
     try:
         outer = msgspec.json.decode(content, type=_Outer)
     except (msgspec.MsgspecError, ValueError) as error:
         raise CheckpointError(file=str(path), why=f"truncated or not a manifest ({error})") from error
     if outer.format != FORMAT:
         raise CheckpointError(
-            file=str(path), why=f"of format {outer.format}; this version ({package()}) reads format {FORMAT}"
+            file=str(path), why=f"has format {outer.format}; this version ({package()}) reads format {FORMAT}"
         )
     if hashlib.sha256(bytes(outer.checkpoint)).hexdigest() != outer.sha256:
-        raise CheckpointError(file=str(path), why="its content does not have the checksum it names: it was changed")
+        raise CheckpointError(file=str(path), why="its content does not match its checksum: the file was modified")
     try:
         manifest = msgspec.json.decode(outer.checkpoint, type=Manifest)
         _check(manifest)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise CheckpointError(file=str(path), why=f"its content makes no sense ({error})") from error
+        raise CheckpointError(file=str(path), why=f"its content is invalid ({error})") from error
     return manifest
 
 
 def _check(manifest: Manifest) -> None:
-    """ValueError for names that lead elsewhere and numbers that cannot be."""
+    """Raise ValueError for file names outside the checkpoint and for inconsistent numbers."""
     for file in manifest.files:
         if not FILE_NAME.fullmatch(file.name) or file.nbytes < 0:
-            raise ValueError(f"a file {file.name[:80]!r} of {file.nbytes} bytes")
+            raise ValueError(f"invalid file entry {file.name[:80]!r} of {file.nbytes} bytes")
     names = [entry.partition for entry in manifest.partitions]
     if len(set(names)) != len(names):
-        raise ValueError("a partition is there twice")
+        raise ValueError("a partition is listed twice")
     for entry in manifest.partitions:
         pieces = [(entry.file, 0, 0, 0), *((rows.file, rows.count, 0, 0) for rows in entry.rows)]
         pieces += [(cells.file, cells.rows, cells.values, cells.nbytes) for cells in entry.cells]
         for number, *counts in pieces:
             if not 0 <= number < len(manifest.files) or min(counts) < 0:
-                raise ValueError(f"a piece of file {number} with {counts}")
+                raise ValueError(f"invalid piece of file {number} with counts {counts}")
         for cells in entry.cells:
             last = cells.rows + (cells.first or 0)
             if not (cells.values <= cells.rows and 0 <= (cells.first or 0) <= last <= entry.live):
                 raise ValueError(
-                    f"{cells.values} values for {cells.rows} samples from {cells.first} on, of {entry.live} there are"
+                    f"{cells.values} values for {cells.rows} samples from {cells.first} on, but there are {entry.live}"
                 )
         if not all(cells.spec.settled for cells in entry.cells):
-            raise ValueError(f"cells of partition {entry.partition!r} whose kind is open")
+            raise ValueError(f"cells of partition {entry.partition!r} have no kind")
         if sum(rows.count for rows in entry.rows) != entry.live:
-            raise ValueError(f"partition {entry.partition!r} has {entry.live} samples, and other numbers of ids")
+            raise ValueError(f"partition {entry.partition!r} has {entry.live} samples, but a different number of ids")
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`. `CheckpointError` where there is none."""
+    """Read the manifest of the checkpoint at `path`. Raise `CheckpointError` if there is none."""
     file = path / NAME
     try:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             content = opened.read(size) if size <= MAX_BYTES else b""
     except (FileNotFoundError, NotADirectoryError):
-        why = "missing: no checkpoint was finished there" if path.exists() else "there is no such checkpoint"
+        why = "missing: the directory has no complete checkpoint" if path.exists() else "the checkpoint does not exist"
         raise CheckpointError(file=str(file), why=why) from None
     except OSError as error:
         raise CheckpointError(file=str(file), why=error.strerror or str(error)) from error
     if size > MAX_BYTES:
-        raise CheckpointError(file=str(file), why=f"more than {MAX_BYTES:,} bytes: no manifest")
+        raise CheckpointError(file=str(file), why=f"larger than {MAX_BYTES:,} bytes: not a manifest")
     return decode(file, content)

@@ -1,7 +1,8 @@
-"""Restoring: everything is checked, then written into partitions that nobody sees, which one command makes public.
+"""Restore a checkpoint: verify all files, write into hidden staging partitions, then publish these with one
+command.
 
-Held in memory at a time: the row handles of one partition's samples (16 bytes of each) and the arrays of one piece; the
-values themselves go from the mapped file to where they belong.
+Memory use at a time: the row handles of one partition's samples (16 bytes each) and the arrays of one piece. The
+values are copied from the mapped file directly to their storage unit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from dataplane.errors import (
 )
 from dataplane.ledger import commands as c
 
-TOO_LARGE = "Restore fewer partitions, or into a service with more or larger storage units."
+TOO_LARGE = "Restore fewer partitions, or use a service with more or larger storage units."
 
 
 @with_retry
@@ -57,6 +58,7 @@ def restore(
 def _restored(
     session_state: SessionState, reading: Reading, partitions: Sequence[str] | None, *, replace: bool
 ) -> Operation[CheckpointInfo]:
+    """Verify the files, fill staging partitions and publish them."""
     content: Manifest = yield Work(reading.open)
     entries = _named(content, partitions)
     for file in content.files:
@@ -65,12 +67,12 @@ def _restored(
     failpoints.hit("restore.verified")
     tag = secrets.token_hex(8)
     staged = [f"restoring-{tag}-{number}" for number in range(len(entries))]
-    shelf = _Shelf(reading.directory, content)
+    file_cache = _FileCache(reading.directory, content)
     try:
         published = []
         for name, entry in zip(staged, entries, strict=True):
             yield Send(c.Stage(partition=name))
-            published.append((yield from _fill(session_state, shelf, name, entry)))
+            published.append((yield from _fill(session_state, file_cache, name, entry)))
         failpoints.hit("restore.before_publish")
         yield Send(c.Publish(staged=tuple(staged), partitions=tuple(published), replace=replace))
     except BaseException:
@@ -94,7 +96,7 @@ def _named(content: Manifest, partitions: Sequence[str] | None) -> tuple[Partiti
 
 
 def _check_space(session_state: SessionState, entries: Sequence[PartitionEntry], replace: bool) -> Operation[None]:
-    """Raises now what would go wrong after much was written."""
+    """Raise errors that would otherwise occur only after much data was written."""
     stats: c.StatsReport = (yield Send(c.Stats())).result
     there = {found.partition for found in stats.partitions}
     for entry in entries:
@@ -115,8 +117,8 @@ def _check_space(session_state: SessionState, entries: Sequence[PartitionEntry],
         raise CapacityTimeoutError(wanted_bytes=wanted, free_bytes=free, waited_s=0.0, holders=holders)
 
 
-class _Shelf:
-    """The checkpoint's files, the one last used open."""
+class _FileCache:
+    """The files of the checkpoint. The last used file stays open."""
 
     def __init__(self, directory: Path, content: Manifest) -> None:
         self._directory = directory
@@ -125,7 +127,7 @@ class _Shelf:
         self._opened: OpenedFile | None = None
 
     def file(self, number: int) -> OpenedFile:
-        """A file of the manifest, by its number."""
+        """Return the file with this number in the manifest."""
         if self._opened is None or number != self._number:
             self._opened = OpenedFile(self._directory, self._content.files[number])
             self._number = number
@@ -133,23 +135,23 @@ class _Shelf:
 
 
 def _fill(
-    session_state: SessionState, shelf: _Shelf, staged: str, entry: PartitionEntry
+    session_state: SessionState, file_cache: _FileCache, staged: str, entry: PartitionEntry
 ) -> Operation[c.SavedPartition]:
-    """Write everything of a partition; what it is to become."""
+    """Write all data of a partition into its staging partition. Return the description to publish."""
     rows, generations = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for piece in entry.rows:
-        making: c.Commit = yield Work(partial(_names, shelf, staged, piece))
+        making: c.Commit = yield Work(partial(_names, file_cache, staged, piece))
         committed: c.Committed = (yield Send(making)).result
         rows.append(committed.rows)
         generations.append(committed.generations)
     handles = c.Samples(rows=np.concatenate(rows), generations=np.concatenate(generations))
     for cells in entry.cells:
-        found: tuple[c.Samples, EncodedColumn] = yield Work(partial(_column, shelf, cells, handles))
+        found: tuple[c.Samples, EncodedColumn] = yield Work(partial(_column, file_cache, cells, handles))
         samples, column = found
         commit = c.Commit(partition=staged, samples=samples, mode=c.Mode.UPDATE)
-        yield from store(session_state, commit, _Places(len(samples)), [column])
+        yield from store(session_state, commit, _Positions(len(samples)), [column])
         failpoints.hit("restore.stored")
-    claimed: list[bytes] = yield Work(lambda: _claimed(shelf, entry))
+    claimed: list[bytes] = yield Work(lambda: _claimed(file_cache, entry))
     return c.SavedPartition(
         partition=entry.partition,
         live=entry.live,
@@ -167,9 +169,9 @@ def _fill(
     )
 
 
-def _names(shelf: _Shelf, staged: str, piece: RowsEntry) -> c.Commit:
-    """The commit that makes these samples."""
-    opened = shelf.file(piece.file)
+def _names(file_cache: _FileCache, staged: str, piece: RowsEntry) -> c.Commit:
+    """Return the commit that creates these samples."""
+    opened = file_cache.file(piece.file)
     lengths = opened.int64s(f"{piece.prefix}/id_lengths")
     text = opened.bytes_of(f"{piece.prefix}/ids").tobytes()
     if len(lengths) != piece.count or (len(lengths) and int(lengths.min()) < 0) or int(lengths.sum()) != len(text):
@@ -179,37 +181,37 @@ def _names(shelf: _Shelf, staged: str, piece: RowsEntry) -> c.Commit:
         ids = tuple(text[first:last].decode() for first, last in zip([0, *ends[:-1]], ends, strict=True))
         tags = tuple(_tag(*found) for found in decode_object(opened.bytes_of(f"{piece.prefix}/tags").data))
     except (ValueError, TypeError, InternalError) as error:
-        raise opened.wrong(f"its ids or tags make no sense ({piece.prefix}): {error}") from error
+        raise opened.wrong(f"ids or tags are invalid ({piece.prefix}): {error}") from error
     return c.Commit(partition=staged, samples=c.Samples(ids=ids), mode=c.Mode.CREATE, tags=tags)
 
 
 def _tag(name: Any, positions: Any, values: Any) -> c.TagColumn:
     if type(name) is not str or type(values) is not list:
-        raise ValueError(f"a tag {name!r}")
+        raise ValueError(f"invalid tag {name!r}")
     return c.TagColumn(
         name=name, values=tuple(values), positions=None if positions is None else np.array(positions, np.int64)
     )
 
 
-def _column(shelf: _Shelf, cells: CellsEntry, handles: c.Samples) -> tuple[c.Samples, EncodedColumn]:
-    """The samples of a piece and its column, whose values stay in the mapped file."""
-    opened = shelf.file(cells.file)
+def _column(file_cache: _FileCache, cells: CellsEntry, handles: c.Samples) -> tuple[c.Samples, EncodedColumn]:
+    """Return the samples of a piece and its column. The values stay in the mapped file."""
+    opened = file_cache.file(cells.file)
     assert handles.rows is not None
     assert handles.generations is not None
     values = opened.bytes_of(f"{cells.prefix}/values")
     lengths = lengths_of(opened, cells.prefix, cells.spec, cells.values)
     sizes = lengths * cells.spec.unit_bytes
     if int(sizes.sum()) != values.nbytes or values.nbytes != cells.nbytes:
-        raise opened.wrong(f"{values.nbytes} bytes of values where {int(sizes.sum())} belong ({cells.prefix})")
+        raise opened.wrong(f"{values.nbytes} bytes of values, expected {int(sizes.sum())} ({cells.prefix})")
     if cells.first is None:
         places = opened.int64s(f"{cells.prefix}/rows")
     else:
         places = np.arange(cells.first, cells.first + cells.rows)
     index = opened.int64s(f"{cells.prefix}/index").copy() if cells.shared else None
     if len(places) != cells.rows or not _within(places, len(handles.rows)):
-        raise opened.wrong(f"samples that are not there ({cells.prefix})")
+        raise opened.wrong(f"sample positions out of range ({cells.prefix})")
     if len(places if index is None else index) != cells.rows or not _within(index, cells.values):
-        raise opened.wrong(f"an index that leaves its values ({cells.prefix})")
+        raise opened.wrong(f"value index out of range ({cells.prefix})")
     samples = c.Samples(rows=handles.rows[places], generations=handles.generations[places])
     flat = FlatValues(values, np.cumsum(sizes) - sizes, sizes)
     return samples, EncodedColumn(cells.field, cells.spec, lengths.copy(), sizes, index, flat)
@@ -219,8 +221,8 @@ def _within(numbers: c.Int64s | None, count: int) -> bool:
     return numbers is None or not len(numbers) or (int(numbers.min()) >= 0 and int(numbers.max()) < count)
 
 
-def _claimed(shelf: _Shelf, entry: PartitionEntry) -> list[bytes]:
-    opened = shelf.file(entry.file)
+def _claimed(file_cache: _FileCache, entry: PartitionEntry) -> list[bytes]:
+    opened = file_cache.file(entry.file)
     whole = opened.bytes_of(f"{entry.prefix}/claimed").tobytes()
     size = -(-entry.live // 8)
     if len(whole) != size * len(entry.tasks):
@@ -228,8 +230,8 @@ def _claimed(shelf: _Shelf, entry: PartitionEntry) -> list[bytes]:
     return [whole[size * task : size * (task + 1)] for task in range(len(entry.tasks))]
 
 
-class _Places(Sequence[str]):
-    """Stands for the ids in an error, which are not kept."""
+class _Positions(Sequence[str]):
+    """Positions in place of the sample ids in errors; the ids are not kept."""
 
     def __init__(self, count: int) -> None:
         self._count = count

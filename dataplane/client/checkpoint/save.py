@@ -1,6 +1,6 @@
-"""Saving: one instant of the partitions, written out while the service goes on.
+"""Save a consistent snapshot of partitions while the service continues.
 
-Held in memory at a time: what is known of one field's cells (some 40 bytes of each), and a stretch of their bytes.
+Memory use at a time: the metadata of one field's cells (about 40 bytes each), and one chunk of their bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from dataplane.ledger import commands as c
 NAMES_PER_READ = 1 << 16
 CELLS_PER_READ = 1 << 20
 ROWS_PER_PIECE = 1 << 18
-"""A piece is put back by one commit; the service takes 2^20 samples in one. A value has as many samples at most."""
+"""A piece is restored by one commit; the service accepts 2^20 samples in one. This is also the limit of samples per
+value."""
 
 
 @with_retry
@@ -52,7 +53,7 @@ def checkpoint(
             for described in saved.result.partitions:
                 entries.append((yield from _partition(writer, saved.number, described)))
             yield from writer.flush()
-            # Waited for: it is answered only if the session, and so its pins, lived until here.
+            # Send, not Post: the release succeeds only if the session, and therefore its pins, lasted until now.
             yield Send(c.Release(located=saved.number))
         except BaseException:
             yield Post(c.Release(located=saved.number))
@@ -66,15 +67,16 @@ def checkpoint(
 
 
 def chosen_names(partitions: Sequence[str] | None) -> tuple[str, ...]:
-    """The partitions named; none where all are meant."""
+    """Return the named partitions; an empty tuple stands for all partitions."""
     names = () if partitions is None else name_tuple("partitions", partitions)
     if partitions is not None and not names:
-        raise InvalidRequestError(f"partitions={partitions!r}: name at least one, or give None for all")
+        raise InvalidRequestError(f"partitions={partitions!r}: name at least one, or pass None for all")
     return names
 
 
 class _Writer:
-    """Collects tensors and writes a file whenever there are enough. saved: the Save they are of, once there is one."""
+    """Collects tensors and writes a file when enough are collected. saved: the response to the Save command, once
+    received."""
 
     def __init__(self, session_state: SessionState, place: Place) -> None:
         self.session_state = session_state
@@ -86,12 +88,12 @@ class _Writer:
         self._pieces = 0
 
     def prefix(self, name: str) -> str:
-        """A name for the tensors of a piece, for people too, that no other piece has."""
+        """Return a unique, readable name for the tensors of a piece."""
         self._pieces += 1
         return f"{self._pieces:05}/{name}"
 
     def add(self, parts: Sequence[FilePart]) -> Operation[int]:
-        """Take the tensors of one piece, to be written now or with those that come; the number of their file."""
+        """Add the tensors of one piece, to be written now or with later ones. Return the number of their file."""
         nbytes = sum(part.nbytes for part in parts)
         if self._parts and self._bytes + nbytes > FILE_BYTES:
             yield from self.flush()
@@ -100,7 +102,7 @@ class _Writer:
         return len(self.entries)
 
     def flush(self) -> Operation[None]:
-        """Write what was collected."""
+        """Write the collected tensors."""
         if not self._parts:
             return
         parts, name = self._parts, f"{self._place.data}/{len(self.entries):05}.safetensors"
@@ -113,7 +115,7 @@ class _Writer:
         self._parts, self._bytes = [], 0
 
     def _named(self, error: DamagedValueError) -> Operation[ChecksumError]:
-        """The error that names the first sample with the damaged value."""
+        """Return the error that names the first sample with the damaged value."""
         value, partition = error.located, error.partition
         assert value.checksums is not None
         saved = next(found for found in self.saved.result.partitions if found.partition == partition)
@@ -136,6 +138,7 @@ class _Writer:
 
 
 def _partition(writer: _Writer, saved: int, described: c.SavedPartition) -> Operation[PartitionEntry]:
+    """Write one partition and return its manifest entry."""
     claimed = np.frombuffer(b"".join(task.claimed for task in described.tasks), np.uint8)
     prefix = writer.prefix(described.partition)
     file = yield from writer.add([array_part(f"{prefix}/claimed", claimed)])
@@ -165,7 +168,7 @@ def _partition(writer: _Writer, saved: int, described: c.SavedPartition) -> Oper
 
 
 def _names(writer: _Writer, saved: int, described: c.SavedPartition) -> Operation[list[RowsEntry]]:
-    """Ids and tags, in fewer samples at a time where an answer would be too large."""
+    """Write ids and tags, in smaller pages if a response would be too large."""
     entries: list[RowsEntry] = []
     first, step = 0, NAMES_PER_READ
     while first < described.live:
@@ -193,7 +196,7 @@ def _names(writer: _Writer, saved: int, described: c.SavedPartition) -> Operatio
 
 
 def _field(writer: _Writer, saved: int, described: c.SavedPartition, field: str) -> Operation[list[CellsEntry]]:
-    """The field's cells, each value once, in pieces."""
+    """Write the field's cells in pieces, each value once."""
     entries: list[CellsEntry] = []
     for piece in _pieces((yield from _cells(saved, described, field))) if described.live else ():
         prefix = writer.prefix(f"{described.partition}/{field}")
@@ -226,7 +229,7 @@ def _field(writer: _Writer, saved: int, described: c.SavedPartition, field: str)
 
 
 def _cells(saved: int, described: c.SavedPartition, field: str) -> Operation[c.FieldLocations]:
-    """Where the field's cells are, of all samples; there is one at least."""
+    """Return the locations of the field's cells for all samples of the partition, which has at least one."""
     pages: list[c.FieldLocations] = []
     for first in range(0, described.live, CELLS_PER_READ):
         last = min(first + CELLS_PER_READ, described.live)
@@ -257,11 +260,11 @@ def _joined_checksums(pages: Sequence[c.FieldLocations]) -> c.UInt32s | None:
 
 
 Piece = tuple[c.FieldLocations, c.Int64s, c.Int64s | None]
-"""Values, the samples that have them, and which has which (None: one each)."""
+"""Values, the samples that have them, and the value of each sample (None: one-to-one)."""
 
 
 def _pieces(located: c.FieldLocations) -> Iterator[Piece]:
-    """A field's cells cut into pieces of at most `FILE_BYTES` (or one value) and about `ROWS_PER_PIECE` samples."""
+    """Split a field's cells into pieces of at most `FILE_BYTES` (or one value) and about `ROWS_PER_PIECE` samples."""
     rows = np.flatnonzero(located.lengths >= 0)
     if not len(rows):
         return
@@ -284,8 +287,8 @@ def _pieces(located: c.FieldLocations) -> Iterator[Piece]:
 
 
 def _distinct(cells: c.FieldLocations) -> tuple[c.Int64s, c.Int64s]:
-    """The first cell of each value, in the order of the cells, and which value each cell is. Cells at one place are one
-    value; empty ones are one each."""
+    """Return the first cell of each value, in the order of the cells, and the value of each cell. Cells with equal
+    locations share one value; each empty cell is a value."""
     count = len(cells.lengths)
     filled = cells.lengths * cells.spec.unit_bytes > 0
     order = np.lexsort((filled, cells.offsets, cells.units))

@@ -1,1 +1,1 @@
-"""The client's operations as generators of steps (`steps`), without sockets. A test steps one by hand."""
+"""The client's operations as generators of steps (`steps`), without sockets. Unit tests execute them step by step."""

@@ -1,6 +1,7 @@
-"""Operations of consumer tasks: claims, what follows them, and why they wait.
+"""Operations of consumer tasks: claims, the acknowledgement or release of claimed samples, and the reasons why
+claims wait.
 
-Like `operations`, generators of steps; the docstrings of `DataPlaneClient` are their contracts.
+They are generators of steps, like all `operations`; the docstrings of `DataPlaneClient` are their contracts.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ Choice = TypeVar("Choice", bound=enum.StrEnum)
 
 
 class ClaimConditions(TypedDict, total=False):
-    """Which samples a claim takes.
+    """Conditions on the samples of a claim.
 
-    where: conditions on tags: a text as "reward > 0.5", or a list of such texts or (tag, operator, value), with
-    == != < <= > >= in. group_size: take whole groups only, samples with equal tag `group_by` (default: "group").
+    where: conditions on tags: a text such as "reward > 0.5", or a list of such texts or (tag, operator, value),
+    with the operators == != < <= > >= in. group_size: claim whole groups only, i.e. samples with equal tag
+    `group_by` (default: "group").
 
-    max_lag: only samples whose tag `version_tag` (default: "weight_version") is at least the partition's version
-    (`set_version`) less this; which version that is is looked up whenever the claim is judged, so that a waiting claim
-    follows the trainer. What is too old is passed over and holds up no tail; a sample without the tag may still get it.
+    max_lag: claim only samples whose tag `version_tag` (default: "weight_version") is at least the partition's
+    version (`set_version`) minus `max_lag`. The version is read at every evaluation of the claim, so that a waiting
+    claim follows the trainer. Samples that are too old are skipped and do not delay the tail of a partition; a
+    sample without the tag may still receive it.
     """
 
     where: Where
@@ -44,23 +47,24 @@ class ClaimConditions(TypedDict, total=False):
 
 
 class ClaimOptions(ClaimConditions, total=False):
-    """`ClaimConditions`, and how a claim takes samples.
+    """`ClaimConditions`, and options for the selection of samples.
 
-    min_batch_size: how many ready samples end the wait (default: `batch_size`). order: "oldest" (the default) or
-    "freshest". lease_s: samples not acknowledged with `ack` (or cleared) in time may be claimed again.
+    min_batch_size: number of ready samples that ends the wait (default: `batch_size`). order: "oldest" (the
+    default) or "freshest". lease_s: samples that are not acknowledged with `ack` (or cleared) within this time may
+    be claimed again.
 
-    partial_after_s: what becomes of a group that never gets whole, because its producer died or a field was never
-    written: from this long after the oldest of its unclaimed samples was put (by the service's clock) while fewer
-    than `group_size` of them are ready, it is, with partial="release" (the default), claimed like a whole one with
-    those that are (`batch_size` then counts groups: the meta is shorter), or with partial="drop", cleared, for all
-    tasks; the ids dropped since the task's last claim are `extra_info["dropped_samples"]`, their number is in
-    `stats()`. Claims wait for this at the tail of a complete partition. Groups all of whose samples fail `where` or
-    `max_lag` are let be.
+    partial_after_s: timeout of incomplete groups, for example after a producer failed or a field was never written.
+    It starts when the oldest unclaimed sample of the group was put (by the service's clock) and applies while fewer
+    than `group_size` of its samples are ready. With partial="release" (the default) the ready samples are then
+    claimed like a whole group (`batch_size` counts groups in this case, and the meta is shorter). With
+    partial="drop" the group is cleared for all tasks: the ids dropped since the task's last claim are
+    `extra_info["dropped_samples"]`, and their number is in `stats()`. At the tail of a complete partition, claims
+    wait for this timeout. Groups whose samples all fail `where` or `max_lag` are ignored.
 
-    sampler: how the selection is made and dealt: "sequential" (in order; rank 0 gets the first ones), "group-n"
-    (the same with whole groups), "length-balanced" (so that sums of the tag `input_lengths` are about equal over
-    the ranks; in order if a sample lacks it), "rank-aware" (to the ranks in turns). None: "length-balanced" for
-    shares, else "group-n" with `group_size`, else "sequential".
+    sampler: how the selection is made and divided between ranks: "sequential" (in order; rank 0 gets the first
+    samples), "group-n" (the same with whole groups), "length-balanced" (about equal sums of the tag `input_lengths`
+    per rank; in order if a sample lacks the tag), "rank-aware" (round-robin over the ranks). None:
+    "length-balanced" for shares, else "group-n" with `group_size`, else "sequential".
     """
 
     min_batch_size: int | None
@@ -72,7 +76,8 @@ class ClaimOptions(ClaimConditions, total=False):
 
 
 def checked(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as fields of the command. TypeError for one that `kind`, a TypedDict, does not have."""
+    """Convert the options to fields of the command. Raise TypeError for an option that `kind`, a TypedDict, does
+    not have."""
     for name in options:
         if name not in kind.__annotations__:
             raise TypeError(f"unexpected option {name!r}: expected some of {', '.join(kind.__annotations__)}")
@@ -80,7 +85,7 @@ def checked(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def claim(session_state: SessionState, command: c.Claim, dp_rank: int | None) -> Operation[KVBatchMeta]:
-    """Wait on the service for the claim; the samples come with tags and, from `input_lengths`, sequence lengths."""
+    """Wait on the service for the claim. The samples have tags and, from `input_lengths`, sequence lengths."""
     yield from check_claim(session_state, command)
     claimed = yield Send(command)
     try:
@@ -96,7 +101,7 @@ def claim(session_state: SessionState, command: c.Claim, dp_rank: int | None) ->
 
 
 def _undo(command: c.Claim, claimed: c.Claimed) -> c.Nack:
-    """What was claimed goes back, and nothing else."""
+    """Return the command that releases exactly the samples of this claim."""
     samples = c.Samples(rows=claimed.rows, generations=claimed.generations)
     claims = np.full(len(claimed.rows), claimed.claim, np.int64)
     return c.Nack(partition=command.partition, task=command.task, samples=samples, claims=claims)
@@ -115,7 +120,8 @@ def claim_command(
     timeout_s: float = 60.0,
     **options: Unpack[ClaimOptions],
 ) -> c.Claim:
-    """The command of a claim, its options checked. A rank without the rest of a share is left out."""
+    """Return the command of a claim, with checked options. `dp_rank` is omitted unless `dp_world` or `step` is
+    given."""
     return c.Claim(
         partition=partition,
         task=task,
@@ -154,13 +160,14 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
     "lease_s": lambda value: seconds_if_any("lease_s", value, positive=True),
     "partial_after_s": lambda value: seconds_if_any("partial_after_s", value),
 }
-"""How options become fields of the command, where the two differ."""
+"""Converters of the options whose command field has another type."""
 
 
 def about_claimed(
     session_state: SessionState, /, make: Callable[..., c.Command], meta: KVBatchMeta, **more: Any
 ) -> Operation[list[str]]:
-    """Acknowledge, give back or extend what `meta` claimed; the ids of those samples that were cleared meanwhile."""
+    """Acknowledge, release or extend the claimed samples of `meta`; return the ids of samples that were cleared in
+    the meantime."""
     if not isinstance(meta, KVBatchMeta):
         raise UnsupportedValueError(
             field="meta", row=None, got=type(meta).__name__, hint="Pass the KVBatchMeta that claim_meta returned."
@@ -168,7 +175,7 @@ def about_claimed(
     if not meta.size:
         return []
     if meta.task_name is None or meta.claims is None:
-        raise InvalidRequestError("this meta was not claimed by a task; pass what claim_meta returned, or a part of it")
+        raise InvalidRequestError("meta has no claim; pass the meta that claim_meta returned, or a subset of it")
     samples = samples_of(meta)
     command = make(partition=meta.partition_id, task=meta.task_name, samples=samples, claims=meta.claims, **more)
     settled = yield from naming(meta.sample_ids, command)
@@ -176,13 +183,13 @@ def about_claimed(
 
 
 def extend(session_state: SessionState, meta: KVBatchMeta, lease_s: float) -> Operation[list[str]]:
-    """Let the leases of what `meta` claimed end `lease_s` from now."""
+    """Set the leases of the claimed samples of `meta` to end `lease_s` from now."""
     end_s = seconds("lease_s", lease_s, positive=True)
     return (yield from about_claimed(session_state, c.Extend, meta, lease_s=end_s))
 
 
 def consumed(session_state: SessionState, partition: str, task_names: Sequence[str]) -> Operation[bool]:
-    """Whether the partition is complete and the tasks have consumed all of it."""
+    """Return whether the partition is complete and the tasks have consumed all of its samples."""
     checked = yield Send(c.CheckConsumption(partition=partition, tasks=name_tuple("task_names", task_names)))
     return bool(checked.result.consumed)
 
@@ -195,7 +202,7 @@ def why_blocked(
     fields: Sequence[str],
     **conditions: Unpack[ClaimConditions],
 ) -> Operation[c.Blocked]:
-    """Why a claim would wait now."""
+    """Explain why a claim would wait now."""
     command = c.WhyBlocked(
         partition=partition,
         task=task,

@@ -1,5 +1,4 @@
-"""Draining a storage unit, as operations of the client: what lives there is copied to other units, while everybody goes
-on."""
+"""Draining a storage unit: copy its rows to other units while clients continue."""
 
 from __future__ import annotations
 
@@ -34,16 +33,16 @@ from dataplane.ledger import commands as c
 log = logging.getLogger(__name__)
 
 PAGE_BYTES = 64 << 20
-"""So much is moved at a time: space for it must be free elsewhere, and its old bytes are kept until it is moved."""
+"""Bytes moved at a time. Other units need this much free space, and the old bytes are kept until the page is moved."""
 LOOK_S = 5.0
-"""How long at most before it is looked again what is left, while puts finish, readers read or there is no space."""
+"""Longest wait between two scans for remaining cells, while puts, readers or a lack of space delay the drain."""
 TRIES = 3
-"""How often in a row a page is tried anew because another unit, where it was to go, failed."""
+"""Maximum number of consecutive attempts to move a page when its target unit fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drained:
-    """What a drain moved. `pinned_bytes` readers still hold on the unit (views, mostly); nothing lives there."""
+    """Result of a drain. The unit has no rows; readers still hold `pinned_bytes` on it (mostly as views)."""
 
     unit: int
     cells: int
@@ -53,7 +52,7 @@ class Drained:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainProgress:
-    """How far a drain has come: what it has moved, and how many cells it has found left."""
+    """Progress of a drain: cells and bytes moved so far, and cells that remain."""
 
     unit: int
     cells: int
@@ -66,7 +65,7 @@ OnProgress = Callable[[DrainProgress], object]
 
 
 class _Progress:
-    """Of one drain: `page` is what was found last, `most` how many bytes are looked for at a time."""
+    """State of one drain: `page` is the last page found, `most` the maximum size of the next page in bytes."""
 
     def __init__(self, unit: int, timeout_s: float) -> None:
         self.unit = unit
@@ -82,10 +81,10 @@ class _Progress:
 
     @property
     def wait_s(self) -> float:
-        """How long to wait now."""
+        """How long the next request may wait."""
         return min(self.left_s, LOOK_S)
 
-    def told(self) -> DrainProgress:
+    def snapshot(self) -> DrainProgress:
         return DrainProgress(unit=self.unit, cells=self.cells, moved_bytes=self.nbytes, left_cells=self.left_cells)
 
     def error(self, why: str) -> DrainError:
@@ -103,7 +102,7 @@ class _Progress:
 def drain(
     session_state: SessionState, unit: int, timeout_s: float, force: bool = False, on_progress: OnProgress | None = None
 ) -> Operation[Drained]:
-    """Mark the unit, and move what lives there until nothing does."""
+    """Mark the unit and move its rows until none remain."""
     timeout_s = seconds("timeout_s", timeout_s)
     yield Send(c.Drain(unit=unit, force=force))
     progress = _Progress(unit, timeout_s)
@@ -113,7 +112,7 @@ def drain(
         except (CapacityTimeoutError, RequestTooLargeError) as error:
             yield from _no_space(progress, error)
         except (PartitionNotFoundError, PartitionDroppedError) as error:
-            log.debug("cells that were to be moved are gone: %s", error)
+            log.debug("Cells to move were removed: %s", error)
         except (StorageUnitError, ServiceRestartedError) as error:
             progress.failures += 1
             if progress.failures == TRIES or getattr(error, "unit", unit) == unit:
@@ -124,18 +123,18 @@ def drain(
                     unit=unit, cells=progress.cells, moved_bytes=progress.nbytes, pinned_bytes=page.pinned_bytes
                 )
             if on_progress is not None:
-                on_progress(progress.told())
+                on_progress(progress.snapshot())
         if not progress.left_s:
-            raise progress.error(f"It was not done within {timeout_s:g} s")
+            raise progress.error(f"The drain did not finish within {timeout_s:g} s")
 
 
 def undrain(session_state: SessionState, unit: int) -> Operation[None]:
-    """The unit is as any other again."""
+    """Remove the drain mark of the unit."""
     yield Send(c.Drain(unit=unit, undo=True))
 
 
 def forget(session_state: SessionState, unit: int, force: bool) -> Operation[None]:
-    """The unit goes."""
+    """Remove the unit from the service."""
     yield Send(c.Forget(unit=unit, force=force))
 
 
@@ -156,7 +155,7 @@ def _allocate(page: c.FoundCells, on_full: c.OnFull, timeout_s: float) -> c.Allo
 
 
 def _no_space(progress: _Progress, error: CapacityTimeoutError | RequestTooLargeError) -> Operation[None]:
-    """Go on with smaller pages; one value that finds no space waits for it, unless it never will."""
+    """Continue with smaller pages. If a single value finds no space, wait for space, unless it can never fit."""
     page = progress.page
     assert page is not None
     if len(page.lengths) > 1 and progress.most > 1:
@@ -167,7 +166,7 @@ def _no_space(progress: _Progress, error: CapacityTimeoutError | RequestTooLarge
     try:
         allocated = yield Send(_allocate(page, c.OnFull.WAIT, progress.wait_s))
     except (CapacityTimeoutError, PartitionNotFoundError, PartitionDroppedError) as still:
-        log.debug("no space yet for cells that are to be moved: %s", still)
+        log.debug("No space yet for cells to move: %s", still)
         if isinstance(still, CapacityTimeoutError) and not progress.left_s:
             raise progress.error(str(still)) from still
     else:
@@ -176,7 +175,7 @@ def _no_space(progress: _Progress, error: CapacityTimeoutError | RequestTooLarge
 
 @with_retry
 def _step(session_state: SessionState, progress: _Progress) -> Operation[c.FoundCells]:
-    """Find a page, and move it; the page."""
+    """Find a page, move it and return it."""
     before = progress.page
     find = c.FindCells(
         unit=progress.unit,
@@ -199,7 +198,7 @@ def _step(session_state: SessionState, progress: _Progress) -> Operation[c.Found
 
 
 def _move(session_state: SessionState, unit: int, found: Sent) -> Operation[c.Moved]:
-    """Copy the page's values to new space, and have its cells point there. The page is not pinned any more after."""
+    """Copy the page's values to new space, point its cells there, and release the pin on the page."""
     page: c.FoundCells = found.result
     unfinished: set[int] = set()
     try:
@@ -228,7 +227,7 @@ def _copy(
     reservation: int,
     unfinished: set[int],
 ) -> None:
-    """The values' bytes, compared with their checksums, to where they are to lie."""
+    """Copy the values' bytes to their new places, after comparing them with their checksums."""
     sizes, units = _sizes(page), np.full(len(page.lengths), unit, np.int32)
     located = c.FieldLocations(
         name=page.field,
@@ -249,13 +248,13 @@ def _copy(
 
 
 def move_of(page: c.FoundCells, unit: int, *, located: int, reservation: int) -> c.Move:
-    """The command that points found cells at their copies. unit: where they were found."""
+    """Return the command that points the found cells at their copies. unit: their old storage unit."""
     found = ("partition", "field", "rows", "generations", "index", "offsets", "lengths")
     return c.Move(**{name: getattr(page, name) for name in found}, unit=unit, located=located, reservation=reservation)
 
 
 def _naming(error: ChecksumError, page: c.FoundCells) -> Operation[DataPlaneError]:
-    """The error with the id of a sample that has the damaged value."""
+    """Return the error with the id of a sample that has the damaged value."""
     at = int(np.flatnonzero(page.index == int(error.facts["sample"]))[0])
     samples = c.Samples(rows=page.rows[at : at + 1], generations=page.generations[at : at + 1])
     try:

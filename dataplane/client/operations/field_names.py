@@ -1,5 +1,5 @@
-"""The schema of a partition as a client knows it, and names that do not fit it: what is probably misspelled is said in
-the log, once."""
+"""The client's copy of a partition's schema, and one-time log warnings about field names that are probably
+misspelled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def describe(session_state: SessionState, partition: str) -> Operation[Schema]:
-    """Ask for the partition's schema, and remember it."""
+    """Fetch the partition's schema and cache it."""
     session_state.schemas.forget(partition)
     described = yield Send(c.Describe(partition=partition))
     found: c.Described = described.result
@@ -26,18 +26,18 @@ def describe(session_state: SessionState, partition: str) -> Operation[Schema]:
 
 
 def schema_for_put(session_state: SessionState, partition: str, names: Iterable[str]) -> Operation[Schema]:
-    """The schema as it is remembered, or else as it is. A name that is not among the declared ones, where there are
-    any, gets a warning, once."""
+    """Return the cached schema, or fetch it. If the partition has declared fields, log one warning for each name
+    that is not declared."""
     known = session_state.schemas.get(partition)
     schema = (yield from describe(session_state, partition)) if known is None else known
     odd = _undeclared(schema, names)
     if not odd or not (odd := session_state.warned.first("put", partition, odd)):
         return schema
     if known is not None:
-        schema = yield from describe(session_state, partition)  # somebody may have declared it since
+        schema = yield from describe(session_state, partition)  # another client may have declared it since
     for name in _undeclared(schema, odd):
         log.warning(
-            "put: field %r is not declared in partition %r, and is stored all the same. %s",
+            "put: field %r is not declared in partition %r; it is stored anyway. %s",
             name,
             partition,
             _meant(name, schema.declared),
@@ -46,14 +46,15 @@ def schema_for_put(session_state: SessionState, partition: str, names: Iterable[
 
 
 def _undeclared(schema: Schema, names: Iterable[str]) -> list[str]:
-    """None where nothing is declared; the service refuses them where the schema is strict."""
+    """Return the undeclared names. Return none if nothing is declared, or if the schema is strict: the service then
+    rejects them."""
     odd = [] if schema.strict else [name for name in names if not schema.declares(name)]
     return odd if odd and schema.declared else []
 
 
 def check_claim(session_state: SessionState, command: c.Claim) -> Operation[None]:
-    """Say at once, and once, which fields of a claim nobody has declared and no live sample has: the claim waits for
-    them, since any producer may put them later (where the schema is strict, the service refuses it)."""
+    """Warn once about fields of a claim that are not declared and that no live sample has. The claim waits for
+    them, since a producer may put them later (with a strict schema, the service rejects it)."""
     known = session_state.schemas.get(command.partition)
     odd = [name for name in dict.fromkeys(command.fields) if known is None or name not in known]
     if not odd or not (odd := session_state.warned.first("claim", command.partition, odd)):
@@ -61,7 +62,7 @@ def check_claim(session_state: SessionState, command: c.Claim) -> Operation[None
     schema = yield from describe(session_state, command.partition)
     if schema.strict:
         return
-    waits = "the claim waits until somebody puts it" if command.blocking else "nothing is ready until somebody puts it"
+    waits = "the claim waits until it is produced" if command.blocking else "no sample is ready until it is produced"
     for name in odd:
         if name not in schema:
             log.warning(
@@ -78,4 +79,4 @@ def _meant(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
     if near:
         return f"Did you mean {near[0]!r}?"
-    return f"There are: {first_few(known)}" if known else "No field is there yet; register_partition declares fields"
+    return f"Known fields: {first_few(known)}" if known else "No fields are known; declare them with register_partition"

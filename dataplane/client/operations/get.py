@@ -1,7 +1,7 @@
-"""Reading, as operations of the client: what samples hold, copied into tensors of the caller's or as views of it.
+"""The read operations: return samples as tensors that the caller owns, or as views of shared memory.
 
-Bytes are handed out only if they are what was written (where that has checksums), and only if the pins on them were
-there until they were copied.
+Bytes are returned only if they match their checksums (where these exist), and only if their pins lasted until the
+copy was done.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 def get(
     session_state: SessionState, names: Names, partition: str, select_fields: Sequence[str], copy: bool
 ) -> Operation[TensorDict]:
-    """The fields of the samples as a TensorDict; with `copy=False`, views where rows lie together."""
+    """Return the fields of the samples as a TensorDict; with `copy=False`, as views where rows are contiguous."""
     if copy:
 
         def build(sources: Mapping[str, RowSource]) -> TensorDict:
@@ -57,8 +57,8 @@ def get(
 def get_present(
     session_state: SessionState, names: Names, partition: str, select_fields: Sequence[str]
 ) -> Operation[tuple[list[int], TensorDict]]:
-    """The places of those of the samples that live, and of the fields those that all of these have, copied. A field
-    some of whose rows are in its hidden column comes back as a stack of the rows."""
+    """Return the positions of the samples that exist, and copies of the fields that all of these samples have. A
+    field with rows in its hidden column is returned as a stack of rows."""
     ids = ids_of(names)
 
     def attempt(failed: StorageUnitError | None) -> Operation[tuple[list[int], TensorDict]]:
@@ -81,18 +81,18 @@ def get_present(
             failpoints.hit("get.before_release")
             yield Post(c.Release(located=located.number))
 
-    return (yield from _elsewhere(attempt))  # type: ignore[no-any-return]
+    return (yield from _retry_relocated(attempt))  # type: ignore[no-any-return]
 
 
 class ReadPart(NamedTuple):
-    """Rows of a field that are in one of its columns: `places` says which rows of the result they are."""
+    """Rows of a field in one of its columns; `places` are their positions in the result."""
 
     located: c.FieldLocations
     places: np.ndarray[Any, Any]
 
 
 def parts_of(located: Sequence[c.FieldLocations], there: np.ndarray[Any, Any]) -> dict[str, list[ReadPart]]:
-    """By field, where the rows of those samples are, for the fields that all of them have."""
+    """Return the locations of those samples by field, for the fields that all of them have."""
     columns = {found.name: found for found in located}
     parts: dict[str, list[ReadPart]] = {}
     for name in dict.fromkeys(map(field_of, columns)):
@@ -118,7 +118,7 @@ def _joined(
     partition: str,
     ids: Sequence[str],
 ) -> TensorDict:
-    """The fields, copied."""
+    """Copy the fields into a TensorDict."""
     located = [part.located for each in parts.values() for part in each]
     sources = session_state.connections.gather(located, units)
     for part in (part for each in parts.values() for part in each):
@@ -138,7 +138,8 @@ def _joined(
 
 
 def _stacked(parts: Sequence[ReadPart], columns: Mapping[str, Column], count: int) -> NonTensorStack:
-    """The rows of a field that are in several columns. Each row of a hidden column is the one item of a tuple."""
+    """Stack the rows of a field that is spread over several columns. Each row of a hidden column is wrapped in a
+    1-tuple."""
     rows: list[Any] = [None] * count
     for part in parts:
         name = part.located.name
@@ -159,7 +160,7 @@ def get_batch(
     pad_value_dict: Mapping[str, Any] | None,
     pad_to_seqlen: int,
 ) -> Operation[BatchedDataDict[Any]]:
-    """The fields of the samples, gathered straight into padded tensors."""
+    """Gather the fields of the samples directly into padded tensors."""
 
     def build(sources: Mapping[str, RowSource]) -> BatchedDataDict[Any]:
         jagged = {name: each.lengths for name, each in sources.items() if each.spec.kind is FieldKind.JAGGED}
@@ -183,18 +184,18 @@ def get_batch(
 
 
 def chosen_fields(meta: KVBatchMeta, select_fields: Sequence[str] | None) -> Sequence[str]:
-    """`select_fields`, else the meta's own. ValueError if neither names any, `UnsupportedValueError` for what is no
-    meta."""
+    """Return `select_fields`, or else the fields of the meta. Raise ValueError if both are empty,
+    `UnsupportedValueError` if `meta` is not a KVBatchMeta."""
     if not isinstance(meta, KVBatchMeta):
         raise UnsupportedValueError(field="meta", row=None, got=type(meta).__name__, hint="Pass a KVBatchMeta.")
     chosen = meta.fields if select_fields is None else select_fields
     if not chosen:
-        raise InvalidRequestError("name the fields to read: select_fields is empty and so is meta.fields")
+        raise InvalidRequestError("no fields to read: select_fields and meta.fields are both empty; pass select_fields")
     return chosen
 
 
 def locate(session_state: SessionState, meta: KVBatchMeta, select_fields: Sequence[str]) -> Operation[KVBatchMeta]:
-    """The meta, carrying where its samples' fields are now."""
+    """Return the meta with the current locations of its samples' fields."""
     ids = ids_of(meta)
     located = yield from _locate(
         session_state, meta, ids, meta.partition_id, select_fields, serials=True, unpinned=True
@@ -226,18 +227,19 @@ def _locate(
     meanwhile: Callable[[], Any] | None = None,
     **more: bool,
 ) -> Operation[Any]:
+    """Look up and pin the fields of the samples."""
     if isinstance(select_fields, str) or not select_fields:
-        raise InvalidRequestError(f"select_fields={select_fields!r}: name at least one field, in a list")
+        raise InvalidRequestError(f"select_fields={select_fields!r}: expected a list of at least one field name")
     locate = c.Locate(partition=partition, samples=samples_of(names, ids), fields=tuple(select_fields), **more)
     return (yield from naming(ids, locate, meanwhile))
 
 
-def _remembered(
+def _cached_locations(
     session_state: SessionState, names: Names, select_fields: Sequence[str]
 ) -> tuple[c.FieldLocations, ...] | None:
-    """Where the meta says the fields are, if they may be copied from there before that is confirmed: from units that
-    this client is connected to, in the lives that the meta knows. Objects may not: what reads them does not expect
-    bytes that change."""
+    """Return the locations in the meta, if the fields may be copied from there before the service validates them.
+    This requires that the client is connected to these units in the epochs recorded in the meta. Object fields are
+    excluded, because their decoder cannot handle bytes that change."""
     if not isinstance(names, KVBatchMeta) or isinstance(select_fields, str) or not names.size:
         return None
     known = names.places
@@ -263,12 +265,14 @@ def _remembered(
     )
 
 
-def _still(remembered: Sequence[c.FieldLocations], found: Sequence[c.FieldLocations]) -> bool:
-    """Whether what was remembered is so now, and therefore was all the time, with checksums where they are wanted."""
+def _unchanged(remembered: Sequence[c.FieldLocations], found: Sequence[c.FieldLocations]) -> bool:
+    """Return whether the remembered locations are still valid, and therefore were valid all the time, with
+    checksums if required."""
     return all(map(_same, remembered, found))
 
 
 def _same(before: c.FieldLocations, now: c.FieldLocations) -> bool:
+    """Return whether two lookups of a field found the same values at the same places."""
     pairs: list[tuple[np.ndarray[Any, Any] | None, np.ndarray[Any, Any] | None]] = [
         (before.serials, now.serials),
         (before.offsets, now.offsets),
@@ -288,9 +292,9 @@ def _read(
     select_fields: Sequence[str],
     build: Callable[[Mapping[str, RowSource]], Any],
 ) -> Operation[Any]:
-    """Look up and pin, copy, release. Where the meta carries places, the copy from there is made while the look-up is
-    under way, and counts only if that finds the same: then each cell was there from before the copy until it was
-    pinned. Else what was copied is thrown away, and what was found is copied."""
+    """Locate and pin, copy, release. If the meta has locations, copy from there while the lookup is pending. This
+    copy is used only if the lookup returns the same locations: then each cell was present from before the copy
+    until it was pinned. Otherwise the copy is discarded and the located rows are copied."""
     ids = ids_of(names)
 
     def work(fields: tuple[c.FieldLocations, ...], units: set[int]) -> Any:
@@ -298,7 +302,7 @@ def _read(
         return build(checked(session_state.connections.gather(fields, units), fields, partition, ids))
 
     def attempt(failed: StorageUnitError | None) -> Operation[Any]:
-        remembered = _remembered(session_state, names, select_fields) if failed is None else None
+        remembered = _cached_locations(session_state, names, select_fields) if failed is None else None
         if remembered is None:
             located = yield from _locate(session_state, names, ids, partition, select_fields)
         else:
@@ -306,7 +310,7 @@ def _read(
             located = yield from _locate(session_state, names, ids, partition, select_fields, guess, serials=True)
         try:
             fields: tuple[c.FieldLocations, ...] = located.result.fields
-            if remembered is not None and located.meanwhile is not None and _still(remembered, fields):
+            if remembered is not None and located.meanwhile is not None and _unchanged(remembered, fields):
                 built = located.meanwhile
             else:
                 units = _without(units_of(fields), failed)
@@ -318,49 +322,49 @@ def _read(
             failpoints.hit("get.before_release")
             yield Post(c.Release(located=located.number))
 
-    return (yield from _elsewhere(attempt))
+    return (yield from _retry_relocated(attempt))
 
 
-def _elsewhere(attempt: Callable[[StorageUnitError | None], Operation[Any]]) -> Operation[Any]:
-    """What the attempt reads. Rows may have been moved away from a unit that fails under it, which may have gone for
-    that reason: it is made once more, and told."""
+def _retry_relocated(attempt: Callable[[StorageUnitError | None], Operation[Any]]) -> Operation[Any]:
+    """Run the attempt. If a unit fails, run it again with the error: the rows may have moved to other units, for
+    example because the failed unit was drained."""
     try:
         return (yield from attempt(None))
     except StorageUnitError as error:
         failed = error
-        log.debug("what was being read is looked up once more: %s", failed, exc_info=True)
+        log.debug("Read failed; locating the rows again: %s", failed, exc_info=True)
         _drop_frames(failed)
     return (yield from attempt(failed))
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """The frames in which it came up go, and with them the pins that they hold: an error and a frame that refer to each
-    other stay until Python collects garbage."""
+    """Drop the traceback frames of the error and the pins that they hold. The error and its frames refer to each
+    other, so they would otherwise live until the next garbage collection."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
 def _without(units: set[int], failed: StorageUnitError | None) -> set[int]:
-    """The units, none of which is the one that failed: else that is raised again."""
+    """Return the units; raise `failed` again if its unit is among them."""
     if failed is not None and failed.facts["unit"] in units:
         raise failed
     return units
 
 
 def _guess(session_state: SessionState, work: Callable[..., Any], remembered: tuple[c.FieldLocations, ...]) -> Any:
-    """What is where the samples were; None if that cannot be read."""
+    """Read the rows at the remembered locations. Return None if they cannot be read."""
     try:
         return work(remembered, units_of(remembered)) if session_state.connections.backed(remembered) else None
     except Exception as error:
-        log.debug("what a meta remembers cannot be read there: %s", error)
+        log.debug("Rows cannot be read at the locations in the meta: %s", error)
         return None
 
 
 def _read_views(
     session_state: SessionState, names: Names, partition: str, select_fields: Sequence[str]
 ) -> Operation[TensorDict]:
-    """Like `_read`; the pin goes when the last view does."""
+    """Read like `_read`, but hold the pin until the last view is deleted."""
     ids = ids_of(names)
 
     def attempt(failed: StorageUnitError | None) -> Operation[Any]:
@@ -392,17 +396,17 @@ def _read_views(
             for command in session_state.leftovers():
                 yield Post(command)
 
-    views: TensorDict = yield from _elsewhere(attempt)
+    views: TensorDict = yield from _retry_relocated(attempt)
     return views
 
 
 def _pinned_until_now(session_state: SessionState) -> Operation[None]:
-    """Raises `SessionExpiredError` unless the pins on what was read have been there all the time: what was read is then
-    to be discarded.
+    """Raise `SessionExpiredError` unless all pins on the copied bytes lasted until now; the copy must then be
+    discarded.
 
-    A unit that sends bytes refuses whose pins may be gone, and pins on what this process has mapped stay while its lock
-    does. Without the lock (something closed its descriptor, or removed the file) the service is asked: the session's
-    end comes before that of any pin.
+    A unit that sends bytes rejects sessions whose pins may have ended, and pins on mapped arenas last as long as
+    the lock of this process. If the lock is lost (its descriptor was closed or its file removed), send a command to
+    the service: it ends a session before it drops any of its pins.
     """
     failpoints.hit("get.copied")
     if not session_state.lock_stands:

@@ -1,5 +1,5 @@
-"""Operations on partitions and on the service as a whole: declaring, listing, tagging and clearing; statistics and what
-dashboards show; giving memory back."""
+"""Operations on partitions and on the service as a whole: declare, list, tag and clear; statistics and dashboard
+data; shrink."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def register(
     budget_bytes: int | None,
     when_full: str,
 ) -> Operation[None]:
-    """Declare a partition; what was remembered of its schema is forgotten."""
+    """Declare a partition and forget its cached schema."""
     command = c.Register(
         partition=partition,
         fields=declared_specs(fields),
@@ -63,13 +63,13 @@ def _when_full(policy: str) -> c.WhenFull:
 
 
 def list_samples(session_state: SessionState, partition: str) -> Operation[KVBatchMeta]:
-    """Every live sample of the partition, oldest first."""
+    """Return every live sample of the partition, oldest first."""
     listed = yield Send(c.List(partition=partition))
     return meta_of(listed.result, partition)
 
 
 def clear(session_state: SessionState, names: Names | None, partition: str) -> Operation[None]:
-    """Drop samples, or the partition with its schema."""
+    """Delete samples, or the partition with its schema."""
     if names is None:
         session_state.schemas.forget(partition)
     yield Send(c.Clear(partition=partition, samples=None if names is None else samples_of(names)))
@@ -78,7 +78,7 @@ def clear(session_state: SessionState, names: Names | None, partition: str) -> O
 def set_tags(
     session_state: SessionState, names: Names, partition: str, tags: Sequence[Mapping[str, Any]]
 ) -> Operation[None]:
-    """Merge tags into live samples, all or none."""
+    """Merge tags into live samples, atomically."""
     ids = ids_of(names)
     yield from naming(
         ids, c.SetTags(partition=partition, samples=samples_of(names, ids), tags=tag_columns(tags, len(ids)))
@@ -86,12 +86,12 @@ def set_tags(
 
 
 def stats(session_state: SessionState) -> Operation[c.StatsReport]:
-    """What the service holds."""
+    """Return the state of the service."""
     return (yield from ask(session_state, c.Stats()))
 
 
 def shrink(session_state: SessionState, timeout_s: float) -> Operation[c.Shrunken]:
-    """Memory goes back to the machine."""
+    """Return unused memory of the storage units to the operating system."""
     return (yield from ask(session_state, c.Shrink(timeout_s=seconds("timeout_s", timeout_s))))
 
 
@@ -101,20 +101,20 @@ def ask(session_state: SessionState, command: c.Answered[R]) -> Operation[R]:
 
 
 def matrix(session_state: SessionState, partition: str, columns: int) -> Operation[c.Matrix]:
-    """What of a partition is produced and consumed."""
+    """Return production and consumption of a partition."""
     return (yield from ask(session_state, c.Inspect(partition=partition, columns=columns)))
 
 
 def show_sample(session_state: SessionState, sample: str, partition: str | None) -> Operation[c.Shown]:
-    """Everything about one sample, in the first partition that has it if none is named."""
+    """Return all facts about one sample, from the first partition that contains it if none is named."""
     return (yield from ask(session_state, c.Show(partition=partition or "", samples=samples_of([sample]))))
 
 
 def memory_map(session_state: SessionState, unit: int, cells: int) -> Operation[c.MemoryMap]:
-    """What the bytes of a unit's arena are."""
+    """Return the usage of a unit's arena by address."""
     return (yield from ask(session_state, c.MapMemory(unit=unit, cells=cells)))
 
 
 def waits(session_state: SessionState) -> Operation[c.WaitList]:
-    """Who waits for what."""
+    """Return the waiting claims and puts."""
     return (yield from ask(session_state, c.Waits()))

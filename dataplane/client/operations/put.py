@@ -1,6 +1,6 @@
-"""Every operation of the client, written once as a generator of steps (see `steps`).
+"""The put operation: encode, allocate, copy and commit, as a generator of steps (see `steps`).
 
-Each takes the `SessionState` of the client's session. The docstrings of `DataPlaneClient` are their contracts.
+Operations take the `SessionState` of the client's session. The docstrings of `DataPlaneClient` are their contracts.
 """
 
 from __future__ import annotations
@@ -40,13 +40,10 @@ from dataplane.ledger import commands as c
 log = logging.getLogger(__name__)
 
 APPEND = "append"
-"""A mode of puts only: its commit updates what was read before, or makes what was not there."""
+"""A mode of puts only: its commit updates the rows that were read before, or creates missing rows."""
 
 PUT_TRIES = 8
-"""How often a put is encoded because the schema, or what an append builds on, was changed by another client."""
-
-
-# --- put ------------------------------------------------------------------------------------------------------
+"""Maximum number of attempts of a put when another client changes the schema or the rows that an append extends."""
 
 
 def put(
@@ -57,15 +54,15 @@ def put(
     tags: Sequence[Mapping[str, Any]] | None,
     mode: str,
 ) -> Operation[KVBatchMeta]:
-    """Encode, allocate, copy, commit: the rows become visible all at once, or nothing is left behind."""
+    """Encode, allocate, copy, commit. The rows become visible atomically; a failed put leaves nothing behind."""
     ids = ids_of(names)
-    told = tag_columns(tags, len(ids))
-    encoded, committed = yield from put_rows(session_state, names, ids, partition, fields, told, mode)
-    return _put_meta(ids, partition, None if tags is None else tags_of(told, len(ids)), encoded, committed)
+    tag_values = tag_columns(tags, len(ids))
+    encoded, committed = yield from put_rows(session_state, names, ids, partition, fields, tag_values, mode)
+    return _put_meta(ids, partition, None if tags is None else tags_of(tag_values, len(ids)), encoded, committed)
 
 
 Stored = tuple[Sequence[EncodedColumn], c.Committed]
-"""The columns that a put has stored, and the answer to its commit."""
+"""The stored columns of a put, and the response to its commit."""
 
 
 @with_retry
@@ -81,8 +78,8 @@ def put_rows(
     *,
     listed: bool = False,
 ) -> Operation[Stored]:
-    """What `put` does, for callers that need no meta. ids: of `names`, as `ids_of` gives them. declare: makes the step
-    that declares fields anew when a schema that had them no longer does. listed: as in `Commit`."""
+    """Execute `put` for callers that need no meta. ids: the result of `ids_of(names)`. declare: makes the step that
+    declares the fields again if the schema has lost them. listed: as in `Commit`."""
     commit = c.Commit(partition=partition, samples=samples_of(names, ids), mode=_mode(mode), tags=tags, listed=listed)
     if fields is not None:
         require_fields(fields)
@@ -106,8 +103,8 @@ def put_rows(
 def _append(
     session_state: SessionState, commit: c.Commit, ids: list[str], fields: TensorDict | Mapping[str, Any]
 ) -> Operation[Stored]:
-    """Read the jagged rows, join what is new to them, and put the whole, provided that nobody wrote them meanwhile: the
-    pin on what was read, kept until the commit, is what proves it."""
+    """Read the jagged rows, append the new values and put the result, provided that no other client wrote the rows
+    in the meantime. The pin on the rows that were read, kept until the commit, guarantees this."""
     partition, samples = commit.partition, commit.samples
     encoded, schema = yield from _encode(session_state, partition, fields, len(ids), None)
     for turn in range(PUT_TRIES):
@@ -139,7 +136,7 @@ def _joined(
     partition: str,
     ids: Sequence[str],
 ) -> Operation[list[EncodedColumn]]:
-    """The columns as they are to be put: jagged ones behind what is stored of their rows."""
+    """Return the columns to put: the new values of jagged columns follow the stored values of their rows."""
     places = {found.name: np.flatnonzero(found.lengths >= 0) for found in located.fields}
     stored = [chosen(found, places[found.name]) for found in located.fields if len(places[found.name])]
     if not stored:
@@ -163,7 +160,7 @@ def _joined(
 
 
 def _mode(mode: str) -> c.Mode:
-    """The mode of a commit; an append of nothing makes what is not there, too."""
+    """Return the mode of a commit. An append without fields also creates missing samples."""
     try:
         return c.Mode.UPSERT if mode == APPEND else c.Mode(mode)
     except ValueError:
@@ -179,8 +176,8 @@ def _encode(
     *,
     warn: bool = True,
 ) -> Operation[tuple[list[EncodedColumn], Schema]]:
-    """Columns as the partition's schema wants them, and that schema; one that this client remembers wrongly is asked
-    for again once. warn: of names that nobody declared."""
+    """Return the columns encoded for the partition's schema, and that schema. An outdated cached schema is fetched
+    again once. warn: log undeclared field names."""
 
     def encode(specs: Schema) -> tuple[list[EncodedColumn], Schema]:
         columns = encode_fields(
@@ -206,7 +203,7 @@ def _encode(
 def _outdated(
     session_state: SessionState, partition: str, schema: Schema, refused: SchemaError | StaleSchemaError
 ) -> Operation[bool]:
-    """Ask for the schema under which a put was refused; whether to encode it anew."""
+    """Fetch the schema again after a put was rejected; return whether to encode the put again."""
     fresh = yield from describe(session_state, partition)
     return isinstance(refused, StaleSchemaError) or fresh != schema
 
@@ -214,8 +211,8 @@ def _outdated(
 def store(
     session_state: SessionState, commit: c.Commit, ids: Sequence[str], encoded: Sequence[EncodedColumn]
 ) -> Operation[c.Committed]:
-    """Ask for space, copy, and commit the columns with what `commit` says beside them; where the client has
-    preallocated space, without asking. ids: what the caller knows the samples by."""
+    """Reserve space, copy and commit the columns together with the rest of `commit`. A small put uses the client's
+    preallocated space without a request. ids: the caller's ids of the samples."""
     committed: c.Committed
     taken: list[PreallocatedPart] = []
     try:
@@ -226,9 +223,9 @@ def store(
             taken.clear()
             return committed
     except (ServiceRestartedError, StorageUnitError) as error:
-        log.info("the space of small puts is gone (%s); asking for other", error)
+        log.info("Preallocated space was lost (%s); allocating new space", error)
     except CapacityTimeoutError:
-        log.debug("partition %r is full: waiting for space as its policy says", commit.partition)
+        log.debug("Partition %r is full; applying its when_full policy", commit.partition)
     finally:
         for part in taken:
             session_state.preallocated.finish(part, failed=True)
@@ -269,7 +266,7 @@ def _write(
     unfinished: set[int],
     checksums: bool,
 ) -> Sequence[EncodedColumn]:
-    """Copy the columns to their places; what was copied, with checksums where they are wanted."""
+    """Copy the columns to their places. Return the copied columns, with checksums if these are required."""
     columns = [column.with_checksums() for column in encoded] if checksums else encoded
     session_state.connections.write(placements, columns, reservation, unfinished)
     return columns
@@ -278,6 +275,7 @@ def _write(
 def _with_columns(
     commit: c.Commit, encoded: Sequence[EncodedColumn], reservation: int, offset: int | None = None
 ) -> c.Commit:
+    """Return the commit with the columns and the place of their values."""
     columns = tuple(
         c.CommitColumn(
             name=column.name,
@@ -293,8 +291,8 @@ def _with_columns(
 
 
 def _take_preallocated(session_state: SessionState, nbytes: int, taken: list[PreallocatedPart]) -> Operation[None]:
-    """`taken` gets space for a small put, of what the session allocated ahead; nothing where it has none and gets
-    none."""
+    """Add preallocated space of the session for a small put to `taken`, after requesting more if necessary. `taken`
+    stays empty if no space is available."""
     if session_state.preallocated.take(nbytes, taken):
         return
     wish = session_state.preallocated.wish(nbytes, session_state.connections.local_unit())
@@ -318,7 +316,7 @@ def _store_preallocated(
     ids: Sequence[str],
     encoded: Sequence[EncodedColumn],
 ) -> Operation[c.Committed]:
-    """Copy into the part, commit."""
+    """Copy the columns into the preallocated part and commit them."""
     space = part.space
     write = partial(_write, session_state, part.placements(encoded), encoded, space.number, set(), space.checksums)
 
@@ -331,8 +329,8 @@ def _store_preallocated(
 
 
 def give_back(session_state: SessionState, reservation: int, unfinished: set[int]) -> Operation[None]:
-    """Free the space of a put that failed, unless one of the `unfinished` units may still write to it. Such space stays
-    reserved until those have another epoch, or the session ends: then the service has the unit fence it first."""
+    """Free the space of a failed put, unless one of the `unfinished` units may still write to it. Such space stays
+    reserved until these units have another epoch or the session ends: then the service has the unit fence it first."""
     try:
         if unfinished:
             yield Work(lambda: session_state.connections.stop(reservation, unfinished))
@@ -348,6 +346,7 @@ def _put_meta(
     encoded: Sequence[EncodedColumn],
     committed: c.Committed,
 ) -> KVBatchMeta:
+    """Return the meta of a put, with sequence lengths if all jagged columns agree on them."""
     lengths = [
         column.lengths if column.index is None else column.lengths[column.index]
         for column in encoded

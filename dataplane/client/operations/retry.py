@@ -1,4 +1,4 @@
-"""Operations that begin anew while a storage unit that they need is coming back."""
+"""Retry operations while a required storage unit restarts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ T = TypeVar("T")
 def with_retry(
     operation: Callable[Concatenate[SessionState, P], Operation[T]],
 ) -> Callable[Concatenate[SessionState, P], Operation[T]]:
-    """The operation, which leaves nothing behind when it fails, begun again for `config.reconnect_s` while it fails
-    because a unit is gone, of a service whose units come back with what they held."""
+    """Retry the operation for up to `config.reconnect_s` while it fails because a storage unit is unreachable. This
+    applies only to services whose units keep their rows across restarts. The operation must leave nothing behind
+    when it fails."""
 
     @functools.wraps(operation)
-    def begun_again(session_state: SessionState, /, *args: P.args, **kwargs: P.kwargs) -> Operation[T]:
+    def retried(session_state: SessionState, /, *args: P.args, **kwargs: P.kwargs) -> Operation[T]:
         backoff, end = Backoff(PAUSE_S, LONGEST_PAUSE_S), float("inf")
         while True:
             try:
@@ -39,14 +40,14 @@ def with_retry(
                 end = min(end, time.monotonic() + session_state.config.reconnect_s)
                 if not session_state.durable or error.facts.get("lost") or time.monotonic() + backoff.next_s >= end:
                     raise
-                log.info("%s; %s begins anew", error, operation.__name__)
+                log.info("%s; retrying %s", error, operation.__name__)
             yield Work(functools.partial(time.sleep, backoff.take()))
 
-    return begun_again
+    return retried
 
 
 def ensure_known(session_state: SessionState, units: set[int]) -> Operation[None]:
-    """Learn where these units are, unless it is known."""
+    """Fetch the addresses of these units if any of them is unknown."""
     if session_state.connections.unknown(units):
         listed = yield Send(c.Units())
         session_state.connections.learn(listed.result.units)

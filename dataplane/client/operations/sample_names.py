@@ -1,4 +1,4 @@
-"""How callers name samples and their tags, as ledger values and back."""
+"""Convert the caller's sample names and tags to ledger values and back."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Names = Sequence[str] | KVBatchMeta
 
 
 def ids_of(names: Names) -> list[str]:
-    """The sample ids that `names` names, checked: a list of distinct, non-empty strings.
+    """Return the sample ids of `names`, checked: a list of distinct strings.
 
-    Raises: `UnsupportedValueError` (a TypeError) for anything but strings, `InvalidRequestError` (a ValueError) for
-    duplicates, naming them.
+    Raise `UnsupportedValueError` (a TypeError) for values that are not strings, `InvalidRequestError` (a
+    ValueError) naming the duplicates.
     """
     if isinstance(names, KVBatchMeta):
         return list(names.sample_ids)
@@ -39,13 +39,13 @@ def ids_of(names: Names) -> list[str]:
                     field="sample_ids", row=row, got=type(name).__name__, hint="Sample ids are strings."
                 )
     if len(set(ids)) != len(ids):
-        twice = [name for name, count in Counter(ids).items() if count > 1]
-        raise InvalidRequestError(f"sample ids must be distinct; {first_few(twice)} came more than once in one call")
+        duplicates = [name for name, count in Counter(ids).items() if count > 1]
+        raise InvalidRequestError(f"sample ids must be distinct; {first_few(duplicates)} appear more than once")
     return ids
 
 
 def samples_of(names: Names, ids: Sequence[str] | None = None) -> c.Samples:
-    """`names` for the ledger: by row handles where a meta carries them, else by ids (`ids`: what `ids_of` gave)."""
+    """Convert `names` for the ledger: row handles if a meta has them, else ids (`ids`: the result of `ids_of`)."""
     if isinstance(names, KVBatchMeta) and names.handles is not None:
         rows, generations = names.handles
         return c.Samples(rows=rows, generations=generations)
@@ -53,7 +53,8 @@ def samples_of(names: Names, ids: Sequence[str] | None = None) -> c.Samples:
 
 
 def scalar(tag: str, row: int, value: Any) -> Scalar:
-    """`value` as a tag: str, bool, int, float or None; numpy and torch scalars become the Python scalar they equal."""
+    """Convert `value` to a tag: str, bool, int, float or None. Numpy and torch scalars become the equal Python
+    scalar."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     item = getattr(value, "item", None)
@@ -77,10 +78,11 @@ _PLAIN = frozenset({bool, int, float, type(None)})
 def tag_columns(
     tags: Sequence[Mapping[str, Any]] | None, count: int, convert: Callable[[str, int, Any], Scalar] = scalar
 ) -> tuple[c.TagColumn, ...]:
-    """One mapping per sample, as columns. Raises `InvalidRequestError` when their number is not `count`.
+    """Convert one mapping per sample to columns. Raise `InvalidRequestError` if the number of mappings is not
+    `count`.
 
-    convert: returns the tag to store for a value that is not a bool, int, float or None; it gets the tag's name, the
-    sample's position and the value.
+    convert: returns the stored tag for a value that is not a bool, int, float or None; its arguments are the tag's
+    name, the sample's position and the value.
     """
     if tags is None:
         return ()
@@ -93,7 +95,7 @@ def tag_columns(
     found: dict[str, tuple[list[Scalar], list[int]]] = {}
     for row, mapping in enumerate(tags):
         if not isinstance(mapping, Mapping) or set(map(type, mapping)) - {str}:
-            got = "other names than strings" if isinstance(mapping, Mapping) else type(mapping).__name__
+            got = "a mapping with non-string names" if isinstance(mapping, Mapping) else type(mapping).__name__
             hint = "Pass a mapping of tag names to values for each sample."
             raise UnsupportedValueError(field="tags", row=row, got=got, hint=hint)
         for name, value in mapping.items():
@@ -113,7 +115,7 @@ def tag_columns(
 
 
 def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Scalar]]:
-    """Columns as one dict per sample; a sample without a tag lacks the key."""
+    """Convert columns to one dict per sample; a sample without a tag lacks the key."""
     tags: list[dict[str, Scalar]] = [{} for _ in range(count)]
     for column in columns:
         name = column.name
@@ -126,8 +128,8 @@ def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Scalar
 def meta_of(
     listed: c.Claimed | c.Listed, partition: str, *, task: str | None = None, fields: Sequence[str] | None = None
 ) -> KVBatchMeta:
-    """The meta of samples that the service named, with tags, handles and the tag `input_lengths` as sequence
-    lengths."""
+    """Return the meta of samples that the service listed, with tags, handles and the tag `input_lengths` as
+    sequence lengths."""
     tags = tags_of(listed.tags, len(listed.ids))
     lengths = [tag.get(INPUT_LENGTHS) for tag in tags]
     known = [int(length) for length in lengths if length is not None]
@@ -146,14 +148,14 @@ def meta_of(
 
 
 def name_tuple(what: str, names: Sequence[str]) -> tuple[str, ...]:
-    """A list of names, which one string is not."""
+    """Return a list of names as a tuple. Reject a single string."""
     if isinstance(names, str):
         raise InvalidRequestError(f"{what}={names!r}: pass a list of names, not one string")
     return tuple(names)
 
 
 def naming(ids: Sequence[str], command: c.Command, meanwhile: Callable[[], Any] | None = None) -> Operation[Any]:
-    """Send; an error about row handles is raised with the ids the caller knows them by."""
+    """Send a command. An error about row handles is raised with the caller's ids of these rows."""
     try:
         return (yield Send(command, meanwhile))
     except StaleSampleError as error:

@@ -1,8 +1,8 @@
-"""What an operation asks of whoever runs it. Operations are generators, written once; the sync client performs each
-step in the calling thread, the async client awaits it.
+"""The steps that operations yield. Operations are generators, written once; the sync client executes each step in
+the calling thread, the async client awaits it.
 
-An operation yields a step and is sent its outcome, or has the step's error thrown in. It cleans up in `except` and
-`finally` like any function, with `Post` and `Work` only.
+An operation yields a step and receives its outcome, or the step's error is thrown into it. An operation cleans up
+in `except` and `finally` like any function, with `Post` and `Work` only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a command and wait for its answer, up to the channel's deadline for it. Outcome: `Sent`. `meanwhile` may be
-    run while the answer is on its way, in the same thread, and raises nothing; it copies as `Work` does."""
+    """Send a command and wait for its response, up to the channel's deadline for the command. Outcome: `Sent`.
+    `meanwhile` may be executed in the same thread while the response is pending; it raises no exception, and copies
+    under the rules of `Work`."""
 
     command: Command
     meanwhile: Callable[[], Any] | None = None
@@ -27,7 +28,8 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The number a command went under, and its result; what `meanwhile` returned, None if it was not run."""
+    """The call number of a command and its result; `meanwhile` is the return value of that function, None if it was
+    not executed."""
 
     number: int
     result: Any
@@ -36,22 +38,22 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Send a command whose answer nobody waits for; it is repeated until answered. Outcome: None."""
+    """Send a command without waiting for its response; it is resent until it is answered. Outcome: None."""
 
     command: Command
 
 
 def never() -> bool:
-    """The `brief` of work that may take long."""
+    """Return False: the `brief` of work that may take long."""
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Run `run` to its end, whatever happens to the caller: it copies bytes that nobody may take back meanwhile, or
-    sees to it that nobody copies them any more. An operation that has begun one may begin more while the client closes.
-    Outcome: what it returns. `brief` says whether it waits for nothing and takes less than to have another thread do
-    it: then the async client runs it on its event loop."""
+    """Run `run` to completion, even if the caller is cancelled: it copies bytes whose space must not be reused
+    meanwhile, or it stops other copies. An operation that has started one `Work` may start more while the client
+    closes. Outcome: the return value of `run`. If `brief` returns True, `run` does not block and costs less than a
+    switch to another thread: the async client then executes it on its event loop."""
 
     run: Callable[[], Any]
     brief: Callable[[], bool] = never

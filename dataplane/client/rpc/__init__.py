@@ -1,4 +1,4 @@
 """Calls to the controller: sessions, numbered commands, deadlines, resends, heartbeats.
 
-`channel` drives them from threads, `async_channel` from an event loop. Start with `channel`.
+`channel` executes calls from threads, `async_channel` from an event loop. Start with `channel`.
 """

@@ -1,4 +1,4 @@
-"""A session's commands, for one event loop."""
+"""The command channel of a session, for one event loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A call under way, and the reply it is to get."""
+    """A pending call and the future of its reply."""
 
     outgoing: OutgoingCalls
     answered: asyncio.Future[zmq_frames.Reply]
@@ -39,34 +39,35 @@ class _Waiting:
 
 
 class AsyncChannel(OpenChannel):
-    """An open session whose calls are awaited: one socket, any number of calls at once. Its methods are for the loop it
-    was opened in. The session is kept alive by a thread, so that a busy loop does not lose it. When it is found again
-    elsewhere, calls under way are repeated there, under their numbers.
+    """An open session with awaitable calls: one socket for any number of concurrent calls. Use its methods only in
+    the event loop that opened it. A thread keeps the session alive, so that a busy loop does not lose it. After a
+    reconnection, pending calls are resent to the new endpoint under their numbers.
 
-    A forked child must open its own: here every method raises `ClientClosedError` in it, and `close` does nothing.
+    A forked child must open its own channel: in the child, every method of this object raises `ClientClosedError`,
+    and `close` does nothing.
     """
 
     def __init__(
         self, config: DataPlaneConfig, session: OpenedSession, context: zmq.Context[Socket], dealer: Socket
     ) -> None:
-        """Use `open`."""
+        """Create instances with `open`."""
         super().__init__(session, config)
         self._context = context
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._dealer: Socket | None = None
         self._waiting: dict[int, _Waiting] = {}
-        self._left = asyncio.Event()
-        self._left.set()
+        self._none_pending = asyncio.Event()
+        self._none_pending.set()
         self._closing = False
         self._heartbeat = HeartbeatThread(
-            self._calls, config, context, dealer, maintain=self._ask_to_maintain, moved=self._ask_to_look_again
+            self._calls, config, context, dealer, maintain=self._schedule_maintain, moved=self._ask_to_look_again
         )
 
     @classmethod
     async def open(cls, config: DataPlaneConfig, lock_path: str = "") -> AsyncChannel:
-        """Connect to `config.address` and open a session, within `config.connect_timeout_s`. Raises as
-        `open_session`. lock_path: see there."""
+        """Connect to `config.address` and open a session within `config.connect_timeout_s`. Raise as
+        `open_session`. lock_path: see `open_session`."""
         with enough_for(config.address or "", least=OF_A_CONTEXT):
             context: zmq.Context[Socket] = zmq.Context()
             opening = asyncio.get_running_loop().run_in_executor(None, open_session, config, context, lock_path)
@@ -84,12 +85,13 @@ class AsyncChannel(OpenChannel):
     # --- calls
 
     async def call(self, command: c.Command, *, timeout_s: float | None = None) -> tuple[int, c.Result]:
-        """As `Channel.call`; cancelling it gives back what the command may have taken."""
+        """Send a command as `ControllerChannel.call`. Cancellation releases the resources that the command may have
+        acquired."""
         name = type(command).__name__
         self._calls.check()
         hit(f"call.{name}.before")
         outgoing = self._calls.begin(command, timeout_s)
-        self._left.clear()
+        self._none_pending.clear()
         try:
             reply = await self._exchange(outgoing)
             hit(f"call.{name}.after")
@@ -100,10 +102,10 @@ class AsyncChannel(OpenChannel):
         finally:
             self._waiting.pop(outgoing.number, None)
             if not self._waiting:
-                self._left.set()
+                self._none_pending.set()
 
     def post(self, command: c.Command) -> None:
-        """As `Channel.post`."""
+        """Send a command as `ControllerChannel.post`."""
         name = type(command).__name__
         self._calls.check_open()
         hit(f"call.{name}.before")
@@ -111,6 +113,7 @@ class AsyncChannel(OpenChannel):
         hit(f"call.{name}.after")
 
     async def _exchange(self, outgoing: OutgoingCalls) -> zmq_frames.Reply:
+        """Send the call and return its reply; resend it after silence."""
         answered: asyncio.Future[zmq_frames.Reply] = self._loop.create_future()
         self._waiting[outgoing.number] = _Waiting(outgoing, answered)
         self._send(outgoing.frames)
@@ -128,43 +131,46 @@ class AsyncChannel(OpenChannel):
             self._send_once(undo)
 
     def _send_once(self, outgoing: OutgoingCalls) -> None:
-        """What finds no socket, as this process may open no more files, is repeated like what got lost."""
+        """Send a posted call. If no socket can be opened for lack of file descriptors, the call is resent later
+        like a lost one."""
         try:
             self._send(outgoing.frames)
         except ServiceUnavailableError as error:
-            log.warning("%s: sent later: %s", outgoing.method, error)
+            log.warning("%s will be sent later: %s", outgoing.method, error)
 
     def _send(self, frames: list[bytes]) -> None:
-        """`ServiceUnavailableError`, naming the remedy, where the process may have no more open files."""
+        """Send frames. Raise `ServiceUnavailableError`, naming the remedy, if the process has no free file
+        descriptors."""
         if self._dealer is None:
             with enough_for(self.endpoint):
                 self._dealer = dealer_socket(self._context, self.endpoint, self._calls.session.keys)
             self._loop.add_reader(self._dealer.fileno(), self._receive)
         send(self._dealer, frames)
-        # ZMQ's descriptor tells of changes only, and sending may have swallowed one.
+        # ZMQ's descriptor is edge-triggered, and sending may have consumed an edge.
         self._loop.call_soon(self._receive)
 
-    def _hang_up(self) -> None:
+    def _close_socket(self) -> None:
         dealer, self._dealer = self._dealer, None
         if dealer is not None:
             self._loop.remove_reader(dealer.fileno())
             dealer.close()
 
     def _receive(self) -> None:
+        """Process the replies that have arrived. The event loop calls this when the socket is readable."""
         if self._dealer is None:
             return
         try:
             for reply in arrived(self._dealer):
-                self._pass_on(reply)
+                self._dispatch(reply)
         except DataPlaneError as error:
-            # Nobody knows whose answer that was; the others' may still be there.
+            # The call of this response is unknown, so all pending calls fail; more responses may follow.
             for waiting in self._waiting.values():
                 waiting.fail(error)
             self._loop.call_soon(self._receive)
 
-    def _pass_on(self, reply: zmq_frames.Reply) -> None:
+    def _dispatch(self, reply: zmq_frames.Reply) -> None:
         if reply.number == 0:
-            # A refusal of something that could not even be read: whoever waits here sent the like of it.
+            # The controller could not parse a message: each pending call may have sent it.
             for waiting in self._waiting.values():
                 self._offer(waiting, reply)
         elif reply.number in self._waiting:
@@ -176,9 +182,9 @@ class AsyncChannel(OpenChannel):
         if not waiting.answered.done() and self._calls.answers(waiting.outgoing, reply):
             waiting.answered.set_result(reply)
 
-    def _ask_to_maintain(self) -> None:
-        """Called by the heartbeat's thread with every heartbeat."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody makes calls any more
+    def _schedule_maintain(self) -> None:
+        """Schedule `_maintain` in the loop. The heartbeat thread calls this with every heartbeat."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no more calls can be made
             self._loop.call_soon_threadsafe(self._maintain)
 
     def _maintain(self) -> None:
@@ -189,7 +195,8 @@ class AsyncChannel(OpenChannel):
                 self.post(command)
 
     def _ask_to_look_again(self) -> None:
-        """Called by the heartbeat's thread: the session is elsewhere, or over, or not waited for any longer."""
+        """Schedule `_look_again` in the loop. The heartbeat thread calls this after the session moved, ended or was
+        given up."""
         session = self._calls.session
         if not self._calls.pointless:
             self.learned(session.units)
@@ -197,9 +204,10 @@ class AsyncChannel(OpenChannel):
             self._loop.call_soon_threadsafe(self._look_again)
 
     def _look_again(self) -> None:
+        """Reconnect the socket and resend pending and posted calls."""
         if self._closing:
             return
-        self._hang_up()
+        self._close_socket()
         for waiting in list(self._waiting.values()):
             try:
                 self._send(self._calls.again(waiting.outgoing))
@@ -208,11 +216,11 @@ class AsyncChannel(OpenChannel):
         for outgoing in [] if self._calls.pointless else self._calls.due(all_of_them=True):
             self._send_once(outgoing)
 
-    # --- the end
+    # --- closing
 
     def have_ended(self, first: Callable[[], None]) -> None:
-        """See `HeartbeatThread.have_ended`: after `first` this is closed in its loop or, if that is closed, just lets
-        go."""
+        """See `HeartbeatThread.have_ended`: after `first`, close the channel in its loop. If that loop is closed,
+        only free the local resources."""
 
         def end() -> None:
             first()
@@ -221,12 +229,12 @@ class AsyncChannel(OpenChannel):
                 asyncio.run_coroutine_threadsafe(closing, self._loop)
             except RuntimeError:
                 closing.close()
-                self._let_go()
+                self._free_resources()
 
         self._heartbeat.have_ended(end)
 
-    def _let_go(self) -> None:
-        """What `close` does for the process, without a loop; the service finds out by itself."""
+    def _free_resources(self) -> None:
+        """Free the process resources like `close`, without a loop. The service expires the session by itself."""
         self._closing = True
         self._calls.end(ClientClosedError())
         if self._dealer is not None:
@@ -234,7 +242,7 @@ class AsyncChannel(OpenChannel):
         self._end()
 
     async def close(self) -> None:
-        """As `Channel.close`."""
+        """Close the session as `ControllerChannel.close`."""
         if self._closing or self._pid != os.getpid():
             return
         self._closing = True
@@ -242,12 +250,12 @@ class AsyncChannel(OpenChannel):
         self._calls.end(ClientClosedError())
         for waiting in self._waiting.values():
             waiting.fail(ClientClosedError())
-        await self._left.wait()
+        await self._none_pending.wait()
         try:
             if not silent:
                 await self._say_bye()
         finally:
-            self._hang_up()
+            self._close_socket()
             await self._loop.run_in_executor(None, self._end)
 
     def _end(self) -> None:
@@ -261,15 +269,15 @@ class AsyncChannel(OpenChannel):
         try:
             self._send(bye.frames)
         except ServiceUnavailableError as error:
-            log.warning("goodbye is not said: %s", error)
+            log.warning("Session close could not be sent: %s", error)
             return
         await asyncio.wait([answered], timeout=CLOSE_S)
         if not answered.done():
-            log.warning("the service at %s did not answer goodbye; it will find out by itself", self.address)
+            log.warning("Service at %s did not confirm the session close; the session will expire there", self.address)
 
 
 def _discard(opening: asyncio.Future[tuple[OpenedSession, Socket]], context: zmq.Context[Socket]) -> None:
-    """Nobody wants the session that was being opened; its socket's end tells the service."""
+    """Drop a session that was being opened; the service detects the closed socket."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result()[1].close()
     context.destroy(linger=0)

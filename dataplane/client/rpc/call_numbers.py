@@ -1,6 +1,6 @@
-"""The client's half of "exactly once": numbers, the watermark, and what becomes of calls that nobody waits for.
+"""The client side of exactly-once execution: call numbers, the watermark, and the settlement of abandoned calls.
 
-No I/O, no clock and no locks: whoever drives it says what was sent and answered, one thread at a time.
+This module has no I/O, clock or locks: the caller reports sent calls and responses, from one thread at a time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dataplane.ledger.commands import (
 
 @dataclass(slots=True)
 class _Open:
-    """A number without an answer. `settles`: the abandoned number whose fate is known when this one is answered.
-    `named`: how many numbers the session had settled up to the last that this call named as `confirmed`."""
+    """An unanswered number. `settles`: the abandoned number that the response to this call settles. `named`: count
+    of settled numbers of the session, up to the last one that this call listed in `confirmed`."""
 
     command: Command
     posted: bool
@@ -40,16 +40,16 @@ class _Open:
 
 
 MOST_NAMED = 1024
-"""How many ranges of settled numbers one call names; later ones name the rest."""
+"""Maximum number of ranges of settled numbers in one call; later calls list the rest."""
 
 
 class CallNumbers:
-    """Numbers the calls of one session and knows which are unanswered.
+    """Issues the call numbers of one session and tracks unanswered ones.
 
-    The watermark is the lowest unanswered number. Numbers above it that are answered are named in each call
-    (`confirmed`) until a call that named them is answered: however long one call waits, the others are confirmed by the
-    next call. An abandoned call counts as unanswered until the command that undoes it is answered, so that an undo
-    always finds what it is to undo, and a claim whose answer nobody took is never confirmed.
+    The watermark is the lowest unanswered number. Answered numbers above it are listed in each call (`confirmed`)
+    until a call that listed them is answered: even if one call waits long, the next call confirms the others. An
+    abandoned call counts as unanswered until the command that undoes it is answered. The service therefore still
+    has the call when the undo arrives, and never receives a confirmation of a claim whose response was dropped.
     """
 
     def __init__(self, session: int) -> None:
@@ -57,18 +57,19 @@ class CallNumbers:
         self._next = 1
         self._open: dict[int, _Open] = {}
         self._settled: deque[list[int]] = deque()
-        """Ranges (first and last) in the order in which they were settled, after the first `_known` of `_count`."""
+        """Ranges (first and last) in the order of their settlement, after the first `_known` of `_count`."""
         self._count = 0
         self._known = 0
 
     @property
     def watermark(self) -> int:
-        """The lowest unanswered number; the next number if there is none."""
+        """The lowest unanswered number, or the next number if all are answered."""
         return next(iter(self._open), self._next)
 
     @property
     def confirmed(self) -> tuple[int, ...]:
-        """Ranges of the answered numbers above the watermark that the service may not know of: first, last, first..."""
+        """Ranges of answered numbers above the watermark that the service may not have seen: first, last, first,
+        ..."""
         if not self._settled:
             return ()
         watermark = self.watermark
@@ -76,28 +77,29 @@ class CallNumbers:
 
     @property
     def unanswered(self) -> int:
-        """How many numbers are."""
+        """The count of unanswered numbers."""
         return len(self._open)
 
     def issue(self, command: Command, *, now: float, posted: bool = False) -> Call:
-        """A new number for `command`, about to be sent. `posted`: nobody waits; `due` tells when to repeat it."""
+        """Assign a new number to `command`, which is about to be sent. `posted`: no caller waits for it; `due`
+        returns it for resending."""
         number = self._next
         self._next += 1
         self._open[number] = _Open(command, posted, now, self._named())
         return self._call(number)
 
     def repeat(self, number: int, *, now: float) -> Call:
-        """The call of an unanswered number again, about to be sent once more."""
+        """Return the call of an unanswered number for resending."""
         self._open[number].sent_at = now
         return self._call(number)
 
     def is_open(self, number: int) -> bool:
-        """Whether the number was issued and not settled yet."""
+        """Return whether the number was issued and is not settled yet."""
         return number in self._open
 
     def answered(self, number: int, *, heard: bool = True) -> None:
-        """An answer came (also a second time, also late). An abandoned number stays open until its undo is answered.
-        `heard`: the answer shows that the service took in what the call named."""
+        """Record a response (duplicate and late responses included). An abandoned number stays open until its undo
+        is answered. `heard`: the response proves that the service processed the numbers that the call confirmed."""
         entry = self._open.get(number)
         if entry is None or entry.abandoned:
             return
@@ -108,9 +110,10 @@ class CallNumbers:
             self._settle(entry.settles)
 
     def abandon(self, number: int, *, now: float) -> Call | None:
-        """Nobody will use the answer of `number`. The posted call to send that undoes it; None if nothing is to undo.
+        """Abandon a call: its response will not be used. Return the posted call that undoes it, or None if it needs
+        no undo.
 
-        A call without an undo is settled at once: if it has not been executed yet, it never will be.
+        A call without an undo is settled immediately: if it was not executed yet, it never will be.
         """
         entry = self._open.get(number)
         if entry is None or entry.abandoned:
@@ -125,7 +128,7 @@ class CallNumbers:
         return call
 
     def due(self, sent_before: float) -> list[int]:
-        """Posted numbers still unanswered that were last sent before `sent_before`."""
+        """Return the posted, unanswered numbers that were last sent before `sent_before`."""
         return [number for number, entry in self._open.items() if entry.posted and entry.sent_at < sent_before]
 
     def _settle(self, number: int) -> None:
@@ -138,7 +141,7 @@ class CallNumbers:
         self._count += 1
 
     def _named(self) -> int:
-        """How many numbers were settled up to the last that a call names now."""
+        """Return the count of settled numbers up to the last one that a call lists now."""
         watermark = self.watermark
         while self._settled and self._settled[0][1] < watermark:
             self._forget(self._settled[0][1] - self._settled[0][0] + 1)
@@ -147,7 +150,7 @@ class CallNumbers:
         return self._known + sum([last - first + 1 for first, last in islice(self._settled, MOST_NAMED)])
 
     def _forget(self, count: int) -> None:
-        """The service knows, or will learn from the watermark, of this many of the numbers settled first."""
+        """Drop the first `count` settled numbers: the service has them, or derives them from the watermark."""
         self._known += max(0, count)
         while count > 0:
             first, last = run = self._settled[0]
@@ -168,12 +171,12 @@ class CallNumbers:
 
 
 def undo_of(number: int, command: Command) -> Command | None:
-    """What takes back a call whose fate is unknown, if it may hold something."""
+    """Return the command that reverts a call with unknown outcome, or None if the call holds no resources."""
     match command:
         case Allocate() | Preallocate():
             return Abort(reservation=number)
         case Commit(reservation=int(reservation), offset=None):
-            # Executed, it holds nothing any more and the abort does nothing; lost, its reservation must go back.
+            # If the commit was executed, the abort has no effect; if it was lost, its reservation must be released.
             return Abort(reservation=reservation)
         case Move(reservation=int(reservation)):
             return Abort(reservation=reservation)

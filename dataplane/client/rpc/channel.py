@@ -1,4 +1,4 @@
-"""A session's commands, for threads."""
+"""The command channel of a session, for threads."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-"""How long each part of closing may take."""
+"""Timeout of each stage of closing."""
 
 
 MOST_SOCKETS = 4096
-"""Of one session, which may have as many calls in flight."""
+"""Maximum number of sockets, and thus of concurrent calls, of one session."""
 
 
 class ControllerChannel(OpenChannel):
-    """An open session. Thread-safe: each call takes a socket of its own and polls it itself. When the session is found
-    again elsewhere, calls under way are repeated there, under their numbers.
+    """An open session. Thread-safe: each call takes its own socket and polls it. After a reconnection, pending
+    calls are resent to the new endpoint under their numbers.
 
-    A forked child must open its own: here every method raises `ClientClosedError` in it, and `close` does nothing.
+    A forked child must open its own channel: in the child, every method of this object raises `ClientClosedError`,
+    and `close` does nothing.
     """
 
     def __init__(
         self, config: DataPlaneConfig, session: OpenedSession, context: zmq.Context[Socket], dealer: Socket
     ) -> None:
-        """Use `open`."""
+        """Create instances with `open`."""
         super().__init__(session, config)
         self._context = context
         self._pid = os.getpid()
         self._pool = SocketPool(context, session.endpoint, session.keys)
-        self._left: list[SocketPool] = []
+        self._replaced_pools: list[SocketPool] = []
         self._guard = threading.Lock()
         self._closing = False
         self._heartbeat = HeartbeatThread(
@@ -57,8 +58,8 @@ class ControllerChannel(OpenChannel):
 
     @classmethod
     def open(cls, config: DataPlaneConfig, lock_path: str = "") -> ControllerChannel:
-        """Connect to `config.address` and open a session. Blocks for `config.connect_timeout_s` at most. Raises as
-        `open_session`. lock_path: see there."""
+        """Connect to `config.address` and open a session. Block for at most `config.connect_timeout_s`. Raise as
+        `open_session`. lock_path: see `open_session`."""
         with enough_for(config.address or "", least=OF_A_CONTEXT):
             context: zmq.Context[Socket] = zmq.Context()
             context.max_sockets = MOST_SOCKETS
@@ -79,14 +80,15 @@ class ControllerChannel(OpenChannel):
         meanwhile: Callable[[], None] = lambda: None,
         given: list[tuple[int, c.Command]] | None = None,
     ) -> tuple[int, c.Result]:
-        """Send a command and wait for its answer: its number and result. `meanwhile` is run once it is sent. `given`
-        gets the number and the command before that: an interrupt may come when the answer is there.
+        """Send a command, wait for its response and return its number and result. `meanwhile` is called after the
+        command was sent. The number and the command are appended to `given` before that, because an interrupt may
+        occur after the response arrived.
 
-        Repeats the number after some silence. Blocks for the command's own `timeout_s` (Allocate, Claim, Shrink) plus
-        `timeout_s` (default: config.call_timeout_s), then `CallTimeoutError`. Raises the error the service answered;
-        `ServiceUnavailableError` when the service is gone (where it keeps its state: for `config.reconnect_s`; until
-        then the call waits for its return), `ClientClosedError` when `close` is called meanwhile. However it fails,
-        what the command may have taken is given back.
+        Resend the call under its number while no response arrives. Block for the command's own `timeout_s`
+        (Allocate, Claim, Shrink) plus `timeout_s` (default: config.call_timeout_s), then raise `CallTimeoutError`.
+        Raise the error of the response; `ServiceUnavailableError` if the service is lost (for a durable service,
+        after waiting `config.reconnect_s` for its restart); `ClientClosedError` if `close` is called in the
+        meantime. On any failure, resources that the command may have acquired are released.
         """
         name = type(command).__name__
         self._calls.check()
@@ -103,8 +105,8 @@ class ControllerChannel(OpenChannel):
             raise
 
     def post(self, command: c.Command) -> None:
-        """Send a command and do not wait for its answer; it is repeated until there is one, also beyond a time in which
-        the service cannot be reached. Does not block."""
+        """Send a command without waiting for its response. It is resent until it is answered, even after a period
+        without a reachable service. Does not block."""
         name = type(command).__name__
         self._calls.check_open()
         hit(f"call.{name}.before")
@@ -112,6 +114,7 @@ class ControllerChannel(OpenChannel):
         hit(f"call.{name}.after")
 
     def _exchange(self, outgoing: OutgoingCalls, meanwhile: Callable[[], None]) -> zmq_frames.Reply:
+        """Send the call and return its reply; resend it after silence and after a reconnection."""
         sent = answered = False
         while True:
             with (using := threading.Lock()):
@@ -122,7 +125,7 @@ class ControllerChannel(OpenChannel):
                         sent = True
                         meanwhile()
                     while not pool.shut:
-                        reply = self._await(pool, dealer, outgoing)
+                        reply = self._poll_reply(pool, dealer, outgoing)
                         if reply is not None:
                             answered = True
                             return reply
@@ -133,8 +136,8 @@ class ControllerChannel(OpenChannel):
                     pool.put_back(dealer, using, sound=answered)
             outgoing.frames = self._calls.again(outgoing)
 
-    def _await(self, pool: SocketPool, dealer: Socket, outgoing: OutgoingCalls) -> zmq_frames.Reply | None:
-        """The call's answer, if it comes before the call must be looked at."""
+    def _poll_reply(self, pool: SocketPool, dealer: Socket, outgoing: OutgoingCalls) -> zmq_frames.Reply | None:
+        """Return the call's reply, or None if none arrives before the call must be checked."""
         timeout_ms = max(0, int((outgoing.wake_at - time.monotonic()) * 1000) + 1)
         zmq.zmq_poll([(dealer, zmq.POLLIN), (pool.waker.fd, zmq.POLLIN)], timeout_ms)
         for reply in arrived(dealer):
@@ -145,18 +148,19 @@ class ControllerChannel(OpenChannel):
         return None
 
     def _abandon(self, outgoing: OutgoingCalls) -> None:
-        """Nobody waits for this call any more: give back what it may have taken."""
+        """Release the resources that an abandoned call may have acquired."""
         undo = self._calls.abandon(outgoing.number)
         if undo is not None and not self._calls.over:
             self._send_once(undo)
 
     def _send_once(self, outgoing: OutgoingCalls) -> None:
-        """What finds no socket, as this process may open no more files, is repeated like what got lost."""
+        """Send a posted call. If no socket can be opened for lack of file descriptors, the call is resent later
+        like a lost one."""
         with (using := threading.Lock()):
             try:
                 pool, dealer = self._take(using)
             except ServiceUnavailableError as error:
-                log.warning("%s: sent later: %s", outgoing.method, error)
+                log.warning("%s will be sent later: %s", outgoing.method, error)
                 return
             sent = False
             try:
@@ -166,7 +170,7 @@ class ControllerChannel(OpenChannel):
                 pool.put_back(dealer, using, sound=sent)
 
     def _maintain(self) -> None:
-        """With every heartbeat: take in answers to posted calls, and repeat what has none."""
+        """With every heartbeat, process responses to posted calls and resend the unanswered ones."""
         self._pool.serve_idle(self._take_in)
         self._repeat_posted(self._calls.due())
         with contextlib.suppress(ClientClosedError):
@@ -185,7 +189,7 @@ class ControllerChannel(OpenChannel):
     # --- sockets
 
     def _take(self, using: threading.Lock) -> tuple[SocketPool, Socket]:
-        """A socket to the pool there is now, to be put back there."""
+        """Return a socket of the current pool, and the pool to return it to."""
         while True:
             pool = self._pool
             dealer = pool.take(using)
@@ -195,30 +199,31 @@ class ControllerChannel(OpenChannel):
                 raise ClientClosedError()
 
     def _look_again(self) -> None:
-        """The session is elsewhere, or over, or not waited for any longer: calls under way leave the pool they wait
-        at."""
+        """Replace the socket pool after the session moved, ended or was given up; pending calls switch to the new
+        pool."""
         session = self._calls.session
         with self._guard:
             if self._closing:
                 return
             left, self._pool = self._pool, SocketPool(self._context, session.endpoint, session.keys)
             left.close()
-            self._left = [pool for pool in [*self._left, left] if pool.wait(0.0)]
+            self._replaced_pools = [pool for pool in [*self._replaced_pools, left] if pool.wait(0.0)]
         if not self._calls.pointless:
             self.learned(session.units)
             self._repeat_posted(self._calls.due(all_of_them=True))
 
-    # --- the end
+    # --- closing
 
     def have_ended(self, end: Callable[[], None]) -> None:
         """See `HeartbeatThread.have_ended`."""
         self._heartbeat.have_ended(end)
 
     def close(self) -> None:
-        """Say Bye and let go of everything. Blocks for some seconds at most, also when the service does not answer.
-        Calls under way in other threads raise `ClientClosedError`. Idempotent; does nothing in a forked child.
+        """Close the session and free all resources. Block for a few seconds at most, even if the service does not
+        respond. Pending calls in other threads raise `ClientClosedError`. Idempotent; does nothing in a forked
+        child.
 
-        Call it when no copy into or out of shared memory is under way.
+        Call it only when no copy into or out of shared memory is in progress.
         """
         if self._pid != os.getpid():
             return
@@ -230,21 +235,21 @@ class ControllerChannel(OpenChannel):
         self._calls.end(ClientClosedError())
         self._pool.close()
         end = time.monotonic() + CLOSE_S
-        in_flight = sum(pool.wait(max(0.0, end - time.monotonic())) for pool in [self._pool, *self._left])
+        in_flight = sum(pool.wait(max(0.0, end - time.monotonic())) for pool in [self._pool, *self._replaced_pools])
         if not silent:
             self._say_bye()
         ended = self._heartbeat.close(CLOSE_S)
         if in_flight:
-            log.error("closed with %d calls under way that did not end in %.1f s", in_flight, CLOSE_S)
+            log.error("Channel closed with %d pending calls that did not end within %.1f s", in_flight, CLOSE_S)
         elif ended:
-            self._context.destroy()  # with sockets that an interrupt left behind
+            self._context.destroy()  # closes sockets that an interrupt left open, too
 
     def _say_bye(self) -> None:
         try:
             with enough_for(self.endpoint):
                 dealer = dealer_socket(self._context, self.endpoint, self._calls.session.keys)
         except ServiceUnavailableError as error:
-            log.warning("goodbye is not said: %s", error)
+            log.warning("Session close could not be sent: %s", error)
             return
         bye = self._calls.begin(c.Bye(), CLOSE_S)
         try:
@@ -256,19 +261,19 @@ class ControllerChannel(OpenChannel):
                     return
         finally:
             dealer.close()
-        log.warning("the service at %s did not answer goodbye; it will find out by itself", self.address)
+        log.warning("Service at %s did not confirm the session close; the session will expire there", self.address)
 
 
 def send(dealer: Socket, frames: list[bytes]) -> None:
-    """Never blocks: what finds the queue full is lost, and repeated with the call."""
+    """Send without blocking. If the queue is full, the message is dropped and resent with the call."""
     try:
         zmq_io.send(dealer, frames, zmq_io.NOBLOCK)
     except zmq.Again:
-        log.debug("the queue to the controller is full")
+        log.debug("Send queue to the controller is full")
 
 
 def arrived(dealer: Socket) -> Iterator[zmq_frames.Reply]:
-    """The replies that are there now."""
+    """Yield the replies that have arrived."""
     while True:
         try:
             frames = zmq_io.receive(dealer, zmq_io.NOBLOCK)

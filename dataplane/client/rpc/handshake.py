@@ -1,12 +1,12 @@
-"""How a client gets its session, and how it goes on with it: through the ZMQ server one port above the service's
-address.
+"""Open or resume a session through the ZMQ server, one port above the service's gRPC address.
 
-Not over gRPC, because clients live in training processes, which fork (data loaders do), and gRPC does not bear that: a
-process with live gRPC threads crashed in 1 to 10 of 100 plain forks (grpcio 1.85, fork support on), and with fork
-support off its children cannot use gRPC at all. ZMQ has no such trouble, so parent and child both use it.
+This does not use gRPC, because clients live in training processes that fork (for example in data loaders), and gRPC
+does not support that: a process with active gRPC threads crashed in 1 to 10 of 100 plain forks (grpcio 1.85, fork
+support on), and with fork support off, its children cannot use gRPC at all. ZMQ has no such problem, so parent and
+child both use it.
 
-First of all the client asks the gRPC server, in the one small call that `http2` makes, to prove that it is the service,
-and for the keys of the ZMQ servers.
+Before that, the client makes one small call to the gRPC server with `http2`: the server proves its identity and
+returns the keys of the ZMQ servers.
 """
 
 from __future__ import annotations
@@ -48,26 +48,27 @@ from dataplane.protocol.zap import present
 log = logging.getLogger(__name__)
 
 IPC_WAIT_S = 1.0
-"""An ipc endpoint that does not answer in this time is not reachable from here (another network namespace)."""
+"""An ipc endpoint that does not respond in this time is unreachable (another network namespace)."""
 REPEAT_S = 0.5
 GO_ON_S = 2.0
-"""How long each step of finding the service again may take; then it is tried again."""
+"""Timeout of each step of a reconnection attempt."""
 LOOK_S = 0.1
-"""How soon someone who waits for an answer looks whether it is still wanted."""
+"""Interval of the checks whether a pending connection attempt is still wanted."""
 
-_NO_SERVICE = "what answers is no data plane service"
+_NO_SERVICE = "the server at this address is not a data plane service"
 
 Socket = zmq.Socket[bytes]
 
 
-class _ChangedError(Exception):
-    """The zmq_address does not take the keys that the service gave out just now: it has been started anew since."""
+class _KeysChangedError(Exception):
+    """The ZMQ server rejects the keys that the service has just issued: the service restarted in between."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedSession:
-    """An open session. `endpoint` is the ZMQ endpoint for its commands, `keys` what that wants; `nonce` finds it again;
-    `durable`: the service keeps it over a restart; `put_timeout_s`: how long it has puts wait for space."""
+    """An open session. `endpoint` is the ZMQ endpoint for its commands and `keys` are the keys for it. `nonce`
+    identifies the session when it is resumed. `durable`: the service keeps the session across a restart.
+    `put_timeout_s`: default time that puts wait for space."""
 
     number: int
     epoch: int
@@ -82,7 +83,7 @@ class OpenedSession:
 
 
 def dealer_socket(context: zmq.Context[Socket], endpoint: str, keys: ConnectionKeys = OPEN) -> Socket:
-    """A socket that talks to a controller's ZMQ server."""
+    """Return a socket that is connected to a controller's ZMQ server."""
     dealer = _dealer(context, endpoint, keys)
     dealer.connect(endpoint)
     return dealer
@@ -101,18 +102,17 @@ def _dealer(context: zmq.Context[Socket], endpoint: str, keys: ConnectionKeys) -
 def open_session(
     config: DataPlaneConfig, context: zmq.Context[Socket], lock_path: str = ""
 ) -> tuple[OpenedSession, Socket]:
-    """The session, and the socket that its heartbeats are to go through: blocks for `config.connect_timeout_s` at most.
+    """Return a new session and the socket for its heartbeats. Block for at most `config.connect_timeout_s`.
 
-    lock_path: of the lock that the process holds if it may use shared memory.
-    Raises `ServiceUnavailableError` (at once where nothing listens), `AuthenticationError`, `ProtocolVersionError`,
-    `TlsError` where one end speaks TLS and the other does not or does not like the other's certificate, ValueError for
-    a config without an address or with files for TLS that cannot be used.
+    lock_path: path of the lock that the process holds if it may use shared memory. Raise `ServiceUnavailableError`
+    (immediately if the port is closed), `AuthenticationError`, `ProtocolVersionError`, `TlsError` if only one side
+    uses TLS or a certificate is rejected, ValueError for a config without an address or with unusable TLS files.
     """
     if not config.address:
-        raise ValueError("no address of a data plane service: pass one, set config.address or TQ_ADDRESS")
-    wanted = msgspec.structs.replace(_wanted(config, secrets.token_hex(16)), lock_path=lock_path)
+        raise ValueError("no address of a data plane service: pass an address, or set config.address or TQ_ADDRESS")
+    wanted = msgspec.structs.replace(_open_command(config, secrets.token_hex(16)), lock_path=lock_path)
     hit("session.before_open")
-    opened = _enter(config, context, resolve(config.address), wanted, config.connect_timeout_s, lambda: False)
+    opened = _connect(config, context, resolve(config.address), wanted, config.connect_timeout_s, lambda: False)
     hit("session.opened")
     return opened
 
@@ -120,18 +120,19 @@ def open_session(
 def go_on(
     config: DataPlaneConfig, context: zmq.Context[Socket], session: OpenedSession, given_up: Callable[[], bool]
 ) -> tuple[OpenedSession, Socket]:
-    """The same session, of whoever answers at `config.address` now, and a socket as `open_session` gives. Blocks for a
-    few times `GO_ON_S` at most, and no longer than the address takes to resolve once `given_up()`.
+    """Resume the session at the service that currently responds at `config.address`. Return it with a socket, as
+    `open_session` does. Block for at most a few times `GO_ON_S`; after `given_up()`, no longer than the resolution
+    of the address takes.
 
-    Raises `ServiceUnavailableError` while there is no service, also where somebody else has taken its place,
-    `ServiceRestartedError` from one that does not have the session's state, `SessionExpiredError`, `ClientClosedError`
-    once `given_up()`.
+    Raise `ServiceUnavailableError` if no service responds or another program uses the address,
+    `ServiceRestartedError` if the service does not have the session's state, `SessionExpiredError`,
+    `ClientClosedError` after `given_up()`.
     """
     assert config.address is not None
-    wanted = _wanted(config, session.nonce, session.number, session.epoch)
+    wanted = _open_command(config, session.nonce, session.number, session.epoch)
     address = _resolve_again(config.address)
     try:
-        found, dealer = _enter(config, context, address, wanted, GO_ON_S, given_up)
+        found, dealer = _connect(config, context, address, wanted, GO_ON_S, given_up)
     except ServiceRestartedError as error:
         raise ServiceRestartedError(**{**error.facts, "what": f"the service at {address}"}) from None
     except (AuthenticationError, ProtocolVersionError, TlsError) as error:
@@ -142,12 +143,13 @@ def go_on(
             expected_epoch=session.epoch,
             got_epoch=found.epoch,
             what=f"the service at {address}",
-            lost=f"what session {session.number} did",
+            lost=f"all work of session {session.number}",
         )
     return found, dealer
 
 
-def _wanted(config: DataPlaneConfig, nonce: str, session: int = 0, epoch: int = 0) -> c.OpenSession:
+def _open_command(config: DataPlaneConfig, nonce: str, session: int = 0, epoch: int = 0) -> c.OpenSession:
+    """Return the command that opens a session, or resumes `session`."""
     name = config.client_name or f"{socket.gethostname()}:{os.getpid()}"
     return c.OpenSession(
         nonce=nonce,
@@ -168,7 +170,7 @@ def _resolve_again(address: str) -> str:
         raise ServiceUnavailableError(address=address, why=f"the address cannot be resolved: {error!r}") from error
 
 
-def _enter(
+def _connect(
     config: DataPlaneConfig,
     context: zmq.Context[Socket],
     address: str,
@@ -176,15 +178,16 @@ def _enter(
     timeout_s: float,
     given_up: Callable[[], bool],
 ) -> tuple[OpenedSession, Socket]:
+    """Open or resume a session until the deadline; start over if the service restarts in between."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return _enter_once(config, context, address, wanted, deadline, given_up)
-        except _ChangedError:
-            log.info("the service at %s was started anew while a client connected", address)
+            return _connect_once(config, context, address, wanted, deadline, given_up)
+        except _KeysChangedError:
+            log.info("Service at %s restarted during a connection attempt; retrying", address)
 
 
-def _enter_once(
+def _connect_once(
     config: DataPlaneConfig,
     context: zmq.Context[Socket],
     address: str,
@@ -192,6 +195,8 @@ def _enter_once(
     deadline: float,
     given_up: Callable[[], bool],
 ) -> tuple[OpenedSession, Socket]:
+    """Fetch the keys, connect to the ZMQ server and open or resume the session."""
+
     def check() -> None:
         if given_up():
             raise ClientClosedError()
@@ -233,18 +238,18 @@ def _opened(body: bytes, address: str) -> tuple[pb.Opened, c.Opened]:
 
 
 def is_slow(error: ServiceUnavailableError) -> bool:
-    """Whether there may be a service that only did not answer in time: nobody said that there is none."""
+    """Return whether a service may exist that did not respond in time, i.e. the connection was not refused."""
     return isinstance(error.__cause__, TimeoutError)
 
 
 def zmq_address_of(address: str) -> str:
-    """Where the ZMQ server of the service at `address` is: one port above."""
+    """Return the address of the ZMQ server of the service at `address`: one port above."""
     host, port = split_address(address)
     return join_address(host, port + 1)
 
 
 def probe(address: str, zmq_address: str, timeout_s: float) -> None:
-    """`ServiceUnavailableError` unless something listens at `zmq_address`, the ZMQ server of the service at
+    """Raise `ServiceUnavailableError` unless a server listens at `zmq_address`, the ZMQ server of the service at
     `address`."""
     try:
         dial(zmq_address, timeout_s).close()
@@ -254,7 +259,7 @@ def probe(address: str, zmq_address: str, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _refusals(dealer: Socket) -> Iterator[Socket]:
-    """A socket that becomes readable when what `dealer` will connect to does not take its keys."""
+    """Return a socket that becomes readable when the server of `dealer` rejects its keys."""
     event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     monitor = dealer.get_monitor_socket(event, f"inproc://tq-refused-{secrets.token_hex(8)}")
     try:
@@ -273,7 +278,7 @@ def _ask(
     deadline: float,
     check: Callable[[], None],
 ) -> zmq_frames.Reply:
-    """What answers, asked again after each `REPEAT_S` while something listens."""
+    """Send the request and return the reply; resend it every `REPEAT_S` while a server listens."""
     began = time.monotonic()
     repeat_at = began
     while (now := time.monotonic()) < deadline:
@@ -281,7 +286,7 @@ def _ask(
         if now >= repeat_at:
             if now > began:
                 probe(address, zmq_address, deadline - now)
-            # What refuses this client's keys may have hung up by now, and then nothing takes the message.
+            # A server that rejects the keys may have disconnected already; then the message cannot be sent.
             with contextlib.suppress(zmq.Again):
                 dealer.send_multipart(frames, zmq.NOBLOCK)
             repeat_at = now + REPEAT_S
@@ -290,8 +295,8 @@ def _ask(
         if dealer in ready:
             return _reply(dealer, address)
         if refused in ready:
-            raise _ChangedError
-    why = f"something listens, but it does not answer in time; {SILENT}"
+            raise _KeysChangedError
+    why = f"a server listens, but it does not answer in time; {SILENT}"
     raise ServiceUnavailableError(address=address, why=why) from TimeoutError(why)
 
 
@@ -305,7 +310,8 @@ def _reply(dealer: Socket, address: str) -> zmq_frames.Reply:
 def _nearest(
     dealer: Socket, opened: pb.Opened, keys: ConnectionKeys, context: zmq.Context[Socket], zmq_address: str
 ) -> tuple[str, Socket]:
-    """The best zmq_address that works from here, and a socket to it on which the session's heartbeat was answered."""
+    """Return the best endpoint that works from this process, and a socket to it that received a response to a
+    heartbeat of the session."""
     beat = zmq_frames.request(c.Heartbeat(session=opened.session))
     if opened.host == boot_id():
         for endpoint in (each for each in opened.endpoints if each.startswith("ipc://")):
@@ -321,6 +327,6 @@ def _nearest(
 
 
 def _beat_once(dealer: Socket, beat: list[bytes]) -> None:
-    """Nothing is sent where the connection was refused; the next heartbeats find that out."""
+    """Send one heartbeat. If the connection was rejected, nothing is sent; later heartbeats detect that."""
     with contextlib.suppress(zmq.Again):
         dealer.send_multipart(beat, zmq.NOBLOCK)

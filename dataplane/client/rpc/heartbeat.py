@@ -1,4 +1,4 @@
-"""Keeps a session alive: heartbeats, a watch over whether the service still is there, and finding it again."""
+"""Keeps a session alive: heartbeats, detection of a lost service, and reconnection."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
-"""Pauses before the service is looked for again: each twice the last, up to this or a heartbeat, with jitter."""
+"""Backoff of reconnection attempts: doubled each time, up to this value or a heartbeat, with jitter."""
 
 
 class HeartbeatThread:
-    """A thread per session that sends a heartbeat every `session.heartbeat_s` and calls `maintain` with each.
+    """One thread per session that sends a heartbeat every `session.heartbeat_s` and calls `maintain` each time.
 
-    When heartbeats stay unanswered, are answered by another epoch of the service, the connection to one that keeps its
-    state breaks, or `calls` has a doubt, it looks for the session at its address, resolved anew, and tells `calls` what
-    it found: the session, where it is now; that the service is lost, meanwhile; or that the session is over. Then, and
-    when calls need not wait for the service any longer, it calls `moved`: whoever waits must look again.
+    It reconnects when heartbeats remain unanswered, another epoch of the service responds, the connection to a
+    durable service breaks, or `calls` reports a doubt. It resolves the address again, requests the session and
+    reports the outcome to `calls`: the session and its current endpoint, a lost service, or the end of the session.
+    It then calls `moved`, as it does when calls stop waiting for the service: waiting callers must check again.
 
-    It owns `dealer`, whose connection stands for this process: when it breaks, the service looks at once whether the
-    process is gone.
+    The thread owns `dealer`. Its connection represents this process: when it breaks, the service checks immediately
+    whether the process has ended.
     """
 
     def __init__(
@@ -65,36 +65,36 @@ class HeartbeatThread:
         self._waker = Waker()
         self._pid = os.getpid()
         self._closing = False
-        self._end_it: Callable[[], None] | None = None
-        self._doubted = False
+        self._end_callback: Callable[[], None] | None = None
+        self._check_requested = False
         self._missed = False
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        self._told = False
-        self._heard = time.monotonic()
-        self._look_at = self._heard + calls.session.heartbeat_s
+        self._reported_loss = False
+        self._last_response = time.monotonic()
+        self._next_beat_at = self._last_response + calls.session.heartbeat_s
         self._thread = threading.Thread(target=self._run, name="tq-heartbeat", daemon=True)
         calls.doubt = self.check
         self._thread.start()
 
     def check(self) -> None:
-        """Find out now whether session and service are there. Any thread; does not block."""
-        self._doubted = True
+        """Check the session and the service now. May be called from any thread; does not block."""
+        self._check_requested = True
         self._waker.wake()
 
     def have_ended(self, end: Callable[[], None]) -> None:
-        """Nobody refers to the client any more: have `end` called by a thread of its own. Takes no lock, as a finalizer
-        may come at any moment of any thread; does nothing in a forked child."""
+        """Run `end` in a new thread after the last reference to the client was dropped. Take no lock, because a
+        finalizer may run at any point of any thread. Do nothing in a forked child."""
         if self._pid == os.getpid():
-            self._end_it = end
+            self._end_callback = end
             self._waker.wake()
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread and close its socket; whether that was done in time. Idempotent."""
+        """Stop the thread and close its socket. Return whether that finished in time. Idempotent."""
         self._closing = True
         self._waker.wake()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.warning("looking for the service at %s takes long to stop", self._config.address)
+            log.warning("Heartbeat thread for the service at %s did not stop in time", self._config.address)
             return False
         self._waker.close()
         return True
@@ -102,28 +102,29 @@ class HeartbeatThread:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._turn()
+                self._run_once()
         except Exception as error:
-            # Without its heartbeats the session ends soon: say so to whoever calls.
-            log.critical("what keeps session %d alive failed", self._calls.session.number, exc_info=True)
-            self._end(InternalError(what=f"what keeps the session alive failed: {error!r}"))
+            # Without heartbeats the session expires soon: fail all calls with this error.
+            log.critical("Heartbeat thread of session %d failed", self._calls.session.number, exc_info=True)
+            self._end(InternalError(what=f"the heartbeat thread of the session failed: {error!r}"))
         finally:
-            self._let_go()
+            self._close_sockets()
 
-    def _turn(self) -> None:
-        timeout_ms = max(0, int((self._look_at - time.monotonic()) * 1000) + 1)
+    def _run_once(self) -> None:
+        """Wait for the next event or heartbeat and handle it."""
+        timeout_ms = max(0, int((self._next_beat_at - time.monotonic()) * 1000) + 1)
         sources = (self._dealer, self._monitor, self._waker.fd)
         zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], timeout_ms)
         self._waker.clear()
-        end, self._end_it = self._end_it, None
+        end, self._end_callback = self._end_callback, None
         if end is not None:
             threading.Thread(target=end, name="tq-close", daemon=True).start()
-        self._listen()
+        self._receive_replies()
         self._notice_disconnects()
-        if not self._closing and (self._doubted or time.monotonic() >= self._look_at):
-            self._look()
+        if not self._closing and (self._check_requested or time.monotonic() >= self._next_beat_at):
+            self._send_heartbeat()
 
-    def _let_go(self) -> None:
+    def _close_sockets(self) -> None:
         self._dealer.disable_monitor()
         self._monitor.close(linger=0)
         self._dealer.close(linger=0)
@@ -131,61 +132,62 @@ class HeartbeatThread:
     def _notice_disconnects(self) -> None:
         while readable(self._monitor):
             event = recv_monitor_message(self._monitor)["event"]
-            # What refuses the ticket is another instance: a connection to it is not tried again.
+            # A server that rejects the ticket is another instance; ZMQ does not reconnect to it.
             if self._calls.session.durable or event != zmq.EVENT_DISCONNECTED:
-                self._doubted = True
+                self._check_requested = True
 
-    def _look(self) -> None:
-        """One beat. Whatever goes wrong in it, the next one comes."""
+    def _send_heartbeat(self) -> None:
+        """Send one heartbeat, and reconnect if needed. Errors are logged and do not stop later heartbeats."""
         beat_s = self._calls.session.heartbeat_s
-        self._look_at = time.monotonic() + beat_s
+        self._next_beat_at = time.monotonic() + beat_s
         try:
-            self._send()
-            if self._doubted or self._missed or time.monotonic() - self._heard >= 2 * beat_s:
-                self._doubted = False
-                self._find()
+            self._send_beat()
+            if self._check_requested or self._missed or time.monotonic() - self._last_response >= 2 * beat_s:
+                self._check_requested = False
+                self._reconnect()
             self._maintain()
         except Exception:
-            log.exception("a heartbeat of session %d failed", self._calls.session.number)
+            log.exception("Heartbeat of session %d failed", self._calls.session.number)
 
-    def _send(self) -> None:
+    def _send_beat(self) -> None:
         try:
             self._dealer.send_multipart(self._beat, zmq.NOBLOCK)
         except zmq.Again:
-            log.debug("heartbeats of session %d pile up", self._calls.session.number)
+            log.debug("Heartbeat of session %d dropped: the send queue is full", self._calls.session.number)
 
-    def _listen(self) -> None:
+    def _receive_replies(self) -> None:
         while True:
             try:
                 frames = self._dealer.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
-                self._hear(zmq_frames.Reply.parse(frames))
+                self._handle_reply(zmq_frames.Reply.parse(frames))
             except DataPlaneError as error:
                 self._end(error)
             except DecodeError:
-                log.error("an answer to a heartbeat of session %d makes no sense", self._calls.session.number)
-                self._doubted = True
+                log.error("Malformed heartbeat response for session %d", self._calls.session.number)
+                self._check_requested = True
 
-    def _hear(self, reply: zmq_frames.Reply) -> None:
-        self._here()
+    def _handle_reply(self, reply: zmq_frames.Reply) -> None:
+        self._record_response()
         self._calls.heard(reply)
         if isinstance(reply.error, AuthenticationError):
             raise reply.error
         if pb.HeartbeatReply.FromString(reply.good_body()).epoch != self._calls.session.epoch:
-            self._doubted = True
+            self._check_requested = True
 
-    def _here(self) -> None:
-        """The service is there."""
-        self._heard = time.monotonic()
+    def _record_response(self) -> None:
+        """Record that the service responded."""
+        self._last_response = time.monotonic()
         self._missed = False
         self._backoff.reset()
-        self._told = False
+        self._reported_loss = False
 
-    # --- finding it again
+    # --- reconnection
 
-    def _find(self) -> None:
+    def _reconnect(self) -> None:
+        """Reconnect to the session at its resolved address and report the outcome to `calls`."""
         if self._calls.over:
             return
         before = self._calls.session
@@ -198,31 +200,32 @@ class HeartbeatThread:
         except DataPlaneError as error:
             self._end(error)
         else:
-            self._let_go()
+            self._close_sockets()
             self._dealer, self._monitor = dealer, monitor
-            self._here()
+            self._record_response()
             if session.epoch != before.epoch:
-                log.info("session %d goes on in epoch %d of the service", session.number, session.epoch)
+                log.info("Session %d resumed in epoch %d of the service", session.number, session.epoch)
             hit("session.found")
             self._calls.adopt(session)
             self._moved()
 
     def _may_be_slow(self, error: ServiceUnavailableError) -> bool:
-        """A service without a state that is busy, or stopped, for less than a call may take, or that this process has
-        no descriptor to look for: calls go on waiting, as to give them up would give up all they hold."""
+        """Return whether calls should keep waiting for a service without a state directory: it may be busy or
+        paused for less than the call timeout, or this process may have no file descriptor for the check. Giving up
+        its calls would drop everything that they hold."""
         return (
             is_slow(error) or none_left(error.__cause__)
-        ) and time.monotonic() - self._heard < self._config.call_timeout_s
+        ) and time.monotonic() - self._last_response < self._config.call_timeout_s
 
     def _miss(self, why: str, *, lost: bool) -> None:
-        """It is not there now, or at least does not answer."""
+        """Record that the service did not respond, and schedule the next attempt."""
         if lost:
             self._calls.lose(why)
         self._missed = True
-        self._doubted = False
-        self._look_at = time.monotonic() + self._backoff.take(self._calls.session.heartbeat_s)
-        if lost and not self._calls.waiting and not self._told:
-            self._told = True
+        self._check_requested = False
+        self._next_beat_at = time.monotonic() + self._backoff.take(self._calls.session.heartbeat_s)
+        if lost and not self._calls.waiting and not self._reported_loss:
+            self._reported_loss = True
             self._moved()
 
     def _end(self, error: DataPlaneError) -> None:
@@ -231,7 +234,7 @@ class HeartbeatThread:
 
 
 def _monitor(dealer: Socket) -> Socket:
-    """What happens to its connection. The socket is closed where nobody can be told."""
+    """Monitor the connection events of `dealer`. Close `dealer` if that fails."""
     events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     try:
         return dealer.get_monitor_socket(events, f"inproc://tq-{secrets.token_hex(8)}")

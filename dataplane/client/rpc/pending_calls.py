@@ -1,6 +1,6 @@
-"""The calls of one session, as both drivers keep them: numbers, frames, deadlines, and why no more can be made.
+"""The calls of one session, shared by both channels: numbers, frames, deadlines, and the reason why calls fail.
 
-Knows no socket: the sync and the async channel send the frames and bring back the replies.
+This module uses no sockets: the sync and the async channel send the frames and pass in the replies.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from dataplane.ledger import commands as c
 from dataplane.protocol import codec, zmq_frames
 
 RESEND_S = 2.0
-"""Silence after which a call is repeated under its number."""
+"""Time without a response after which a call is resent under its number."""
 RESEND_GROWTH = 1.5
 RESEND_MAX_S = 10.0
 _EXPIRED = SessionExpiredError.__name__
 _NOT_DONE = frozenset({StateDirError.__name__})
-"""Errors with which a posted call was not executed, and is to be sent again."""
+"""Errors that mean that a posted call was not executed and must be resent."""
 _UNHEARD = _NOT_DONE | {ServiceUnavailableError.__name__, InternalError.__name__}
-"""Errors after which the ledger may not have seen the call, nor what it named."""
+"""Errors after which the ledger may not have seen the call or its confirmed numbers."""
 
 
 @dataclass(slots=True)
 class OutgoingCalls:
-    """A call on its way: what to send now, when to send again, when to give up (`time.monotonic`)."""
+    """A pending call: its frames, the time of its next resend and its deadline (`time.monotonic`)."""
 
     number: int
     method: str
@@ -56,15 +56,16 @@ class OutgoingCalls:
 
     @property
     def wake_at(self) -> float:
-        """When its driver must look at it again, answer or not."""
+        """When the channel must check the call again, with or without a response."""
         return min(self.deadline, self.resend_at)
 
 
 class Calls:
-    """Thread-safe. Every method returns at once. `session` is as it was found last.
+    """Thread-safe. No method blocks. `session` is the session as of the last connection.
 
-    doubt: called (from any thread, must return at once) when an answer tells that the service or the session ended:
-    find out. Until then no such answer counts: the service may live again with all it had.
+    doubt: called when a response reports that the service or the session ended; it must check this and return at
+    once. It may run in any thread. Until the check is done, such responses are ignored: the service may restart
+    with all of its state.
     """
 
     def __init__(self, session: OpenedSession, config: DataPlaneConfig) -> None:
@@ -82,63 +83,63 @@ class Calls:
     # --- whether calls can be made
 
     def check(self) -> None:
-        """Raises what makes calls impossible: a fork, the end of the client or of the session, a lost service whose
-        return is not waited for."""
+        """Raise the reason why calls are impossible now: a fork, the end of the client or the session, or a lost
+        service that calls do not wait for."""
         self.check_open()
         why = self._lost
-        if why and not self._patient():
+        if why and not self._within_reconnect():
             if self.session.durable:
-                why += f"; it has not come back within {self._reconnect_s:g} s"
+                why += f"; it has not restarted within {self._reconnect_s:g} s"
             raise ServiceUnavailableError(address=self.session.address, why=why)
 
     def check_open(self) -> None:
-        """Raises what makes calls impossible for ever."""
+        """Raise the reason why calls are permanently impossible."""
         if self._pid != os.getpid():
-            raise ClientClosedError(why="it belongs to the parent of this forked process; open one here")
+            raise ClientClosedError(why="it was created before fork(); create one in the child process")
         if self._over is not None:
-            # A fresh one each time: raised objects gather tracebacks.
+            # A new exception each time: raised exceptions accumulate tracebacks.
             raise from_wire(*to_wire(self._over))
 
     @property
     def over(self) -> bool:
-        """Whether the session can make no more calls, ever."""
+        """Whether the session can never make calls again."""
         return self._over is not None or self._pid != os.getpid()
 
     @property
     def pointless(self) -> bool:
-        """Whether nothing sent now would be answered."""
+        """Whether a message sent now would get no response."""
         return self.over or bool(self._lost)
 
     @property
     def waiting(self) -> bool:
-        """Whether the service is lost and calls wait for its return."""
-        return bool(self._lost) and self._patient()
+        """Whether the service is lost and calls wait for its restart."""
+        return bool(self._lost) and self._within_reconnect()
 
-    def _patient(self) -> bool:
+    def _within_reconnect(self) -> bool:
         return self.session.durable and time.monotonic() - self._lost_at < self._reconnect_s
 
     def end(self, error: DataPlaneError) -> None:
-        """No more calls: `check` raises this from now on."""
+        """End the session: `check` raises this error from now on."""
         if self._over is None or isinstance(error, ClientClosedError):
             self._over = error
 
     def lose(self, why: str) -> None:
-        """The service does not answer: `check` raises `ServiceUnavailableError` until it does, at once, or from
-        `reconnect_s` on where the service keeps its state."""
+        """Record that the service does not respond. Until it does, `check` raises `ServiceUnavailableError`:
+        immediately, or for a durable service after `reconnect_s`."""
         if not self._lost:
             self._lost_at = time.monotonic()
         self._lost = why
 
     def adopt(self, session: OpenedSession) -> None:
-        """The session was found again, maybe elsewhere and in another epoch of the service."""
+        """Continue with the reconnected session, possibly at another endpoint and in another epoch of the service."""
         self.session = session
         self._lost = ""
 
     # --- calls
 
     def begin(self, command: c.Command, timeout_s: float | None = None) -> OutgoingCalls:
-        """A call to send. Its deadline: a command that can wait gets its own timeout and then the time of any other,
-        so that the ledger's answer comes first; `timeout_s` replaces the latter."""
+        """Return a call to send. The deadline of a command that can wait is its own timeout plus that of ordinary
+        commands, so that the ledger's response arrives first. `timeout_s` replaces the latter."""
         now = time.monotonic()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         if isinstance(command, c.Allocate | c.Shrink | c.FindCells) or (
@@ -150,15 +151,15 @@ class Calls:
         return self._outgoing(call, now, now + limit_s)
 
     def begin_post(self, command: c.Command) -> OutgoingCalls:
-        """A call to send and not to wait for; `due` brings it back until it is answered."""
+        """Return a call to send without waiting for it; `due` returns it again until it is answered."""
         now = time.monotonic()
         with self._lock:
             call = self._numbering.issue(command, now=now, posted=True)
         return self._outgoing(call, now, now + self._timeout_s)
 
     def again(self, outgoing: OutgoingCalls) -> list[bytes]:
-        """The frames of a call that got no answer yet, to send once more. Raises `CallTimeoutError` at its deadline
-        and what `check` raises."""
+        """Return the frames for resending an unanswered call. Raise `CallTimeoutError` after its deadline, and the
+        errors of `check`."""
         now = time.monotonic()
         if now >= outgoing.deadline:
             raise CallTimeoutError(
@@ -174,8 +175,8 @@ class Calls:
         return zmq_frames.request(call)
 
     def answers(self, outgoing: OutgoingCalls, reply: zmq_frames.Reply) -> bool:
-        """Whether this reply is the call's answer, or else the call goes on waiting for one."""
-        if self._goes(reply):
+        """Return whether this reply ends the call. Otherwise the call continues to wait."""
+        if self._is_shutdown_notice(reply):
             return False
         if reply.outcome == _EXPIRED and not outgoing.doubted:
             outgoing.doubted = True
@@ -184,8 +185,8 @@ class Calls:
         return True
 
     def heard(self, reply: zmq_frames.Reply) -> None:
-        """A reply came that nobody waits for."""
-        if self._goes(reply):
+        """Process a reply that no caller waits for."""
+        if self._is_shutdown_notice(reply):
             return
         self._lost = ""
         if reply.outcome == _EXPIRED:
@@ -194,13 +195,13 @@ class Calls:
             self._answered(reply)
 
     def settle(self, outgoing: OutgoingCalls, reply: zmq_frames.Reply) -> c.Result:
-        """What the call got. Raises the error it got."""
+        """Return the result of the call, or raise its error."""
         self._lost = ""
         error = reply.error
         if isinstance(error, SessionExpiredError):
             self.end(error)
         if error is not None:
-            # An answer too large to be sent or to be kept for a repetition is no refusal: what it gave must be undone,
+            # The command was executed although its response is too large to send or to keep. Its effect must be undone,
             # so the call stays open.
             if not isinstance(error, RequestTooLargeError | StaleCallError):
                 self._answered(reply)
@@ -209,8 +210,8 @@ class Calls:
         self._answered(reply)
         return result
 
-    def _goes(self, reply: zmq_frames.Reply) -> bool:
-        """Whether the reply says no more than that a service that will live again ends."""
+    def _is_shutdown_notice(self, reply: zmq_frames.Reply) -> bool:
+        """Return whether the reply only reports that a durable service is shutting down."""
         if reply.outcome != ServiceUnavailableError.__name__ or not self.session.durable:
             return False
         self.lose(str(getattr(reply.error, "why", reply.error)))
@@ -223,14 +224,14 @@ class Calls:
                 self._numbering.answered(reply.number, heard=reply.outcome not in _UNHEARD)
 
     def abandon(self, number: int) -> OutgoingCalls | None:
-        """Nobody will use that call's answer. What to send to undo it, if anything; not waited for."""
+        """Abandon a call. Return the posted call that undoes it, or None."""
         now = time.monotonic()
         with self._lock:
             undo = self._numbering.abandon(number, now=now)
         return None if undo is None else self._outgoing(undo, now, now + self._timeout_s)
 
     def due(self, *, all_of_them: bool = False) -> list[OutgoingCalls]:
-        """All posted calls that have been unanswered for long, or at all, to send again."""
+        """Return the posted calls to resend: those unanswered for `RESEND_S`, or all of them."""
         now = time.monotonic()
         with self._lock:
             numbers = self._numbering.due(now + 1.0 if all_of_them else now - RESEND_S)
@@ -238,6 +239,7 @@ class Calls:
         return [self._outgoing(call, now, now + self._timeout_s) for call in calls]
 
     def _outgoing(self, call: c.Call, now: float, deadline: float) -> OutgoingCalls:
+        """Encode a call. If that fails, settle its number."""
         try:
             frames = zmq_frames.request(call)
         except BaseException:
@@ -249,9 +251,9 @@ class Calls:
 
 
 class OpenChannel:
-    """What both channels tell of their session, as it was found last. `leftovers` is asked with every heartbeat for
-    commands to post; `shown` are the settings, with the token that storage units want; `learned` is called, in any
-    thread, with the storage units whenever the session is found again."""
+    """Common state of both channels, as of the last connection. `leftovers` returns commands to post with every
+    heartbeat. `shown` are the settings, with the token that storage units require. `learned` is called, in any
+    thread, with the storage units after every reconnection."""
 
     def __init__(self, session: OpenedSession, config: DataPlaneConfig) -> None:
         self._calls = Calls(session, config)
@@ -271,25 +273,25 @@ class OpenChannel:
 
     @property
     def durable(self) -> bool:
-        """Whether the service keeps its state over a restart."""
+        """Whether the service keeps its state across a restart."""
         return self._calls.session.durable
 
     @property
     def put_timeout_s(self) -> float:
-        """How long puts wait for space unless the client says."""
+        """How long puts wait for space unless the client sets its own timeout."""
         return self._calls.session.put_timeout_s
 
     @property
     def units(self) -> tuple[c.UnitInfo, ...]:
-        """The storage units there were when the session was found; a `Units` call tells of later ones."""
+        """The storage units as of the last connection; a `Units` call returns later ones."""
         return self._calls.session.units
 
     @property
     def address(self) -> str:
-        """Where the service is, "host:port"."""
+        """Address of the service, "host:port"."""
         return self._calls.session.address
 
     @property
     def endpoint(self) -> str:
-        """The ZMQ endpoint that commands go to."""
+        """The ZMQ endpoint for commands."""
         return self._calls.session.endpoint

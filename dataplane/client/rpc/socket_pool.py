@@ -1,4 +1,4 @@
-"""The sockets that the threads of one client share to get to one pool of the controller."""
+"""A pool of sockets to one controller endpoint, shared by the threads of one client."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dataplane.protocol.fd_limits import enough_for
 from dataplane.protocol.server_keys import ConnectionKeys
 
 IDLE_S = 30.0
-"""A socket that nobody used for so long is closed."""
+"""A socket that is unused for this time is closed."""
 
 
 class SocketPool:
-    """Each call takes a socket of its own and brings it back. There are never more than were taken at one time, and
-    those that are not needed any more are closed. Once the pool is shut (its service is gone, or the client is
-    closing), whoever polls `waker` with its socket wakes, and sockets brought back are closed. Thread-safe, and sound
-    after an interrupt at any place: a socket that was not brought back by then is closed with the pool at the latest.
-    """
+    """Each call takes its own socket and returns it. The pool grows only to the number of sockets in use at one
+    time and closes sockets that are no longer needed. When the pool is shut (its service is lost or the client is
+    closing), all callers that poll `waker` with their socket wake up, and returned sockets are closed. Thread-safe,
+    and consistent after an interrupt at any point: a socket that was not returned is closed with the pool at the
+    latest."""
 
     def __init__(self, context: zmq.Context[Socket], endpoint: str, keys: ConnectionKeys) -> None:
         self.endpoint = endpoint
@@ -40,20 +40,20 @@ class SocketPool:
         self._guard = threading.Lock()
 
     def __len__(self) -> int:
-        """How many sockets there are."""
+        """Return the number of open sockets."""
         with self._guard:
             return sum(not dealer.closed for dealer in self._sockets)
 
     @property
     def waker(self) -> Waker:
-        """For those who took a socket."""
-        assert self._waker is not None, "nobody took a socket yet"
+        """The waker to poll together with a socket."""
+        assert self._waker is not None, "no socket was taken yet"
         return self._waker
 
     def take(self, call: threading.Lock) -> Socket | None:
-        """A socket, the last that was brought back; None once the pool is shut. `ServiceUnavailableError`, naming the
-        remedy, where the process may have no more open files. call: what the caller holds until it is back, by a `with`
-        statement (see `InFlight`)."""
+        """Return the most recently returned socket, or a new one; None after the pool is shut. Raise
+        `ServiceUnavailableError`, naming the remedy, if the process has no free file descriptors. call: lock that
+        the caller holds, by a `with` statement, until it returns the socket (see `InFlight`)."""
         with self._guard:
             if self.shut:
                 return None
@@ -73,9 +73,9 @@ class SocketPool:
         return dealer
 
     def put_back(self, dealer: Socket, call: threading.Lock, *, sound: bool) -> None:
-        """What the call took. It is closed unless it is `sound`: one that brought no answer may have no connection,
-        which others could be short of open files for, and one that was interrupted may have sent half a message, which
-        the next would become part of."""
+        """Return the socket of the call. It is closed unless it is `sound`: a socket without a response may have no
+        connection and hold a scarce file descriptor; an interrupted one may have sent half a message, which would
+        corrupt the next one."""
         with self._guard:
             if sound and not self.shut:
                 self._idle.append((dealer, time.monotonic()))
@@ -84,8 +84,8 @@ class SocketPool:
             self._using.leave(call)
 
     def serve_idle(self, serve: Callable[[Socket], None], *, idle_s: float = IDLE_S) -> None:
-        """Do this with each socket that nobody uses now, one at a time, so that callers find the others; then close
-        those that nobody used for `idle_s`, but for one."""
+        """Call `serve` with each idle socket, one at a time, so that callers can take the others. Then close
+        sockets unused for `idle_s`, except one."""
         with self._guard:
             idle = list(self._idle)
         for dealer, since in idle:
@@ -109,7 +109,7 @@ class SocketPool:
                         self._using.leave(call)
 
     def close(self) -> None:
-        """Shut the pool: nobody takes a socket any more, and whoever waits for an answer wakes. Does not block."""
+        """Shut the pool: no caller can take a socket, and callers that wait for a response wake up. Do not block."""
         with self._guard:
             self.shut = True
             if self._waker is not None:
@@ -118,7 +118,8 @@ class SocketPool:
                 self._idle.pop()[0].close()
 
     def wait(self, timeout_s: float) -> int:
-        """Until all sockets of a shut pool are back and closed; how many are not, after `timeout_s`."""
+        """Wait up to `timeout_s` until all sockets of a shut pool are returned and closed. Return the number of
+        sockets still in use."""
         using = self._using.wait(timeout_s)
         if not using:
             with self._guard:
