@@ -201,11 +201,11 @@ def test_the_session_of_the_server_lives_as_long_as_it_is_looked_at_and_longer(s
     time.sleep(1.0)
     with connect(server.address, client_name="looker") as client:
 
-        def restartable() -> bool:
+        def lives() -> bool:
             (mine,) = (session for session in client.stats().sessions if session.name == "tq http")
             return mine.state == "live"
 
-        wait_until(restartable, "a heartbeat after it")
+        wait_until(lives, "a heartbeat after it")
         shown = [session["name"] for session in json(server, "/api/stats")["sessions"]]
         assert "looker" in shown
         assert "tq http" not in shown, "it is no client"

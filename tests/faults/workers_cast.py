@@ -46,7 +46,7 @@ class Member:
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
-    def restartable(self) -> None:
+    def lives(self) -> None:
         """StormError if it does not."""
         if self.ended():
             raise StormError(f"{self.name} ended: {bad(self._folder)[:3]}")
@@ -105,7 +105,7 @@ class Member:
     def _until(self, come: Any, what: str, within_s: float) -> None:
         end = time.monotonic() + within_s
         while not come():
-            self.restartable()
+            self.lives()
             if time.monotonic() > end:
                 raise StormError(f"{self.name} did not {what} within {within_s:.0f} s")
             time.sleep(LOOK_S)

@@ -106,7 +106,7 @@ class WorkersScene:
     def _nobody_ended(self) -> None:
         for member in self.members.values():
             if member.pid:
-                member.restartable()
+                member.lives()
 
     def _descriptors(self) -> dict[str, int]:
         return {name: member.descriptors() for name, member in self.members.items() if member.pid}

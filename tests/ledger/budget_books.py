@@ -70,7 +70,7 @@ class BudgetBooks:
                 targets = {(each, 0) for each in asked.samples.ids or ()}
                 if asked.samples.ids is None:
                     targets = {(sample.id, sample.generation) for sample in self.model.named(partition, asked.samples)}
-                self.targets[name] = (asked.partition, partition.generation), targets
+                self.targets[name] = (asked.partition, partition.incarnation), targets
                 self.named.add(name)
                 self.kept |= {name} if isinstance(asked, Allocate) else set()
         if isinstance(asked, Abort | Commit):
@@ -97,8 +97,8 @@ class BudgetBooks:
             self.lost(name)
             generations = set(kept.evicted.generations.values())
             gone = [sample for sample in partition.in_order() if sample.generation in generations]
-            before = self.counted.get((name, partition.generation), (0, 0))
-            counted = self.counted[name, partition.generation] = (kept.evicted.consumed, kept.evicted.unconsumed)
+            before = self.counted.get((name, partition.incarnation), (0, 0))
+            counted = self.counted[name, partition.incarnation] = (kept.evicted.consumed, kept.evicted.unconsumed)
             assert sum(counted) - sum(before) == len(gone), (name, counted, before, gone)
             if gone:
                 self.evicted(name, partition, gone, counted[0] - before[0])
@@ -107,7 +107,7 @@ class BudgetBooks:
     def evicted(self, name: str, partition: Partition, gone: list[Sample], count: int) -> None:
         """`count` of these had been consumed; their holders have had their answers, nobody reads them, and no put under
         way names them."""
-        kept = self.targets_of(self.kept, (name, partition.generation))
+        kept = self.targets_of(self.kept, (name, partition.incarnation))
         targets = [(sample.id, generation) for sample in gone for generation in (0, sample.generation)]
         assert kept.isdisjoint(targets), f"puts under way name {kept}, and {gone} were evicted"
         assert partition.when_full in EVICTING, f"{gone} were evicted by policy {partition.when_full}"
@@ -118,9 +118,9 @@ class BudgetBooks:
         for sample in gone:
             assert is_doubtful(sample) or self.may_go(sample), f"{sample} was evicted"
             del partition.samples[sample.id], partition.live[sample.row, sample.generation]
-        named = self.targets_of(self.named, (name, partition.generation))
+        named = self.targets_of(self.named, (name, partition.incarnation))
         self.check_order(partition, gone, {each for each, _ in named})
-        self.gone.setdefault((name, partition.generation), {}).update({sample.id: sample for sample in gone})
+        self.gone.setdefault((name, partition.incarnation), {}).update({sample.id: sample for sample in gone})
         self.unsaid += [sample.id for sample in gone if not self.is_consumed(partition, sample)]
         EVICTED["consumed"] += count
         EVICTED["unconsumed"] += len(gone) - count
@@ -187,7 +187,7 @@ class BudgetBooks:
     def lost(self, name: str) -> dict[str, Sample]:
         """Samples of the partition that were evicted, but for ids that live again."""
         partition = self.model.partitions.get(name)
-        gone = {} if partition is None else self.gone.get((name, partition.generation), {})
+        gone = {} if partition is None else self.gone.get((name, partition.incarnation), {})
         if partition is None:
             return gone
         for sample in [sample for sample in gone.values() if sample.id in partition.samples]:

@@ -91,7 +91,7 @@ class Partition:
     num_samples: int | None
     tasks: tuple[str, ...]
     strict: bool
-    generation: int
+    incarnation: int
     sealed: bool = False
     born: int = 0
     samples: dict[str, Sample] = field(default_factory=dict)

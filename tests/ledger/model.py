@@ -55,7 +55,7 @@ class Model(CopyModel):
         self.commands: dict[Name, Command] = {}
         self.reserved: dict[Name, list[tuple[int, int, int]]] = {}
         self.granted: dict[Name, Allocated] = {}
-        self.generations = 0
+        self.incarnations = 0
         self.reserved_in: dict[Name, int] = {}
         self.ahead: set[Name] = set()
         self.pins: dict[Name, set[Place]] = {}
@@ -171,7 +171,7 @@ class Model(CopyModel):
         partition = self.partitions.get(command.partition)
         if partition is None:
             faults.must.add("PartitionNotFoundError")
-        elif partition.generation != self.reserved_in[session, command.reservation]:
+        elif partition.incarnation != self.reserved_in[session, command.reservation]:
             faults.must.add("PartitionDroppedError")
         return faults
 
@@ -183,7 +183,7 @@ class Model(CopyModel):
         if isinstance(allocate, Allocate) and allocate.moving:
             return {"InvalidRequestError"}
         if command.offset is None:
-            return set() if self.reserved_in[reservation] == partition.generation else {"PartitionDroppedError"}
+            return set() if self.reserved_in[reservation] == partition.incarnation else {"PartitionDroppedError"}
         start, total = command.offset, sum(granules_of(sum(sizes_of(column))) for column in command.columns)
         fits = any(at <= start and start + total <= at + nbytes for _, at, nbytes in self.reserved[reservation])
         return set() if not start % GRANULE_BYTES and (fits or not total) else {"InvalidRequestError"}
@@ -225,9 +225,9 @@ class Model(CopyModel):
 
     def register(self, command: Register) -> None:
         old = self.partitions.get(command.partition)
-        self.generations += old is None
-        generation = self.generations if old is None else old.generation
-        new = Partition(dict(command.fields), command.num_samples, command.tasks, command.strict, generation)
+        self.incarnations += old is None
+        incarnation = self.incarnations if old is None else old.incarnation
+        new = Partition(dict(command.fields), command.num_samples, command.tasks, command.strict, incarnation)
         new.budget, new.when_full = command.budget_bytes, command.when_full
         if old is not None:
             new.samples, new.live = old.samples, old.live
@@ -244,7 +244,7 @@ class Model(CopyModel):
         value_places(sizes, result)
         self.reserved[name] = placement_ranges(sizes, result)
         self.granted[name] = result
-        self.reserved_in[name] = self.partitions[command.partition].generation
+        self.reserved_in[name] = self.partitions[command.partition].incarnation
 
     def preallocated(self, name: Name, command: Preallocate, result: Preallocated) -> None:
         self.reserved[name] = [(command.unit, result.offset, granules_of(command.nbytes))]

@@ -114,8 +114,8 @@ class SaveBooks:
                     assert found.spec == cell.spec
 
     def stage(self, session: int, command: Stage) -> None:
-        self.model.generations += 1
-        self.model.partitions[command.partition] = Partition({}, None, (), False, self.model.generations)
+        self.model.incarnations += 1
+        self.model.partitions[command.partition] = Partition({}, None, (), False, self.model.incarnations)
         self.staged[command.partition] = session
 
     def publish(self, command: Publish) -> None:

@@ -5,6 +5,7 @@
     python train.py --mode colocate_async --set trainer.save_freq=2
     python train.py --mode separate_async --apart 1 --parts 2
     python train.py --filter --fail-every 5           # DAPO's filter, groups that fail and are replaced
+    python train.py --images                          # a vision model, an image in each prompt
 
 `original` is the package TransferQueue, `adapter` is `dataplane.compat.transfer_queue` by its switch. Nothing of verl
 is edited, and no function of it that touches the queue is replaced: `verl_cpu` registers a platform, a rollout that
@@ -50,7 +51,7 @@ def overrides(queue: str, options: argparse.Namespace) -> list[str]:
         f"data.train_files={data}/train.parquet",
         f"data.val_files={data}/val.parquet",
         f"data.train_batch_size={options.prompts}",
-        "data.max_prompt_length=32",
+        f"data.max_prompt_length={64 if options.images else 32}",
         "data.max_response_length=12",
         "data.shuffle=false",
         "data.dataloader_num_workers=0",
@@ -367,6 +368,7 @@ def arguments(description: str, **more: Any) -> argparse.Namespace:
     add("--calls", action="store_true", help="show how long calls of the queue take")
     add("--dump", action="store_true", help="write generations to files, and compare these")
     add("--skip", action="store_true", help="all steps after the first train on its rollouts, read from files")
+    add("--images", action="store_true", help="a tiny Qwen2-VL, with an image in each prompt")
     add("--strategy", default="fsdp2", choices=["fsdp", "fsdp2"])
     add("--work", type=Path, help="where the model, logs and checkpoints go; default: a new temporary folder")
     add("--set", action="append", default=[], help="a further setting of verl's configuration")
@@ -374,7 +376,8 @@ def arguments(description: str, **more: Any) -> argparse.Namespace:
     options = parser.parse_args()
     options.work = (options.work or Path(tempfile.mkdtemp(prefix="verl-"))).resolve()
     if not (options.work / "data").exists():
-        subprocess.run([sys.executable, HERE / "prepare.py", options.work / "data"], check=True)
+        images = ["--images"] if options.images else []
+        subprocess.run([sys.executable, HERE / "prepare.py", options.work / "data", *images], check=True)
     return options
 
 

@@ -220,7 +220,7 @@ class Ends:
     def __init__(self, stream: bytes = b"s") -> None:
         self.stream = stream
         self.incarnation = 0
-        self.restartable: list[str] = []
+        self.lives: list[str] = []
         self.in_flight: deque[tuple[PostMessage, bytes]] = deque()
         nobody = Relays(Backlog(1 << 30), lambda *_: None, lambda *_: None)
         self.incoming = Incoming(
@@ -235,7 +235,7 @@ class Ends:
             contact=OutgoingMessages("g:1", lambda *_: None, lambda *_: None).contact,
             forget=lambda *_: None,
             busy=lambda: True,
-            restartable=lambda _: True,
+            lives=lambda _: True,
             outdated=lambda _: False,
         )
         self.begin_anew()
@@ -268,17 +268,17 @@ class Ends:
 
     def arrive(self) -> None:
         post, snapshot = self.in_flight.popleft()
-        if self.restartable[-1:] != [str(post.incarnation)]:
-            self.restartable.append(str(post.incarnation))
+        if self.lives[-1:] != [str(post.incarnation)]:
+            self.lives.append(str(post.incarnation))
             self.incoming.outdate("g:0", post.incarnation)
         self.incoming.arrive(b"", post, snapshot.inline.bytes)  # type: ignore[attr-defined]
 
-    def call(self, fails: bool, restartable: bool = True) -> None:
+    def call(self, fails: bool, lives: bool = True) -> None:
         posting = Posting("g:0", self.stream, None, None, ObjectForm(), None, None, True, "call", 0.0, WAIT_S)
         if fails:
             self.incoming.skip(posting.key)
         else:
-            self.incoming.post(posting, restartable)
+            self.incoming.post(posting, lives)
         self.calls.append((len(self.calls), posting))
 
     def give_up(self, chance: random.Random) -> None:
@@ -305,7 +305,7 @@ def test_whatever_fails_the_n_th_call_gets_the_n_th_or_nothing(seed: int) -> Non
         elif step < 0.6 and ends.in_flight:
             ends.arrive()
         elif step < 0.9:
-            ends.call(fails=chance.random() < 0.1, restartable=chance.random() < 0.8)
+            ends.call(fails=chance.random() < 0.1, lives=chance.random() < 0.8)
         elif step < 0.96:
             ends.give_up(chance)
         elif step < 0.98:

@@ -3,6 +3,8 @@ package, so each process imports it at the end of `import verl`."""
 
 import os
 
+import torchvision_on_cpu  # noqa: F401  # before anything imports torchvision
+
 from verl_cpu import platform, registering
 
 registering.rollouts()

@@ -23,11 +23,18 @@ class SamplingServer:
     """The model of a replica. Calls run in one event loop, and sampling gives way to others after each token."""
 
     def __init__(self, model_path: str, response_length: int, replica: int) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig
+        from verl.utils.model import get_hf_auto_model_class
+        from verl.utils.tokenizer import hf_processor
 
         torch.set_num_threads(1)
         self._response_length, self._replica = response_length, replica
-        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        of = get_hf_auto_model_class(AutoConfig.from_pretrained(model_path))
+        self._model = of.from_pretrained(model_path, dtype=torch.float32).eval()
+        self._processor = hf_processor(model_path)  # None of a model of text
+        # A response with the placeholder of an image would need one more image than the prompt has.
+        config = self._model.config
+        self._placeholders = [] if self._processor is None else [config.image_token_id, config.video_token_id]
         self._steps = 0
         self._running = asyncio.Event()  # may requests sample?
         self._running.set()
@@ -35,7 +42,12 @@ class SamplingServer:
         self._awake = asyncio.Event()
 
     async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **ignored: Any
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        image_data: list[Any] | None = None,
+        **ignored: Any,
     ) -> TokenOutput:
         """One response; "aborted" with the tokens so far if `abort_all_requests` came in between."""
         if self._rejecting:
@@ -48,10 +60,12 @@ class SamplingServer:
         temperature = float(sampling_params.get("temperature", 1.0))
         ends = self._model.generation_config.eos_token_id
         ids, tokens, logprobs = list(prompt_ids), [], []
+        seen = dict(self._processor.image_processor(image_data, return_tensors="pt")) if image_data else {}
         reason = "completed"
         while len(tokens) < limit:
             with torch.no_grad():
-                logits = self._model(torch.tensor([ids])).logits[0, -1].float()
+                logits = self._model(**self._inputs(ids), **seen).logits[0, -1].float()
+            logits[self._placeholders] = -torch.inf
             if temperature > 0:
                 scores = torch.log_softmax(logits / temperature, dim=-1)
                 token = int(torch.multinomial(scores.exp(), 1, generator=generator))
@@ -68,6 +82,14 @@ class SamplingServer:
                 reason = "aborted"
                 break
         return TokenOutput(token_ids=tokens, log_probs=logprobs, stop_reason=reason, extra_fields=self._version())
+
+    def _inputs(self, ids: list[int]) -> dict[str, torch.Tensor]:
+        """Of one sequence. A model of images wants to know which tokens stand for one."""
+        tokens = torch.tensor([ids])
+        if self._processor is None:
+            return {"input_ids": tokens}
+        of_images = tokens == self._model.config.image_token_id
+        return {"input_ids": tokens, "mm_token_type_ids": of_images.long()}
 
     def _version(self) -> dict[str, Any]:
         return {"global_steps": self._steps}
