@@ -76,18 +76,18 @@ CLIENTS = {
 REFUSED: list[tuple[str, str, type[Exception], str]] = [
     ("token", "plain", AuthenticationError, "no token was given.*config.token"),
     ("token", "wrong token", AuthenticationError, "the token is wrong"),
-    ("plain", "token", AuthenticationError, "what answers there knows none"),
-    ("plain", "tls", TlsError, "does not speak TLS, and this side does.*tls_"),
-    ("token", "tls and token", TlsError, "does not speak TLS"),
-    ("tls", "plain", TlsError, "speaks TLS, and this side does not.*tls_cert_file"),
-    ("tls", "wrong token", TlsError, "speaks TLS"),
-    ("tls and token", "token", TlsError, "speaks TLS"),
+    ("plain", "token", AuthenticationError, "the server there has none"),
+    ("plain", "tls", TlsError, "does not use TLS, and this client does.*tls_"),
+    ("token", "tls and token", TlsError, "does not use TLS"),
+    ("tls", "plain", TlsError, "uses TLS, and this client does not.*tls_cert_file"),
+    ("tls", "wrong token", TlsError, "uses TLS"),
+    ("tls and token", "token", TlsError, "uses TLS"),
     ("tls and token", "tls", AuthenticationError, "no token was given"),
     ("tls and token", "tls and wrong token", AuthenticationError, "the token is wrong"),
-    ("tls and token", "stranger", TlsError, "does not take this side's certificate.*tls_ca_file.*valid"),
-    ("tls and token", "expired", TlsError, r"does not take this side's certificate \(certificate has expired\)"),
-    ("tls and token", "takes strangers", TlsError, "this side does not take its certificate.*tls_ca_file"),
-    ("tls and token", "wants another", TlsError, "this side does not take its certificate.*tls_server_name"),
+    ("tls and token", "stranger", TlsError, "rejects this client's certificate.*tls_ca_file.*valid"),
+    ("tls and token", "expired", TlsError, r"rejects this client's certificate \(certificate has expired\)"),
+    ("tls and token", "takes strangers", TlsError, "this client rejects the service's certificate.*tls_ca_file"),
+    ("tls and token", "wants another", TlsError, "this client rejects the service's certificate.*tls_server_name"),
 ]
 
 
@@ -198,9 +198,9 @@ def test_a_certificate_may_be_for_a_name_that_is_not_the_host() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (tls() | {"tls_ca_file": "/nowhere.pem"}, "tls_ca_file '/nowhere.pem' cannot be used: No such file"),
-        (tls() | {"tls_key_file": tls("stranger")["tls_key_file"]}, "cannot be used: KEY_VALUES_MISMATCH"),
-        (tls() | {"tls_ca_file": tls()["tls_key_file"]}, "tls_ca_file .* cannot be used"),
+        (tls() | {"tls_ca_file": "/nowhere.pem"}, "tls_ca_file '/nowhere.pem' is unusable: No such file"),
+        (tls() | {"tls_key_file": tls("stranger")["tls_key_file"]}, "is unusable: KEY_VALUES_MISMATCH"),
+        (tls() | {"tls_ca_file": tls()["tls_key_file"]}, "tls_ca_file .* is unusable"),
     ],
 )
 def test_files_that_cannot_be_used_are_named_by_service_unit_and_client(
@@ -216,14 +216,14 @@ def test_files_that_cannot_be_used_are_named_by_service_unit_and_client(
 
 def test_what_one_cannot_see_of_ones_own_certificate_is_told_with_both_reasons() -> None:
     """It is good by this side's own files and clock."""
-    why = tls_module._not_taken(DataPlaneConfig(**tls("stranger", "other-ca")).tls)
-    assert why.startswith("it does not take this side's certificate: ")
-    assert "signed by the authority" in why
-    assert "valid by the clock there" in why
+    why = tls_module._rejected(DataPlaneConfig(**tls("stranger", "other-ca")).tls)
+    assert why.startswith("the service rejects this client's certificate: ")
+    assert "signed by an authority" in why
+    assert "valid by its clock" in why
 
 
 def test_nobody_at_the_address_is_told_at_once() -> None:
-    with pytest.raises(ServiceUnavailableError, match=r"127\.0\.0\.1:1: connecting"):
+    with pytest.raises(ServiceUnavailableError, match=r"127\.0\.0\.1:1: cannot connect"):
         connect("127.0.0.1:1", connect_timeout_s=600.0, **tls())
 
 
@@ -231,7 +231,7 @@ def test_a_host_that_takes_no_connection_is_not_said_to_listen() -> None:
     """As one behind a firewall. One whose backlog is full says nothing."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, socket.create_connection(silent.getsockname()):
         assert select.select([silent], [], [], 60)[0]
-        with pytest.raises(ServiceUnavailableError, match=r": connecting to it: .* timed out; .* firewall") as caught:
+        with pytest.raises(ServiceUnavailableError, match=r"cannot connect to it: .* timed out; .* firewall") as caught:
             connect(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout_s=0.2)
     assert isinstance(caught.value.__cause__, TimeoutError)
 

@@ -239,7 +239,7 @@ def test_calls_whose_answers_nobody_takes_have_a_budget(monkeypatch: pytest.Monk
         with socket.create_connection(split_address(controller.address), timeout=WAIT_S) as peer:
             call_and_take_nothing(peer, controller.address, method, calls=4)
             assert is_busy()
-            why = "answered with gRPC status 8: calls without the token under way from ipv4:127.0.0.1: 5, and the limit"
+            why = "replied with gRPC status 8: calls without the token under way from ipv4:127.0.0.1: 5, and the limit"
             with pytest.raises(http2.BusyError, match=why):
                 server_keys._ask(controller.address, None, bytes(NONCE_BYTES), lambda: WAIT_S)
             with ThreadPoolExecutor(1) as pool:
@@ -395,7 +395,7 @@ def lie(how: str, address: str, files: object, nonce: bytes, rest: object) -> tu
 @pytest.mark.parametrize("how", ["another token", "another port", "another nonce"])
 def test_who_cannot_prove_that_it_knows_the_token_is_no_service(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(server_keys, "_ask", functools.partial(lie, how))
-    with pytest.raises(AuthenticationError, match="does not prove that it knows"):
+    with pytest.raises(AuthenticationError, match="no valid proof for this token"):
         keys_of("127.0.0.1:7", TOKEN, None, deadline=time.monotonic() + WAIT_S)
 
 

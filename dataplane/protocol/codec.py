@@ -1,6 +1,6 @@
-"""Ledger values to protocol messages and back, whole: an input written down is (method name, bytes).
+"""Conversion of whole ledger values to protocol messages and back. An encoded input is (method name, bytes).
 
-`converters` knows how each type converts. Requests of commands carry a `Header` too.
+`converters` converts each type. Requests of commands also carry a `Header`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ REPORTS: tuple[type[c.Input], ...] = (
     c.RowsChecked,
     c.Tick,
 )
-"""The unnumbered inputs with a message: every `Input` but `Call`, and `Restarted`, which never leaves its process."""
+"""The unnumbered inputs with a message: every `Input` except `Call` and `Restarted`, which stays in its process."""
 
 OUTPUTS: tuple[type[c.Output], ...] = (c.Opened, c.UnitAdded, c.UnitDropped, *get_args(c.UnitOrder))
-"""Outputs with a message; an `Answer` travels as its result, errors as errors, and a `Notice` does not leave."""
+"""Outputs with a message. An `Answer` is sent as its result or its error, and a `Notice` is never sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Method:
 
     @property
     def result(self) -> type[c.Result]:
-        """What answers it."""
+        """The type of the command's result."""
         return self.command.answer()
 
 
@@ -65,21 +65,21 @@ _PLANS = {value_type: plan_of(value_type) for value_type in (*_COMMANDS, *_RESUL
 
 
 def to_pb(value: c.Value) -> Message:
-    """The message of a result, report or output. Raises `InvalidRequestError` for values that no message can hold."""
+    """Return the message of a result, report or output. Raises `InvalidRequestError` for unrepresentable values."""
     try:
         plan = _PLANS[type(value)]
         return plan.message(**plan.keywords(value))
     except (TypeError, ValueError, OverflowError) as error:
-        raise _unfit(value, error) from error
+        raise _unrepresentable(value, error) from error
 
 
 def from_pb(value_type: type[c.Value], wire: Message) -> Any:
-    """The value of a message. Raises `InvalidRequestError` for what is malformed."""
+    """Return the value of a message. Raises `InvalidRequestError` if the message is malformed."""
     return _PLANS[value_type].from_pb(wire)
 
 
 def call_to_pb(call: c.Call) -> Message:
-    """The request of a command in its place. Raises `InvalidRequestError` for values that no message can hold."""
+    """Return the request of a numbered call. Raises `InvalidRequestError` for values that no message can represent."""
     plan = _PLANS[type(call.command)]
     header = {
         "session": call.session,
@@ -90,15 +90,15 @@ def call_to_pb(call: c.Call) -> Message:
     try:
         return plan.message(header=header, **plan.keywords(call.command))
     except (TypeError, ValueError, OverflowError) as error:
-        raise _unfit(call.command, error) from error
+        raise _unrepresentable(call.command, error) from error
 
 
 def call_from_pb(method: Method, wire: Any) -> c.Call:
-    """The call of a request. Raises `InvalidRequestError` for what is malformed."""
+    """Return the call of a request. Raises `InvalidRequestError` if the request is malformed."""
     header = wire.header
     if min(header.session, header.number, header.watermark) < 0:
         place = f"session {header.session}, call {header.number}, watermark {header.watermark}"
-        raise InvalidRequestError(f"{method.name}: {place}: none of them may be negative")
+        raise InvalidRequestError(f"{method.name}: {place}: these must not be negative")
     return c.Call(
         session=header.session,
         number=header.number,
@@ -109,14 +109,14 @@ def call_from_pb(method: Method, wire: Any) -> c.Call:
 
 
 def encode(item: c.Input) -> tuple[str, bytes]:
-    """An input written down: its method (a command's name, or the report's) and the bytes of its message."""
+    """Encode an input as its method (the name of the command or report) and the bytes of its message."""
     if isinstance(item, c.Call):
         return type(item.command).__name__, call_to_pb(item).SerializeToString()
     return type(item).__name__, to_pb(item).SerializeToString()
 
 
 def decode(method: str, body: bytes) -> c.Input:
-    """What `encode` wrote. Raises `InvalidRequestError` for an unknown method and for what is malformed."""
+    """Decode the result of `encode`. Raises `InvalidRequestError` for an unknown method or a malformed message."""
     known = METHODS.get(method)
     try:
         if known is not None:
@@ -131,30 +131,31 @@ def decode(method: str, body: bytes) -> c.Input:
 
 
 def encode_result(result: c.Result) -> bytes:
-    """The bytes of a result's message."""
+    """Encode a result as the bytes of its message."""
     return to_pb(result).SerializeToString()
 
 
 def decode_result(method: str, body: bytes) -> c.Result:
-    """The result of command `method` that `encode_result` wrote. `InternalError` for anything else."""
+    """Decode a result of command `method` from `encode_result`. Raises `InternalError` if it is malformed."""
     plan = _PLANS[METHODS[method].result]
     try:
         value: c.Result = plan.from_pb(plan.message.FromString(body))
     except (DecodeError, InvalidRequestError) as error:
-        raise InternalError(what=f"the answer to {method} makes no sense ({error})") from error
+        raise InternalError(what=f"malformed reply to {method} ({error})") from error
     return value
 
 
-def _unfit(value: c.Value, error: Exception) -> InvalidRequestError:
+def _unrepresentable(value: c.Value, error: Exception) -> InvalidRequestError:
+    """Return the error for a value that no message can represent, with the field that causes it."""
     if isinstance(error, InvalidRequestError):
         return error
     what = type(value).__name__
-    why = _no_integer(value) or _no_text(value) or next(_not_unicode(what, value), None) or str(error)
+    why = _integer_fault(value) or _string_fault(value) or next(_unicode_faults(what, value), None) or str(error)
     return InvalidRequestError(f"{what}: {why}")
 
 
-def _no_integer(value: c.Value) -> str | None:
-    """What is wrong with the first field of the command that is to be an integer and is none."""
+def _integer_fault(value: c.Value) -> str | None:
+    """Describe the first integer field of the command that does not hold a 64-bit integer; None if there is none."""
     for name, hint in get_type_hints(type(value)).items():
         found = getattr(value, name)
         if found is None or int not in (hint, *get_args(hint)):
@@ -162,12 +163,12 @@ def _no_integer(value: c.Value) -> str | None:
         if isinstance(found, bool) or not hasattr(found, "__index__"):
             return f"{name}={found!r}: expected an integer, got {type(found).__name__}"
         if not -(1 << 63) <= int(found) < 1 << 63:
-            return f"{name}={found!r}: expected an integer of 64 bits"
+            return f"{name}={found!r}: expected a 64-bit integer"
     return None
 
 
-def _no_text(value: c.Value) -> str | None:
-    """The same for a field that is to be a text."""
+def _string_fault(value: c.Value) -> str | None:
+    """Describe the first string field of the command that does not hold a string; None if there is none."""
     for name, hint in get_type_hints(type(value)).items():
         found = getattr(value, name)
         if found is not None and hint in (str, str | None) and not isinstance(found, str):
@@ -175,28 +176,28 @@ def _no_text(value: c.Value) -> str | None:
     return None
 
 
-def _not_unicode(place: str, value: Any) -> Iterator[str]:
-    """The texts in a value that no message can hold, each with its place."""
+def _unicode_faults(place: str, value: Any) -> Iterator[str]:
+    """Yield a description, with its place, of each string in the value that is not valid Unicode."""
     if isinstance(value, str):
         if not _is_unicode(value):
             yield (
-                f"{place}: the text {value[:80]!r} holds half of a surrogate pair, which is no Unicode character. "
-                "Replace it, for example by text.encode('utf-8', 'replace').decode()"
+                f"{place}: the string {value[:80]!r} contains an unpaired surrogate, which is not valid Unicode. "
+                "Replace it, for example with text.encode('utf-8', 'replace').decode()"
             )
     elif isinstance(value, c.Samples):
-        yield from _not_unicode("sample id", value.ids)
+        yield from _unicode_faults("sample id", value.ids)
     elif isinstance(value, c.Value):
         of = "tag" if isinstance(value, c.TagColumn) else "field"
         for name in value.__struct_fields__:
             inside = {"name": f"{of} name", "values": f"tag {getattr(value, 'name', '')!r}"}.get(name, name)
-            yield from _not_unicode(inside, getattr(value, name))
+            yield from _unicode_faults(inside, getattr(value, name))
     elif isinstance(value, dict):
         for key, entry in value.items():
-            yield from _not_unicode(place, key)
-            yield from _not_unicode(place, entry)
+            yield from _unicode_faults(place, key)
+            yield from _unicode_faults(place, entry)
     elif isinstance(value, tuple):
         for entry in value:
-            yield from _not_unicode(place, entry)
+            yield from _unicode_faults(place, entry)
 
 
 def _is_unicode(text: str) -> bool:

@@ -1,8 +1,8 @@
-"""How one type of ledger value becomes a protocol message and comes back: worked out once per type, from the value's
-annotations and the message's descriptor.
+"""Conversion plans between a type of ledger value and its protocol message. A plan is built once per type, from the
+value's annotations and the message's descriptor.
 
-Values and messages have the same fields under the same names; `parts` has the few kinds that look different on the
-wire. A field that the two do not share is an AssertionError.
+Values and messages have the same fields under the same names; `field_types` converts the few kinds with another wire
+format. A value's field that the message lacks raises AssertionError.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BY_HAND: dict[Any, tuple[Convert, Convert]] = {
     Scalar: (field_types.scalar_to_pb, field_types.scalar_from_pb),
 }
 _VALUE_OF_ENTRY: dict[Any, str] = {FieldSpec: "spec", int: "count", c.Int64s: "values", Scalar: "value"}
-"""How the entries of a dict call their value (`NamedSpec`, `NamedCount`, `NamedIntegers`, `NamedScalar`)."""
+"""The name of the value's field in entries of a dict (`NamedSpec`, `NamedCount`, `NamedIntegers`, `NamedScalar`)."""
 
 
 def _same(value: Any) -> Any:
@@ -44,7 +44,7 @@ def _same(value: Any) -> Any:
 
 
 class _Field:
-    """How one field converts. `default` stands for an absent optional field (NODEFAULT: it must be there)."""
+    """The conversion of one field. `default` replaces an absent optional field (NODEFAULT: the field is required)."""
 
     def __init__(self, field: msgspec.structs.FieldInfo, hint: Any, message: type[Message]) -> None:
         self.name = field.name
@@ -60,6 +60,7 @@ class _Field:
 
 
 def _converters(hint: Any, is_enum: bool) -> tuple[Convert, Convert]:
+    """Return the pair of converters for a field with this type hint."""
     if hint in _BY_HAND:
         return _BY_HAND[hint]
     if is_enum:
@@ -82,7 +83,8 @@ def _converters(hint: Any, is_enum: bool) -> tuple[Convert, Convert]:
 
 
 def _enum_converters(members: type[enum.StrEnum]) -> tuple[Convert, Convert]:
-    """Numbers on the wire count from 1 in order of definition; 0 (unspecified) is the first member."""
+    """Return the converters of an enum. Wire numbers count from 1 in definition order; 0 (unspecified) is the first
+    member."""
     by_number = [next(iter(members)), *members]
     numbers = {member: number for number, member in enumerate(members, 1)}
 
@@ -112,7 +114,7 @@ def _enums_from_pb(wire: pb.Enums) -> dict[str, tuple[str, ...]]:
 
 
 class ConversionPlan:
-    """How one type of value converts. The fields that are always there are told apart from those that may be absent."""
+    """The conversion of one type of value. Fields that are always present are separate from optional ones."""
 
     def __init__(self, value_type: type[c.Value]) -> None:
         self.value_type = value_type
@@ -125,7 +127,7 @@ class ConversionPlan:
         self._maybe = [(f.name, f.from_pb, f.default) for f in fields if f.presence]
 
     def keywords(self, value: Any) -> Keywords:
-        """What the message of `value` is made from; None is left out."""
+        """Return the fields of the message of `value`, without those that are None."""
         found = {}
         for name, convert in self._to:
             part = getattr(value, name)
@@ -134,7 +136,7 @@ class ConversionPlan:
         return found
 
     def from_pb(self, wire: Any) -> Any:
-        """The value of a message. Raises `InvalidRequestError` for what is malformed."""
+        """Return the value of a message. Raises `InvalidRequestError` if the message is malformed."""
         found = {}
         for name, convert in self._always:
             part = getattr(wire, name)
@@ -143,25 +145,26 @@ class ConversionPlan:
             if wire.HasField(name):
                 found[name] = convert(getattr(wire, name))
             elif default is msgspec.NODEFAULT:
-                raise InvalidRequestError(f"{self.value_type.__name__} without {name}")
+                raise InvalidRequestError(f"{self.value_type.__name__} lacks the field {name}")
             else:
                 found[name] = default
         return self.value_type(**found)
 
 
 def _carries_error(info: msgspec.structs.FieldInfo) -> bool:
-    """`Grown.error` is text and part of the message; the outputs' `error` travels as an error."""
+    """Whether an `error` field is part of the message. `Grown.error` is text; outputs send their `error` separately."""
     return DataPlaneError.__name__ not in str(info.type)
 
 
 @functools.cache
 def plan_of(value_type: type[c.Value]) -> ConversionPlan:
-    """The one plan of a type."""
+    """Return the plan of a type, which is created once."""
     return ConversionPlan(value_type)
 
 
 def message_type(value_type: type[c.Value]) -> type[Message]:
-    """The protocol's message for a type of value: its name, with `Request` added for what is called by name."""
+    """Return the protocol's message for a type of value: NameRequest for commands, otherwise the message of the same
+    name."""
     name = value_type.__name__
     found: type[Message] = getattr(pb, f"{name}Request", None) or getattr(pb, name)
     return found

@@ -1,7 +1,7 @@
-"""CURVE, ZMQ's encryption, on the sockets of a service that uses TLS.
+"""CURVE, ZMQ's encryption, for the sockets of a service that uses TLS.
 
-A server has a key pair while it runs, in memory only. Its public key is told over TLS and over the encrypted control
-plane, and who does not know it cannot even begin to talk. Whether a client is one, its own key tells (see `zap`).
+A server creates a key pair at its start and keeps it in memory only. Clients receive its public key over TLS and over
+the encrypted control plane; no handshake succeeds without that key. The client's key authenticates it (see `zap`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataplane.errors import TlsError
 
 
 class ServerKeys:
-    """A new pair. `public` (40 characters of z85) is for clients. `TlsError` where this ZMQ has no CURVE."""
+    """A new key pair. `public` (40 characters of z85) is for clients. Raises `TlsError` if this ZMQ has no CURVE."""
 
     def __init__(self) -> None:
         require_curve("a service with TLS")
@@ -22,14 +22,14 @@ class ServerKeys:
         self.public = public.decode()
 
     def guard(self, socket: zmq.Socket[Any]) -> None:
-        """Let only clients that know `public` through whatever `socket` binds from now on."""
+        """Require encryption with `public` at the endpoints that `socket` binds from now on."""
         socket.curve_server = 1
         socket.curve_secretkey = self._secret
 
 
 def encrypt(socket: zmq.Socket[Any], server_key: str, own_key: bytes | None = None) -> None:
-    """Have `socket` talk to the server with this public key only, through whatever it connects to from now on, with
-    the secret key `own_key` (z85; by default a new one). `TlsError` where this ZMQ has no CURVE."""
+    """Make `socket` connect only to the server with the public key `server_key`, from now on. own_key: the client's
+    secret key (z85; by default a new one). Raises `TlsError` if this ZMQ has no CURVE."""
     require_curve("a client of a service with TLS")
     secret = own_key or zmq.curve_keypair()[1]
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_public(secret), secret
@@ -37,10 +37,10 @@ def encrypt(socket: zmq.Socket[Any], server_key: str, own_key: bytes | None = No
 
 
 def require_curve(who: str) -> None:
-    """`TlsError` unless this ZMQ can encrypt."""
+    """Raise `TlsError` if this ZMQ cannot encrypt."""
     if not zmq.has("curve"):
         raise TlsError(
             address="ZMQ",
-            why=f"{who} needs a libzmq with CURVE; the one here, {zmq.zmq_version()}, was built without. Install "
-            "pyzmq from its wheels, which have it",
+            why=f"{who} needs libzmq with CURVE, but libzmq {zmq.zmq_version()} was built without it. Install a "
+            "pyzmq wheel, which includes CURVE",
         )

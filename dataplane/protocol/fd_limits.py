@@ -1,5 +1,5 @@
-"""Open files: a service has a few for each session, a client about fifteen, and many systems let a process have 1,024
-unless it asks for more."""
+"""Limits of open files. A service needs a few for each session, a client about fifteen; many systems limit a process to
+1,024 unless it raises the limit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from dataplane.errors import LimitError, ServiceUnavailableError
 
 ENOUGH = 1 << 20
 OF_A_CONTEXT = 20
-"""More than a context of ZMQ takes with its first sockets. Where its threads find none it ends the whole process."""
+"""Upper bound of the files that a ZMQ context opens with its first sockets. ZMQ aborts the process if none is left."""
 OF_A_SERVER = 48
-"""More than a controller or a storage unit takes before its first client comes. gRPC, too, ends the process."""
+"""Upper bound of the files that a controller or storage unit opens before its first client. gRPC, too, aborts the
+process if none is left."""
 
 
 def allow_more() -> int:
-    """Let this process have as many as it may; how many that are."""
+    """Raise this process's soft limit of open files as far as allowed, up to `ENOUGH`. Return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if soft == resource.RLIM_INFINITY or soft >= most:
@@ -30,22 +31,22 @@ def allow_more() -> int:
 
 
 def share(part: int, most: int) -> int:
-    """One `part`th (1/part) of the open files that this process may have now; at least 1, `most` at most."""
+    """Return 1/`part` of this process's limit of open files; at least 1, at most `most`."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return most if soft == resource.RLIM_INFINITY else min(most, max(1, soft // part))
 
 
 def require_enough() -> None:
-    """`LimitError` unless there are enough for a server."""
+    """Raise `LimitError` if this process cannot open enough files for a server."""
     free = _free(OF_A_SERVER)
     if free < OF_A_SERVER:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        hint = "Allow this process more: ulimit -n, LimitNOFILE= of systemd, docker run --ulimit nofile=."
+        hint = "Raise the limit: ulimit -n, LimitNOFILE= of systemd, docker run --ulimit nofile=."
         raise LimitError(what="open files", got=limit - free + OF_A_SERVER, limit=limit, hint=hint)
 
 
 def _free(most: int) -> int:
-    """How many more this process may open now, `most` if there are more."""
+    """Return the number of files that this process can still open, at most `most`."""
     held: list[int] = []
     with contextlib.suppress(OSError):
         while len(held) < most:
@@ -57,10 +58,10 @@ def _free(most: int) -> int:
 
 @contextlib.contextmanager
 def enough_for(address: str, *, least: int = 0) -> Iterator[None]:
-    """`ServiceUnavailableError` that says so where there are too few for what is opened towards `address`: to begin
-    with, fewer than `least`."""
-    takes = "of which a session takes about fifteen and each of its calls at a time two"
-    remedy = "allow it more, or share a client between threads"
+    """Turn a lack of open files into `ServiceUnavailableError` while connections to `address` are opened. Also raise
+    it at once if fewer than `least` files can be opened."""
+    takes = "of which a session takes about fifteen and each concurrent call two"
+    remedy = "raise the limit, or share a client between threads"
 
     def unavailable(none_left: str) -> Exception:
         return ServiceUnavailableError(address=address, why=f"{none_left}, {takes}; {remedy}")
@@ -71,19 +72,19 @@ def enough_for(address: str, *, least: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def enough_or(error: Callable[[str], Exception], *, least: int = 0) -> Iterator[None]:
-    """Where there are too few, to begin with fewer than `least`: the error that is made of how that is to be said."""
+    """Raise `error(description)` if the body fails for lack of open files, or if fewer than `least` can be opened."""
     try:
         if _free(least) < least:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         yield
     except Exception as cause:
-        # What could not be connected to has the exhaustion as its cause.
+        # A failed connection has the lack of open files as its cause.
         if not (none_left(cause) or none_left(cause.__cause__)):
             raise
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        raise error(f"this process may have no more open files (ulimit -n {limit})") from cause
+        raise error(f"this process cannot open more files (ulimit -n {limit})") from cause
 
 
 def none_left(error: BaseException | None) -> bool:
-    """Whether it says that there are too few. (zmq.ZMQError has an errno, but is no OSError.)"""
+    """Whether the error reports a lack of open files. (zmq.ZMQError has an errno, but is not an OSError.)"""
     return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)

@@ -1,8 +1,7 @@
-"""The parts of messages whose shape on the wire differs from the ledger's value: arrays, specs, samples, tags.
+"""Conversion of message parts whose wire format differs from the ledger's value: arrays, specs, samples, tags.
 
-Each kind of part has a pair of functions: `..._to_pb` gives what the message's field is set from, `..._from_pb` takes
-the field. What comes from the wire is checked for form only (`InvalidRequestError`); whether it makes sense is the
-ledger's to say.
+Each kind of part has two functions. `..._to_pb` returns the value for the message's field; `..._from_pb` converts the
+field back. Wire data is only checked for its form (`InvalidRequestError`); the ledger checks its meaning.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from dataplane.ledger.commands import Int32s, Int64s, Predicate, Samples, TagCol
 from dataplane.protocol.pb import control_pb2 as pb
 
 Keywords = dict[str, Any]
-"""The fields that a message is made from, by name. Parts are given as these and not as messages: to copy a message in
-is to write it out and read it again."""
+"""The fields of a message, by name. Parts are passed in this form and not as messages, because protobuf copies a
+message by serializing and parsing it."""
 
 _WIRE64 = np.dtype("<i8")
 _WIRE32 = np.dtype("<i4")
@@ -29,7 +28,7 @@ _WIRE_REAL = np.dtype("<f8")
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 
 _KINDS: tuple[FieldKind | None, ...] = (None, *FieldKind)
-"""By their number in the enum `FieldKind` of the protocol."""
+"""Field kinds by their number in the protocol's enum `FieldKind`."""
 _KIND_NUMBERS: dict[FieldKind | None, Any] = {kind: number for number, kind in enumerate(_KINDS)}
 
 
@@ -41,7 +40,7 @@ def int64s_to_pb(values: Int64s) -> bytes:
 
 
 def int64s_from_pb(wire: bytes) -> Int64s:
-    """Read-only: it lies over the message's own bytes."""
+    """Return a read-only view of the message's bytes."""
     return _array(wire, _WIRE64)
 
 
@@ -50,7 +49,7 @@ def int32s_to_pb(values: Int32s) -> bytes:
 
 
 def int32s_from_pb(wire: bytes) -> Int32s:
-    """Read-only: it lies over the message's own bytes."""
+    """Return a read-only view of the message's bytes."""
     return _array(wire, _WIRE32)
 
 
@@ -59,13 +58,13 @@ def uint32s_to_pb(values: UInt32s) -> bytes:
 
 
 def uint32s_from_pb(wire: bytes) -> UInt32s:
-    """Read-only: it lies over the message's own bytes."""
+    """Return a read-only view of the message's bytes."""
     return _array(wire, _WIRE_UNSIGNED)
 
 
 def _array(wire: bytes, dtype: np.dtype[Any]) -> np.ndarray[tuple[int], Any]:
     if len(wire) % dtype.itemsize:
-        raise InvalidRequestError(f"a column of {dtype.itemsize}-byte integers has {len(wire)} bytes")
+        raise InvalidRequestError(f"a column of {dtype.itemsize}-byte values has {len(wire)} bytes, not a multiple")
     array = np.frombuffer(wire, dtype)
     return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
@@ -104,7 +103,7 @@ def _big_integer(digits: str) -> int:
     try:
         return int(digits)
     except ValueError as error:
-        raise InvalidRequestError(f"a big integer is written as {digits[:40]!r}") from error
+        raise InvalidRequestError(f"malformed big integer {digits[:40]!r}") from error
 
 
 # --- specs ------------------------------------------------------------------------------------------------------
@@ -112,13 +111,13 @@ def _big_integer(digits: str) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def spec_to_pb(spec: FieldSpec) -> pb.FieldSpec:
-    """Kept, and shared between calls: not to be changed."""
+    """Return the message of a spec. It is cached and shared between calls: do not modify it."""
     inner = None if spec.inner is None else pb.Shape(sizes=spec.inner)
     return pb.FieldSpec(kind=_KIND_NUMBERS[spec.kind], dtype=spec.dtype, inner=inner)
 
 
 def spec_from_pb(wire: pb.FieldSpec) -> FieldSpec:
-    """The same object for the same spec, as long as it is in use."""
+    """Return the spec of a message. Equal messages return the same cached object."""
     return _spec(wire.SerializeToString())
 
 
@@ -129,7 +128,7 @@ def _spec(written: bytes) -> FieldSpec:
     if not 0 <= wire.kind < len(_KINDS):
         raise InvalidRequestError(f"unknown field kind {wire.kind}; is the client newer than the service?")
     if inner is not None and min(inner, default=0) < 0:
-        raise InvalidRequestError(f"a field's inner shape {list(inner)} has a negative size")
+        raise InvalidRequestError(f"inner shape {list(inner)} of a field has a negative size")
     try:
         return FieldSpec(_KINDS[wire.kind], wire.dtype if wire.HasField("dtype") else None, inner)
     except ValueError as error:
@@ -154,16 +153,17 @@ def samples_from_pb(wire: pb.Samples) -> Samples:
         case "handles":
             rows, generations = int64s_from_pb(wire.handles.rows), int64s_from_pb(wire.handles.generations)
             if len(rows) != len(generations):
-                raise InvalidRequestError(f"row handles with {len(rows)} rows and {len(generations)} generations")
+                raise InvalidRequestError(f"row handles have {len(rows)} rows but {len(generations)} generations")
             return Samples(rows=rows, generations=generations)
-    raise InvalidRequestError("samples named neither by ids nor by handles")
+    raise InvalidRequestError("samples have neither ids nor handles")
 
 
 # --- tags -------------------------------------------------------------------------------------------------------
 
 
 def tag_to_pb(tag: TagColumn) -> Keywords:
-    """Values of one type travel as one column; subclasses of the scalar types and mixtures one by one."""
+    """Convert a tag column. Values of one type become one array; mixed types, and subclasses of the scalar types, are
+    converted one by one."""
     positions = None if tag.positions is None else int64s_to_pb(tag.positions)
     return {"name": tag.name, "positions": positions, **_tag_values(tag.values)}
 
@@ -202,10 +202,10 @@ def tag_from_pb(wire: pb.TagColumn) -> TagColumn:
         case "mixed":
             values = tuple(map(scalar_from_pb, wire.mixed.values))
         case _:
-            raise InvalidRequestError(f"tag {wire.name!r} without values")
+            raise InvalidRequestError(f"tag {wire.name!r} has no values")
     positions = int64s_from_pb(wire.positions) if wire.HasField("positions") else None
     if positions is not None and len(positions) != len(values):
-        raise InvalidRequestError(f"tag {wire.name!r} with {len(values)} values at {len(positions)} positions")
+        raise InvalidRequestError(f"tag {wire.name!r} has {len(values)} values for {len(positions)} positions")
     return TagColumn(name=wire.name, values=values, positions=positions)
 
 
@@ -222,4 +222,4 @@ def predicate_from_pb(wire: pb.Predicate) -> Predicate:
             return Predicate(tag=wire.tag, op=wire.op, value=scalar_from_pb(wire.one))
         case "several":
             return Predicate(tag=wire.tag, op=wire.op, value=tuple(map(scalar_from_pb, wire.several.values)))
-    raise InvalidRequestError(f"predicate on tag {wire.tag!r} without a value to compare with")
+    raise InvalidRequestError(f"predicate on tag {wire.tag!r} has no value to compare with")

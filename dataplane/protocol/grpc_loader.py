@@ -1,10 +1,10 @@
-"""The one way gRPC gets into a process of ours.
+"""The only place that imports gRPC.
 
-gRPC's fork support, on by default, runs handlers at every fork of a process that uses gRPC, and when gRPC's threads are
-busy these kill the child now and then (grpcio 1.85: 1 to 10 of 100 plain forks under load; none with support off). The
-switch is an environment variable that is read when grpc is imported. So it is set for that moment, unless the user has
-set it, and processes that serve nothing never import grpc at all. The same goes for what gRPC logs on standard error by
-itself, a line for each handshake that fails: strangers decide how many those are.
+gRPC's fork support, on by default, runs handlers at every fork of a process that uses gRPC. While gRPC's threads are
+busy, these handlers sometimes kill the child (grpcio 1.85: 1 to 10 of 100 plain forks under load; none with support
+off). An environment variable, read when grpc is imported, disables the support. It is therefore set during the import,
+unless the user has set it, and processes that serve nothing never import grpc. Likewise gRPC's logging to standard
+error is reduced, because it writes a line for each failed handshake, and any peer could cause many.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _used_in: list[int] = []
 
 
 def import_with_grpc(name: str) -> ModuleType:
-    """The module of this name, which imports grpc. `InvalidRequestError` in a child forked from a process that served
-    over gRPC: gRPC does not work there."""
+    """Import the module of this name, which imports grpc. Raises `InvalidRequestError` in a child forked from a process
+    that used gRPC, because gRPC does not work there."""
     if _used_in and _used_in[0] != os.getpid():
         raise InvalidRequestError(
-            "this process was forked from one that runs a data plane service; gRPC cannot serve in it. Start the "
-            "service in a fresh process (multiprocessing's 'spawn', subprocess, tq serve); clients work after a fork"
+            "gRPC does not work in this process, because it was forked from a process that runs a data plane service. "
+            "Start the service in a new process (multiprocessing's 'spawn', subprocess, tq serve); clients work here"
         )
     with _settings():
         module = importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses and back. Each class of errors names its status."""
+"""Conversion of errors to gRPC statuses and back. Each error class names its status."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataplane import errors as e
 from dataplane.protocol.pb import control_pb2 as pb
 
 DETAILS_KEY = "tq-error-bin"
-"""Trailing metadata that holds a serialized `Error`."""
+"""Key of the trailing metadata with a serialized `Error`."""
 MAX_DETAIL_BYTES = 4096
-"""gRPC refuses trailers beyond 8 KiB; a longer error travels as its status and the start of its text."""
+"""Maximum size of an error's facts, because gRPC rejects trailers beyond 8 KiB. A longer error is sent as its
+status and the start of its text."""
 
 Code = grpc.StatusCode
 
 
 def to_status(error: e.DataPlaneError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
-    """Code, text and trailing metadata."""
+    """Return the status code, the text and the trailing metadata."""
     name, facts = e.to_wire(error)
     code, text = grpc.StatusCode[error.grpc_status], str(error)[: MAX_DETAIL_BYTES // 4]
     if len(facts) > MAX_DETAIL_BYTES:
@@ -27,7 +28,7 @@ def to_status(error: e.DataPlaneError) -> tuple[grpc.StatusCode, str, tuple[tupl
 
 
 def from_status(error: grpc.RpcError, *, address: str, what: str, waited_s: float) -> e.DataPlaneError:
-    """The error that `to_status` wrote; for a status that gRPC itself made, the nearest of ours."""
+    """Return the error that `to_status` encoded. For a status created by gRPC itself, return the closest error."""
     assert isinstance(error, grpc.Call)
     for key, value in error.trailing_metadata() or ():
         if key == DETAILS_KEY:
@@ -41,7 +42,7 @@ def from_status(error: grpc.RpcError, *, address: str, what: str, waited_s: floa
         case Code.UNAVAILABLE:
             return e.ServiceUnavailableError(address=address, why=text)
         case Code.RESOURCE_EXHAUSTED:
-            return e.ServiceUnavailableError(address=address, why=f"it is busy: {text}")
+            return e.ServiceUnavailableError(address=address, why=f"the service is busy: {text}")
         case Code.DEADLINE_EXCEEDED:
             return e.CallTimeoutError(what=what, waited_s=waited_s, peer=address)
         case Code.UNAUTHENTICATED | Code.PERMISSION_DENIED:

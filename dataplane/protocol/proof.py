@@ -1,10 +1,10 @@
-"""How a service and its clients show each other that they know the service's secret, without showing it.
+"""Mutual proof of a service and its clients that they have the service's secret, without sending the secret.
 
-The service answers a client's random nonce with a proof, so a client knows whom it talks to before it sends anything.
-Both derive the ticket of that instance (one start of a controller or of a storage unit) from the secret: the password
-of ZMQ's handshake. An instance that is gone leaves a ticket that no later one takes.
+The service replies to a client's random nonce with a proof, so a client verifies the service before it sends any data.
+Both derive from the secret the ticket of that instance (one start of a controller or storage unit), which is the
+password of ZMQ's handshake. A later instance rejects the ticket of an earlier one.
 
-The secret is the shared token or, where TLS is used without one, what the controller gives to holders of a certificate.
+The secret is the shared token. With TLS and without a token, the controller gives clients with a certificate a secret.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from typing import Self
 
 NONCE_BYTES = 32
 STRETCH_ROUNDS = 50_000
-"""Whoever reaches a service can ask for proofs and try tokens against them: each guess costs this."""
+"""PBKDF2 rounds, the cost of each guess. A peer that reaches the service can request proofs and test tokens on them."""
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """What is shown to one instance. `instance` is public and tells a client of an earlier one from a stranger."""
+    """The credential for one instance. `instance` is public; it distinguishes a client of an earlier instance from an
+    unknown peer."""
 
     instance: str
     code: str = field(repr=False)
 
     @classmethod
     def of(cls, secret: str | None, *instance: str) -> Self | None:
-        """For the instance that these words name; None without a secret: then nothing is asked for."""
+        """Derive the ticket for the instance named by these words; None without a secret, if no ticket is required."""
         if not secret:
             return None
         public = hashlib.sha256("\0".join(instance).encode()).hexdigest()
@@ -37,8 +38,8 @@ class Ticket:
 
 
 def proof_of(secret: str, nonce: bytes, instance: str, port: int) -> bytes:
-    """What only those who know the secret can answer to `nonce`. With the port it is no proof for who passes on the
-    question to a service elsewhere on the host."""
+    """Return the proof for `nonce`, which requires the secret. It includes the port, so a peer cannot forward the nonce
+    to a service at another port of the host and use that proof."""
     assert len(nonce) == NONCE_BYTES
     return _mac(secret, "service", nonce + port.to_bytes(4, "big") + instance.encode())
 

@@ -1,4 +1,4 @@
-"""Addresses that name a service instead of saying where it is."""
+"""Resolution of addresses that name a service instead of its host and port."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _resolvers: dict[str, Resolver] = {}
 
 
 def register_resolver(scheme: str, resolve: Resolver) -> None:
-    """From now on addresses "scheme:REST" mean the "host:port" that `resolve(REST)` returns, asked at each connect."""
+    """Resolve addresses "scheme:REST" to the "host:port" that `resolve(REST)` returns, at each connect."""
     _resolvers[scheme] = resolve
 
 
 def resolve(address: str) -> str:
-    """The "host:port" behind an address. ValueError for one that is neither that nor of a registered scheme."""
+    """Return the "host:port" of an address. Raises ValueError if it has neither that form nor a registered scheme."""
     scheme, _, rest = address.partition(":")
     if scheme in _resolvers:
         return resolve(_resolvers[scheme](rest))
     if scheme == "actor":
-        raise ValueError(f"address {address!r} names a Ray actor: import workers first, which knows how to find it")
+        raise ValueError(f"address {address!r} names a Ray actor; run `import workers` first, which can resolve it")
     return join_address(*split_address(address))

@@ -1,8 +1,8 @@
-"""What the ZMQ servers of a service want of a client, and how a client comes to know it.
+"""The keys and tickets for a service's ZMQ servers, and the call by which a client obtains them.
 
-One small call to the gRPC server, before anything else is sent: the service proves that it knows the secret. The call
-is made without gRPC (see `client.rpc.handshake`), and carries no body: what the service takes from strangers fits in
-its headers.
+A client makes one small call to the gRPC server before it sends any other data. The service replies with a proof that
+it has the secret. The call is made without gRPC (see `client.rpc.handshake`) and has no body: everything that the
+service accepts from an unauthenticated client fits into the headers.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from dataplane.protocol.pb import control_pb2 as pb
 from dataplane.protocol.proof import NONCE_BYTES, Ticket, proof_of
 
 METHOD = "/tq.v1.Control/GetKeys"
-SILENT = "see that its process is not stopped, nor its machine too busy"
-"""What to do about a service that does not answer."""
+SILENT = "check that its process is not stopped and its machine is not overloaded"
+"""The remedy for a service that does not answer."""
 BUSY_S = 0.2
-"""When a service that was too busy to answer is asked again."""
+"""Delay before a call to a busy service is retried."""
 HANGS_UP = (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, http2.HungUpError)
-"""Errors of a connection that the other end closes before it says anything."""
+"""Errors of a connection that the peer closes before it sends data."""
 HANDSHAKE_S = 10.0
-"""A service hangs up on a client that has not begun its call so long after it connected."""
+"""Time after which a service closes a connection without a call."""
 NONCE_KEY = "tq-nonce"
 VERSION_KEY = "tq-protocol-version"
-"""Metadata of that call: what the proof is to be for, in hex, and the client's version of the protocol."""
+"""Metadata of that call: the nonce for the proof, in hex, and the client's protocol version."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionKeys:
-    """curve_key: the controller's public one; "": its endpoints do not encrypt. ticket: for this instance of the
-    controller. secret: what tickets are derived from, storage units' too; "": the service has none. address: of the
-    service in numbers: of several addresses that its host's name has, the one that it answers at. service: a name of
-    its state, which it keeps with that."""
+    """curve_key: the controller's public key; "": no encryption. ticket: the ticket for this instance of the
+    controller. secret: the secret from which tickets are derived, also those of storage units; "": the service has
+    none. address: the numeric address at which the service answered, if its host name has several. service: the
+    identity of the service's state, which is stored with the state."""
 
     curve_key: str = field(default="", repr=False)
     ticket: Ticket | None = None
@@ -59,7 +59,7 @@ class ConnectionKeys:
 
 
 OPEN = ConnectionKeys()
-"""Of a service without token and TLS."""
+"""The keys of a service without token and TLS."""
 
 
 def keys_of(
@@ -70,10 +70,10 @@ def keys_of(
     deadline: float,
     check: Callable[[], None] = lambda: None,
 ) -> ConnectionKeys:
-    """Of the service at `address`, once it has proved that it knows the token, until `deadline` (of `time.monotonic`)
-    at the latest. `check` is called now and then and may raise. Raises `ServiceUnavailableError` (at once where
-    nothing listens), `TlsError`, `AuthenticationError`, `ProtocolVersionError`, ValueError for files that cannot be
-    used."""
+    """Return the keys of the service at `address`, after the service has proved that it has the token. Blocks until
+    `deadline` (of `time.monotonic`) at most. `check` is called repeatedly and may raise. Raises
+    `ServiceUnavailableError` (at once if nothing listens), `TlsError`, `AuthenticationError`, `ProtocolVersionError`,
+    ValueError for unusable files."""
 
     def rest() -> float:
         check()
@@ -81,14 +81,14 @@ def keys_of(
 
     nonce = secrets.token_bytes(NONCE_BYTES)
     try:
-        body, reached = _ask_until(address, files, nonce, rest)
+        body, reached = _ask_with_retry(address, files, nonce, rest)
         answer = pb.Keys.FromString(body)
     except DataPlaneError:
         raise
     except TimeoutError as error:
         if error.errno is not None:
             raise unreached(address, "it", error) from error
-        raise _unavailable(address, f"something listens, but {error}") from error
+        raise _unavailable(address, f"a server is listening, but {error}") from error
     except ssl.SSLError as error:
         raise tls.refusal(address, error, files) or _unavailable(address, f"the connection broke: {error}") from error
     except OSError as error:
@@ -96,11 +96,11 @@ def keys_of(
     except http2.Http2Error as error:
         raise tls.diagnose(address, files) or _unavailable(address, str(error)) from error
     except DecodeError as error:
-        raise _unavailable(address, "what answers is no data plane service") from error
+        raise _unavailable(address, "the server there is not a data plane service") from error
     if answer.HasField("error"):
-        told = from_wire(answer.error.name, answer.error.facts)
-        # Nothing is proved yet: of errors only that one is believed.
-        raise told if isinstance(told, ProtocolVersionError) else _unavailable(address, f"it gives no keys: {told}")
+        cause = from_wire(answer.error.name, answer.error.facts)
+        # The service has not proved its identity yet, so only this error is passed on as it is.
+        raise cause if isinstance(cause, ProtocolVersionError) else _unavailable(address, f"it sent no keys: {cause}")
     secret = _proven(answer, token, files is not None, address, nonce)
     ticket = Ticket.of(secret, answer.instance)
     return ConnectionKeys(
@@ -109,8 +109,8 @@ def keys_of(
 
 
 def _proven(answer: pb.Keys, token: str | None, secure: bool, address: str, nonce: bytes) -> str:
-    """The secret of the service, which has proved that it knows it. `AuthenticationError` if it has not."""
-    # A secret that comes without TLS comes from no service.
+    """Verify the service's proof and return its secret. Raises `AuthenticationError` if the proof is wrong."""
+    # A service sends a secret only over TLS.
     secret = token or (answer.secret if secure else "")
     if not secret and not answer.proof:
         return ""
@@ -118,17 +118,17 @@ def _proven(answer: pb.Keys, token: str | None, secure: bool, address: str, nonc
     if not secret:
         raise AuthenticationError(peer=peer, why="no token was given")
     if not answer.proof:
-        raise AuthenticationError(peer=peer, why="this side has a token and what answers there knows none")
+        raise AuthenticationError(peer=peer, why="this client has a token, but the server there has none")
     expected = proof_of(secret, nonce, answer.instance, split_address(address)[1])
     if not hmac.compare_digest(expected, answer.proof):
-        why = "the token is wrong, or what answers there is not the service: it does not prove that it knows this token"
+        why = "the token is wrong, or the server there is not the service: it sent no valid proof for this token"
         raise AuthenticationError(peer=peer, why=why)
     return secret
 
 
-def _ask_until(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> tuple[bytes, str]:
-    """`_ask`, again after a while where the service is too busy to answer, or has as many connections as it takes: it
-    is slow, not gone. TimeoutError if that does not change, with what it said last."""
+def _ask_with_retry(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> tuple[bytes, str]:
+    """Call `_ask`, and retry while the service is too busy to answer or has reached its limit of connections. Raises
+    TimeoutError, with the reason of the last attempt, when the time is over."""
     why, is_diagnosed = f"it does not answer in time; {SILENT}", False
     cause: Exception
     while True:
@@ -141,7 +141,7 @@ def _ask_until(address: str, files: TlsFiles | None, nonce: bytes, rest: Callabl
             if diagnosis is not None:
                 raise diagnosis from error
             is_diagnosed = True
-            why = "it hangs up at once: it may have reached its limit of connections, or be no data plane service"
+            why = "it closes the connection at once: it may have reached its connection limit, or be another service"
             cause = error
         except TimeoutError as error:
             if error.errno is not None:
@@ -153,7 +153,7 @@ def _ask_until(address: str, files: TlsFiles | None, nonce: bytes, rest: Callabl
 
 
 def _ask(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> tuple[bytes, str]:
-    """The answer, and where it came from (see `ConnectionKeys`)."""
+    """Request the keys once. Return the reply, and the numeric address that sent it (see `ConnectionKeys`)."""
     request = pb.GetKeysRequest().SerializeToString()
     metadata = {NONCE_KEY: nonce.hex(), VERSION_KEY: str(PROTOCOL_VERSION)}
     authority = address if files is None else tls.authority_of(address, files)
@@ -169,12 +169,12 @@ def _ask(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], 
 
 
 def unreached(address: str, what: str, error: OSError) -> ServiceUnavailableError:
-    """The service at `address`, where connecting to this part of it failed."""
-    why = f"connecting to {what}: {error.strerror or error}"
+    """Return the error, with the remedy, for a failed connection to `what`, a part of the service at `address`."""
+    why = f"cannot connect to {what}: {error.strerror or error}"
     if isinstance(error, ConnectionRefusedError):
         why += "; start one with `tq serve` or dataplane.serve()"
     elif isinstance(error, TimeoutError):
-        why += "; see that its host is up, and that no firewall is between"
+        why += "; check that its host is up and that no firewall blocks the port"
     return _unavailable(address, why)
 
 

@@ -1,4 +1,4 @@
-"""Mutual TLS on the gRPC server: the ends' certificates, and why two ends do not come together."""
+"""Mutual TLS for the gRPC server: certificates of both ends, and diagnosis of failed handshakes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ if TYPE_CHECKING:
     import grpc
 
 DIAGNOSE_S = 2.0
-"""How long it may take to find out why gRPC could not connect."""
+"""Timeout of each step of the diagnosis of a failed connection."""
 USE_TLS = (
-    "it speaks TLS, and this side does not. Give tls_cert_file, tls_key_file and tls_ca_file (TQ_TLS_CERT_FILE, ...; "
-    "tq --tls-cert, --tls-key, --tls-ca)"
+    "the service uses TLS, and this client does not. Set tls_cert_file, tls_key_file and tls_ca_file "
+    "(TQ_TLS_CERT_FILE, ...; tq --tls-cert, --tls-key, --tls-ca)"
 )
-NO_TLS = "it does not speak TLS, and this side does. Leave the tls_* settings out here, or start the service with them"
+NO_TLS = "the service does not use TLS, and this client does. Remove its tls_* settings, or start the service with them"
 
-NOT_TAKEN = (
-    "tls_cert_file must be signed by the authority that the service has as tls_ca_file, and be valid by the clock there"
-)
+NOT_TAKEN = "tls_cert_file must be signed by an authority in the service's tls_ca_file, and be valid by its clock"
 EXPIRED = "certificate has expired"
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """What a client needs to connect. ValueError naming the file that cannot be used."""
+    """Return the SSL context of a client. Raises ValueError with the name of an unusable file."""
     context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
     context.set_alpn_protocols(["h2"])
     _load(context, files)
@@ -38,7 +36,8 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """What HTTP is served with: clients show a certificate of the authority. ValueError as `client_context`."""
+    """Return the SSL context of the HTTP server. It requires a client certificate of the authority. Raises ValueError
+    as `client_context` does."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.verify_mode = ssl.CERT_REQUIRED
     context.set_alpn_protocols(["http/1.1"])
@@ -50,33 +49,33 @@ def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
     try:
         context.load_verify_locations(files.ca_file)
     except (OSError, ssl.SSLError) as error:
-        raise ValueError(f"tls_ca_file {files.ca_file!r} cannot be used: {_reason(error)}") from error
+        raise ValueError(f"tls_ca_file {files.ca_file!r} is unusable: {_reason(error)}") from error
     try:
         context.load_cert_chain(files.cert_file, files.key_file, password=_no_password)
     except (OSError, ssl.SSLError) as error:
         raise ValueError(
-            f"tls_cert_file {files.cert_file!r} with tls_key_file {files.key_file!r} cannot be used: {_reason(error)}"
+            f"tls_cert_file {files.cert_file!r} with tls_key_file {files.key_file!r} is unusable: {_reason(error)}"
         ) from error
 
 
 def _no_password() -> str:
-    raise ValueError("the key in tls_key_file is encrypted; a service cannot be asked for its password")
+    raise ValueError("the key in tls_key_file is encrypted; use a key without a password")
 
 
 def server_credentials(files: TlsFiles, connected: Callable[[], None]) -> grpc.ServerCredentials:
-    """What the gRPC server listens with: clients show a certificate of the authority. `connected` is called, in threads
-    of gRPC, before each handshake. ValueError as `client_context`."""
+    """Return the credentials of the gRPC server. They require a client certificate of the authority. `connected` is
+    called, in threads of gRPC, before each handshake. Raises ValueError as `client_context` does."""
     import grpc  # noqa: PLC0415 (clients use this module and never load gRPC)
 
     client_context(files)
     own = [(_read(files.key_file), _read(files.cert_file))]
     configuration = grpc.ssl_server_certificate_configuration(own, _read(files.ca_file))
-    fetch: Any = connected  # asked for another configuration before each handshake; None: there is none
+    fetch: Any = connected  # gRPC calls it before each handshake; None keeps the configuration
     return grpc.dynamic_ssl_server_credentials(configuration, fetch, require_client_authentication=True)
 
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    """What a storage unit's link connects with. ValueError as `client_context`."""
+    """Return the credentials of a storage unit's gRPC channel. Raises ValueError as `client_context` does."""
     import grpc  # noqa: PLC0415
 
     client_context(files)
@@ -88,9 +87,9 @@ def _read(path: str) -> bytes:
 
 
 def connect(address: str, files: TlsFiles, rest: Callable[[], float]) -> ssl.SSLSocket:
-    """A connection to the gRPC server at `address`, both ends known to each other as far as TLS tells before anything
-    is read. Each step may take `rest()` seconds. Raises `TlsError` where the ends do not fit, OSError where there is
-    nothing to connect to, or it is silent or gone."""
+    """Connect to the gRPC server at `address` and complete the TLS handshake as far as possible without reading data.
+    Each step may take `rest()` seconds. Raises `TlsError` if the handshake fails for a permanent reason, OSError if the
+    server is unreachable, silent or closes the connection."""
     context = client_context(files)
     plain = dial(address, rest())
     try:
@@ -104,32 +103,32 @@ def connect(address: str, files: TlsFiles, rest: Callable[[], float]) -> ssl.SSL
 
 
 def refusal(address: str, error: ssl.SSLError, files: TlsFiles | None) -> TlsError | None:
-    """What a failure of TLS means, if it is one that will not go away by itself."""
+    """Return the error for a TLS failure; None if the failure may be transient."""
     match error.reason or "":
         case "CERTIFICATE_VERIFY_FAILED":
             text = (getattr(error, "verify_message", "") or str(error)).rstrip(".")
             why = (
-                f"this side does not take its certificate: {text}. It must be signed by the authority in tls_ca_file, "
-                "and be for the host in the address, or for tls_server_name"
+                f"this client rejects the service's certificate: {text}. It must be signed by an authority in "
+                "tls_ca_file and issued for the host in the address, or for tls_server_name"
             )
         case "WRONG_VERSION_NUMBER" | "HTTP_REQUEST" | "RECORD_LAYER_FAILURE" | "PACKET_LENGTH_TOO_LONG":
             why = NO_TLS
         case reason if "ALERT" in reason:
-            why = _not_taken(files, EXPIRED if "EXPIRED" in reason else "")
+            why = _rejected(files, EXPIRED if "EXPIRED" in reason else "")
         case _:
             return None
     return TlsError(address=address, why=why)
 
 
-def _not_taken(files: TlsFiles | None, told: str = "") -> str:
-    """told: by the other side."""
-    why = told or (_own_fault(files) if files is not None else "")
-    return f"it does not take this side's certificate{f' ({why})' if why else ''}: {NOT_TAKEN}"
+def _rejected(files: TlsFiles | None, reason: str = "") -> str:
+    """Describe a rejected client certificate. reason: the reason that the service gave."""
+    why = reason or (_own_defect(files) if files is not None else "")
+    return f"the service rejects this client's certificate{f' ({why})' if why else ''}: {NOT_TAKEN}"
 
 
-def _own_fault(files: TlsFiles) -> str:
-    """What a service with the same files and clock would have against this side's certificate; "": nothing. Both ends
-    of a handshake in memory."""
+def _own_defect(files: TlsFiles) -> str:
+    """Return the reason why a service with the same files and clock would reject this client's certificate; "" if it
+    would accept it. Runs both ends of a handshake in memory."""
     showing = client_context(files)
     showing.check_hostname, showing.verify_mode = False, ssl.CERT_NONE
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -145,14 +144,15 @@ def _own_fault(files: TlsFiles) -> str:
 
 
 def diagnose(address: str, files: TlsFiles | None) -> TlsError | None:
-    """Why gRPC could not connect to `address`, or was hung up on, if TLS is why. Blocks for `DIAGNOSE_S` a step at
-    most."""
+    """Return the TLS error that explains a failed gRPC connection to `address`; None if TLS is not the cause. Blocks
+    for at most `DIAGNOSE_S` at each step."""
     try:
         if files is None:
             return TlsError(address=address, why=USE_TLS) if _speaks_tls(address) else None
-        # Who does not take a certificate hangs up after the handshake, as one that ends just then does, but again.
-        if _hangs_up(address, files) and _hangs_up(address, files):
-            return TlsError(address=address, why=_not_taken(files))
+        # A service that rejects a certificate closes the connection after the handshake. The second attempt excludes a
+        # service that was just stopping.
+        if _closes_at_once(address, files) and _closes_at_once(address, files):
+            return TlsError(address=address, why=_rejected(files))
     except TlsError as error:
         return error
     except ssl.SSLError as error:
@@ -162,8 +162,8 @@ def diagnose(address: str, files: TlsFiles | None) -> TlsError | None:
     return None
 
 
-def _hangs_up(address: str, files: TlsFiles) -> bool:
-    """Whether it says nothing after the handshake, where a gRPC server begins to speak."""
+def _closes_at_once(address: str, files: TlsFiles) -> bool:
+    """Whether the peer closes the connection after the handshake; a gRPC server sends its settings there."""
     with connect(address, files, lambda: DIAGNOSE_S) as peer:
         try:
             return not peer.recv(1)
@@ -172,7 +172,7 @@ def _hangs_up(address: str, files: TlsFiles) -> bool:
 
 
 def _speaks_tls(address: str) -> bool:
-    """Whether it answers the beginning of a handshake with a record of one, or of an alert."""
+    """Whether the peer replies to a ClientHello with a handshake record or an alert."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -190,6 +190,6 @@ def _reason(error: Exception) -> str:
 
 
 def authority_of(address: str, files: TlsFiles) -> str:
-    """What a call to `address` names as its host."""
+    """Return the authority (host and port) for calls to `address`."""
     host, port = split_address(address)
     return join_address(files.server_name or host, port)

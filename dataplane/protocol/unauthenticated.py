@@ -1,8 +1,8 @@
-"""Connections to a ZMQ port whose handshake has not succeeded: it is not known whether their peers have the ticket.
+"""Unauthenticated connections to a ZMQ port: their handshake has not succeeded, so their peers may lack the ticket.
 
-ZMQ keeps what such a peer sends until a frame is whole, so their number is bounded, and more tightly the number of
-those that have sent much. ZMQ does not tell which handshakes have succeeded, but the kernel tells how much each peer
-has received: to one that has shown the ticket, more than to any other.
+ZMQ buffers data of such a peer until a frame is complete. Their number is therefore bounded, and the number of those
+that have sent much data has a lower bound. ZMQ does not report successful handshakes. The kernel, however, reports the
+bytes that each peer has received, and only a peer that has presented the ticket receives more than the handshake.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from dataplane.protocol import zap
 from dataplane.protocol.fd_limits import share
 
 MOST = 16_384
-"""At once. After a break of the network all clients connect again, with several connections each."""
+"""Maximum number of unauthenticated connections. After a network failure all clients reconnect, with several each."""
 HELD_BYTES = 32 << 20
-"""What ZMQ may keep for those that have sent more than `SHORT_BYTES`, one frame each."""
+"""Maximum memory that ZMQ may hold for connections that sent more than `SHORT_BYTES`, one frame each."""
 SHORT_BYTES = 4096
-"""More than a handshake."""
+"""Upper bound of the bytes of a handshake."""
 LOOK_S = 0.05
-"""How often their byte counts are read; at most a tenth of the time goes into that."""
+"""Minimum interval between reads of the byte counts; they take at most a tenth of the time."""
 EVENTS = 256
-"""Of the monitor, taken at a time."""
+"""Maximum number of monitor events that are handled at a time."""
 LATE_S = 5.0
-"""How long after `zap.HANDSHAKE_MS` ZMQ may take to end a handshake."""
+"""Maximum delay after `zap.HANDSHAKE_MS` until ZMQ ends a handshake."""
 PLAIN_BYTES, CURVE_BYTES = 64 + 26, 64 + 170 + 26
-"""A peer receives more than that (RFC 23: the greeting; with CURVE, WELCOME; an ERROR of at most 12 bytes) only once it
-has shown the ticket: then comes READY, of 30 bytes or more."""
+"""Maximum bytes sent to a peer without a valid ticket (RFC 23: the greeting; with CURVE, WELCOME; an ERROR of at most
+12 bytes). A peer with the ticket receives READY, of 30 bytes or more."""
 
 _CREDENTIALS = struct.Struct("3i")
 """`struct ucred`: process, user, group."""
@@ -52,20 +52,20 @@ _TCP_INFO = struct.Struct("=120xQQ")
 class _Connection:
     inode: int
     peer: str
-    """Who is at the other end, for the log."""
+    """The peer's address, for the log."""
     since: float
     is_tcp: bool
     is_trusted: bool
-    """A process of this user or root, which could read the token."""
+    """Whether the peer is a process of this user or root, which could read the token."""
 
 
 class Unauthenticated:
-    """Of one ROUTER. Used by the thread that reads its monitor: `began` and `ended` for each of the monitor's events,
-    in their order (`take_events` does that), `hang_up` after each wait of at most `pause_ms`; `spoke` for messages,
-    where users other than this process's may connect over a Unix-domain socket.
+    """The unauthenticated connections of one ROUTER. Used by the thread that reads the socket's monitor. Call `began`
+    and `ended` for each monitor event, in order (`take_events` does that), and `hang_up` after each wait of at most
+    `pause_ms`. Call `spoke` for each message if other users may connect over a Unix-domain socket.
 
-    endpoints: where the socket is bound, as ZMQ names them. frame_bytes: the longest frame that it takes. curve: peers
-    talk CURVE, not PLAIN.
+    endpoints: the socket's endpoints, as ZMQ names them. frame_bytes: the maximum frame size. curve: peers use CURVE
+    instead of PLAIN.
     """
 
     def __init__(self, endpoints: Iterable[str], frame_bytes: int, *, curve: bool) -> None:
@@ -77,7 +77,7 @@ class Unauthenticated:
         self._looked = self._took_s = 0.0
 
     def take_events(self, monitor: zmq.Socket[Any]) -> None:
-        """Of a monitor that tells which connections begin and end, those that are there. Does not block."""
+        """Handle the pending events of a monitor that reports accepted and closed connections. Does not block."""
         for _ in range(EVENTS):
             if not readable(monitor):
                 return
@@ -85,24 +85,24 @@ class Unauthenticated:
             (self.began if told["event"] == zmq.EVENT_ACCEPTED else self.ended)(int(told["value"]))
 
     def began(self, descriptor: int) -> None:
-        """A peer has connected."""
+        """Record a new connection."""
         self._silent.pop(descriptor, None)
         connection = self._look_at(descriptor)
         if connection is not None:
             self._silent[descriptor] = connection
 
     def spoke(self, descriptor: int) -> None:
-        """A message has come through this connection."""
+        """Drop a connection that has delivered a message and so is authenticated."""
         self._silent.pop(descriptor, None)
 
     def ended(self, descriptor: int) -> str:
-        """The connection is gone. Who was at the other end, if its handshake did not succeed; "" where that is not
-        known."""
+        """Drop a closed connection. Return the peer's address if the handshake did not succeed; "" otherwise or if the
+        address is unknown."""
         connection = self._silent.pop(descriptor, None)
         return "" if connection is None else connection.peer
 
     def pause_ms(self, most: int | None) -> int | None:
-        """How long to wait before `hang_up` is called again: `most` at most (None: for ever)."""
+        """Return the time until the next call of `hang_up`, at most `most` (None: no limit)."""
         if not self._silent:
             return most
         mine = 1 + int(1000 * self._pause_s())
@@ -112,14 +112,14 @@ class Unauthenticated:
         return max(LOOK_S, 10 * self._took_s)
 
     def hang_up(self) -> None:
-        """End those that are too many, the oldest first. Does not block."""
+        """Close the connections above the limits, the oldest first. Does not block."""
         began = time.monotonic()
         if not self._silent or began - self._looked < self._pause_s():
             return
         long = []
         for descriptor, connection in list(self._silent.items()):
             acked, received = _counts(descriptor) if connection.is_tcp else (0, 0)
-            old = began - connection.since > zap.HANDSHAKE_MS / 1000 + LATE_S  # or ZMQ had hung up
+            old = began - connection.since > zap.HANDSHAKE_MS / 1000 + LATE_S  # otherwise ZMQ had closed it
             if old or acked > self._handshake_bytes:
                 del self._silent[descriptor]
             elif received > SHORT_BYTES or not (connection.is_tcp or connection.is_trusted):
@@ -131,14 +131,14 @@ class Unauthenticated:
 
     def _end(self, descriptors: Iterable[int]) -> None:
         for descriptor in descriptors:
-            # The number may be another file's by now; that of the copy cannot change.
+            # The descriptor may have been reused for another file; the copy's inode shows that.
             with copied(descriptor) as copy, contextlib.suppress(OSError):
                 inode = self._silent.pop(descriptor).inode
                 if copy is not None and os.fstat(copy.fileno()).st_ino == inode:
                     copy.shutdown(socket.SHUT_RDWR)
 
     def _look_at(self, descriptor: int) -> _Connection | None:
-        """None if it is gone, and its number nobody's or another file's."""
+        """Return the connection of a descriptor; None if it is closed or the descriptor belongs to another file."""
         with copied(descriptor) as copy, contextlib.suppress(OSError):
             if copy is None or bound_to(copy) not in self._places:
                 return None
@@ -154,10 +154,10 @@ class Unauthenticated:
 
 
 def _counts(descriptor: int) -> tuple[int, int]:
-    """How many bytes the peer has acknowledged, and sent; 0 where that cannot be told."""
+    """Return the bytes that the peer has acknowledged and sent; 0 if they are unknown."""
     try:
         looked = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
-    except OSError:  # it is gone
+    except OSError:  # the connection is closed
         return 0, 0
     try:
         told = looked.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)

@@ -1,4 +1,4 @@
-"""What travels on a storage unit's stream, both ways."""
+"""Conversion of a storage unit's reports and the controller's orders, which share one stream."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ _ORDER_NAMES = {value: name for name, value in _ORDERS.items()}
 
 
 def report_to_pb(report: c.Input) -> pb.UnitReport:
-    """`InvalidRequestError` for inputs that are no unit's to report."""
+    """Return the message of a report. Raises `InvalidRequestError` for an input that a unit cannot report."""
     name = _REPORT_NAMES.get(type(report))
     if name is None:
-        raise InvalidRequestError(f"{type(report).__name__} is not a storage unit's to report")
+        raise InvalidRequestError(f"a storage unit cannot report {type(report).__name__}")
     return pb.UnitReport(**{name: codec.to_pb(report)})  # type: ignore[arg-type]
 
 
 def report_from_pb(wire: pb.UnitReport) -> Report:
-    """`InvalidRequestError` for a report of a kind this version does not know."""
+    """Return the report of a message. Raises `InvalidRequestError` for a kind that this version does not support."""
     name = wire.WhichOneof("report")
     if name is None:
-        raise InvalidRequestError("a report without content; is the storage unit newer than the controller?")
+        raise InvalidRequestError("empty or unsupported report; is the storage unit newer than the controller?")
     report: Report = codec.from_pb(_REPORTS[name], getattr(wire, name))
     return report
 
 
 def order_to_pb(order: c.Output) -> pb.UnitOrder:
-    """The message of `UnitAdded` or an order."""
+    """Return the message of `UnitAdded` or an order."""
     return pb.UnitOrder(**{_ORDER_NAMES[type(order)]: codec.to_pb(order)})  # type: ignore[arg-type]
 
 
 def order_from_pb(wire: pb.UnitOrder) -> c.Output:
-    """`InvalidRequestError` for an order of a kind this version does not know."""
+    """Return the order of a message. Raises `InvalidRequestError` for a kind that this version does not support."""
     name = wire.WhichOneof("order")
     if name is None:
-        raise InvalidRequestError("an order without content; is the controller newer than the storage unit?")
+        raise InvalidRequestError("empty or unsupported order; is the controller newer than the storage unit?")
     order: c.Output = codec.from_pb(_ORDERS[name], getattr(wire, name))
     return order

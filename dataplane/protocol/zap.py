@@ -1,7 +1,8 @@
-"""Who may talk through a ZMQ socket, decided in ZMQ's own handshake, before any message of a peer is taken.
+"""Authentication of ZMQ peers in ZMQ's handshake, before any message of a peer is received.
 
-In the clear the mechanism is PLAIN: the instance as user name, the ticket's code as password. With CURVE the client's
-key pair is made from the ticket, so that its public half shows who knows it. A server asks its ZAP handler (RFC 27).
+Without encryption the mechanism is PLAIN: the user name is the instance, the password is the ticket's code. With CURVE
+the client's key pair is derived from the ticket, so its public key authenticates the client. A server asks its ZAP
+handler (RFC 27) about each peer.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ log = logging.getLogger(__name__)
 ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"tq"
 HANDSHAKE_MS = 10_000
-"""Who has not shown the ticket by then is hung up on."""
+"""Timeout of the handshake, after which the connection is closed."""
 COMPLAIN_S = 10.0
-"""How often the log says that peers were refused: whoever connects could fill a disk with it."""
+"""Minimum interval between log lines about rejected peers; any peer could otherwise fill a disk with them."""
 
 TAKEN = b"200"
 REFUSED = b"400"
 ANOTHER_INSTANCE = b"500"
-"""Told to who means an earlier instance, so that it asks for the ticket of this one."""
+"""Status for a client of an earlier instance, so that the client requests the ticket of this one."""
 
 
 class Admission:
-    """Answers, in a thread of its own, for all sockets of `context` that it guards; nobody is let in until `admit`.
+    """The ZAP handler, in a separate thread, for all guarded sockets of `context`. It rejects every peer until `admit`.
 
-    name: of what is guarded, for the log. keys: peers talk CURVE. on_refused: called in that thread for each peer that
-    does not know the secret; returns at once. `close` before the context is terminated.
+    name: the guarded server's name, for the log. keys: use CURVE. on_refused: called in that thread for each peer
+    without the secret; must not block. Call `close` before the context is terminated.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Admission:
             raise
 
     def guard(self, socket: zmq.Socket[Any]) -> None:
-        """Let only who is admitted through whatever `socket` binds from now on."""
+        """Require authentication at the endpoints that `socket` binds from now on."""
         socket.set(zmq.ZAP_DOMAIN, DOMAIN)
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -84,21 +85,21 @@ class Admission:
             socket.set(zmq.PLAIN_SERVER, 1)
 
     def admit(self, ticket: Ticket | None) -> None:
-        """From now on who shows this ticket is let in, and nobody else. Any thread."""
+        """Accept only new peers that present this ticket. Callable from any thread."""
         self._curve_key = b"" if ticket is None else z85.decode(zmq.curve_public(_secret_key(ticket)))
         self._ticket = ticket
 
     def complain(self, peer: str, why: str) -> None:
-        """Say in the log, not too often, that a peer was refused. Any thread."""
+        """Log a rejected peer, at most once in `COMPLAIN_S`. Callable from any thread."""
         with self._guard:
             self._refused += 1
             if time.monotonic() - self._complained < COMPLAIN_S:
                 return
             self._complained = time.monotonic()
-        log.warning("%s refused %s: %s (%d refused so far)", self._name, peer, why, self._refused)
+        log.warning("%s rejected %s: %s (%d peers rejected so far)", self._name, peer, why, self._refused)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop the thread and close the handler's socket. Idempotent."""
         if self._wake < 0:
             return
         os.eventfd_write(self._wake, 1)
@@ -118,23 +119,24 @@ class Admission:
         while self._wake not in dict(poller.poll()):
             with contextlib.suppress(zmq.Again):
                 version, request, *rest = handler.recv_multipart(zmq.NOBLOCK)
-                code, text = self._judged(rest)
+                code, text = self._decide(rest)
                 handler.send_multipart([version, request, code, text, b"", b""])
 
-    def _judged(self, asked: list[bytes]) -> tuple[bytes, bytes]:
-        """The status for one peer. It must never fail: ZMQ waits for the answer."""
+    def _decide(self, request: list[bytes]) -> tuple[bytes, bytes]:
+        """Return the status for one peer. Never raises, because ZMQ waits for the reply."""
         try:
-            code = self._status(asked[3], asked[4:])
-            address = asked[1].decode(errors="replace") or "this host"
+            code = self._status(request[3], request[4:])
+            address = request[1].decode(errors="replace") or "this host"
         except Exception:
-            log.exception("%s could not judge a peer", self._name)
+            log.exception("%s failed to authenticate a peer, and rejects it", self._name)
             return REFUSED, b"refused"
         if code == REFUSED:
             self._on_refused()
-            self.complain(f"a peer at {address}", "it does not know the token")
+            self.complain(f"a peer at {address}", "wrong token")
         return code, b"" if code == TAKEN else b"refused"
 
     def _status(self, mechanism: bytes, shown: list[bytes]) -> bytes:
+        """Return the status for the credentials that a peer presented."""
         ticket = self._ticket
         if ticket is None:
             return REFUSED
@@ -148,8 +150,8 @@ class Admission:
 
 
 def present(socket: zmq.Socket[Any], ticket: Ticket | None, curve_key: str = "") -> None:
-    """Have `socket` show `ticket` (None: nothing) to whatever it connects to from now on, encrypted for the server with
-    the public key `curve_key` ("": in the clear). `TlsError` where this ZMQ has no CURVE."""
+    """Make `socket` present `ticket` (None: no ticket) to the servers it connects to from now on. curve_key: encrypt
+    for the server with this public key ("": no encryption). Raises `TlsError` if this ZMQ has no CURVE."""
     if curve_key:
         encrypt(socket, curve_key, None if ticket is None else _secret_key(ticket))
     elif ticket is not None:
@@ -158,5 +160,5 @@ def present(socket: zmq.Socket[Any], ticket: Ticket | None, curve_key: str = "")
 
 
 def _secret_key(ticket: Ticket) -> bytes:
-    """The CURVE key, in z85, that all clients of the instance have."""
+    """Return the secret CURVE key, in z85, that all clients of the instance share."""
     return z85.encode(hashlib.sha256(b"tq curve\0" + ticket.code.encode()).digest())

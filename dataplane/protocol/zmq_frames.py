@@ -1,4 +1,4 @@
-"""Frames of the ZMQ server, as its two ends write and read them (see proto/control.proto)."""
+"""Encoding and decoding of the ZMQ server's frames (see proto/control.proto)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dataplane.protocol import codec
 
 OK = b"ok"
 MAX_MESSAGE_BYTES = 256 << 20
-"""The largest message on either server."""
+"""Maximum size of a message, for the gRPC server and the ZMQ server."""
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 1024
-"""The same with what CURVE adds to it."""
+"""`MAX_MESSAGE_BYTES` plus the overhead of CURVE."""
 REQUEST_FRAME_BYTES = 256 << 10
-"""A longer request comes in several frames: of a peer that has not shown its ticket the service holds one at most."""
+"""A longer request is split into frames, because the service may hold one frame of a peer without a valid ticket."""
 MAX_REQUEST_FRAME_BYTES = REQUEST_FRAME_BYTES + 1024
 
 
 def request(item: c.Input) -> list[bytes]:
-    """The frames of a command, OpenSession, Heartbeat or DropUnit. Raises `RequestTooLargeError`."""
+    """Return the frames of a command, OpenSession, Heartbeat or DropUnit. Raises `RequestTooLargeError`."""
     method, body = codec.encode(item)
     check_size(body, f"a {method} command")
     if len(body) <= REQUEST_FRAME_BYTES:
@@ -30,25 +30,25 @@ def request(item: c.Input) -> list[bytes]:
 
 
 def check_size(body: bytes, what: str) -> None:
-    """`RequestTooLargeError` for a message that the other end would drop."""
+    """Raise `RequestTooLargeError` if the message exceeds the size limit of the receiver."""
     if len(body) > MAX_MESSAGE_BYTES:
         raise RequestTooLargeError(wanted_bytes=len(body), limit_bytes=MAX_MESSAGE_BYTES, what=what)
 
 
 def answer(number: int, body: bytes) -> list[bytes]:
-    """The frames of a good answer."""
+    """Return the frames of a successful reply."""
     return [number.to_bytes(8, "little"), OK, body]
 
 
 def refusal(number: int, error: DataPlaneError) -> list[bytes]:
-    """The frames of an error."""
+    """Return the frames of an error reply."""
     name, facts = to_wire(error)
     return [number.to_bytes(8, "little"), name.encode(), facts]
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back: the number it answers (0: none), and the body, or the error's name and facts."""
+    """A reply: the number of its call (0: none), and the body, or the error's name and facts."""
 
     number: int
     outcome: str
@@ -56,18 +56,18 @@ class Reply:
 
     @classmethod
     def parse(cls, frames: Sequence[bytes]) -> Reply:
-        """From frames. `InternalError` if they are none of ours."""
+        """Parse a reply. Raises `InternalError` if the frames are malformed."""
         if len(frames) != 3 or len(frames[0]) != 8:
-            raise InternalError(what=f"a reply of {len(frames)} frames that is no reply of the ZMQ server")
+            raise InternalError(what=f"malformed reply of {len(frames)} frames on the ZMQ connection")
         return cls(int.from_bytes(frames[0], "little"), frames[1].decode(errors="replace"), frames[2])
 
     @property
     def error(self) -> DataPlaneError | None:
-        """The error it carries, if any."""
+        """The error of the reply; None if the call succeeded."""
         return None if self.outcome == "ok" else from_wire(self.outcome, self.body)
 
     def good_body(self) -> bytes:
-        """The body; raises the error it carries."""
+        """Return the body. Raises the reply's error."""
         error = self.error
         if error is not None:
             raise error

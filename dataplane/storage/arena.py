@@ -1,10 +1,10 @@
-"""The arena: one file of shared memory that holds every byte of a storage unit, and how clients map it.
+"""The arena: one file of shared memory that holds every byte of a storage unit, and the clients' mapping of it.
 
 The file is `tq-arena-<random>` in a directory of shared memory (or any local directory), mode 0600, locked by the unit
-while it runs. It begins with a header (`HEADER_BYTES`): identity, epoch, capacity, and a few slots of random bytes that
-prove a client maps it. The usable area follows; offsets count from its start. The file is as long as the capacity from
-the beginning, but only its first `backed_bytes` have memory behind them; `grow` adds memory, after asking whether
-there is any, so that a full file system is an error here and never a SIGBUS later.
+while it runs. It begins with a header (`HEADER_BYTES`): identity, epoch, capacity, and a few slots of random bytes by
+which a client proves that it maps the file. The usable area follows; offsets count from its start. The file has the
+length of the full capacity from its creation, but only the first `backed_bytes` are backed by memory. `grow` checks
+that memory is available before it adds some, so a full file system raises an error instead of a later SIGBUS.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Bytes = npt.NDArray[np.uint8]
 PAGE_BYTES = 4096
 HEADER_BYTES = 4 * PAGE_BYTES
 GROW_STEP_BYTES = 32 * MIB
-"""`grow_steps` looks for space for so much at a time, and pauses after it: a few milliseconds of page clearing."""
+"""Bytes that `grow_steps` adds before each pause; the kernel clears these pages in a few milliseconds."""
 
 SHARE_OF_FILE_SYSTEM = 0.3
 SHARE_OF_AVAILABLE = 0.5
@@ -68,7 +68,7 @@ _HEADER = struct.Struct("<8sII16sQQQ")
 _BACKED_AT = _HEADER.size - 8
 _KEEPER_AT = 1024
 _KEEPER = struct.Struct("<QH")
-"""Where the path of an arena's keeper means something (see `_mounts`), and how long that is."""
+"""The mount namespace in which the path of the arena's keeper is valid (see `_mounts`), and the path's length."""
 LAST_EPOCH = (1 << 63) - 1
 _MAGIC = b"TQARENA\0"
 FORMAT = 3
@@ -82,26 +82,26 @@ _FALLOC_PUNCH_HOLE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Challenge:
-    """Fresh random bytes (`secret`) that now stand at `offset` of the arena's file, counted from its first byte."""
+    """Fresh random bytes (`secret`), stored at `offset` from the first byte of the arena's file."""
 
     offset: int
     secret: bytes
 
 
 def default_capacity(directory: str | Path) -> int:
-    """Bytes for one arena in `directory`: 30 percent of its file system, as Ray's object store wants 30 percent of the
-    memory in the same place, and never more than half of what may still be taken there now."""
+    """Return the default capacity in bytes of one arena in `directory`: 30 percent of its file system, but at most half
+    of the memory that is available there now. Ray's object store claims another 30 percent of the same memory."""
     stat = os.statvfs(directory)
     share = int(stat.f_blocks * stat.f_frsize * SHARE_OF_FILE_SYSTEM)
     return max(MIB, _down(min(share, int(available_memory(directory).free_bytes * SHARE_OF_AVAILABLE)), MIB))
 
 
 class ArenaFormatError(ValueError):
-    """An arena was written by a version of the package that has another format."""
+    """The arena was written by a version of the package that uses another format."""
 
 
 class Arena:
-    """The unit's side: owns the file, its lock and its memory. One thread at a time."""
+    """The unit's side: owns the file, its lock and its memory. Not thread-safe."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Arena:
         self._file = file
         self._owner = os.getpid()
         self._slots = itertools.cycle(range(_CHALLENGE_SLOTS))
-        # Opened anew: `mmap` keeps a descriptor, with which a forked child would hold the lock, too.
+        # A separate open: `mmap` keeps a duplicate descriptor, by which a forked child would keep the lock held.
         again = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             self._map: mmap.mmap | None = mmap.mmap(again, HEADER_BYTES + capacity_bytes)
@@ -146,11 +146,11 @@ class Arena:
         keeper: Path | None = None,
         fsynced: bool = False,
     ) -> Arena:
-        """A new arena of `capacity_bytes` (rounded down to whole pages, at least one), none of it backed yet.
+        """Create an arena of `capacity_bytes` (rounded down to whole pages, at least one), without backed bytes.
 
-        keeper: a file whose existence says that the arena is to outlive its unit; see `sweep_recorded`. fsynced: it is
-        to outlive the machine too: its header is kept on the disk, and `force` puts the rest there. Raises
-        ArenaSpaceError if that much could not be had in `directory` even now.
+        keeper: a file; as long as it exists, the arena outlives its unit (see `sweep_recorded`). fsynced: the arena
+        survives a restart of the machine; its header is always on disk and `force` writes the rest. Raises
+        ArenaSpaceError if `directory` has less than `capacity_bytes` available.
         """
         capacity_bytes = max(PAGE_BYTES, _down(capacity_bytes, PAGE_BYTES))
         _check_available(directory, capacity_bytes + HEADER_BYTES)
@@ -179,24 +179,24 @@ class Arena:
 
     @classmethod
     def adopt(cls, path: str | Path, *, epoch: int, fsynced: bool = False) -> Arena:
-        """The arena that an earlier epoch of the unit left at `path`, with all that is in it, in a new epoch: `epoch`,
-        or the one after the last where that is greater (the machine's clock was set back).
+        """Open the arena that an earlier epoch of the unit left at `path`, with its content. The new epoch is `epoch`,
+        or the last epoch plus one if that is greater (the machine's clock was set back).
 
-        OSError if it is not there, BlockingIOError while another process holds it, ValueError if it is no arena,
-        `ArenaFormatError` if it is one of another format.
+        Raises OSError if the file does not exist, BlockingIOError while another process holds it, ValueError if it is
+        not an arena, `ArenaFormatError` if it has another format.
         """
         os.stat(path)
         file = HeldFile.take(Path(path))
         if file is None:
-            raise BlockingIOError(errno.EAGAIN, "another process holds it", str(path))
+            raise BlockingIOError(errno.EAGAIN, "another process holds the arena", str(path))
         try:
             raw = os.pread(file.fd, _HEADER.size, 0)
             capacity = _check_header(raw, path, None)
             if os.fstat(file.fd).st_size < HEADER_BYTES + capacity:
-                raise ValueError(f"{path}: the arena is cut short")
+                raise ValueError(f"{path}: the arena file is truncated")
             *_, cookie, before, _, backed = _HEADER.unpack(raw)
             if before >= LAST_EPOCH or backed > capacity:
-                raise ValueError(f"{path}: its epoch is {before} and {backed} of its {capacity} bytes are backed")
+                raise ValueError(f"{path}: corrupt header: epoch {before}, {backed} of {capacity} bytes backed")
             return cls(Path(path), file, capacity, max(epoch, before + 1), cookie, backed, fsynced)
         except BaseException:
             file.close()
@@ -205,7 +205,7 @@ class Arena:
     def _name_keeper(self, keeper: Path | None) -> None:
         name = os.fsencode("" if keeper is None else keeper.absolute())
         if len(name) > PAGE_BYTES - _KEEPER_AT - _KEEPER.size:
-            raise ValueError(f"{keeper}: a path of {len(name)} bytes is too long to be kept in an arena")
+            raise ValueError(f"{keeper}: a path of {len(name)} bytes does not fit into an arena's header")
         assert self._map is not None
         self._map[_KEEPER_AT : _KEEPER_AT + _KEEPER.size + len(name)] = _KEEPER.pack(_mounts(), len(name)) + name
 
@@ -220,27 +220,27 @@ class Arena:
             force_ranges(self._whole, [0], [_HEADER.size])
 
     def force(self, offsets: Iterable[int], sizes: Iterable[int]) -> None:
-        """Force what was written to these ranges to the disk, and return when it is there. OSError if it fails."""
+        """Fsync these ranges; return when they are on disk. Raises OSError."""
         force_ranges(self.data, offsets, sizes)
 
     @property
     def data(self) -> Bytes:
-        """The usable area, writable; only its first `backed_bytes` may be touched."""
+        """The usable area, writable. Accesses beyond `backed_bytes` are not allowed."""
         assert self._data is not None, "the arena is closed"
         return self._data
 
     def grow(self, to_bytes: int) -> int:
-        """Back the arena up to `to_bytes` (rounded up to whole pages, at most the capacity); the bytes now backed.
+        """Back the arena up to `to_bytes` (rounded up to whole pages, at most the capacity). Return the backed bytes.
 
-        Raises ArenaSpaceError, with as many steps of `GROW_STEP_BYTES` more as there was space for, if the memory is
-        not there. Blocks while the kernel clears pages: about a second for each 4 GB.
+        Raises ArenaSpaceError if memory runs out; steps of `GROW_STEP_BYTES` that succeeded stay backed. Blocks while
+        the kernel clears pages: about one second for each 4 GB.
         """
         for _ in self.grow_steps(to_bytes):
             pass
         return self.backed_bytes
 
     def grow_steps(self, to_bytes: int) -> Iterator[int]:
-        """`grow`, pausing after each `GROW_STEP_BYTES` with the bytes backed so far."""
+        """Grow as `grow` does, and yield the bytes backed so far after each `GROW_STEP_BYTES`."""
         target = min(self.capacity_bytes, _down(to_bytes + PAGE_BYTES - 1, PAGE_BYTES))
         while self.backed_bytes < target:
             step = min(GROW_STEP_BYTES, target - self.backed_bytes)
@@ -253,7 +253,7 @@ class Arena:
             yield self.backed_bytes
 
     def punch(self, above_bytes: int) -> int:
-        """Give the memory from `above_bytes` (rounded up to a page) on back to the system; the bytes still backed."""
+        """Return the memory from `above_bytes` (rounded up to a page) on to the system. Return the backed bytes."""
         start = min(self.backed_bytes, _down(above_bytes + PAGE_BYTES - 1, PAGE_BYTES))
         if start < self.backed_bytes:
             nbytes = self.backed_bytes - start
@@ -262,7 +262,7 @@ class Arena:
         return self.backed_bytes
 
     def challenge(self) -> Challenge:
-        """Write fresh random bytes into the header. They stand until some hundred more challenges were made."""
+        """Write fresh random bytes into the header. Some hundred further challenges overwrite them."""
         assert self._map is not None, "the arena is closed"
         offset = _CHALLENGES_AT + next(self._slots) * _CHALLENGE_BYTES
         secret = secrets.token_bytes(_CHALLENGE_BYTES)
@@ -270,8 +270,8 @@ class Arena:
         return Challenge(offset=offset, secret=secret)
 
     def close(self, *, unlink: bool = True) -> None:
-        """Let the file go: unlock it and, unless told otherwise, remove it. Idempotent. The memory itself lives until
-        the last process that maps it is gone. A forked child only lets go of its own hold."""
+        """Unlock the file and, with `unlink`, remove it. Idempotent. The kernel frees the memory when the last process
+        that maps it ends. A forked child only closes its own descriptor."""
         self._data = None
         self._whole = None
         self._map = None
@@ -287,9 +287,9 @@ class Arena:
 
 
 class MappedArena:
-    """A client's view of an arena: one writable mapping to fill reserved bytes, one read-only for views given to users.
+    """A client's mappings of an arena: a writable one to fill reserved bytes, a read-only one for views given to users.
 
-    Arrays handed out keep their mapping alive, so `close` is safe while some live: memory is unmapped with the last.
+    Returned arrays keep their mapping alive, so `close` is safe while arrays exist; the last one unmaps the memory.
     """
 
     def __init__(self, writable: Bytes | None, readonly: Bytes, *, path: Path, capacity_bytes: int) -> None:
@@ -301,17 +301,17 @@ class MappedArena:
 
     @classmethod
     def open(cls, path: str | Path, *, cookie: bytes | None = None, writable: bool = True) -> MappedArena:
-        """Map the arena at `path`, whole.
+        """Map the whole arena at `path`.
 
-        Raises OSError if the file is missing or not for this user, ValueError if it is no arena, or another one than
-        `cookie` says.
+        Raises OSError if the file is missing or not accessible for this user, ValueError if it is not an arena or its
+        cookie differs from `cookie`.
         """
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(path, flags)
         try:
             size = HEADER_BYTES + _check_header(os.pread(fd, _HEADER.size, 0), path, cookie)
             if os.fstat(fd).st_size < size:
-                raise ValueError(f"{path}: the arena is cut short")
+                raise ValueError(f"{path}: the arena file is truncated")
             return cls(
                 _map(fd, size, mmap.PROT_READ | mmap.PROT_WRITE) if writable else None,
                 _map(fd, size, mmap.PROT_READ),
@@ -323,37 +323,38 @@ class MappedArena:
 
     @property
     def backed_bytes(self) -> int:
-        """As the unit wrote last: what is above is no memory, or none any more."""
+        """The backed bytes that the unit wrote last; bytes above have no memory."""
         return int.from_bytes(self.header(_BACKED_AT, 8), "little")
 
     def header(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the file's header, counted from its first byte."""
+        """Return bytes of the file's header. `offset` counts from the first byte of the file."""
         data = self._open(self._readonly)
         if offset < 0 or nbytes < 0 or offset + nbytes > HEADER_BYTES:
-            raise ValueError(f"bytes {offset} to {offset + nbytes} are not in the header of {HEADER_BYTES} bytes")
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside the header of {HEADER_BYTES} bytes")
         return data[offset : offset + nbytes].tobytes()
 
     def writable(self, offset: int, nbytes: int) -> Bytes:
-        """Bytes [offset, offset + nbytes) of the usable area, to be written only while they are reserved by us."""
+        """Return bytes [offset, offset + nbytes) of the usable area. Write to them only while the session holds their
+        reservation."""
         return self._slice(self._open(self._writable), offset, nbytes)
 
     def force(self, offsets: Iterable[int], sizes: Iterable[int]) -> None:
-        """Force what was written to these ranges to the disk, and return when it is there. OSError if it fails."""
+        """Fsync these ranges; return when they are on disk. Raises OSError."""
         force_ranges(self._open(self._writable)[HEADER_BYTES:], offsets, sizes)
 
     def readonly(self, offset: int, nbytes: int) -> Bytes:
-        """The same bytes from the read-only mapping: writing to them, even past numpy's flag, faults."""
+        """Return the same bytes from the read-only mapping. Any write to them, even past numpy's flag, faults."""
         return self._slice(self._open(self._readonly), offset, nbytes)
 
     @staticmethod
     def _open(data: Bytes | None) -> Bytes:
         if data is None:
-            raise ClientClosedError(why="the arena was unmapped, or was mapped for reading only")
+            raise ClientClosedError(why="the arena is unmapped, or was mapped read-only")
         return data
 
     def _slice(self, data: Bytes, offset: int, nbytes: int) -> Bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.capacity_bytes:
-            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside the arena of {self.capacity_bytes}")
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside the arena ({self.capacity_bytes} bytes)")
         return data[HEADER_BYTES + offset : HEADER_BYTES + offset + nbytes]
 
     @property
@@ -361,7 +362,7 @@ class MappedArena:
         return self._readonly is None
 
     def close(self) -> None:
-        """Forget the mappings; each goes when the last array handed out of it does. Idempotent."""
+        """Release the mappings. Each one is unmapped when the last array returned from it is freed. Idempotent."""
         self._writable = None
         self._readonly = None
 
@@ -373,17 +374,17 @@ class MappedArena:
 
 
 def sweep_recorded(directory: str | Path, *, superseded: Path | None = None) -> list[Path]:
-    """Remove the arenas in `directory` that were to outlive their units and that nobody will ask for: no process holds
-    them, and the file that keeps them is gone, or is `superseded`, which is to keep another. What was removed. Those of
-    another container, whose files cannot be seen from here, stay."""
+    """Remove recorded arenas in `directory` that are no longer needed, and return their paths. Such an arena is held by
+    no process, and its keeper does not exist or is `superseded`, the keeper of a new arena. Arenas of another
+    container stay, because their keepers are not visible from here."""
     folder = Path(directory)
     gone = [folder / name for name in os.listdir(folder) if RECORDED_ARENA_NAME.fullmatch(name)]
     return [path for path in gone if _has_no_keeper(path, superseded) and unlink_unheld(path)]
 
 
 def leftovers(directory: str | Path) -> list[Path]:
-    """The arenas in `directory` that the next storage unit there removes: no process holds them, and no state directory
-    keeps them. OSError if the directory cannot be listed."""
+    """Return the arenas in `directory` that the next storage unit removes: held by no process and recorded in no state
+    directory. Raises OSError if the directory cannot be listed."""
     folder = Path(directory)
     names = sorted(os.listdir(folder))
     ended = [folder / name for name in names if ARENA_NAME.fullmatch(name)]
@@ -392,15 +393,16 @@ def leftovers(directory: str | Path) -> list[Path]:
 
 
 def _has_no_keeper(path: Path, superseded: Path | None) -> bool:
-    """Where that cannot be told, it may have one."""
+    """Return whether the arena's keeper does not exist; False if that cannot be determined."""
     try:
-        return _keeper_is_gone(path, superseded)
+        return _keeper_is_missing(path, superseded)
     except (OSError, ValueError) as error:
-        log.warning("cannot tell whether %s is still kept (%s): it stays", path, error)
+        log.warning("Cannot determine whether arena %s is still recorded (%s); it is not removed", path, error)
         return False
 
 
-def _keeper_is_gone(path: Path, superseded: Path | None) -> bool:
+def _keeper_is_missing(path: Path, superseded: Path | None) -> bool:
+    """Return whether the keeper does not exist or is `superseded`; False for another mount namespace."""
     fd = open_own(path)
     if fd is None:
         return False
@@ -425,7 +427,7 @@ def _keeper_is_gone(path: Path, superseded: Path | None) -> bool:
 
 
 def _mounts() -> int:
-    """Names the mounts that this process sees: those of its container, or of the machine."""
+    """Return the identity of this process's mount namespace: that of its container, or of the machine."""
     return os.stat("/proc/self/ns/mnt").st_ino
 
 
@@ -436,7 +438,7 @@ def _map(fd: int, size: int, protection: int) -> Bytes:
 
 
 def _check_header(raw: bytes, path: str | Path, cookie: bytes | None) -> int:
-    """The capacity that the header tells."""
+    """Validate the header and return the capacity in bytes."""
     if len(raw) < _HEADER.size:
         raise ValueError(f"{path}: not an arena")
     magic, version, header_bytes, found, _, capacity, _ = _HEADER.unpack(raw)
@@ -445,7 +447,7 @@ def _check_header(raw: bytes, path: str | Path, cookie: bytes | None) -> int:
     if version != FORMAT or header_bytes != HEADER_BYTES:
         raise ArenaFormatError(f"has format {version}, this version reads {FORMAT}")
     if cookie is not None and found != cookie:
-        raise ValueError(f"{path}: another arena than expected")
+        raise ValueError(f"{path}: the arena's cookie does not match; the path belongs to another arena")
     return int(capacity)
 
 
@@ -472,7 +474,7 @@ def _punch_hole(fd: int, offset: int, nbytes: int) -> None:
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     if libc.fallocate(fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, nbytes) != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"punching a hole of {nbytes:,} bytes into the arena: {os.strerror(number)}")
+        raise OSError(number, f"cannot punch a hole of {nbytes:,} bytes into the arena: {os.strerror(number)}")
 
 
 def _down(value: int, unit: int) -> int:

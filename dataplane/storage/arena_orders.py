@@ -1,4 +1,4 @@
-"""Orders to a unit that concern its arena: growing it, giving memory back, copying within it. No sockets."""
+"""Orders to a unit for its arena: growing it, returning memory to the system, copying within it. No sockets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ ArenaOrder = GrowArena | ShrinkArena | CompactArena
 
 
 class ArenaOrders:
-    """One thread only: the unit's. `report` gets the outcomes. What takes long is done a step at a time."""
+    """Execute arena orders; long ones run in steps. `report` receives the outcomes. Not thread-safe: used by the unit's
+    thread only."""
 
     def __init__(self, arena: Arena, report: Callable[[Input], None]) -> None:
         self._growth = Growth(arena, report)
@@ -21,11 +22,11 @@ class ArenaOrders:
 
     @property
     def in_flight(self) -> bool:
-        """Whether there is a step to make."""
+        """Whether an order needs further steps."""
         return self._growth.in_flight or self._copies.in_flight
 
     def begin(self, order: ArenaOrder) -> None:
-        """Carry it out, or begin to."""
+        """Execute an order, or start one that runs in steps."""
         match order:
             case GrowArena():
                 self._growth.begin(order)
@@ -35,7 +36,7 @@ class ArenaOrders:
                 self._copies.begin(order)
 
     def step(self) -> None:
-        """A little more of everything."""
+        """Run one step of every order in progress."""
         if self._growth.in_flight:
             self._growth.step()
         if self._copies.in_flight:

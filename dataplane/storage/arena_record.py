@@ -1,7 +1,7 @@
-"""What a storage unit leaves in a state directory, so that its next epoch goes on with the same memory.
+"""The arena record of a storage unit in a state directory, by which its next epoch adopts the same memory.
 
-`unit-NAME.json` names the arena and the number that the controller knows the unit by. The arena itself stays where it
-is, in shared memory or in a file, as long as this record does.
+`unit-NAME.json` names the arena and the unit's number at the controller. The arena itself stays in place, in shared
+memory or in a file, as long as this record exists.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from dataplane.storage.arena import Arena, ArenaFormatError, sweep_recorded
 log = logging.getLogger(__name__)
 
 HELD_S = 20.0
-"""A storage unit that is told to end takes up to so long."""
+"""Maximum time that a stopping storage unit may hold its arena."""
 PAUSE_S = 0.05
 
 
 class ArenaRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """arena: its path; cookie: what identifies it. unit: the unit's number. arena_dir: the directory that it was made
-    with, and directory: which one that was. service: the name of the one that it belongs to, which was at the address
-    controller. locks: which directory had the session locks of its clients. fsynced: what
-    was written there is on the disk, and outlives the machine."""
+    """arena: the arena's path; cookie: its identity. unit: the unit's number. boot: the boot id of the machine.
+    arena_dir: the configured directory; directory: the identity of that directory. service: the name of the service
+    that the arena belongs to; controller: that service's address. locks: the identity of the directory of the session
+    locks. fsynced: the arena's rows are on disk and survive a restart of the machine."""
 
     arena: str
     unit: int
@@ -52,9 +52,9 @@ class ArenaRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Adopted:
-    """An arena that goes on. unit: its number before; 0: none. recheck: the machine was started anew since. lost: the
-    cookie of one that should have gone on and cannot, so that `arena` is new; "": none that is known. anew: there was
-    one, known or not."""
+    """An arena that was adopted or created. unit: the unit's previous number; 0: none. recheck: the machine was
+    restarted since, so rows must be verified. lost: the cookie of a recorded arena that could not be adopted, so that
+    `arena` is new; "": none is known. anew: a record existed, readable or not, but `arena` is new."""
 
     arena: Arena
     unit: int = 0
@@ -64,8 +64,8 @@ class Adopted:
 
 
 class UnitRecord:
-    """The record of the unit `name` in `state_dir`. lock_directory: where its clients' session locks are, besides
-    `arena_dir`. controller: the address of the service that it is for. fsynced: the unit's arenas are to outlive the
+    """The record of the unit `name` in `state_dir`. lock_directory: the directory of session locks, besides
+    `arena_dir`. controller: the address of the unit's service. fsynced: the unit's arenas must survive a restart of the
     machine."""
 
     def __init__(
@@ -90,11 +90,10 @@ class UnitRecord:
         self._fsynced = fsynced
 
     def open(self, create: Callable[[Path], Arena], *, epoch: int) -> Adopted:
-        """The arena of the epoch before; where there is none to go on with, which the log explains, what `create` makes
-        for the path of this record; then earlier ones made for it are removed, unless a process holds them. Waits up to
-        `HELD_S` for the epoch before to end; StateDirError if it does not, or if the arena of the epoch before is, or
-        may be, in another directory than `arena_dir`. PermissionError where the state directory is a link of another
-        user."""
+        """Adopt the arena of the previous epoch. If that is impossible, log the reason, call `create` with the path of
+        this record, and remove earlier arenas of this record that no process holds. Blocks for up to `HELD_S` until the
+        previous epoch ends. Raises StateDirError if it does not end, or if its arena is, or may be, in another
+        directory than `arena_dir`; PermissionError if the state directory is another user's link."""
         refuse_link_of_another(self.path.parent)
         was = self.path.exists()
         record = self._record = self._read()
@@ -107,21 +106,22 @@ class UnitRecord:
         return Adopted(arena=arena, lost="" if record is None else record.cookie, anew=was)
 
     def found(self, service: str) -> None:
-        """The service at this unit's controller address is `service`. StateDirError if the arena that goes on belongs
-        to another one elsewhere. One at the same address began anew, without what it held."""
+        """Compare the record with `service`, the service at this unit's controller address. Raises StateDirError if the
+        adopted arena belongs to another service at another address. Log a warning if the service at the same address
+        lost its state."""
         record, self._service = self._record, service
         if record is None or service == record.service:
             return
         if self._controller != record.controller:
             raise self._refusal(
                 record,
-                f"belongs to another service, {record.service}, which was at {record.controller}, and this start "
-                f"is for {service} at {self._controller}",
-                "Start it for that service, with its address, or use another --state-dir for this one",
+                f"belongs to another service, {record.service} at {record.controller}; this unit was started for "
+                f"{service} at {self._controller}",
+                "Start the unit with the address of its service, or use another --state-dir",
             )
         log.warning(
-            "the service at %s is not the one that storage unit %s belongs to, %s, but a new one, %s: that had no "
-            "state directory, or lost what was in it, and the rows of this unit with it",
+            "Service at %s has lost its state and the rows of storage unit %s: expected service %s, found %s. It "
+            "had no state directory, or the directory was emptied",
             self._controller,
             self._name,
             record.service,
@@ -129,7 +129,7 @@ class UnitRecord:
         )
 
     def begin(self, create: Callable[[Path], Arena]) -> Arena:
-        """What `create` makes for the path of this record, which exists by then."""
+        """Reserve the path of this record with an empty file, then create an arena for it."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError), open(self.path, "xb", opener=private):
             pass
@@ -143,32 +143,33 @@ class UnitRecord:
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError, ValueError) as error:
-            log.warning("%s cannot be read (%s): beginning with an empty arena", self.path, error)
+            log.warning("Arena record %s is unreadable (%s); starting with an empty arena", self.path, error)
             return None
 
     def _adopt(self, record: ArenaRecord, epoch: int) -> Arena | None:
+        """Adopt the recorded arena. Log the reason and return None if its memory is lost."""
         booted = record.boot != self._boot
         if booted and not record.fsynced:
-            log.warning("%s was left on another boot: beginning with an empty arena", record.arena)
+            log.warning("Arena %s is lost: the machine was restarted; starting with an empty arena", record.arena)
             return None
         moved = record.directory != self._directory and record.arena_dir != self._arena_dir
         elsewhere = not booted and record.locks != self._locks
-        # There a lock file that is gone does not prove that its process is.
+        # In another container, a missing lock file does not prove that the process has ended.
         if elsewhere and not (moved and os.path.exists(record.arena)):
-            log.warning("%s was left in another container: beginning with an empty arena", record.arena)
+            log.warning("Arena %s belongs to another container; starting with an empty arena", record.arena)
             return None
         if moved:
             raise self._refusal(
                 record,
-                f"was made with --arena-dir {record.arena_dir}, and this start has --arena-dir {self._arena_dir}",
-                f"Start it with --arena-dir {record.arena_dir}",
+                f"was created with --arena-dir {record.arena_dir}, but this start uses --arena-dir {self._arena_dir}",
+                f"Start the unit with --arena-dir {record.arena_dir}",
             )
         if record.directory != self._directory and not (booted and os.path.exists(record.arena)):
             raise self._refusal(
                 record,
-                f"was made in another directory than the one that {self._arena_dir} is now: that was replaced, or its "
-                "disk is not mounted",
-                f"Bring back the directory that {self._arena_dir} was (a copy is another one)",
+                f"was created in another directory than the present {self._arena_dir}: the directory was replaced, or "
+                "its disk is not mounted",
+                f"Restore the original directory {self._arena_dir} (a copy does not count)",
             )
         end = time.monotonic() + HELD_S
         while True:
@@ -181,24 +182,24 @@ class UnitRecord:
                     raise self._held(record.arena) from None
                 time.sleep(PAUSE_S)
             except ArenaFormatError as error:
-                raise self._refusal(record, str(error), "Use the version it is of") from None
+                raise self._refusal(record, str(error), "Use the version that wrote it") from None
             except (OSError, ValueError) as error:
-                log.warning("cannot go on with the arena of the epoch before (%s): beginning with an empty one", error)
+                log.warning("Cannot adopt the previous arena (%s); starting with an empty arena", error)
                 return None
 
     def _refusal(self, record: ArenaRecord, why: str, hint: str) -> StateDirError:
         return StateDirError(
             directory=str(self.path.parent),
             why=f"the arena of storage unit {self._name!r}, {record.arena}, {why}",
-            hint=f"{hint}. To lose its rows and begin with an empty arena, remove {record.arena} and empty {self.path} "
+            hint=f"{hint}. To drop its rows and start with an empty arena, remove {record.arena} and empty {self.path} "
             f"(`: > {quote_for_shell(str(self.path))}`)",
         )
 
     def _held(self, arena: str) -> StateDirError:
         return StateDirError(
             directory=str(self.path.parent),
-            why=f"another process runs the storage unit of {self.path.name}, and holds its arena {arena}",
-            hint="Stop that one first, or give this one another name",
+            why=f"another process runs the storage unit of {self.path.name} and holds its arena {arena}",
+            hint="Stop that process first, or start this unit with another name",
         )
 
     def remove(self) -> None:
@@ -206,7 +207,7 @@ class UnitRecord:
         self.path.unlink(missing_ok=True)
 
     def write(self, arena: Arena, unit: int) -> None:
-        """From now on the next epoch goes on with this arena. Written whole or not at all."""
+        """Write the record, atomically, so that the next epoch adopts this arena."""
         record = ArenaRecord(
             arena=str(arena.path),
             unit=unit,
@@ -219,25 +220,26 @@ class UnitRecord:
             cookie=arena.cookie.hex(),
             fsynced=arena.fsynced,
         )
-        aside = self.path.with_name(f"{self.path.name}.aside")
-        with open(aside, "wb", opener=private) as file:
+        temporary = self.path.with_name(f"{self.path.name}.aside")
+        with open(temporary, "wb", opener=private) as file:
             file.write(msgspec.json.encode(record))
-        sync_path(aside)
+        sync_path(temporary)
         hit("unit.record.before_rename")
-        aside.replace(self.path)
+        temporary.replace(self.path)
         sync_path(self.path.parent)
         self._record = record
 
 
 def identity(directory: str | Path) -> str:
-    """Tells a directory from another one that has its name in another container, or later."""
+    """Return an identity that distinguishes a directory from another one of the same path, in another container or
+    created later."""
     found = os.stat(directory)
     return f"{found.st_dev}:{found.st_ino}"
 
 
 def discard(state_dir: str | Path, arena_directories: Iterable[str | Path]) -> list[Path]:
-    """Remove the records of all units in `state_dir`, and the arenas that they kept, unless a process holds them. What
-    was removed of the latter. arena_directories: what the units had as `arena_dir`."""
+    """Remove the records of all units in `state_dir`, and their arenas, unless a process holds them. Return the removed
+    arenas. arena_directories: the units' values of `arena_dir`."""
     for path in Path(state_dir).glob("unit-*.json"):
         path.unlink(missing_ok=True)
     folders = [folder for directory in set(arena_directories) for folder in (Path(directory), own_path(directory))]

@@ -1,4 +1,4 @@
-"""A client's connection to one storage unit: the handshake that chooses shared memory or ZMQ, and the latter."""
+"""A client's connection to one storage unit: the handshake, which selects shared memory or ZMQ, and the ZMQ calls."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ from dataplane.storage.transport.zmq import ClientFrames
 log = logging.getLogger(__name__)
 
 WINDOW = 4
-"""Write requests of one call in flight: up to WINDOW * CHUNK_BYTES queued at either end for each calling thread."""
+"""Write requests of one call in flight; each end queues up to WINDOW * CHUNK_BYTES for each calling thread."""
 READ_WINDOW = 2
-"""Read requests of one call in flight: up to READ_WINDOW * READ_BYTES likewise."""
+"""Read requests of one call in flight; each end queues up to READ_WINDOW * READ_BYTES for each calling thread."""
 IDLE_WIRES = 8
-"""Sockets kept for the next call."""
+"""Maximum number of idle sockets that are kept for later calls."""
 CLOSE_WAIT_S = 30.0
 LET_GO_S = 10.0
 
 
-class _Asked(NamedTuple):
-    """A call of a read under way. request: None for a Settle."""
+class _PendingRead(NamedTuple):
+    """A request of a read in flight. request: None for a Settle."""
 
     call: int
     request: ReadRequest | None
@@ -67,11 +67,11 @@ class _Asked(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
-    """What a read brought: range i of the call begins at byte `offsets[i]` of `buffers[which[i]]` and is whole there.
+    """The result of a read. Range i of the call is contiguous in `buffers[which[i]]` from byte `offsets[i]`.
 
-    There is a buffer for each column. It holds the column's ranges by address, without gaps, shared bytes once.
-    shared: the buffers are parts of one frame, aligned by chance, and any of them keeps it in memory; else they are the
-    caller's own, aligned to 16 bytes.
+    Each column has one buffer. The buffer holds the column's ranges in address order, without gaps; bytes shared by
+    several ranges are stored once. shared: the buffers are slices of one ZMQ frame, their alignment is arbitrary, and
+    each of them keeps the whole frame in memory. Otherwise the caller owns the buffers, aligned to 16 bytes.
     """
 
     buffers: list[Bytes]
@@ -80,22 +80,24 @@ class Received:
     shared: bool
 
     def range(self, number: int, nbytes: int) -> Bytes:
-        """The first `nbytes` of range `number`, not copied."""
+        """Return the first `nbytes` of range `number`, without a copy."""
         offset = int(self.offsets[number])
         return self.buffers[int(self.which[number])][offset : offset + nbytes] if nbytes else np.empty(0, np.uint8)
 
 
 class UnitConnection:
-    """Thread-safe. After the constructor returned, `local` says whether `arena` may be used; in any case `write` and
-    `read` go over sockets, one for each call under way.
+    """A connection to one storage unit. Thread-safe.
 
-    token: the service's secret; the unit is shown the ticket for its epoch that is made of it.
-    lock: the session's lock, held before the session was opened; None, or force_remote, never proves to be local.
-    context: a ZMQ context to use, left open by `close`; by default the connection has its own.
-    memory: where reads are received; by default new memory each time.
-    transport: how payloads may travel but in frames, where the unit can do so too.
+    The constructor sets `local` to whether `arena` may be used. `write` and `read` always use sockets, one for each
+    call in flight.
 
-    The constructor takes at most `timeout_s` for each endpoint. It raises StorageUnitError (no endpoint answers),
+    token: the service's secret; the connection presents the ticket derived from it for the unit's epoch.
+    lock: the session's lock, acquired before the session was opened. With None or force_remote, `local` is False.
+    context: the ZMQ context to use; `close` leaves it open. By default the connection creates a context.
+    memory: the pool from which reads take their buffers; by default each read allocates new memory.
+    transport: the payload transport to use instead of ZMQ frames, if the unit supports it.
+
+    The constructor blocks for at most `timeout_s` for each endpoint. It raises StorageUnitError (no endpoint answers),
     CallTimeoutError, AuthenticationError, ProtocolVersionError, ServiceRestartedError (the unit has another epoch) and
     SessionExpiredError (this session is fenced).
     """
@@ -142,23 +144,25 @@ class UnitConnection:
     # --- handshake ----------------------------------------------------------------------------------------------
 
     def _connect(self, lock: SessionLock | None, timeout_s: float) -> None:
+        """Try the endpoints of the unit in order until a handshake succeeds."""
         here = boot_id()
         same_host = here == self.info.host
         endpoints = candidates(self.info.endpoints, same_host=same_host)
         if not endpoints:
-            raise self._unreachable("it has no endpoint that this process could reach")
+            raise self._unreachable("no endpoint is reachable from this process; start the unit with a reachable host")
         attach = pb.Attach(lock_path=str(lock.path) if lock and same_host else "", boot_id=here)
         for number, endpoint in enumerate(endpoints, 1):
             self._endpoint = endpoint
             try:
-                self._shake_hands(attach, timeout_s)
+                self._handshake(attach, timeout_s)
                 return
             except (StorageUnitError, CallTimeoutError):
                 if number == len(endpoints):
                     raise
-                log.info("unit %d does not answer at %s; trying the next endpoint", self.info.unit, endpoint)
+                log.info("Storage unit %d does not answer at %s; trying its next endpoint", self.info.unit, endpoint)
 
-    def _shake_hands(self, attach: pb.Attach, timeout_s: float) -> None:
+    def _handshake(self, attach: pb.Attach, timeout_s: float) -> None:
+        """Attach the session, prove a local mapping if the unit requests it, and select the payload transport."""
         with (call := threading.Lock()), self._wire("attach", timeout_s, call) as wire:
             header = self._header(wire)
             header.attach.CopyFrom(attach)
@@ -167,17 +171,17 @@ class UnitConnection:
             if challenge.local:
                 self._prove(wire, challenge, timeout_s)
             elif attach.lock_path:
-                log.info("session %d is remote to unit %d: %s", self._session, self.info.unit, challenge.why)
+                log.info("Session %d uses storage unit %d remotely: %s", self._session, self.info.unit, challenge.why)
         if self._transport is not None and challenge.HasField("engine") and not self.local:
             engine, closing = challenge.engine, lambda: self._closed
             self._payloads = self._transport.to(engine, self._endpoint, closing=closing)
 
     def _prove(self, wire: Wire, challenge: pb.Challenge, timeout_s: float) -> None:
-        """Local if the arena can be mapped and the unit believes it; else remote, which is no error."""
+        """Map the arena and prove it to the unit. If either step fails, the connection stays remote."""
         try:
             arena = MappedArena.open(challenge.arena_path, cookie=challenge.cookie)
         except (OSError, ValueError) as error:
-            log.info("session %d is remote to unit %d: %s", self._session, self.info.unit, error)
+            log.info("Session %d uses storage unit %d remotely: %s", self._session, self.info.unit, error)
             return
         header = self._header(wire)
         header.proof.seen = arena.header(challenge.offset, challenge.length)
@@ -186,7 +190,7 @@ class UnitConnection:
         try:
             wire.receive(header.call, time.monotonic() + timeout_s)
         except InvalidRequestError as error:
-            log.warning("session %d is remote to unit %d: %s", self._session, self.info.unit, error)
+            log.warning("Session %d uses storage unit %d remotely: %s", self._session, self.info.unit, error)
             arena.close()
             return
         hit("attach.proven")
@@ -202,14 +206,14 @@ class UnitConnection:
         reservation: int,
         timeout_s: float,
     ) -> None:
-        """Put `buffers[k]` (one C-contiguous buffer, or a list of them one after another) at `offsets[k]` of the arena.
+        """Write `buffers[k]` (one C-contiguous buffer, or a list of consecutive ones) at `offsets[k]` of the arena.
 
         reservation: the number of the Allocate call that reserved the space.
 
-        Returns when the unit has it all. Large buffers are sent from where they are; whatever happens, ZMQ has let go
-        of them when this returns or raises. `timeout_s` is the longest silence of the unit. Raises CallTimeoutError,
-        StorageUnitError, SessionExpiredError, ServiceRestartedError, ClientClosedError. However it fails, the unit may
-        carry out later what was sent: the space must not be given back before `stop_put` returned.
+        Returns when the unit has stored all bytes. Large buffers are sent without a copy; when the call returns or
+        raises, ZMQ no longer refers to them. `timeout_s` is the longest wait for each reply of the unit. Raises
+        CallTimeoutError, StorageUnitError, SessionExpiredError, ServiceRestartedError, ClientClosedError. After any
+        error the unit may still execute requests that were sent: do not free the space before `stop_put` returns.
         """
         held: list[zmq.MessageTracker] = []
         waiting: deque[SentPayload] = deque()
@@ -222,13 +226,13 @@ class UnitConnection:
                 while waiting:
                     self._written(wire, waiting, reservation, held, timeout_s)
         except BaseException as error:
-            # Frames that an interrupt kept from being sent are let go of when nothing refers to them.
+            # ZMQ releases frames that an interrupt kept from being sent only when nothing refers to them.
             traceback.clear_frames(error.__traceback__)
             raise
         finally:
             while waiting:
                 waiting.popleft().done()
-            _wait_until_let_go(held)
+            _wait_until_released(held)
 
     def _send(
         self,
@@ -252,7 +256,7 @@ class UnitConnection:
         held: list[zmq.MessageTracker],
         timeout_s: float,
     ) -> None:
-        """Wait for the oldest request; what the unit could not fetch is sent again, in frames."""
+        """Wait for the reply to the oldest request. Resend the payload in frames if the unit could not fetch it."""
         reply = wire.receive(waiting[0].call, time.monotonic() + timeout_s)
         sent = waiting.popleft()
         sent.done()
@@ -261,18 +265,19 @@ class UnitConnection:
             waiting.append(self._send(wire, sent.chunk, reservation, held, self._frames))
 
     def stop_put(self, reservation: int, timeout_s: float) -> None:
-        """Give up a put whose `write` failed. When this returns no byte of it lands any more: the unit refuses every
-        write of the reservation, those under way included. Goes over another socket than the write, which is closed.
+        """Abort a put whose `write` failed. After this returns, the unit rejects every write of the reservation,
+        requests in flight included. Uses another socket than the failed write, whose socket is closed.
 
-        Raises as `write`, CallTimeoutError after `timeout_s`; then nothing is known.
+        Raises the errors of `write`, CallTimeoutError after `timeout_s`. After an error the put may or may not be
+        aborted.
         """
-        with (call := threading.Lock()), self._wire("stop of a put", timeout_s, call) as wire:
+        with (call := threading.Lock()), self._wire("abort of a put", timeout_s, call) as wire:
             header = self._header(wire)
             header.stop.reservation = reservation
             wire.send(header, held=[])
             reply = wire.receive(header.call, time.monotonic() + timeout_s)
             if reply.WhichOneof("outcome") != "stopped":
-                raise WireLostError(f"it answered {reply.WhichOneof('outcome')} to the stop of a put")
+                raise WireLostError(f"the unit replied {reply.WhichOneof('outcome')}, expected stopped")
 
     def read(
         self,
@@ -282,10 +287,10 @@ class UnitConnection:
         columns: Sequence[int] | None = None,
         timeout_s: float,
     ) -> Received:
-        """The bytes of each range [offsets[i], offsets[i] + sizes[i]) of the arena, whole.
+        """Read each range [offsets[i], offsets[i] + sizes[i]) of the arena; each arrives contiguous.
 
-        columns: how many of the ranges are of column 0, 1, ...; each column has a buffer of its own. Ranges may touch,
-        overlap or repeat; within a column, shared bytes travel once. `timeout_s` and errors as in `write`.
+        columns: the number of ranges of column 0, 1, ...; each column has a separate buffer. Ranges may touch,
+        overlap or repeat; within a column, shared bytes are transferred once. `timeout_s` and errors as in `write`.
         """
         within = self.info.capacity_bytes
         plan = plan_read(np.asarray(offsets, np.int64), np.asarray(sizes, np.int64), within=within, columns=columns)
@@ -293,41 +298,41 @@ class UnitConnection:
             return self._read_whole(plan, timeout_s)
         buffers = [self._buffer(nbytes) for nbytes in plan.buffers]
         with (call := threading.Lock()), self._wire("read", timeout_s, call) as wire:
-            asked: deque[_Asked] = deque()
+            pending: deque[_PendingRead] = deque()
             for request in plan.requests:
-                while len(asked) >= READ_WINDOW:
-                    self._take(wire, asked, buffers, timeout_s)
-                asked.append(self._ask(wire, request, self._payloads))
-            while asked:
-                self._take(wire, asked, buffers, timeout_s)
+                while len(pending) >= READ_WINDOW:
+                    self._take(wire, pending, buffers, timeout_s)
+                pending.append(self._ask(wire, request, self._payloads))
+            while pending:
+                self._take(wire, pending, buffers, timeout_s)
         return Received(buffers=buffers, which=plan.which, offsets=plan.offsets, shared=False)
 
     def _read_whole(self, plan: ReadPlan, timeout_s: float) -> Received:
-        """A read that is one request: no copy at all, if it comes in a frame."""
+        """Execute a read of a single request, without a copy if its payload arrives in a frame."""
         (request,) = plan.requests
         with (call := threading.Lock()), self._wire("read", timeout_s, call) as wire:
-            asked = deque([self._ask(wire, request, self._payloads)])
+            pending = deque([self._ask(wire, request, self._payloads)])
             frame: Bytes | None = None
-            while asked:
-                arrived = self._arrived(wire, asked, timeout_s)
+            while pending:
+                arrived = self._arrived(wire, pending, timeout_s)
                 frame = frame if arrived is None else self._kept(arrived)
         assert frame is not None
         edges = [0, *itertools.accumulate(plan.buffers)]
         buffers = [frame[first:last] for first, last in itertools.pairwise(edges)]
         return Received(buffers=buffers, which=plan.which, offsets=plan.offsets, shared=True)
 
-    def _ask(self, wire: Wire, request: ReadRequest, payloads: ClientPayloads) -> _Asked:
+    def _ask(self, wire: Wire, request: ReadRequest, payloads: ClientPayloads) -> _PendingRead:
         header = self._header(wire)
         header.read.offsets.extend(request.offsets)
         header.read.sizes.extend(request.sizes)
         payloads.ask(header.read, request.nbytes)
         wire.send(header, held=[])
-        return _Asked(header.call, request)
+        return _PendingRead(header.call, request)
 
-    def _arrived(self, wire: Wire, asked: deque[_Asked], timeout_s: float) -> ArrivedPayload | None:
-        """What the oldest call of `asked` brought. None if that is nothing to use: the answer to a Settle, or a payload
-        that could not be fetched, and is asked for again, in frames."""
-        call, request = asked.popleft()
+    def _arrived(self, wire: Wire, pending: deque[_PendingRead], timeout_s: float) -> ArrivedPayload | None:
+        """Return the payload of the oldest call of `pending`. Return None for the reply to a Settle, and for a payload
+        that could not be fetched, which is requested again in frames."""
+        call, request = pending.popleft()
         reply = wire.receive(call, time.monotonic() + timeout_s)
         if request is None:
             return None
@@ -337,9 +342,9 @@ class UnitConnection:
                 header = self._header(wire)
                 header.settle.CopyFrom(arrived.settle)
                 wire.send(header, held=[])
-                asked.append(_Asked(header.call, None))
+                pending.append(_PendingRead(header.call, None))
             if arrived.data is None:
-                asked.append(self._ask(wire, request, self._frames))
+                pending.append(self._ask(wire, request, self._frames))
         except BaseException:
             arrived.done()
             raise
@@ -351,10 +356,10 @@ class UnitConnection:
     def _payload(self, wire: Wire, reply: pb.BulkReply, request: ReadRequest) -> ArrivedPayload:
         return self._payloads.receive(wire, reply, request.nbytes)
 
-    def _take(self, wire: Wire, asked: deque[_Asked], buffers: list[Bytes], timeout_s: float) -> None:
-        """The one copy of a longer read: out of its frame or slot."""
-        request = asked[0].request
-        arrived = self._arrived(wire, asked, timeout_s)
+    def _take(self, wire: Wire, pending: deque[_PendingRead], buffers: list[Bytes], timeout_s: float) -> None:
+        """Copy the payload of the oldest request from its frame or slot into `buffers`."""
+        request = pending[0].request
+        arrived = self._arrived(wire, pending, timeout_s)
         if arrived is None or arrived.data is None or request is None:
             return
         try:
@@ -366,7 +371,7 @@ class UnitConnection:
             arrived.done()
 
     def _kept(self, arrived: ArrivedPayload) -> Bytes | None:
-        """The payload, copied if its memory does not last."""
+        """Return the payload, copied if its memory is only valid until `done`."""
         if arrived.lasting or arrived.data is None:
             return arrived.data
         try:
@@ -386,10 +391,10 @@ class UnitConnection:
 
     @contextlib.contextmanager
     def _wire(self, what: str, timeout_s: float, call: threading.Lock) -> Iterator[Wire]:
-        """A socket for one call; kept for the next one if the call went well, else closed. call: what the caller holds
-        (see `InFlight`)."""
+        """Yield a socket for one call. It is kept for later calls if the call succeeds, otherwise closed. call: the
+        lock that the caller holds (see `InFlight`)."""
         if os.getpid() != self._owner:
-            raise ClientClosedError(why="it belongs to the process this one was forked from; open another here")
+            raise ClientClosedError(why="the client was created before fork(); create one in the child")
         if not self._in_flight.enter(call):
             raise ClientClosedError
         wire: Wire | None = None
@@ -409,6 +414,7 @@ class UnitConnection:
             self._in_flight.leave(call)
 
     def _borrow(self) -> Wire:
+        """Return an idle socket that is still connected, or open a new one."""
         while True:
             with self._guard:
                 wire = self._idle.pop() if self._idle else None
@@ -436,8 +442,8 @@ class UnitConnection:
         return StorageUnitError(unit=self.info.unit, endpoint=self._endpoint, why=why)
 
     def close(self) -> None:
-        """Refuse new calls, end those under way with ClientClosedError, hang up, forget the mappings (arrays handed out
-        keep theirs). Idempotent. A forked child only forgets."""
+        """Reject new calls, end calls in flight with ClientClosedError, close the sockets, and release the arena's
+        mappings (returned arrays keep theirs). Idempotent. In a forked child, only mark the connection as closed."""
         if os.getpid() != self._owner:
             self._closed = True
             return
@@ -449,14 +455,14 @@ class UnitConnection:
         os.eventfd_write(self._wake, 1)
         left = self._in_flight.wait(CLOSE_WAIT_S)
         with self._guard:
-            # Where no call is under way, with those that an interrupt left behind.
+            # With no call in flight, sockets that an interrupt left behind are closed too.
             wires, self._idle = (self._idle if left else list(self._wires)), []
         for wire in wires:
             wire.close()
         if self.arena is not None:
             self.arena.close()
         if left:
-            log.error("calls to unit %d are still under way; their sockets are left open", self.info.unit)
+            log.error("Calls to storage unit %d are still in flight; their sockets are left open", self.info.unit)
             return
         os.close(self._wake)
         if self._owns_context:
@@ -469,16 +475,16 @@ class UnitConnection:
         self.close()
 
 
-def _wait_until_let_go(held: list[zmq.MessageTracker]) -> None:
-    """Wait until ZMQ refers to none of these buffers. It lets go once a frame is sent, or its socket is closed, so this
-    takes no longer than its threads need; an interrupt is raised only after."""
+def _wait_until_released(held: list[zmq.MessageTracker]) -> None:
+    """Wait until ZMQ refers to none of these buffers. ZMQ releases a buffer once its frame is sent or its socket is
+    closed, so the wait is short. An interrupt is raised only afterwards."""
     interrupt: BaseException | None = None
     while held:
         try:
             held[-1].wait(LET_GO_S)
             held.pop()
         except zmq.NotDone:
-            log.error("ZMQ still refers to a buffer after %.0f s; the write cannot return before it lets go", LET_GO_S)
+            log.error("ZMQ still refers to a buffer after %.0f s; the write waits for its release", LET_GO_S)
         except BaseException as error:
             interrupt = error
     if interrupt is not None:

@@ -1,4 +1,4 @@
-"""Copies within a unit's arena, as ordered, a step at a time. No sockets."""
+"""Copies within a unit's arena, as ordered, in steps. No sockets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ log = logging.getLogger(__name__)
 
 STEP_BYTES = 8 << 20
 STEP_RANGES = 1024
-"""A step copies no more, and forces it to the disk where rows are to outlive the machine; then the server looks at what
-else there is to do."""
+"""Limits of one step, which also fsyncs its copies if rows must survive a machine restart. Between steps the server
+handles requests."""
 
 
 class Copies:
-    """One thread only: the unit's. `report` gets the outcomes. An order may come again, but is carried out once: where
-    it copied to may be another's by then."""
+    """Execute compaction orders. `report` receives the outcomes. A repeated order is not executed again, because its
+    target space may have another owner by then. Not thread-safe: used by the unit's thread only."""
 
     def __init__(self, arena: Arena, report: Callable[[Input], None]) -> None:
         self._arena = arena
@@ -30,21 +30,21 @@ class Copies:
 
     @property
     def in_flight(self) -> bool:
-        """Whether there is a step to make."""
+        """Whether an order needs further steps."""
         return self._order is not None
 
     def begin(self, order: CompactArena) -> None:
-        """Copy, unless that was or is being done."""
+        """Start an order, unless it is in progress or was executed. Report the outcome of an executed order again."""
         if self._last is not None and order.number == self._last.number:
             self._report(self._last)
         elif self._last is not None and order.number < self._last.number:
-            error = f"order {self._last.number} was carried out already"
+            error = f"the newer order {self._last.number} was already executed"
             self._report(Compacted(unit=order.unit, number=order.number, error=error))
         elif self._order is None or order.number != self._order.number:
             self._order, self._steps = order, self._copy(order)
 
     def step(self) -> None:
-        """Some more of it."""
+        """Run one step of the current order."""
         order, error = self._order, None
         assert order is not None
         try:
@@ -52,7 +52,7 @@ class Copies:
                 return
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
-            log.exception("unit %d cannot copy within its arena", order.unit)
+            log.exception("Storage unit %d cannot copy within its arena", order.unit)
         self._order, self._last = None, Compacted(unit=order.unit, number=order.number, error=error)
         hit("unit.before_compacted")
         self._report(self._last)
@@ -61,7 +61,7 @@ class Copies:
         sources, targets, sizes = order.sources.tolist(), order.targets.tolist(), order.sizes.tolist()
         for first, size in zip([*sources, *targets], [*sizes, *sizes], strict=True):
             if first < 0 or size < 0 or first + size > self._arena.backed_bytes:
-                raise ValueError(f"bytes {first} to {first + size} are outside the {self._arena.backed_bytes} backed")
+                raise ValueError(f"bytes {first} to {first + size}: only {self._arena.backed_bytes} bytes are backed")
         for step in _steps(sources, targets, sizes):
             for source, target, size in step:
                 self._arena.data[target : target + size] = self._arena.data[source : source + size]
@@ -72,8 +72,8 @@ class Copies:
 
 
 def _steps(sources: list[int], targets: list[int], sizes: list[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """The ranges (source, target, bytes) in order, those that are too long for a step in parts. Sources are live and
-    targets were free, so no two overlap."""
+    """Yield the ranges (source, target, bytes) of each step, in order; longer ranges are split. Sources are live and
+    targets were free, so no two ranges overlap."""
     step: list[tuple[int, int, int]] = []
     left = STEP_BYTES
     for source, target, size in zip(sources, targets, sizes, strict=True):

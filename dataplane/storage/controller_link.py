@@ -1,4 +1,4 @@
-"""A storage unit's side of its link to the controller."""
+"""A storage unit's connection to the controller."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 OPENING_S = 60.0
-"""How long the first answer may take: the machine of a service that is just starting may be very busy."""
+"""Timeout of the first reply. It is long because the machine of a starting service may be very busy."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
-"""Pauses before the link is tried again: each twice the last, up to this, with jitter."""
+"""Maximum backoff between connection attempts. The backoff doubles from `FIRST_PAUSE_S`, with jitter."""
 FINAL = (AuthenticationError, InvalidRequestError, ProtocolVersionError, TlsError)
-"""Refusals that trying again would not change."""
+"""Permanent errors, which are not retried."""
 PASSING = (ServiceRestartedError, ServiceUnavailableError)
-"""Refusals after which a unit that is being opened offers itself again."""
+"""Transient errors, after which `open` registers the unit again."""
 
 
 class Outbox:
-    """What a unit has to say, in order, through one stream at a time. What a stream broke off with is said again in the
-    next: every report may come twice. Thread-safe."""
+    """The ordered queue of a unit's reports, sent through one stream at a time. The next stream repeats the report at
+    which a stream broke, so the controller may receive a report twice. Thread-safe."""
 
     def __init__(self) -> None:
         self._items: deque[c.Input | None] = deque()
@@ -58,30 +58,31 @@ class Outbox:
         self._changed = threading.Condition()
 
     def put(self, item: c.Input | None) -> None:
-        """To be said after all before; None: nothing more."""
+        """Append a report. None marks the end of the queue."""
         with self._changed:
             self._items.append(item)
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Forget what was not said yet."""
+        """Drop the reports that were not sent."""
         with self._changed:
             self._items.clear()
 
     def stream(self, first: Iterable[c.Input]) -> Iterator[c.Input]:
-        """`first`, then what is put, until None or the next `stream` or `end`."""
+        """Return an iterator over `first` and then the queued reports, until None or the next `stream` or `end`."""
         with self._changed:
             self._stream += 1
             self._changed.notify_all()
             return self._items_of(self._stream, list(first))
 
     def end(self) -> None:
-        """End the stream there is."""
+        """End the current stream."""
         with self._changed:
             self._stream += 1
             self._changed.notify_all()
 
     def _items_of(self, stream: int, first: list[c.Input]) -> Iterator[c.Input]:
+        """Yield the items of one stream. A report leaves the queue when the next one is requested."""
         yield from first
         while True:
             with self._changed:
@@ -100,12 +101,12 @@ class Outbox:
 
 
 class UnitLink:
-    """Registers a unit and carries its reports and orders, in order, as long as it is open. Thread-safe.
+    """Registers a unit and carries its reports and orders, in order, while it is open. Thread-safe.
 
-    A link that breaks is made again, to whatever the address resolves to then: the unit offers itself under the number
-    it has, says which sessions are attached, and then what it had to report meanwhile. A controller that lost its state
-    does not know the unit; then it starts over as another. When the link is not there again within `reconnect_s`, or is
-    refused, `lost` is set; reports are dropped from then on.
+    When the connection breaks, the link resolves the address again and reconnects. The unit registers under its number,
+    then sends its attached sessions and the reports queued meanwhile. A controller that lost its state has no record of
+    the unit, so the unit registers as a new one. If the link cannot reconnect within `reconnect_s`, or the controller
+    rejects the unit, the link sets `lost` and drops further reports.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class UnitLink:
         self._answered = threading.Event()
         self._settled = threading.Event()
         self._closed = threading.Event()
-        self._outcome: int | Exception = ClientClosedError(why="the link was never opened")
+        self._outcome: int | Exception = ClientClosedError(why="open() was not called")
         self._busy: ServiceUnavailableError | None = None
         self._thread: threading.Thread | None = None
         self.lost = threading.Event()
@@ -146,17 +147,16 @@ class UnitLink:
         on_added: Callable[[int], None] = lambda unit: None,
         start_over: Callable[[], c.AddUnit] | None = None,
     ) -> int:
-        """Offer the unit to the controller; its number there. `on_proven` is called with what the service proved
-        each time before the unit is offered. The other callbacks are called in the link's thread: `on_order`
-        in order; `on_added` with the number, each time the unit was accepted; `start_over` to make the unit anew, with
-        nothing of what it held, when the controller does not know the number: how it presents itself then. What they
-        raise ends the link.
+        """Register the unit at the controller and return its number. `on_proven` is called with the service's proven
+        keys before each registration. The other callbacks run in the link's thread: `on_order` for each order, in
+        order; `on_added` with the number after each registration; `start_over` when the controller has no record of the
+        number: it empties the unit and returns its new registration. An exception of a callback ends the link.
 
-        Blocks for `opening_s` at most; a service that is busy is asked again until then. Links that are made later are
-        given up after some `timeout_s` without an answer. Raises `ServiceUnavailableError` (at once where nothing
-        listens), `AuthenticationError`, `TlsError`, `ProtocolVersionError`, `InvalidRequestError` for an arena that is
-        there already, `ServiceRestartedError` for one with a number that the controller does not know and no
-        `start_over`, `CallTimeoutError`, what the callbacks raise.
+        Blocks for at most `opening_s` and retries a busy service until then. Later connection attempts are abandoned
+        after about twice `timeout_s` without a reply. Raises `ServiceUnavailableError` (at once if nothing listens),
+        `AuthenticationError`, `TlsError`, `ProtocolVersionError`, `InvalidRequestError` if the arena is already
+        registered, `ServiceRestartedError` if the controller has no record of the unit's number and there is no
+        `start_over`, `CallTimeoutError`, and the errors of the callbacks.
         """
         assert self._thread is None, "opened twice"
         if self._closed.is_set():
@@ -180,7 +180,7 @@ class UnitLink:
         return self._outcome
 
     def report(self, item: c.Input) -> None:
-        """Tell the controller what the unit has to report. Does not block."""
+        """Queue a report for the controller. Does not block."""
         if self.lost.is_set():
             return
         with self._guard:
@@ -198,42 +198,43 @@ class UnitLink:
             self._outbox.put(item)
 
     def close(self) -> None:
-        """Leave the controller: what was reported before still gets there, unless the link is broken. Takes some
-        seconds at most. Idempotent."""
+        """Close the connection after sending the queued reports, unless it is broken. Blocks for up to `CLOSE_S`.
+        Idempotent."""
         self._closed.set()
         self._settled.set()
         self._outbox.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
-                log.error("the link to the controller did not close within %.1f s", CLOSE_S)
+                log.error("Connection to the controller did not close within %.1f s", CLOSE_S)
 
     # --- the link's thread
 
     def _run(self, link: GrpcLink | None) -> None:
-        # `link` lives in this frame: a forked child has the frame for ever and never takes gRPC's objects apart.
+        """Run one stream after another, with backoff, until the link is closed or fails permanently."""
+        # Only this frame refers to `link`. A forked child keeps the frame forever and so never finalizes gRPC objects.
         error: Exception | None = None
         broke_at, backoff = time.monotonic(), Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         try:
             while True:
                 if link is not None:
-                    accepted, error = self._converse(link)
+                    accepted, error = self._run_stream(link)
                     link.close()
                     if not self._answered.is_set() and not isinstance(error, PASSING):
                         return
                     if accepted:
                         broke_at = time.monotonic()
                         backoff.reset()
-                if self._closed.is_set() or not self._worth_trying(error, time.monotonic() - broke_at):
+                if self._closed.is_set() or not self._should_reconnect(error, time.monotonic() - broke_at):
                     return
                 if self._closed.wait(backoff.take()):
                     return
                 self._busy = error if isinstance(error, ServiceUnavailableError) else None
-                link, error = self._again()
+                link, error = self._reconnect()
         except Exception as failed:
             error = failed
             if self._answered.is_set() and not self._closed.is_set():
-                log.exception("the link to the controller ends")
+                log.exception("Connection to the controller failed and is not retried")
         finally:
             if error is not None:
                 self._outcome = error
@@ -243,29 +244,30 @@ class UnitLink:
             if link is not None:
                 link.close()
 
-    def _worth_trying(self, error: Exception | None, broken_s: float) -> bool:
-        """Say that the link is broken; whether to make it again."""
+    def _should_reconnect(self, error: Exception | None, broken_s: float) -> bool:
+        """Log the state of the broken connection, and return whether to reconnect. Reset the unit if the controller
+        lost its record of it."""
         if isinstance(error, FINAL):
-            log.error("the controller at %s refuses this storage unit: %s", self._address, error)
+            log.error("Controller at %s rejected this storage unit: %s", self._address, error)
             return False
         if isinstance(error, ServiceRestartedError):
             if self._start_over is None:
-                log.error("the controller at %s does not know this storage unit any more: %s", self._address, error)
+                log.error("Controller at %s has no record of this storage unit: %s", self._address, error)
                 return False
-            log.warning("starting over with an empty arena: %s", error)
+            log.warning("Storage unit registers again with an empty arena: %s", error)
             add = self._start_over()
             with self._guard:
                 self._outbox.clear()
                 self._attached.clear()
                 self._add = add
         elif broken_s >= self._reconnect_s:
-            log.error("no controller at %s within %.1f s: %s", self._address, broken_s, error)
+            log.error("Controller at %s was unreachable for %.1f s; giving up: %s", self._address, broken_s, error)
             return False
         return True
 
-    def _again(self) -> tuple[GrpcLink | None, DataPlaneError | None]:
-        """The link once more, or why it cannot be made now: that may change, also where somebody else has taken the
-        controller's place."""
+    def _reconnect(self) -> tuple[GrpcLink | None, DataPlaneError | None]:
+        """Reconnect, or return the error. Every error counts as transient here, because another process may use the
+        controller's address for a while."""
         try:
             return self._stream(resolve(self._address)), None
         except FINAL as error:
@@ -273,9 +275,10 @@ class UnitLink:
         except DataPlaneError as error:
             return None, error
         except Exception as error:
-            return None, ServiceUnavailableError(address=self._address, why=f"the address cannot be resolved: {error}")
+            return None, ServiceUnavailableError(address=self._address, why=f"cannot resolve the address: {error}")
 
     def _stream(self, address: str) -> GrpcLink:
+        """Verify the service at `address` and open a stream that begins with the registration."""
         deadline = time.monotonic() + self._limit_s()
         keys = keys_of(address, self._token, self._tls, deadline=deadline, check=self._check)
         self._on_proven(keys)
@@ -288,7 +291,7 @@ class UnitLink:
             return link
 
     def _limit_s(self) -> float:
-        """How long to wait for the controller's answer: `timeout_s`; for its first one, what is left of `opening_s`."""
+        """Return the timeout for the controller's reply: `timeout_s`; for the first reply, the rest of `opening_s`."""
         if self._answered.is_set():
             return self._timeout_s
         return max(0.0, self._opening_end - time.monotonic())
@@ -297,13 +300,14 @@ class UnitLink:
         if self._closed.is_set():
             raise ClientClosedError()
 
-    def _converse(self, link: GrpcLink) -> tuple[bool, DataPlaneError | None]:
-        """One stream, from AddUnit to its end: whether the unit was accepted, and the error the stream ended with."""
+    def _run_stream(self, link: GrpcLink) -> tuple[bool, DataPlaneError | None]:
+        """Run one stream, from AddUnit to its end. Return whether the unit was accepted, and the error that ended the
+        stream."""
         accepted = threading.Event()
         self._settled.clear()
         if self._closed.is_set():
             self._settled.set()
-        threading.Thread(target=self._limit, args=(link, accepted), name="tq-unit-limit", daemon=True).start()
+        threading.Thread(target=self._enforce_limit, args=(link, accepted), name="tq-unit-limit", daemon=True).start()
         error: DataPlaneError | None = None
         try:
             for order in link.orders():
@@ -315,7 +319,7 @@ class UnitLink:
         except DataPlaneError as caught:
             error = caught
             if accepted.is_set() and not self._closed.is_set():
-                log.warning("the link to the controller at %s broke: %s", self._address, error)
+                log.warning("Connection to the controller at %s broke: %s", self._address, error)
         finally:
             self._settled.set()
         return accepted.is_set(), error
@@ -329,8 +333,8 @@ class UnitLink:
         self._settled.set()
         self._answered.set()
 
-    def _limit(self, link: GrpcLink, accepted: threading.Event) -> None:
-        """A link that is not answered for long, or not wanted any more, is given up."""
+    def _enforce_limit(self, link: GrpcLink, accepted: threading.Event) -> None:
+        """Close the stream unless the controller accepts the unit within twice the timeout, or the link is closed."""
         self._settled.wait(2 * self._limit_s())
         if not accepted.is_set():
             link.close()

@@ -1,4 +1,4 @@
-"""Where bulk servers listen, and which of their endpoints a client should try."""
+"""The endpoints of bulk servers: binding them, and selecting the ones that a client should try."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1024
 KEEPALIVE_IDLE_S = 60
-"""A tcp peer whose host vanished is noticed, and its queue freed, some minutes after this silence."""
+"""Idle time before TCP keepalive probes. A few minutes later an unreachable peer is dropped and its queue freed."""
 
 
 def bind(
@@ -29,24 +29,24 @@ def bind(
     advertise_host: str | None = None,
     guarded: bool,
 ) -> tuple[str, ...]:
-    """Bind to ipc, for this user only, and to `tcp_port` (0: any free one) of `tcp_host` if one is given; the endpoints
-    to tell clients, ipc first. What is not `guarded` listens on loopback only (ValueError).
-    `PortTakenError` where the port is in use."""
+    """Bind to ipc, for this user only, and to `tcp_port` (0: any free port) of `tcp_host` if given. Return the
+    endpoints for clients, ipc first. Raises ValueError for a host other than loopback unless `guarded`,
+    `PortTakenError` if the port is in use, ServiceUnavailableError if nothing can be bound."""
     router.set(zmq.BACKLOG, BACKLOG)
     endpoints = _bind_ipc(router)
     if tcp_host is not None:
         endpoints += _bind_tcp(router, tcp_host, tcp_port, advertise_host, guarded)
     if not endpoints:
-        raise ServiceUnavailableError(address="ipc", why="this ZMQ cannot check who connects; give a tcp host instead")
+        raise ServiceUnavailableError(address="ipc", why="this ZMQ cannot check an ipc peer's user; set a TCP host")
     return endpoints
 
 
 def _bind_ipc(router: zmq.Socket[bytes]) -> tuple[str, ...]:
-    """In the abstract namespace, which leaves no file behind whatever happens; the kernel tells ZMQ the peer's user."""
+    """Bind in the abstract namespace, which never leaves a file behind; the kernel reports the peer's user to ZMQ."""
     try:
         router.set(zmq.IPC_FILTER_UID, os.geteuid())
     except zmq.ZMQError:
-        log.warning("this ZMQ cannot check the user of an ipc peer: the unit listens on tcp only")
+        log.warning("Storage unit listens on TCP only: this ZMQ cannot check the user of an ipc peer")
         return ()
     endpoint = f"ipc://@tq-bulk-{secrets.token_hex(16)}"
     router.bind(endpoint)
@@ -68,8 +68,8 @@ def _bind_tcp(router: zmq.Socket[bytes], host: str, port: int, advertise: str | 
 
 
 def candidates(endpoints: tuple[str, ...], *, same_host: bool) -> list[str]:
-    """The endpoints worth a try from here, best first. An ipc name that nobody in this network namespace listens on (a
-    container of its own) is left out."""
+    """Return the endpoints that this process may reach, best first. Ipc names without a listener in this network
+    namespace (the unit runs in another container) are omitted."""
     return [each for each in endpoints if not each.startswith("ipc://") or (same_host and _listens(each))]
 
 
@@ -81,7 +81,7 @@ def _listens(endpoint: str) -> bool:
         try:
             probe.connect(name)
         except BlockingIOError:
-            return True  # a full backlog: somebody listens
+            return True  # a listener with a full backlog
         except OSError:
             return False
     return True

@@ -1,4 +1,4 @@
-"""The memory behind a unit's arena: growing it as ordered, a step at a time, and giving it back. No sockets."""
+"""The memory behind a unit's arena: growing it as ordered, in steps, and returning it to the system. No sockets."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ log = logging.getLogger(__name__)
 
 
 class Growth:
-    """One thread only: the unit's. `report` gets the outcomes."""
+    """Grow and shrink the arena. `report` receives the outcomes. Not thread-safe: used by the unit's thread only."""
 
     def __init__(self, arena: Arena, report: Callable[[Input], None]) -> None:
         self._arena = arena
         self._report = report
         self._orders: deque[tuple[GrowArena, Iterator[int]]] = deque()
         self._shrinks = 0
-        self._told = False
+        self._failure_logged = False
 
     @property
     def in_flight(self) -> bool:
-        """Whether there is a step to make."""
+        """Whether growth needs further steps."""
         return bool(self._orders)
 
     def begin(self, order: GrowArena) -> None:
-        """Grow, after what was ordered before."""
+        """Queue growth after the earlier orders."""
         self._orders.append((order, self._arena.grow_steps(order.backed_bytes)))
 
     def step(self) -> None:
-        """A little more memory. Growing that fails is tried again and again: the log is told of the first time only,
-        until it works."""
+        """Add one step of memory. The controller repeats growth that fails, so only the first of consecutive failures
+        is logged."""
         order, steps = self._orders[0]
         error = None
         try:
@@ -43,20 +43,20 @@ class Growth:
                 return
         except ArenaSpaceError as caught:
             error = str(caught)
-            if not self._told:
-                log.warning("unit %d cannot grow to %d bytes: %s", order.unit, order.backed_bytes, error)
+            if not self._failure_logged:
+                log.warning("Storage unit %d cannot grow to %d bytes: %s", order.unit, order.backed_bytes, error)
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
-            if not self._told:
-                log.exception("unit %d cannot grow to %d bytes", order.unit, order.backed_bytes)
-        self._told = error is not None
+            if not self._failure_logged:
+                log.exception("Storage unit %d cannot grow to %d bytes", order.unit, order.backed_bytes)
+        self._failure_logged = error is not None
         self._orders.popleft()
         hit("unit.before_grown")
         backed = self._arena.backed_bytes
         self._report(Grown(unit=order.unit, backed_bytes=backed, error=error, shrinks=self._shrinks))
 
     def shrink(self, order: ShrinkArena) -> None:
-        """Give memory back. Growth that was ordered before is not wanted any more."""
+        """Return memory to the system, and drop growth that was ordered earlier. A repeated order is only reported."""
         error = None
         if order.number > self._shrinks:
             self._orders.clear()
@@ -65,6 +65,6 @@ class Growth:
                 self._arena.punch(order.backed_bytes)
             except OSError as caught:
                 error = str(caught)
-                log.warning("unit %d cannot give memory back: %s", order.unit, error)
+                log.warning("Storage unit %d cannot return memory to the system: %s", order.unit, error)
         backed = self._arena.backed_bytes
         self._report(Shrunk(unit=order.unit, number=order.number, backed_bytes=backed, error=error))

@@ -1,4 +1,4 @@
-"""The gRPC stream under a storage unit's link."""
+"""The gRPC stream between a storage unit and the controller."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from dataplane.protocol.tls import channel_credentials, diagnose
 from dataplane.protocol.zmq_frames import MAX_MESSAGE_BYTES
 
 OPTIONS = (
-    # The way to a controller in the same cluster never leads through the proxy that downloads use.
+    # Connections to a controller in the same cluster must not use the HTTP proxy that is configured for downloads.
     ("grpc.enable_http_proxy", 0),
-    # A link that is made again does not wait until an earlier one's connection may be tried again.
+    # A new channel must not inherit the reconnect backoff of an earlier one.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -34,10 +34,10 @@ OPTIONS = (
 
 
 class GrpcLink:
-    """Sends what `reports` yields, an `AddUnit` first; gives what the controller orders. keys: of the service at
-    `address`, which has proved that it is that.
+    """One stream to the controller. It sends the items of `reports`, an `AddUnit` first, and yields the controller's
+    orders. keys: the proven keys of the service at `address`.
 
-    ValueError for files of `tls` that cannot be used.
+    Raises ValueError for unusable files of `tls`.
     """
 
     def __init__(self, address: str, keys: ConnectionKeys, reports: Iterator[c.Input], tls: TlsFiles | None) -> None:
@@ -50,7 +50,7 @@ class GrpcLink:
         self._call = stub.AttachUnit(_messages(reports), metadata=metadata)
 
     def orders(self) -> Iterator[c.Output]:
-        """Until the stream ends. Raises the error it ended with."""
+        """Yield orders until the stream ends. Raises the error that ended the stream."""
         try:
             for wire in self._call:
                 yield unit_stream.order_from_pb(wire)
@@ -62,13 +62,13 @@ class GrpcLink:
             raise found from error
 
     def close(self) -> None:
-        """End the stream, if it has not ended."""
+        """End the stream if it is still open."""
         self._call.cancel()
         self._channel.close()
 
 
 def _channel(address: str, reached: str, tls: TlsFiles | None) -> grpc.Channel:
-    """To where the service was reached; its certificate is for the host in `address`, or for the name in `tls`."""
+    """Open a channel to `reached`. The service's certificate must match the host in `address`, or the name in `tls`."""
     if tls is None:
         return grpc.insecure_channel(reached, options=OPTIONS)
     host = split_address(address)[0]

@@ -1,4 +1,4 @@
-"""What a storage unit counts, and its metrics."""
+"""A storage unit's counters and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataplane.core.metrics.histograms import Op
 
 
 class BulkCounts:
-    """One thread adds, and another what is refused in handshakes; others read. It outlives a bulk server that is
-    started over."""
+    """Counters of a bulk server. One thread counts requests, another rejected handshakes; any thread may read. The
+    counters survive a replacement of the bulk server."""
 
     def __init__(self) -> None:
         self.verbs: dict[str, Op] = {}
@@ -23,7 +23,7 @@ class BulkCounts:
         self.fences = 0
 
     def note(self, verb: str | None, error: Exception | None, took_s: float) -> None:
-        """A request was answered, with an error or not."""
+        """Count an answered request and its duration. error: the error of the reply, if any."""
         op = self.verbs.setdefault(verb or "unknown", Op())
         op.took.add(took_s)
         if error is None:
@@ -34,7 +34,7 @@ class BulkCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitFacts:
-    """A storage unit at one moment. `unit` is 0 until the controller has taken it."""
+    """A snapshot of a storage unit. `unit` is 0 until the controller has accepted the unit."""
 
     unit: int
     name: str
@@ -44,7 +44,7 @@ class UnitFacts:
 
 
 class BulkMetrics(Collector):
-    """facts: None while there is nothing to tell of."""
+    """The unit's Prometheus collector. facts: returns the current snapshot, or None while the unit is not running."""
 
     def __init__(self, counts: BulkCounts, facts: Callable[[], UnitFacts | None]) -> None:
         self._counts = counts

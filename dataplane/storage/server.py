@@ -1,8 +1,9 @@
-"""The storage unit's bulk server: one thread that moves bytes between sockets and the arena, and refuses who must be.
+"""The storage unit's bulk server: one thread that moves bytes between sockets and the arena.
 
-It decides nothing else. Every copy ends before the next message or order is looked at, so that a fenced session, or a
-stopped put, has no copy under way: reads leave the arena before their payload begins to travel, writes are admitted
-when all of it is there, and taken in one go.
+The server also rejects requests of fenced sessions and of aborted puts; it makes no other decision. Every copy finishes
+before the next message or order is handled, so a fenced session or an aborted put has no copy in progress. A read is
+copied out of the arena before its payload is sent. A write is admitted, and then copied at once, when its whole payload
+has arrived.
 """
 
 from __future__ import annotations
@@ -52,32 +53,33 @@ from dataplane.storage.transport.zmq import UnitFrames
 log = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 16
-"""After so many messages the thread looks at its orders."""
+"""Maximum number of messages that the thread handles before it checks its orders."""
 PEER_REQUESTS = 4
-"""Requests of one peer that may wait here. Beyond that its socket slows it down."""
+"""Maximum number of queued requests of one peer. Above it, backpressure slows the peer down."""
 PEER_REPLIES = 64
-"""Replies that may wait for one peer. One that asks for more without taking them, so keeps no window, loses replies
-and gives up; the thread never waits for it."""
+"""Maximum number of queued replies for one peer. A peer that ignores its window and exceeds this loses replies, so its
+calls fail; the thread never waits for a peer."""
 FEW_RANGES = 64
-"""More than these are copied by one vectorised gather."""
+"""Reads of more ranges than this use one vectorised gather."""
 EARLY = 4096
-"""Clients that may attach before the unit has its number, and wait for it."""
+"""Maximum number of attach requests that wait until the unit has its number."""
 STOP_WAIT_S = 30.0
 
 Order = FenceSession | ArenaOrder
 
 
 class BulkServer:
-    """Serves one arena on ipc and, with `tcp_host`, on tcp (at `tcp_port`; 0: any free one).
+    """Serves one arena on ipc and, with `tcp_host`, on tcp (at `tcp_port`; 0: any free port).
 
-    report: called in the server's thread with what the unit has to tell the ledger; must hand it over and return.
-    advertise_host: the name that remote clients reach `tcp_host` by, where it is not that itself (0.0.0.0).
-    token: the secret whose ticket for this epoch of the arena peers show; "admit" may give it later.
-    insecure: with neither token nor keys, `tcp_host` may be other than loopback.
-    keys: peers talk CURVE.
-    counts: what is served is counted there.
-    engine: where payloads may also be fetched by, closed with the server.
-    lock_directories: where clients' session locks may be; the arena's directory and this user's in /dev/shm by default.
+    report: called in the server's thread with each report for the ledger; must not block.
+    advertise_host: the host under which remote clients reach `tcp_host`, if it differs (0.0.0.0).
+    token: the secret from which peers derive their ticket for this epoch of the arena; `admit` may set it later.
+    insecure: allow a `tcp_host` other than loopback with neither token nor keys.
+    keys: encrypt connections with CURVE.
+    counts: the counters of served requests.
+    engine: an additional payload transport; the server closes it.
+    lock_directories: the directories of clients' session locks; by default the arena's directory and this user's
+    directory in /dev/shm.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class BulkServer:
         self._counts = counts or BulkCounts()
         self._unit = 0
         self._admission: Admission | None = None
-        self._monitor: zmq.Socket[Any] | None = None  # where peers have to show a ticket
+        self._monitor: zmq.Socket[Any] | None = None  # only where peers have to present a ticket
         self._early: list[tuple[bytes, pb.BulkRequest]] = []
         self._orders: deque[Order] = deque()
         self._arena_orders = ArenaOrders(arena, report)
@@ -125,8 +127,8 @@ class BulkServer:
     # --- from other threads -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Bind and serve. `endpoints` are set when it returns. Raises ServiceUnavailableError if nothing can be bound,
-        ValueError for a tcp_host beyond loopback that nothing guards."""
+        """Bind the sockets, set `endpoints` and start the thread. Raises ServiceUnavailableError if no socket can be
+        bound, ValueError for a tcp_host other than loopback without token, keys or `insecure`."""
         assert self._thread is None, "started twice"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -161,7 +163,7 @@ class BulkServer:
 
     @property
     def unit(self) -> int:
-        """The unit's number; 0 until it is set. Clients that attach before then wait."""
+        """The unit's number; 0 until it is set. Attach requests wait until then."""
         return self._unit
 
     @unit.setter
@@ -170,29 +172,30 @@ class BulkServer:
         self._kick()
 
     def admit(self, token: str | None) -> None:
-        """From now on peers show the ticket that this secret makes; "" or None: nobody is let in. From any thread; does
-        nothing in a unit with neither token nor keys."""
+        """Require the ticket derived from this secret from new peers; "" or None: reject every peer. Callable from any
+        thread. No-op for a unit with neither token nor keys."""
         if self._admission is not None:
             self._admission.admit(Ticket.of(token, str(self._arena.path), str(self._epoch)))
 
     @property
     def attached(self) -> int:
-        """How many sessions have mapped the arena."""
+        """The number of sessions that have mapped the arena."""
         return self._sessions.count
 
     @property
     def alive(self) -> bool:
-        """Whether the thread serves. Should it die, its log says why and its peers find the socket closed."""
+        """Whether the thread runs. A thread that fails logs the error and closes its socket."""
         return self._thread is not None and self._thread.is_alive()
 
     def order(self, order: Order) -> None:
-        """Do this soon, in order; the outcome goes to `report`. From any thread; after `stop` it is ignored."""
+        """Queue an order; orders run in sequence and their outcome goes to `report`. Callable from any thread. Orders
+        after `stop` are ignored."""
         self._orders.append(order)
         self._kick()
 
     def stop(self) -> None:
-        """Answer nobody any more; the thread has ended when this returns, and touches the arena no more. Idempotent;
-        in a forked child it does nothing."""
+        """Stop the thread and close the sockets. After this returns, the server does not access the arena. Blocks for
+        up to `STOP_WAIT_S`, then raises InternalError. Idempotent; no-op in a forked child."""
         if self._thread is None or os.getpid() != self._owner:
             return
         self._stopping = True
@@ -212,7 +215,7 @@ class BulkServer:
 
     def _close_sockets(self) -> None:
         if self._monitor is not None:
-            if not self._router.closed:  # as it is where the thread died
+            if not self._router.closed:  # a thread that failed has closed it
                 self._router.disable_monitor()
             self._monitor.close(linger=0)
         self._router.close()
@@ -231,6 +234,7 @@ class BulkServer:
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Handle messages and orders until `stop`."""
         try:
             poller = zmq.Poller()
             poller.register(self._router, zmq.POLLIN)
@@ -241,7 +245,7 @@ class BulkServer:
                 ready = self._wait(poller)
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                self._guarded("orders", self._obey)
+                self._guarded("orders", self._run_orders)
                 if self._router in ready:
                     self._serve_some()
                 if self._monitor is not None:
@@ -250,11 +254,15 @@ class BulkServer:
                 if self._arena_orders.in_flight:
                     self._guarded("an order", self._arena_orders.step)
         except BaseException:
-            log.critical("the bulk server of unit %d died; its rows cannot be reached", self._unit, exc_info=True)
+            log.critical(
+                "Bulk server of storage unit %d failed; its rows are unreachable until the unit is restarted",
+                self._unit,
+                exc_info=True,
+            )
             self._router.close()
 
     def _wait(self, poller: zmq.Poller) -> dict[Any, int]:
-        """What is there to do. Goes on with transfers meanwhile."""
+        """Wait for messages, orders or events; return the ready sockets. Advances the engine's transfers first."""
         pause_s = None if self._engine is None else self._engine.step()
         if self._arena_orders.in_flight:
             return dict(poller.poll(0))
@@ -268,9 +276,10 @@ class BulkServer:
         try:
             work()
         except Exception:
-            log.exception("unit %d: %s failed; the server goes on", self._unit, what)
+            log.exception("Storage unit %d: %s failed; the server continues", self._unit, what)
 
-    def _obey(self) -> None:
+    def _run_orders(self) -> None:
+        """Execute queued orders, and answer requests that waited for the unit's number."""
         if self._unit and self._early:
             early, self._early = self._early, []
             for peer, request in early:
@@ -280,24 +289,29 @@ class BulkServer:
             if not isinstance(order, FenceSession):
                 self._arena_orders.begin(order)
                 continue
-            gone = self._fenced(order)
-            self._counts.fences += gone
-            if gone and self._engine is not None:
+            fenced = self._fenced(order)
+            self._counts.fences += fenced
+            if fenced and self._engine is not None:
                 self._engine.forget(order.session)
             hit("unit.fence.after")
-            self._report((SessionGone if gone else SessionAlive)(unit=order.unit, session=order.session))
+            self._report((SessionGone if fenced else SessionAlive)(unit=order.unit, session=order.session))
 
     def _fenced(self, order: FenceSession) -> bool:
-        """Whether nothing of the session can touch the arena any more. Where that cannot be told it may live: the
-        ledger asks again."""
+        """Return whether the session is fenced, so that no process of it can access the arena. Return False if that
+        cannot be determined; the ledger repeats its order."""
         try:
             hit("unit.fence.before")
             return self._sessions.fence(order.session, order.lock_path, first=order.first, last=order.last)
         except Exception:
-            log.exception("unit %d cannot tell whether session %d lives; it will look again", order.unit, order.session)
+            log.exception(
+                "Storage unit %d cannot determine whether session %d still runs; it will retry",
+                order.unit,
+                order.session,
+            )
             return False
 
     def _serve_some(self) -> None:
+        """Handle up to `MESSAGES_PER_TURN` messages."""
         for _ in range(MESSAGES_PER_TURN):
             try:
                 peer = self._router.recv(zmq.NOBLOCK)
@@ -310,10 +324,11 @@ class BulkServer:
             except zmq.ZMQError:
                 raise  # the socket is broken, and would be ready again at once
             except Exception:
-                log.exception("unit %d: failed on a message; the server goes on", self._unit)
+                log.exception("Storage unit %d: a message could not be handled; the server continues", self._unit)
             self._drain()
 
     def _header(self) -> pb.BulkRequest | None:
+        """Receive the header of a message. Log a malformed header and return None."""
         if not self._more():
             return None
         header = self._router.recv()
@@ -322,11 +337,11 @@ class BulkServer:
                 return pb.BulkRequest.FromString(header)
         except DecodeError:
             pass
-        log.warning("unit %d: dropped a message that is no BulkRequest", self._unit)
+        log.warning("Storage unit %d: dropped a message that is not a valid BulkRequest", self._unit)
         return None
 
     def _more(self) -> bool:
-        """Whether the message under way has further frames. (The attribute `rcvmore` costs three times as much.)"""
+        """Whether the current message has further frames. (The attribute `rcvmore` costs three times as much.)"""
         return bool(self._router.getsockopt(zmq.RCVMORE))
 
     def _drain(self) -> None:
@@ -334,14 +349,15 @@ class BulkServer:
             self._router.recv(copy=False)
 
     def _answer(self, peer: bytes, request: pb.BulkRequest, fill: Fill | None = None) -> None:
-        """fill: the payload of a write, fetched meanwhile; everything is looked at again."""
+        """Execute a request and send the reply. fill: the payload of a write that had to be fetched first; the request
+        is checked again."""
         verb = request.WhichOneof("verb")
         payload: Bytes | None = None
         failed: Exception | None = None
         began = time.perf_counter()
         try:
             if verb == "attach" and not self._unit:
-                if len(self._early) < EARLY:  # who is one too many asks again
+                if len(self._early) < EARLY:  # other clients time out and retry
                     self._early.append((peer, request))
                 return
             self._admit(request)
@@ -357,7 +373,7 @@ class BulkServer:
         except DataPlaneError as error:
             reply, failed = _refusal(error), error
         except Exception as error:
-            log.exception("unit %d: %s of session %d failed", self._unit, verb, request.session)
+            log.exception("Storage unit %d: %s of session %d failed", self._unit, verb, request.session)
             reply, failed = _refusal(InternalError(what=f"bulk {verb} in storage unit {self._unit}")), error
         self._drain()
         reply.call = request.call
@@ -369,7 +385,7 @@ class BulkServer:
         self._counts.note("handshake", error, 0.0)
 
     def _send(self, peer: bytes, reply: pb.BulkReply, payload: Bytes | None) -> None:
-        """Never waits: a ROUTER drops what is for a peer that is gone or whose queue is full."""
+        """Queue a reply. Never blocks: a ROUTER drops messages for a disconnected peer or one whose queue is full."""
         self._router.send(peer, zmq.SNDMORE)
         self._router.send(reply.SerializeToString(), 0 if payload is None else zmq.SNDMORE)
         if payload is not None:
@@ -385,10 +401,11 @@ class BulkServer:
         self._sessions.admit(request.session)
 
     def _perform(self, verb: str | None, request: pb.BulkRequest) -> tuple[pb.BulkReply, Bytes | None]:
+        """Execute any verb except a write. Return the reply and its payload."""
         match verb:
             case "attach":
                 hit("unit.attach")
-                self._bury_dead()
+                self._fence_ended()
                 return pb.BulkReply(challenge=self._challenge(request)), None
             case "proof":
                 path = self._sessions.prove(request.session, request.proof.seen)
@@ -408,7 +425,7 @@ class BulkServer:
                 self._stop_put(request.session, request.stop.reservation)
                 return pb.BulkReply(stopped=pb.Stopped()), None
             case _:
-                raise self._fault("the request has no verb that this unit knows")
+                raise self._fault("the request has no verb that this version supports; use one version at both ends")
 
     def _challenge(self, request: pb.BulkRequest) -> pb.Challenge:
         challenge = self._sessions.attach(request.session, request.attach)
@@ -417,29 +434,34 @@ class BulkServer:
         return challenge
 
     def _stop_put(self, session: int, reservation: int) -> None:
-        log.info("unit %d: session %d gave up put %d", self._unit, session, reservation)
+        log.info("Storage unit %d: session %d aborted put %d", self._unit, session, reservation)
         self._sessions.stop_put(session, reservation)
 
     def _refuse_stopped(self, request: pb.BulkRequest) -> None:
         session, reservation = request.session, request.write.reservation
         if self._sessions.is_stopped(session, reservation):
-            raise self._fault(f"put {reservation} of session {session} was stopped: its space may be another's by now")
+            raise self._fault(
+                f"put {reservation} of session {session} was aborted; its space may belong to another put. Put again."
+            )
 
-    def _bury_dead(self) -> None:
+    def _fence_ended(self) -> None:
         for session in self._sessions.bury_dead():
             self._report(SessionGone(unit=self._unit, session=session))
 
     # --- bytes --------------------------------------------------------------------------------------------------
 
     def _collected(self, peer: bytes, request: pb.BulkRequest) -> Fill | None:
-        """The payload of a write; None if it has to be fetched first, and the write is answered then."""
+        """Return the payload of a write. None: it has to be fetched first, and the write is answered afterwards."""
         write = request.write
         if not write.HasField("source"):
             return self._frames.collect(write, lambda _: None)
         self._refuse_stopped(request)
         _, sizes = self._ranges(write.offsets, write.sizes)
         if self._engine is None or write.source.size != sum(sizes):
-            raise self._fault(f"a payload of {write.source.size} bytes cannot be fetched here for {sum(sizes)}")
+            raise self._fault(
+                f"cannot fetch a payload of {write.source.size} bytes for ranges of {sum(sizes)} bytes: the sizes "
+                "differ, or this unit has no transfer engine"
+            )
 
         def later(fetched: Fill | str) -> None:
             if isinstance(fetched, str):
@@ -461,7 +483,7 @@ class BulkServer:
         return sum(sizes)
 
     def _read(self, request: pb.BulkRequest) -> Offer:
-        """A copy: nothing refers to the arena when this returns."""
+        """Copy the ranges into the memory of the reply; the result does not refer to the arena."""
         offsets, sizes = self._ranges(request.read.offsets, request.read.sizes)
         offer = self._offer(request, sum(sizes))
         if len(offsets) > FEW_RANGES:
@@ -474,25 +496,25 @@ class BulkServer:
         return offer
 
     def _offer(self, request: pb.BulkRequest, nbytes: int) -> Offer:
-        """Memory for the reply, of a slot if the client asks for it and there is one."""
+        """Return memory for the reply: an engine slot if the client requested one and one is free."""
         wanted = self._engine if request.read.fetch else None
         return (wanted and wanted.offer(request.session, nbytes)) or self._frames.offer(request.session, nbytes)
 
     def _settle(self, request: pb.BulkRequest) -> None:
         if self._engine is None or not self._engine.settle(request.session, request.settle.tag):
-            raise self._fault("what was to be fetched for a read has been taken back: it took too long")
+            raise self._fault("the payload of this read was released before the client settled it; read again")
 
     def _ranges(self, offsets: Iterable[int], sizes: Iterable[int]) -> tuple[list[int], list[int]]:
-        """The ranges, all of them within what is backed."""
+        """Return the ranges. Raises StorageUnitError unless all of them are within the backed bytes."""
         starts, lengths = list(offsets), list(sizes)
         if len(starts) != len(lengths):
             raise self._fault(f"{len(starts)} offsets for {len(lengths)} sizes")
         backed = self._arena.backed_bytes
         for start, length in zip(starts, lengths, strict=True):
             if start + length > backed:
-                raise self._fault(f"bytes {start} to {start + length} are outside the {backed} backed")
+                raise self._fault(f"bytes {start} to {start + length} are outside the {backed} backed bytes")
         if sum(lengths) > MAX_REQUEST_BYTES:
-            raise self._fault(f"a request of {sum(lengths):,} bytes; at most {MAX_REQUEST_BYTES:,} are taken")
+            raise self._fault(f"request of {sum(lengths):,} bytes exceeds the limit of {MAX_REQUEST_BYTES:,}")
         return starts, lengths
 
     def _fault(self, why: str) -> StorageUnitError:

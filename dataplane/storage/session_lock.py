@@ -1,8 +1,8 @@
-"""The session lock: how a storage unit knows, beyond doubt, that a process on its host is gone.
+"""The session lock, which proves to a storage unit that a client process on its host has ended.
 
-The client creates and holds the file before it opens its session; the unit opens it while it is held and keeps that
-descriptor. When the unit later finds the lock free, every process that had the client's memory mapped through this
-session is gone. Children forked by the client share the lock, on purpose: they inherited its mappings, too.
+The client creates and locks the file before it opens its session. The unit opens the file while it is locked and keeps
+the descriptor. When the unit later finds the lock free, every process that mapped the arena through this session has
+ended. Children forked by the client deliberately share the lock, because they inherit its mappings.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from dataplane.core.file_locks import (
 from dataplane.core.private_dir import in_own_directory, leave, own_directory
 
 DEFAULT_LOCK_DIRECTORY = "/dev/shm"
-"""Session locks lie in this user's own directory there."""
+"""Session locks are in this user's directory below it."""
 
 log = logging.getLogger(__name__)
 
 
 def lock_directories(arenas: Path) -> set[Path]:
-    """Where a unit whose arena is in `arenas` takes session locks from."""
+    """Return the directories from which a unit with its arena in `arenas` accepts session locks."""
     try:
         return {arenas, own_directory(DEFAULT_LOCK_DIRECTORY)}
     except OSError as error:
-        log.warning("no client is local to this storage unit, unless its lock is in %s: %s", arenas, error)
+        log.warning("Storage unit accepts session locks only from %s; other clients are remote: %s", arenas, error)
         return {arenas}
 
 
 class SessionLock:
-    """The client's side. Held from `create` until `close`, or until the last process that inherited it is gone."""
+    """The client's side. Held from `create` until `close`, or until the last process that inherited it has ended."""
 
     def __init__(self, path: Path, fd: int) -> None:
         """Use `create`."""
@@ -51,8 +51,8 @@ class SessionLock:
 
     @classmethod
     def create(cls, directory: str | Path | None = None) -> SessionLock:
-        """A new lock file in `directory`, held. The directory must be one that the unit accepts: the arena's own, or,
-        the default, this user's in /dev/shm. Raises OSError."""
+        """Create and lock a file in `directory`. The unit must accept the directory: the arena's directory, or this
+        user's directory in /dev/shm (the default). Raises OSError."""
 
         def make(folder: Path) -> SessionLock:
             path = folder / new_session_lock_name()
@@ -62,21 +62,21 @@ class SessionLock:
 
     @property
     def held(self) -> bool:
-        """Whether this process still holds it."""
+        """Whether this process still holds the lock."""
         return self._fd >= 0
 
     @property
     def stands(self) -> bool:
-        """Whether no unit can have found it free so far: a unit that does removes the file."""
+        """Whether no unit has found the lock free so far; a unit that finds it free removes the file."""
         try:
             return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
         except OSError:
             return False
 
     def close(self) -> None:
-        """Say that nothing of this process touches shared memory through this session any more: drop the lock, and
-        remove the name unless a forked child, which may have views, still holds it. Call it when no copy is under way
-        and no view is left. Idempotent.
+        """Release the lock, which declares that this process no longer accesses shared memory through this session.
+        The file is removed unless a forked child, which may have views, still holds the lock. Call it when no copy is
+        in progress and no view exists. Idempotent.
         """
         if self._fd < 0:
             return
@@ -95,26 +95,26 @@ class SessionLock:
 
 @dataclass(eq=False)
 class PeerLock:
-    """The unit's side: its own descriptor of a client's lock file."""
+    """The unit's side: a descriptor of a client's lock file."""
 
     path: Path
     fd: int
 
     @classmethod
     def open(cls, path: str, *, directories: Iterable[Path]) -> PeerLock | str:
-        """The lock that a client says it holds, or why it cannot be taken as one, for a person.
+        """Open the lock that a client claims to hold. If it is not acceptable, return a readable reason.
 
-        `path` comes from the wire: nothing is opened unless it lies directly in one of `directories`, is named as a
-        session lock and is a regular file of this user on a local file system. OSError if it cannot be looked at.
+        `path` comes from the wire. It is only opened if it is directly in one of `directories`, has the name of a
+        session lock and is a regular file of this user on a local file system. Raises OSError if it is unreadable.
         """
         there = Path(path)
         if not SESSION_LOCK_NAME.fullmatch(there.name) or there.parent not in set(directories):
-            return "its session lock is not in a directory this unit looks into"
+            return "its session lock is not in a directory that this unit accepts"
         if not is_local(there.parent):
             return f"{there.parent} is not on a local file system"
         fd = open_own(there)
         if fd is None:
-            return "its session lock is not there (another container, or another user)"
+            return "its session lock file was not found (another container or another user)"
         lock = cls(there, fd)
         if not lock.held():
             lock.drop()
@@ -122,14 +122,14 @@ class PeerLock:
         return lock
 
     def held(self) -> bool:
-        """Whether some process still holds the client's lock."""
+        """Whether any process still holds the client's lock."""
         return is_held(self.fd)
 
     def same_file(self, other: PeerLock) -> bool:
         return os.path.samestat(os.fstat(self.fd), os.fstat(other.fd))
 
     def bury(self) -> None:
-        """The client is gone: remove what is left of its file."""
+        """Remove the lock file of a client that has ended, and close the descriptor."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         self.drop()

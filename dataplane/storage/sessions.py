@@ -1,4 +1,4 @@
-"""What a storage unit knows of sessions: who is local to it by proof, who is fenced, which puts were stopped. Files,
+"""The sessions of a storage unit: attached sessions with their locks, fenced sessions, and aborted puts. Uses files,
 but no sockets."""
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from dataplane.storage.session_lock import PeerLock
 log = logging.getLogger(__name__)
 
 MAX_STOPS = 256
-"""Stopped puts of one session that are told apart. Of more than these, the lowest number is forgotten, and it and every
-number below it counts as stopped: to refuse an old put too many costs an error, to let a late frame in costs bytes."""
+"""Maximum number of aborted puts recorded for one session. Beyond it, the lowest number is dropped, and every number up
+to it counts as aborted: a wrongly rejected old put is an error, but an accepted late write would corrupt rows."""
 
 
 @dataclass(slots=True)
 class _Stops:
-    """Every number up to `floor` is stopped, and those in `numbers`."""
+    """Aborted puts: every number up to `floor`, and those in `numbers`."""
 
     floor: int = 0
     numbers: set[int] = field(default_factory=set)
 
 
 class StoppedPuts:
-    """Which puts a unit writes no byte of any more, by (session, number of the Allocate call). At most
-    `MAX_STOPS` numbers for each session that ever stopped one and is not fenced: a fenced session is refused
-    everything, so `forget` drops its numbers."""
+    """Aborted puts whose late writes are rejected, by (session, number of the Allocate call). Holds at most
+    `MAX_STOPS` numbers for each session that aborted a put and is not fenced. Every request of a fenced session is
+    rejected, so `forget` drops its numbers."""
 
     def __init__(self) -> None:
         self._sessions: dict[int, _Stops] = {}
 
     def stop(self, session: int, reservation: int) -> None:
-        """From now on `covers` says so. Idempotent."""
+        """Record an aborted put. Idempotent."""
         stops = self._sessions.setdefault(session, _Stops())
         if reservation <= stops.floor:
             return
@@ -52,29 +52,29 @@ class StoppedPuts:
             stops.numbers.remove(stops.floor)
 
     def covers(self, session: int, reservation: int) -> bool:
-        """Whether the put was stopped, or is older than all that are still told apart."""
+        """Whether the put was aborted, or is older than every recorded one."""
         stops = self._sessions.get(session)
         return stops is not None and (reservation <= stops.floor or reservation in stops.numbers)
 
     def forget(self, session: int) -> None:
-        """The session is refused as a whole."""
+        """Drop the numbers of a session that was fenced."""
         self._sessions.pop(session, None)
 
     def __len__(self) -> int:
-        """How many numbers are kept."""
+        """Return the number of recorded values."""
         return sum(len(stops.numbers) + bool(stops.floor) for stops in self._sessions.values())
 
 
 @dataclass(eq=False)
 class _Pending:
-    """An attach whose proof has not come yet."""
+    """An attach request whose proof has not arrived."""
 
     lock: PeerLock
     secret: bytes
 
 
 class Sessions:
-    """One thread only: the unit's poll thread."""
+    """The sessions of one unit. Not thread-safe: used by the unit's poll thread only."""
 
     def __init__(self, arena: Arena, *, lock_directories: Iterable[Path]) -> None:
         self._arena = arena
@@ -88,26 +88,26 @@ class Sessions:
 
     @property
     def count(self) -> int:
-        """How many are attached. Any thread."""
+        """The number of attached sessions. Callable from any thread."""
         return len(self._attached)
 
     def admit(self, session: int) -> None:
         """Raises SessionExpiredError for a fenced session."""
         if session in self._fenced:
-            raise SessionExpiredError(session=session, why="the storage unit was told that its process is gone")
+            raise SessionExpiredError(session=session, why="the storage unit has fenced it because its process ended")
 
     def stop_put(self, session: int, reservation: int) -> None:
-        """Refuse every write of this put from now on."""
+        """Reject every further write of this put."""
         self._stopped.stop(session, reservation)
 
     def is_stopped(self, session: int, reservation: int) -> bool:
-        """Whether writes of this put are refused."""
+        """Whether writes of this put are rejected."""
         return self._stopped.covers(session, reservation)
 
     def attach(self, session: int, request: pb.Attach) -> pb.Challenge:
-        """A challenge for a client that may be local, or the reason why it stays remote."""
+        """Return a challenge for a client that may be local, or the reason why it stays remote."""
         if not request.lock_path:
-            return pb.Challenge(local=False, why="the client asked for the remote connection")
+            return pb.Challenge(local=False, why="the client requested a remote connection")
         if request.boot_id != self._host:
             return pb.Challenge(local=False, why="the client runs on another host")
         if not self._arena_is_local:
@@ -115,10 +115,10 @@ class Sessions:
         try:
             lock = PeerLock.open(request.lock_path, directories=self._directories)
         except OSError as error:
-            lock = f"its session lock cannot be looked at: {error}"
+            lock = f"its session lock is not accessible: {error}"
         if isinstance(lock, str):
             return pb.Challenge(local=False, why=lock)
-        self._refuse_second_lock(session, lock)
+        self._reject_second_lock(session, lock)
         challenge = self._arena.challenge()
         self._forget_pending(session)
         self._pending[session] = _Pending(lock, challenge.secret)
@@ -130,23 +130,23 @@ class Sessions:
             length=len(challenge.secret),
         )
 
-    def _refuse_second_lock(self, session: int, lock: PeerLock) -> None:
-        """A session has one lock from its start to its end: swapping it would give up the proof that its first process
-        is gone."""
+    def _reject_second_lock(self, session: int, lock: PeerLock) -> None:
+        """Raise InvalidRequestError if the session is attached with another lock. With a second lock, the unit could
+        no longer prove that the session's first process has ended."""
         known = self._attached.get(session)
         if known is not None and not known.same_file(lock):
             lock.drop()
-            raise InvalidRequestError(f"session {session} is attached to this unit with another lock file")
+            raise InvalidRequestError(f"session {session} is already attached to this unit with another lock file")
 
     def prove(self, session: int, seen: bytes) -> str:
-        """The session is attached from now on: where its lock is. Raises InvalidRequestError if `seen` is not what the
-        challenge wrote."""
+        """Attach the session and return the path of its lock. Raises InvalidRequestError if `seen` differs from the
+        secret of the challenge."""
         pending = self._pending.pop(session, None)
         if pending is None:
-            raise InvalidRequestError(f"session {session} sent a proof that nobody asked for")
+            raise InvalidRequestError(f"session {session} sent a proof without a pending challenge")
         if not hmac.compare_digest(pending.secret, seen):
             pending.lock.drop()
-            raise InvalidRequestError(f"session {session} does not map this unit's arena")
+            raise InvalidRequestError(f"session {session} sent a wrong proof: it does not map this unit's arena")
         if session in self._attached:
             pending.lock.drop()
         else:
@@ -154,12 +154,11 @@ class Sessions:
         return str(self._attached[session].path)
 
     def fence(self, session: int, lock_path: str = "", *, first: int = 0, last: int = 0) -> bool:
-        """Refuse everything of this session from now on, unless it is attached and its lock is still held. Whether it
-        is fenced: then nothing of it can touch the arena any more, nor of the sessions from `first` to `last`, which
-        are over.
+        """Fence this session, unless it is attached and its lock is still held. Return whether it is fenced; then no
+        process of it can access the arena, and the ended sessions from `first` to `last` are fenced too.
 
-        lock_path: where the lock is of a session that attached, here or before this unit was restarted over its arena.
-        OSError if it cannot be looked at: then nothing is known.
+        lock_path: the lock of a session that attached in this epoch of the unit or in an earlier one with the same
+        arena. Raises OSError if the lock is not accessible; the session is then not fenced.
         """
         lock = self._attached.get(session) or self._find_again(session, lock_path)
         if lock is not None and lock.held():
@@ -175,7 +174,7 @@ class Sessions:
         return True
 
     def _find_again(self, session: int, lock_path: str) -> PeerLock | None:
-        """The lock, if it is still held, of a session that attached in an earlier epoch of this unit."""
+        """Return the lock of a session that attached in an earlier epoch of this unit, if the lock is still held."""
         if not lock_path or session in self._fenced:
             return None
         lock = PeerLock.open(lock_path, directories=self._directories)
@@ -185,14 +184,14 @@ class Sessions:
         return lock
 
     def _sweep(self) -> None:
-        """A client that was killed before it attached here leaves a lock file that nobody holds."""
+        """Remove free lock files, which clients killed before they attached here leave behind."""
         for directory in self._directories:
             with contextlib.suppress(OSError):
                 sweep(directory)
 
     def bury_dead(self) -> list[int]:
-        """Fence every attached session whose lock is free; which ones. Keeps the descriptors of sessions that ended in
-        peace from piling up."""
+        """Fence every attached session whose lock is free, and return these sessions. Closes the descriptors of
+        sessions that ended normally."""
         dead = [session for session, lock in self._attached.items() if not lock.held()]
         for session in dead:
             self.fence(session)
@@ -204,7 +203,7 @@ class Sessions:
             pending.lock.drop()
 
     def close(self) -> None:
-        """Close every descriptor; remove the lock files that nobody holds any more."""
+        """Close every descriptor; remove the lock files that no process holds."""
         for session in list(self._pending):
             self._forget_pending(session)
         for lock in self._attached.values():

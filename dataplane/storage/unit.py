@@ -1,4 +1,4 @@
-"""A storage unit: an arena, the server of its bulk server, and the link to the controller that registers it."""
+"""A storage unit: an arena, the bulk server that serves it, and the stream to the controller that registers it."""
 
 from __future__ import annotations
 
@@ -49,23 +49,24 @@ FIRST_BACKING_BYTES = 64 * MIB
 
 
 class StorageUnit:
-    """Memory with an address. `start` returns when the controller has accepted it; thread-safe `stop`.
+    """A storage unit. `start` returns when the controller has accepted it; `stop` is thread-safe.
 
-    config: `capacity_bytes`, `arena_dir`, `host` and `port` (where its tcp server binds) and the token. name: a random
-    one by default; with `state_dir`, ValueError without one: the next start finds the arena by it. Raises
-    `ArenaSpaceError` where the directory or the container has too little space, `ServiceUnavailableError` where no
-    controller answers, `PortTakenError` where the port is in use, `LimitError` where this process may have too few open
-    files. With `http_port` it answers Prometheus there.
+    config: `capacity_bytes`, `arena_dir`, `host` and `port` (the address of its TCP server) and the token; with
+    `http_port` it serves Prometheus metrics there. name: random by default. With `state_dir` a name is required
+    (ValueError), because the next start finds the arena by it. Raises `ArenaSpaceError` if the directory or the
+    container has too little space, `ServiceUnavailableError` if no controller answers, `PortTakenError` if the port is
+    in use, `LimitError` if this process may open too few files.
 
-    When the controller goes, the unit waits `config.reconnect_s` for its return. One that does not know the unit any
-    more gets it anew, with an empty arena; what clients have mapped of the old one lives as long as they hold it.
+    When the connection to the controller breaks, the unit tries to reconnect for `config.reconnect_s`. If the
+    controller lost its record of the unit, the unit registers again with an empty arena; clients keep their mappings of
+    the old arena.
     """
 
     def __init__(self, config: DataPlaneConfig, controller_address: str, *, name: str | None = None) -> None:
         if config.state_dir is not None and not name:
             raise ValueError(
-                f"a storage unit with a state directory ({config.state_dir}) needs a name, by which its next start "
-                "finds its rows (name=, tq unit --name)"
+                f"a storage unit with a state directory ({config.state_dir}) needs a name, so that its next start "
+                "finds its rows; pass name= or tq unit --name"
             )
         self._config = config
         self._controller = controller_address
@@ -82,7 +83,7 @@ class StorageUnit:
         self._stopped = self._given_up = self._started = False
 
     def start(self) -> Self:
-        """Returns when the controller has taken it; at once where that has been before."""
+        """Start the unit and return when the controller has accepted it. No-op if the unit is already started."""
         if self._link is not None:
             return self
         _require_disk(self._config)
@@ -100,7 +101,7 @@ class StorageUnit:
         self._folder = _sweep(config)
         self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)
         if self._given_up:
-            raise ClientClosedError(why="the storage unit is to end")
+            raise ClientClosedError(why="give_up() was called before the storage unit started")
         self._link.open(
             self._begin(self._link),
             on_order=self._order,
@@ -113,7 +114,7 @@ class StorageUnit:
         self._started = True
 
     def _begin(self, link: UnitLink, *, anew: bool = False) -> c.AddUnit:
-        """Arena and bulk server, and how the unit presents itself with them."""
+        """Open the arena, start the bulk server, and return the unit's registration. anew: use an empty arena."""
         config = self._config
         keys = ServerKeys() if config.tls else None
         opened = self._open_arena(time.time_ns(), anew=anew)
@@ -152,6 +153,7 @@ class StorageUnit:
         )
 
     def _order(self, order: c.UnitOrder) -> None:
+        """Check rows here; pass other orders to the bulk server."""
         with self._guard:
             if self._bulk is None or self._link is None or self._arena is None:
                 return
@@ -185,7 +187,7 @@ class StorageUnit:
             return self._begin(self._link, anew=True)
 
     def _open_arena(self, epoch: int, *, anew: bool) -> Adopted:
-        """The arena of the epoch before, or a new one."""
+        """Open the arena of the previous epoch, or create one."""
         config, fsynced = self._config, self._config.durability == "machine"
 
         def create(keeper: Path | None) -> Arena:
@@ -211,8 +213,8 @@ class StorageUnit:
         wanted = config.capacity_bytes
         if opened.unit and wanted and not 0 <= wanted - opened.arena.capacity_bytes < PAGE_BYTES:
             log.warning(
-                "storage unit %s goes on with its arena of %s bytes; the capacity of %s asked for is for a new one: "
-                "`tq drain %s` empties and ends the unit, which then begins anew",
+                "Storage unit %s keeps its arena of %s bytes; the configured capacity of %s bytes applies to a new "
+                "arena. Run `tq drain %s` to empty and stop the unit, then start it again",
                 self.name,
                 f"{opened.arena.capacity_bytes:,}",
                 f"{wanted:,}",
@@ -221,7 +223,7 @@ class StorageUnit:
         return opened
 
     def _http_server(self, config: DataPlaneConfig, port: int) -> HttpServer:
-        """Metrics, for whoever may use the service, and health."""
+        """Return the HTTP server for metrics, which require authorization, and health."""
         guard = Guard(config.secret(), secure=config.tls is not None, local=is_loopback(config.host))
         site = Guarded(guard, {"/metrics": metrics(BulkMetrics(self._counts, self._facts))}, {"/healthz": self._health})
         context = None if config.tls is None else server_context(config.tls)
@@ -242,37 +244,38 @@ class StorageUnit:
     def _health(self, request: HttpRequest) -> Response:
         bulk = self._bulk
         if bulk is None or not bulk.alive:
-            return plain("the unit serves nobody\n", HTTPStatus.SERVICE_UNAVAILABLE)
+            return plain("the storage unit is not serving\n", HTTPStatus.SERVICE_UNAVAILABLE)
         return plain("ok\n")
 
     @property
     def http_url(self) -> str:
-        """Where it answers Prometheus; "" without `http_port`."""
+        """The URL of the HTTP server with the Prometheus metrics; "" without `http_port`."""
         return "" if self._http is None else self._http.url
 
     @property
     def number(self) -> int:
-        """What the controller calls it. It has another one if it had to begin anew."""
+        """The unit's number at the controller. It changes if the unit registers again with an empty arena."""
         with self._guard:
             assert self._bulk is not None, "not started"
             return self._bulk.unit
 
     @property
     def lost(self) -> threading.Event:
-        """Set when the controller is gone for longer than `config.reconnect_s`, or refuses the unit."""
+        """Set when the controller is unreachable for longer than `config.reconnect_s` or rejects the unit."""
         assert self._link is not None, "not started"
         return self._link.lost
 
     def give_up(self) -> None:
-        """A `start` that waits for the controller, or is yet to begin, raises a `DataPlaneError`. Does nothing once the
-        unit was started. Any thread."""
+        """Make a `start` that is in progress, or that follows, raise a `DataPlaneError`. No-op once the unit is
+        started. Callable from any thread."""
         self._given_up, link = True, self._link
         if link is not None and not self._started:
             link.close()
 
     def stop(self, *, for_good: bool = False) -> None:
-        """Leave the controller, end the server, unlink the arena unless a state directory keeps it for the unit's next
-        epoch; there is none after one that ends `for_good`. Idempotent; in a forked child it does nothing."""
+        """Disconnect from the controller, stop the server, and unlink the arena unless a state directory keeps it for
+        the unit's next epoch. for_good: also delete the record and the arena, because the unit will not restart.
+        Idempotent; no-op in a forked child."""
         if self._pid != os.getpid():
             return
         with self._guard:
@@ -303,28 +306,28 @@ class StorageUnit:
 
 
 def sweep_leftovers(config: DataPlaneConfig) -> None:
-    """Remove what units that were killed have left. OSError where the directories cannot be had."""
+    """Remove the files that killed units left behind. Raises OSError if the directories are not accessible."""
     _sweep(config)
     for shared in (config.arena_dir, DEFAULT_LOCK_DIRECTORY):
         leave(shared)
 
 
 def _sweep(config: DataPlaneConfig) -> Path:
-    """This user's directory for arenas, without those that nobody will ask for."""
+    """Remove arenas and session locks that are no longer needed. Return this user's directory for arenas."""
     folder = own_directory(config.arena_dir)
     for directory in lock_directories(folder):
-        with contextlib.suppress(FileNotFoundError):  # who left last has removed it
+        with contextlib.suppress(FileNotFoundError):  # the last process that used the directory has removed it
             sweep(directory)
             sweep_recorded(directory)
     return folder
 
 
 def _checked(order: c.CheckRows, data: npt.NDArray[np.uint8]) -> c.RowsChecked:
-    """Compare rows of the arena's `data` with their checksums."""
+    """Compare rows of the arena's `data` with their checksums, and report the damaged rows."""
     wrong, _ = damaged(data, order.offsets, order.sizes, order.checksums)
     if len(wrong):
         log.error(
-            "storage unit %d: %d rows of field %r in partition %r are damaged",
+            "Storage unit %d: %d rows of field %r in partition %r are damaged",
             order.unit,
             len(wrong),
             order.field,
@@ -342,9 +345,9 @@ def _checked(order: c.CheckRows, data: npt.NDArray[np.uint8]) -> c.RowsChecked:
 
 
 def _require_disk(config: DataPlaneConfig) -> None:
-    """ValueError for rows that are to outlive the machine in a directory that does not."""
+    """Raise ValueError if rows must survive a machine restart but `arena_dir` is in memory."""
     found = file_system(config.arena_dir)
     if config.durability == "machine" and not is_on_disk(found):
         raise ValueError(
-            f'durability="machine", but arena_dir {config.arena_dir!r} is memory ({found}): name a directory on a disk'
+            f'durability="machine", but arena_dir {config.arena_dir!r} is in memory ({found}); use a directory on disk'
         )

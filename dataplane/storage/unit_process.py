@@ -1,7 +1,7 @@
-"""Storage units in processes of their own, started and watched by the one that serves their controller.
+"""Storage units in subprocesses, which the process of their controller starts and supervises.
 
-`python -m dataplane.storage.unit_process` is such a unit: its settings are the first line of its standard input, and it
-ends when that closes.
+`python -m dataplane.storage.unit_process` runs such a unit. It reads its settings from the first line of standard input
+and ends when standard input closes.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from dataplane.storage.unit import StorageUnit, sweep_leftovers
 log = logging.getLogger(__name__)
 
 END_S = 12.0
-"""A unit that is told to end takes up to so long; then it is killed. With what its controller takes, a service ends
-within half a minute."""
+"""Maximum time for a unit to stop before it is killed. Together with the controller, a service stops within half a
+minute."""
 KILL_S = 2.0
 UNIT_BYTES = 32 << 20
-"""What the process of a unit takes at least, besides its arena."""
+"""Minimum memory of a unit's process, besides its arena."""
 UNIT_FILES = 4
-"""Open files that a unit costs the process of its controller."""
+"""Open files that each unit takes in the process of its controller."""
 RESTARTS = 5
 WITHIN_S = 60.0
-"""A unit that ends more often than this within this time is not started again."""
+"""A unit that ends more than `RESTARTS` times within this time is not restarted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """The line that the process of a unit writes on standard output: that it is ready, or why it is not."""
+    """The line that a unit's process writes to standard output: its name when it is ready, otherwise the error."""
 
     unit: str = ""
     http: str | None = None
@@ -51,7 +51,7 @@ class Said:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitProcessSettings:
-    """What the process of a unit is told."""
+    """The settings that a unit's process reads from standard input."""
 
     address: str
     name: str
@@ -59,10 +59,11 @@ class UnitProcessSettings:
 
 
 class UnitProcesses:
-    """The storage units of a controller at `address`, in processes of their own; they end with this one.
+    """The storage units of the controller at `address`, in subprocesses. They end with this process.
 
-    With a state directory a unit that ends, whatever way, is started again and goes on with its memory. One without, or
-    one that ends more than `RESTARTS` times in `WITHIN_S`, is given up: `on_end` is called with why, in another thread.
+    With a state directory, a unit that ends for any reason is restarted and adopts its arena. Without one, or after
+    more than `RESTARTS` ends within `WITHIN_S`, the unit is not restarted: `on_end` is called with the reason, in
+    another thread.
     """
 
     def __init__(self, address: str, config: DataPlaneConfig, on_end: Callable[[str], None]) -> None:
@@ -71,7 +72,7 @@ class UnitProcesses:
         self._on_end = on_end
         self._guard = threading.Lock()
         self._stopping = False
-        self._told: dict[str, DataPlaneConfig] = {}
+        self._configs: dict[str, DataPlaneConfig] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._ready: set[str] = set()
         self._ending = threading.Lock()
@@ -79,11 +80,11 @@ class UnitProcesses:
         self._watchers: list[threading.Thread] = []
 
     def start(self, count: int) -> None:
-        """Returns when every unit is registered, or once `stop` is called, from another thread. OSError that says which
-        could not start, and why."""
+        """Start `count` units. Return when every unit is registered, or when another thread calls `stop`. Raises
+        OSError with the name of the unit that cannot start, and the reason."""
         names = [f"unit-{number}" for number in range(count)]
         for number, name in enumerate(names):
-            self._told[name] = self._config.of_unit(number)
+            self._configs[name] = self._config.of_unit(number)
             if not self._start(name):
                 return
         for name in names:
@@ -97,29 +98,29 @@ class UnitProcesses:
             self._watchers[-1].start()
 
     def pid(self, name: str) -> int:
-        """The process of a unit, at present."""
+        """Return the process id of a unit. It changes when the unit is restarted."""
         return self._processes[name].pid
 
     def _start(self, name: str) -> bool:
-        """False, and nothing, once they are to end."""
+        """Start the process of a unit and send its settings. Return False, without starting it, after `stop`."""
         with self._guard:
             if self._stopping:
                 return False
             self._ready.discard(name)
             command = [sys.executable, "-m", "dataplane.storage.unit_process"]
-            # A group of its own: a terminal's SIGINT is for the service, which then ends its units.
+            # A separate process group: a terminal's SIGINT reaches only the service, which then stops its units.
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
             self._processes[name] = process
             assert process.stdin is not None
-            settings = asdict(UnitProcessSettings(address=self._address, name=name, config=self._told[name]))
-            with contextlib.suppress(BrokenPipeError):  # it is dead already, as its exit code will tell
+            settings = asdict(UnitProcessSettings(address=self._address, name=name, config=self._configs[name]))
+            with contextlib.suppress(BrokenPipeError):  # it has ended; its exit code is reported later
                 process.stdin.write(msgspec.json.encode(settings) + b"\n")
                 process.stdin.flush()
 
             return True
 
     def _await_ready(self, name: str) -> str:
-        """Why the unit did not start; "": it did."""
+        """Wait until the unit is ready and return "", or return the reason why it did not start."""
         process = self._processes[name]
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -131,6 +132,7 @@ class UnitProcesses:
         return why
 
     def _watch(self, name: str) -> None:
+        """Restart a unit whenever it ends, or call `on_end`."""
         ends: deque[float] = deque(maxlen=RESTARTS + 1)
         try:
             while True:
@@ -140,18 +142,18 @@ class UnitProcesses:
                     return None
                 ends.append(time.monotonic())
                 if self._config.state_dir is None:
-                    return self._on_end(f"storage unit {name} ended with code {code}, and its rows with it")
+                    return self._on_end(f"storage unit {name} ended with code {code}; its rows are lost")
                 if len(ends) > RESTARTS and ends[-1] - ends[0] < WITHIN_S:
                     return self._on_end(f"storage unit {name} ended {len(ends)} times in {ends[-1] - ends[0]:.0f} s")
-                log.warning("storage unit %s ended with code %d: starting it again", name, code)
+                log.warning("Storage unit %s ended with code %d; restarting it", name, code)
                 if not self._start(name):
                     return None
                 why = self._await_ready(name)
                 if why:
-                    log.warning("storage unit %s did not start again: %s", name, why)
+                    log.warning("Storage unit %s could not be restarted: %s", name, why)
         except Exception as error:
-            log.exception("cannot watch storage unit %s", name)
-            self._on_end(f"storage unit {name} cannot be started again: {error}")
+            log.exception("Supervision of storage unit %s failed", name)
+            self._on_end(f"storage unit {name} cannot be restarted: {error}")
 
     @staticmethod
     def _close(process: subprocess.Popen[bytes]) -> None:
@@ -160,8 +162,8 @@ class UnitProcesses:
                 stream.close()
 
     def stop(self) -> None:
-        """End them, and remove what those that were killed, by whomever, have left. Those that are not ready yet are
-        killed, and those that take longer than `END_S`. Idempotent."""
+        """Stop the units, and remove the files of killed ones. Units that are not ready, and units that take longer
+        than `END_S`, are killed. Idempotent."""
         with self._guard:
             self._stopping = True
         with self._ending:
@@ -175,6 +177,7 @@ class UnitProcesses:
                 sweep_leftovers(self._config)
 
     def _end(self) -> None:
+        """Stop all processes, and kill those that are not ready or exceed `END_S`."""
         processes = self._processes
         for name, process in processes.items():
             assert process.stdin is not None
@@ -185,7 +188,7 @@ class UnitProcesses:
         end, late = time.monotonic() + END_S, []
         for name, process in processes.items():
             if not _ended(process, max(0.0, end - time.monotonic())):
-                log.warning("storage unit %s did not end within %.0f s, and is killed", name, END_S)
+                log.warning("Storage unit %s did not stop within %.0f s and is killed", name, END_S)
                 process.kill()
                 late.append(process)
         for process in late:
@@ -202,21 +205,21 @@ def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
 
 
 def require_memory(count: int) -> None:
-    """ValueError where this machine, or this process, has not enough for so many units."""
+    """Raise ValueError if this machine or this process lacks the memory or open files for `count` units."""
     files = allow_more()
-    fit = {f"it may have {files:,} open files, of which a unit takes {UNIT_FILES}": files // UNIT_FILES}
+    fit = {f"the limit is {files:,} open files and each unit takes {UNIT_FILES}": files // UNIT_FILES}
     for limit in memory_limits():
-        fit[f"{limit.limit} leaves {limit.free_bytes:,} bytes, of which a unit takes {UNIT_BYTES:,}"] = (
+        fit[f"{limit.limit} leaves {limit.free_bytes:,} bytes and each unit takes {UNIT_BYTES:,}"] = (
             limit.free_bytes // UNIT_BYTES
         )
     why, most = min(fit.items(), key=lambda each: each[1])
     if count > most:
-        raise ValueError(f"{count:,} storage units: there is space for {most:,} here, since {why}. Start fewer.")
+        raise ValueError(f"cannot start {count:,} storage units, at most {most:,}: {why}. Start fewer units.")
 
 
 def run_unit(unit: StorageUnit, stop: Stop, *, json: bool = False) -> bool:
-    """Start the unit, say so on standard output, as text or JSON, and serve until `stop`, which may come while it
-    starts; whether its controller was gone first."""
+    """Start the unit, report that on standard output as text or JSON, and serve until `stop`, which may be set during
+    the start. Return whether the controller was lost first."""
     stop.then(unit.give_up)
     try:
         unit.start()
@@ -240,7 +243,7 @@ def _line(said: Said) -> str:
 
 
 def main() -> int:
-    """Exit code 1 if the unit cannot start, or the controller goes first and does not come back in time."""
+    """Run a unit. Return exit code 1 if it cannot start, or if the controller is lost and does not return in time."""
     stop = Stop()
     allow_more()
     settings = msgspec.convert(msgspec.json.decode(sys.stdin.readline()), UnitProcessSettings)
@@ -255,7 +258,7 @@ def main() -> int:
     try:
         return int(run_unit(StorageUnit(settings.config, settings.address, name=settings.name), stop, json=True))
     except (DataPlaneError, ValueError, OSError) as error:
-        with contextlib.suppress(BrokenPipeError):  # the service is gone
+        with contextlib.suppress(BrokenPipeError):  # the service has ended
             print(_line(Said(unit=settings.name, error=str(error))), flush=True)  # noqa: T201
         return 1
 

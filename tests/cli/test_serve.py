@@ -144,7 +144,7 @@ def test_a_unit_that_stands_still_does_not_keep_its_service_from_ending(services
     unit = psutil.Process(child_of(service))
     unit.suspend()
     assert service.end(signal.SIGTERM) == 0
-    assert service.complaints == ["storage unit unit-0 did not end within 12 s, and is killed"]
+    assert service.complaints == ["Storage unit unit-0 did not stop within 12 s and is killed"]
     wait_until(lambda: not unit.is_running())
     assert not litter(service.files)
 
@@ -169,7 +169,7 @@ def test_a_service_whose_units_are_starting_ends_when_it_is_told(services: list[
 def test_more_units_than_there_is_space_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--units", "99999999"]) == 1
     text = capsys.readouterr().err
-    assert text.startswith("tq: 99,999,999 storage units: there is space for "), text
+    assert text.startswith("tq: cannot start 99,999,999 storage units, at most "), text
     assert text.count("\n") == 1
 
 
@@ -223,10 +223,10 @@ def test_a_capacity_that_comes_too_late_is_told(services: list[Service], tmp_pat
         service = Service("--state-dir", state, *more)
         services.append(service)
         assert service.end(signal.SIGTERM) == 0
-        told = [line for line in service.complaints if "the capacity of" in line]
+        told = [line for line in service.complaints if "the configured capacity of" in line]
         assert len(told) == warnings
     assert told[0].startswith(
-        "storage unit unit-0 goes on with its arena of 8,388,608 bytes; the capacity of 16,777,216"
+        "Storage unit unit-0 keeps its arena of 8,388,608 bytes; the configured capacity of 16,777,216"
     )
     assert "`tq drain unit-0`" in told[0]
     discard(tmp_path / "state", ["/dev/shm"])
@@ -244,7 +244,7 @@ def test_a_unit_that_dies_comes_back_with_its_rows(services: list[Service], tmp_
         assert client.get_samples(["a"], "train", ["x"])["x"].tolist() == [[0, 1, 2, 3]]
         client.put_samples(["b"], "train", {"x": torch.arange(4)[None]})
     assert service.end(signal.SIGTERM) == 0
-    assert "storage unit unit-0 ended with code -9: starting it again" in service.errors
+    assert "Storage unit unit-0 ended with code -9; restarting it" in service.errors
     assert len(discard(tmp_path / "state", ["/dev/shm"])) == 1
 
 
@@ -291,7 +291,7 @@ def test_a_service_without_a_state_ends_with_its_memory(services: list[Service])
     os.kill(child_of(service), signal.SIGKILL)
     _, errors = service.process.communicate(timeout=60)
     assert service.process.returncode == 1
-    assert "storage unit unit-0 ended with code -9, and its rows with it; the service ends" in errors
+    assert "storage unit unit-0 ended with code -9; its rows are lost; the service ends" in errors
     assert not litter(service.files)
 
 

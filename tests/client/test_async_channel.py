@@ -175,7 +175,7 @@ def test_too_few_open_files_are_a_named_error_and_lose_no_post(
 ) -> None:
     async def script(channel: AsyncChannel) -> None:
         with exhausted(monkeypatch, async_channel, "dealer_socket", zmq.ZMQError):
-            with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
+            with pytest.raises(ServiceUnavailableError, match="cannot open more files"):
                 await channel.call(c.Seal(partition="p"))
             channel.post(c.Release(located=1))
             assert not ledger.of(c.Release)
@@ -197,7 +197,7 @@ def test_too_few_open_files_when_the_session_moved(
         await seen(ledger, c.Claim)
         with exhausted(monkeypatch, async_channel, "dealer_socket", zmq.ZMQError):
             channel._look_again()
-            with pytest.raises(ServiceUnavailableError, match="may have no more open files"):
+            with pytest.raises(ServiceUnavailableError, match="cannot open more files"):
                 await waiting
         await channel.call(c.Seal(partition="p"))
         channel._look_again()

@@ -277,7 +277,7 @@ def test_a_dead_address_is_an_error_at_once(open_channel: Open) -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
-        with pytest.raises(ServiceUnavailableError, match=f":{port}: connecting to it"):
+        with pytest.raises(ServiceUnavailableError, match=f":{port}: cannot connect to it"):
             ControllerChannel.open(replace(QUICK, address=f"127.0.0.1:{port}"))
 
 
@@ -426,7 +426,7 @@ def test_a_forked_child_opens_its_own_session_and_the_parents_lives_on(real: Con
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_service_cannot_be_started_in_a_child_of_one(real: Controller) -> None:
     def child() -> None:
-        with pytest.raises(InvalidRequestError, match="Start the service in a fresh process"):
+        with pytest.raises(InvalidRequestError, match="Start the service in a new process"):
             Controller(QUICK).start()
 
     assert in_fork(child) == 0

@@ -83,7 +83,7 @@ def test_a_unit_of_another_epoch_is_asked_about_too(unit: Unit) -> None:
     config = DataPlaneConfig(address="nowhere:1", force_remote=True, token=TOKEN)
     unit_connections = UnitConnections(config, session=1, lock=None, memory=BufferPool(0))
     unit_connections.learn([changed(unit.info, epoch=EPOCH - 1)])
-    with pytest.raises(StorageUnitError, match="started anew"):
+    with pytest.raises(StorageUnitError, match="was restarted"):
         unit_connections.gather([ROW], {UNIT})
     assert unit_connections.unknown({UNIT})
     unit_connections.learn([unit.info])

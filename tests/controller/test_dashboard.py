@@ -276,7 +276,7 @@ def test_a_wrong_token_gets_the_form_again_and_no_cookie(guarded: Server) -> Non
         answer = ask(guarded.http_address, "/login", "POST", body=body)
         assert answer.status == 401
         assert "set-cookie" not in answer.headers
-        assert "not this service" in answer.text
+        assert "Wrong token" in answer.text
 
 
 def test_the_cookie_of_one_service_opens_no_other(guarded: Server) -> None:

@@ -32,7 +32,7 @@ def test_rows_outlive_a_start_with_another_arena_directory(folder: Path) -> None
         client.register_partition("p", ["x"], None, ["train"])
         client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
     for wrong in (right | {"arena_dir": str(folder / "others")}, right | {"arena_dir": "/dev/shm"}):
-        with pytest.raises(StateDirError, match=f"Start it with --arena-dir {folder / 'arenas'}"):
+        with pytest.raises(StateDirError, match=f"Start the unit with --arena-dir {folder / 'arenas'}"):
             serve(wrong)
     with serve(right) as server, connect(server.address) as client:
         assert client.get_samples(["a", "b"], "p", ["x"])["x"].tolist() == [0, 1]
@@ -55,7 +55,7 @@ def test_rows_outlive_a_start_of_their_unit_for_another_service(folder: Path, *,
             client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
         written = contents(folder)
         with serve({"units": 0}) as other:
-            why = f"which was at {own.address}, and this start is for .+ at {other.address}. Start it for that service"
+            why = f" at {own.address}; this unit was started for .+ at {other.address}. Start the unit with the address"
             with pytest.raises(StateDirError, match=why):
                 unit_of(other.address, folder).start()
         assert contents(folder) == written
@@ -90,7 +90,7 @@ def test_a_unit_of_a_service_that_began_anew_at_its_address_begins_anew_too(
         connect(server.address) as client,
     ):
         assert [unit.live_bytes for unit in client.stats().units] == [0]
-    assert "had no state directory, or lost what was in it, and the rows of this unit with it" in caplog.text
+    assert "It had no state directory, or the directory was emptied" in caplog.text
     assert contents(folder) != written
 
 

@@ -133,5 +133,5 @@ def test_rows_are_on_the_disk_before_they_are_committed(disk: Path, monkeypatch:
 
 
 def test_memory_is_refused_for_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is memory"):
+    with pytest.raises(ValueError, match="is in memory"):
         serve({"state_dir": str(tmp_path), "durability": "machine", "capacity_bytes": 8 << 20})

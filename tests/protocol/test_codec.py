@@ -94,11 +94,11 @@ def test_what_travels_on_a_units_stream() -> None:
     assert plain(report_from_pb(report_to_pb(report))) == plain(report)
     order = c.GrowArena(unit=3, backed_bytes=1 << 40)
     assert plain(order_from_pb(order_to_pb(order))) == plain(order)
-    with pytest.raises(InvalidRequestError, match="Tick is not a storage unit's"):
+    with pytest.raises(InvalidRequestError, match="cannot report Tick"):
         report_to_pb(c.Tick(now=1.0))
-    with pytest.raises(InvalidRequestError, match="without content"):
+    with pytest.raises(InvalidRequestError, match="empty or unsupported report"):
         report_from_pb(pb.UnitReport())
-    with pytest.raises(InvalidRequestError, match="without content"):
+    with pytest.raises(InvalidRequestError, match="empty or unsupported order"):
         order_from_pb(pb.UnitOrder())
 
 
@@ -149,17 +149,17 @@ IDS = pb.Samples(ids=pb.TextList(values=["a"]))
 MALFORMED = {
     "unknown method": ("Frobnicate", b"", "unknown method 'Frobnicate'"),
     "not a message": ("Seal", b"\xff\xff", "not a Seal message"),
-    "no samples": ("Commit", pb.CommitRequest(partition="p"), "Commit without samples"),
-    "samples by nothing": ("Locate", pb.LocateRequest(samples=pb.Samples()), "neither by ids nor by handles"),
+    "no samples": ("Commit", pb.CommitRequest(partition="p"), "Commit lacks the field samples"),
+    "samples by nothing": ("Locate", pb.LocateRequest(samples=pb.Samples()), "neither ids nor handles"),
     "odd array": (
         "Locate",
         pb.LocateRequest(samples=pb.Samples(handles=pb.Handles(rows=ODD))),
-        "8-byte integers has 7 bytes",
+        "8-byte values has 7 bytes",
     ),
     "uneven handles": (
         "Locate",
         pb.LocateRequest(samples=pb.Samples(handles=pb.Handles(rows=b"\0" * 8))),
-        "1 rows and 0 generations",
+        "1 rows but 0 generations",
     ),
     "unknown enum": ("Commit", pb.CommitRequest(samples=IDS, mode=9), "unknown Mode 9"),  # type: ignore[arg-type]
     "unknown kind": (
@@ -180,14 +180,14 @@ MALFORMED = {
     "tag without values": (
         "SetTags",
         pb.SetTagsRequest(samples=IDS, tags=[pb.TagColumn(name="x")]),
-        "tag 'x' without values",
+        "tag 'x' has no values",
     ),
     "tag at other positions": (
         "SetTags",
         pb.SetTagsRequest(samples=IDS, tags=[pb.TagColumn(name="x", positions=b"", booleans=b"\1")]),
-        "1 values at 0 positions",
+        "1 values for 0 positions",
     ),
-    "no operand": ("Claim", pb.ClaimRequest(where=[pb.Predicate(tag="x")]), "without a value to compare"),
+    "no operand": ("Claim", pb.ClaimRequest(where=[pb.Predicate(tag="x")]), "no value to compare"),
     "not a number": (
         "SetTags",
         pb.SetTagsRequest(samples=IDS, tags=[pb.TagColumn(mixed=pb.ScalarList(values=[pb.Scalar(big_integer="ten")]))]),
@@ -249,7 +249,7 @@ def described(spec: FieldSpec) -> c.Described:
 
 @pytest.mark.parametrize("body", [b"\xff", pb.Claimed(rows=b"\0").SerializeToString()], ids=["noise", "odd array"])
 def test_an_answer_that_makes_no_sense_is_an_internal_error(body: bytes) -> None:
-    with pytest.raises(InternalError, match="the answer to Claim makes no sense"):
+    with pytest.raises(InternalError, match="malformed reply to Claim"):
         codec.decode_result("Claim", body)
 
 
@@ -261,13 +261,13 @@ def test_an_answer_that_makes_no_sense_is_an_internal_error(body: bytes) -> None
         (c.Claim(partition="p", task="t", fields=(), batch_size=1, step=True), "step=True: .* got bool"),
         (c.Claim(partition="p", task="t", fields=(), batch_size=1, max_lag=1.5), "max_lag=1.5"),  # type: ignore[arg-type]
         (c.Forget(unit="0"), "Forget: unit='0': expected an integer, got str"),  # type: ignore[arg-type]
-        (c.SetVersion(partition="p", version=1 << 64), "version=18446744073709551616: expected an integer of 64 bits"),
-        (c.Locate(partition="p", samples=c.Samples(ids=("a", "\udc80")), fields=()), r"sample id: the text '\\udc80'"),
-        (c.SetTags(partition="p", samples=c.Samples(ids=("a",)), tags=(tag("v", "\udc80"),)), "tag 'v': the text"),
-        (c.SetTags(partition="p", samples=c.Samples(ids=("a",)), tags=(tag("v", "\udc80", 1),)), "tag 'v': the text"),
-        (c.SetTags(partition="p", samples=c.Samples(ids=("a",)), tags=(tag("\udc80", 1),)), "tag name: the text"),
-        (c.Register(partition="p", fields={"\udc80": FieldSpec()}, num_samples=None, tasks=()), "fields: the text"),
-        (c.Seal(partition="\udc80"), "Seal: partition: the text .* Replace it"),
+        (c.SetVersion(partition="p", version=1 << 64), "version=18446744073709551616: expected a 64-bit integer"),
+        (c.Locate(partition="p", samples=c.Samples(ids=("a", "\udc80")), fields=()), r"sample id: the string '\\udc"),
+        (c.SetTags(partition="p", samples=c.Samples(ids=("a",)), tags=(tag("v", "\udc80"),)), "tag 'v': the string"),
+        (c.SetTags(partition="p", samples=c.Samples(ids=("a",)), tags=(tag("v", "\udc80", 1),)), "tag 'v': the string"),
+        (c.SetTags(partition="p", samples=c.Samples(ids=("a",)), tags=(tag("\udc80", 1),)), "tag name: the string"),
+        (c.Register(partition="p", fields={"\udc80": FieldSpec()}, num_samples=None, tasks=()), "fields: the string"),
+        (c.Seal(partition="\udc80"), "Seal: partition: the string .* Replace it"),
         (c.Seal(partition=3), "Seal: partition=3: expected a string, got int"),  # type: ignore[arg-type]
     ],
 )

@@ -22,7 +22,7 @@ from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 
-NONE_LEFT = r"no more open files \(ulimit -n \d+\).*allow it more"
+NONE_LEFT = r"cannot open more files \(ulimit -n \d+\).*raise the limit"
 
 
 def _nobody_closes_any() -> None:
@@ -82,7 +82,7 @@ def test_servers_that_cannot_start(left: int) -> None:
     with Controller(config) as controller:
         unit = StorageUnit(config, controller.address)
         for server in (Controller(config), unit):
-            with only(left), pytest.raises(LimitError, match=r"open files: \d+, and the limit is \d+\. Allow this"):
+            with only(left), pytest.raises(LimitError, match=r"open files: \d+, and the limit is \d+\. Raise"):
                 server.start()
         with unit:
             assert not unit.lost.is_set()

@@ -65,12 +65,12 @@ def test_an_answer_is_read_however_it_is_cut(pair: tuple[socket.socket, socket.s
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (b"", "hung up"),
-        (BEGIN[:-1], "hung up"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "hung up"),
-        (BEGIN + END, "no answer"),
-        (BEGIN + frame(DATA, 1, 1, MESSAGE[:-1]), "no answer"),
-        (BEGIN + frame(DATA, 1, 1, b"\1" + MESSAGE[1:]), "no answer"),
+        (b"", "closed the connection"),
+        (BEGIN[:-1], "closed the connection"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "closed the connection"),
+        (BEGIN + END, "no valid reply"),
+        (BEGIN + frame(DATA, 1, 1, MESSAGE[:-1]), "no valid reply"),
+        (BEGIN + frame(DATA, 1, 1, b"\1" + MESSAGE[1:]), "no valid reply"),
         (BEGIN + frame(DATA, 9, 1, b""), "does not speak HTTP/2"),
         (BEGIN + frame(DATA, 0, 3, b"of another stream"), "does not speak HTTP/2"),
         (BEGIN + frame(RST, 0, 1, bytes(4)), "ended the call"),
@@ -158,10 +158,10 @@ def test_the_text_of_a_status_is_told_in_part_and_changes_no_terminal(
 
 
 def test_a_service_that_was_busy_until_the_end_has_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Exception] = [http2.BusyError("it answered with gRPC status 8: too many"), TimeoutError("timed out")]
+    answers: list[Exception] = [http2.BusyError("it replied with gRPC status 8: too many"), TimeoutError("timed out")]
     monkeypatch.setattr(server_keys, "_ask", raiser(answers))
     monkeypatch.setattr(server_keys, "BUSY_S", 0.001)
-    with pytest.raises(ServiceUnavailableError, match=r"something listens, but it answered.*too many") as caught:
+    with pytest.raises(ServiceUnavailableError, match=r"a server is listening, but it replied.*too many") as caught:
         server_keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S)
     assert is_slow(caught.value)
     assert not answers
@@ -180,7 +180,7 @@ def test_keys_are_asked_for_again_while_the_service_is_busy(monkeypatch: pytest.
     def ask(address: str, files: object, nonce: bytes, rest: object) -> tuple[bytes, str]:
         asked.append(nonce)
         if len(asked) % 3:
-            raise http2.BusyError("it answered with gRPC status 14")
+            raise http2.BusyError("it replied with gRPC status 14")
         return b"", ""
 
     monkeypatch.setattr(server_keys, "_ask", ask)
@@ -188,7 +188,7 @@ def test_keys_are_asked_for_again_while_the_service_is_busy(monkeypatch: pytest.
     assert server_keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S) == server_keys.OPEN
     assert len(asked) == 3
     asked.clear()
-    with pytest.raises(ServiceUnavailableError, match="but it answered with gRPC status 14") as caught:
+    with pytest.raises(ServiceUnavailableError, match="but it replied with gRPC status 14") as caught:
         server_keys.keys_of("host:1", None, None, deadline=time.monotonic())
     assert is_slow(caught.value)
 
@@ -197,7 +197,7 @@ EOF = ssl.SSLEOFError(8, "EOF occurred in violation of protocol")
 EOF.reason = ""
 
 
-@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOF, http2.Http2Error("it hung up")])
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOF, http2.Http2Error("it closed")])
 def test_a_client_that_stood_still_and_was_hung_up_on_asks_again(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +220,7 @@ def test_a_client_that_stood_still_and_was_hung_up_on_asks_again(
     assert not answers
 
 
-@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOF, http2.HungUpError("it hung up")])
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOF, http2.HungUpError("it closed")])
 def test_who_is_hung_up_on_at_once_asks_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by a service that has as many connections as it takes."""
     asked: list[bytes] = []
@@ -236,5 +236,5 @@ def test_who_is_hung_up_on_at_once_asks_again(error: Exception, monkeypatch: pyt
     monkeypatch.setattr(tls, "diagnose", lambda *_: None)
     assert server_keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S) == server_keys.OPEN
     assert len(asked) == 3
-    with pytest.raises(ServiceUnavailableError, match="it hangs up at once: it may have reached its limit"):
+    with pytest.raises(ServiceUnavailableError, match="it closes the connection at once: it may have reached"):
         server_keys.keys_of("host:1", None, None, deadline=time.monotonic())

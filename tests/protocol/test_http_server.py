@@ -183,7 +183,7 @@ def test_more_at_once_than_are_taken_are_refused(
         wait_until(lambda: server._slots._value == 2, "both places are free")
         assert ask(server.address, "/").status == 200
     assert [record.getMessage() for record in caplog.records if record.name == server_module.__name__] == [
-        "more than 2 HTTP requests at once: 1 not taken so far"
+        "HTTP request rejected: more than 2 concurrent requests (1 rejected so far)"
     ]
 
 
@@ -282,8 +282,8 @@ def test_parameters_are_what_was_asked_for() -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: parameters(nme="x"), "/api/x has no parameter 'nme'; it takes name, count"),
-        (lambda: parameters().text("name"), "/api/x wants the parameter 'name'"),
+        (lambda: parameters(nme="x"), "/api/x has no parameter 'nme'; valid parameters: name, count"),
+        (lambda: parameters().text("name"), "/api/x requires the parameter 'name'"),
         (lambda: parameters(count="-1").number("count"), "count='-1': expected a whole number"),
         (lambda: parameters(count="1e9").number("count"), "expected a whole number"),
         (lambda: parameters(count="\u0663").number("count"), "expected a whole number"),

@@ -54,7 +54,7 @@ def test_settings_of_tls_reach_every_part_and_the_clients_config(ray_cluster: No
     named = tls("named", tls_server_name="tq.test")
     with launch_service({**SMALL, **named}, name="secure") as secure:
         assert len(secure.token) >= 32
-        with pytest.raises(TlsError, match="speaks TLS"):
+        with pytest.raises(TlsError, match="uses TLS"):
             dataplane.connect(secure.address, token=secure.token)
         with dataplane.build_data_plane_client(replace(secure.config, force_remote=True), bootstrap=False) as client:
             client.register_partition("a", ["x"], 2, ["t"])

@@ -105,7 +105,7 @@ def test_what_cannot_be_looked_at_is_taken_for_kept(
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", fail)
         assert sweep_recorded(memory) == []
-    assert "it stays" in caplog.text
+    assert "it is not removed" in caplog.text
     assert path.exists()
     record.path.unlink()
     assert sweep_recorded(memory) == [path]
@@ -184,7 +184,7 @@ def test_a_record_may_be_there_before_its_arena(record: UnitRecord, caplog: pyte
     [
         (lambda path: path.unlink(), "No such file"),
         (lambda path: path.write_bytes(b"short"), "not an arena"),
-        (lambda path: os.truncate(path, 20_000), "cut short"),
+        (lambda path: os.truncate(path, 20_000), "truncated"),
         (lambda path: path.write_bytes(b"x" * 70_000), "not an arena"),
     ],
 )
@@ -195,7 +195,7 @@ def test_what_is_damaged_is_not_gone_on_with(
     damage(left_by(record, memory))
     assert going_on(record, epoch=2) is None
     assert why in caplog.text
-    assert "beginning with an empty one" in caplog.text
+    assert "starting with an empty arena" in caplog.text
 
 
 def test_epochs_only_grow_also_when_the_clock_is_set_back(record: UnitRecord, memory: Path) -> None:
@@ -215,7 +215,7 @@ def test_another_container_begins_anew(
     assert going_on(UnitRecord(tmp_path / "state", "unit/0", memory, "/"), epoch=2) is None
     path.unlink()  # what another container has in its own memory cannot be seen
     assert going_on(UnitRecord(tmp_path / "state", "unit/0", tmp_path, "/"), epoch=2) is None
-    assert caplog.text.count(f"{path} was left in another container: beginning with an empty arena") == 2
+    assert caplog.text.count(f"Arena {path} belongs to another container; starting with an empty arena") == 2
 
 
 def test_another_boot_begins_anew(
@@ -224,7 +224,7 @@ def test_another_boot_begins_anew(
     path = left_by(record, memory)
     monkeypatch.setattr(arena_record, "boot_id", lambda: "the boot after")
     assert going_on(UnitRecord(record.path.parent, "unit/0", memory, "/"), epoch=2) is None
-    assert f"{path} was left on another boot: beginning with an empty arena" in caplog.text
+    assert f"Arena {path} is lost: the machine was restarted; starting with an empty arena" in caplog.text
 
 
 @pytest.fixture(params=["the same boot", "another boot", "another container"])
@@ -250,8 +250,8 @@ def test_a_start_with_another_arena_directory_is_refused_and_leaves_all_as_it_is
     written = again.path.read_bytes()
     with pytest.raises(StateDirError) as refused:
         going_on(again, epoch=2)
-    why = f"'unit/0', {path}, was made with --arena-dir {memory}, and this start has --arena-dir {other}"
-    assert f"{why}. Start it with --arena-dir {memory}. To lose its rows" in str(refused.value)
+    why = f"'unit/0', {path}, was created with --arena-dir {memory}, but this start uses --arena-dir {other}"
+    assert f"{why}. Start the unit with --arena-dir {memory}. To drop its rows" in str(refused.value)
     assert (again.path.read_bytes(), path.exists()) == (written, True)
 
 
@@ -275,7 +275,7 @@ def test_an_arena_directory_that_was_replaced_is_refused(memory: Path, tmp_path:
         path.write_bytes((memory / "before" / path.name).read_bytes())
     again = UnitRecord(tmp_path / "state", "unit/0", arenas, tmp_path)
     written = again.path.read_bytes()
-    with pytest.raises(StateDirError, match=f"Bring back the directory that {arenas} was") as refused:
+    with pytest.raises(StateDirError, match=f"Restore the original directory {arenas}") as refused:
         going_on(again, epoch=2)
     assert f"remove {path} and empty {again.path} " in str(refused.value)
     assert again.path.read_bytes() == written
@@ -347,7 +347,7 @@ def test_garbage_is_no_record(record: UnitRecord, caplog: pytest.LogCaptureFixtu
     record.path.parent.mkdir()
     record.path.write_text("{}")
     assert going_on(record, epoch=2) is None
-    assert "cannot be read" in caplog.text
+    assert "is unreadable" in caplog.text
 
 
 def test_an_arena_whose_keeper_is_no_path_stays(record: UnitRecord, memory: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_full_port_is_tried_again(ledger: ScriptedLedger, monkeypatch: pytest.
         assert next(held)
         late = UnitLink(controller.address, None)
         monkeypatch.setattr(late._answered, "wait", lambda rest_s: not wait_until(lambda: late._busy, "a refusal"))
-        with pytest.raises(ServiceUnavailableError, match="it is busy"):
+        with pytest.raises(ServiceUnavailableError, match="the service is busy"):
             late.open(add_unit(), refuse)
         tries = counted(monkeypatch)
         link = UnitLink(controller.address, None)

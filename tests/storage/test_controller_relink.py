@@ -108,7 +108,7 @@ def test_it_is_made_again_and_says_what_it_had_to_say_in_order(scene: Scene) -> 
     link.report(gone(2))
     scene.ledger.wait_for(c.SessionGone)
     wait_until(lambda: not link._outbox._items, "the link need not say again what has arrived")
-    with logged("the link to the controller at"):
+    with logged("Connection to the controller at"):
         scene.proxy.cut()
     scene.ledger.wait_for(c.UnitLost)
     link.report(c.SessionAlive(unit=1, session=9))  # the broken stream may take it, if its end was not noticed yet
@@ -143,7 +143,7 @@ def test_orders_come_through_the_new_link(scene: Scene) -> None:
 
     scene.ledger.apply = ordering  # type: ignore[method-assign]
     for _ in range(3):
-        with logged("the link to the controller at"):  # else the broken stream may take what is reported next
+        with logged("Connection to the controller at"):  # else the broken stream may take what is reported next
             scene.proxy.cut()
         scene.proxy.heal()
         link.report(c.SessionAlive(unit=1, session=1))

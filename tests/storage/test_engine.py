@@ -40,7 +40,7 @@ def test_a_client_says_why_and_talks_zmq(absent, caplog):
             payloads = transport.to(pb.Memory(), "tcp://127.0.0.1:1", closing=lambda: False)
             assert isinstance(payloads, ClientFrames)
     assert absent in caplog.text
-    assert caplog.text.count("rows travel by ZMQ") == 1
+    assert caplog.text.count("Client falls back to ZMQ") == 1
     transport.close()
 
 
@@ -48,7 +48,7 @@ def test_a_unit_says_why_and_talks_zmq(absent, caplog):
     with caplog.at_level(logging.WARNING):
         assert UnitEngine.open(CONFIG) is None
     assert absent in caplog.text
-    assert "moves rows by ZMQ" in caplog.text
+    assert "Storage unit falls back to ZMQ" in caplog.text
 
 
 def test_without_the_setting_nothing_is_loaded(absent, caplog):
@@ -64,7 +64,7 @@ def test_rdma_needs_its_devices(tmp_path, monkeypatch, found, wanted):
     for name in found:
         (tmp_path / name).touch()
     monkeypatch.setattr(engine_module, "RDMA_DEVICES", tmp_path)
-    with pytest.raises(EngineError, match="the RDMA devices here are") as error:
+    with pytest.raises(EngineError, match="this machine has the RDMA devices") as error:
         Engine(EngineSettings(host="127.0.0.1", protocol="rdma", device=wanted))
     assert wanted in str(error.value)
 

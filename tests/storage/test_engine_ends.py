@@ -78,7 +78,7 @@ def test_transfers_that_do_not_end_keep_their_memory(monkeypatch, caplog):
     slots.give(slot)
     with caplog.at_level(logging.WARNING):
         slots.close(trying=False)
-    assert "1 transfers do not end" in caplog.text
+    assert "1 transfers did not end" in caplog.text
 
 
 @pytest.mark.integration

@@ -204,7 +204,7 @@ def test_what_is_fetched_of_a_stopped_put_does_not_land(unit, connection, held):
     assert held.begun.wait(WAIT_S)
     connection.stop_put(5, WAIT_S)
     held.go_on.set()
-    assert "was stopped" in str(outcome())
+    assert "was aborted" in str(outcome())
     assert not unit.arena.data[:MIB].any()
 
 
@@ -246,7 +246,7 @@ def test_what_was_taken_back_before_it_was_settled_is_not_returned(unit, connect
         return fetch(*call)
 
     monkeypatch.setattr(ClientEngine, "_fetch", late)
-    with pytest.raises(StorageUnitError, match="taken back"):
+    with pytest.raises(StorageUnitError, match="released before the client settled"):
         connection.read([MIB], [MIB], timeout_s=WAIT_S)
 
 
@@ -280,7 +280,7 @@ def test_a_client_that_dies_while_its_payload_is_fetched(unit, peer, connection)
     assert reply.WhichOneof("outcome") == "not_fetched"
     assert not unit.arena.data[2 * MIB : 2 * MIB + 1000].any()
     reply, _ = peer.ask(write=write_of(source))
-    assert "was not reached" in reply.not_fetched.why
+    assert "has not been reached" in reply.not_fetched.why
 
 
 def test_a_unit_that_dies_while_a_client_fetches_from_it(unit, transport, monkeypatch):
@@ -331,7 +331,7 @@ def test_what_is_not_there_is_not_stored(unit, peer, slots, wrong):
 def test_a_unit_without_an_engine_refuses_to_fetch(slots):
     with Unit() as unit, Peer(unit) as peer:
         reply, _ = peer.ask(write=write_of(source_of(slots, b"abc")))
-        assert "cannot be fetched here" in str(from_wire(reply.error.name, reply.error.facts))
+        assert "cannot fetch a payload" in str(from_wire(reply.error.name, reply.error.facts))
 
 
 def test_nobody_settles_what_is_anothers(unit, peer):
@@ -362,7 +362,7 @@ def test_one_client_has_few_transfers_at_a_time(unit, peer, slots, held, monkeyp
 def test_a_payload_that_takes_too_long_is_not_waited_for(unit, peer, slots, held, monkeypatch):
     monkeypatch.setattr(engine_transport, "FETCH_S", 0.05)
     reply, _ = peer.ask(write=write_of(source_of(slots, b"abc")))
-    assert "not within" in reply.not_fetched.why
+    assert "did not complete within" in reply.not_fetched.why
     held.go_on.set()
     assert peer.ask(read=pb.ReadRanges(offsets=[0], sizes=[3]))[1] == [bytes(3)]
 
@@ -370,7 +370,7 @@ def test_a_payload_that_takes_too_long_is_not_waited_for(unit, peer, slots, held
 def test_more_jobs_than_are_kept_are_refused(unit, peer, slots, monkeypatch):
     monkeypatch.setattr(engine_transport, "MOST_JOBS", 0)
     reply, _ = peer.ask(write=write_of(source_of(slots, b"abc")))
-    assert "too many" in reply.not_fetched.why
+    assert "queue of fetches is full" in reply.not_fetched.why
 
 
 # --- what the engine cannot do --------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def test_a_stopped_puts_writes_are_refused_and_all_others_served(unit, peer):
         assert peer.ask(call=4, stop=pb.StopPut(reservation=8))[0].WhichOneof("outcome") == "stopped"
     error = refused(put(8, b"late!"))
     assert (type(error).__name__, error.unit) == ("StorageUnitError", UNIT)
-    assert "put 8 of session 1 was stopped" in str(error)
+    assert "put 8 of session 1 was aborted" in str(error)
     assert unit.arena.data[:5].tobytes() == b"early"
     for number, session in ((7, 1), (9, 1), (8, 2)):
         assert put(number, b"other", session)[0].written.size == 5
@@ -265,7 +265,7 @@ def test_a_lock_that_cannot_be_looked_at_proves_nothing(unit, peer, monkeypatch,
             asked = pb.Attach(lock_path=str(lock.path), boot_id=boot_id())
             challenge = peer.ask(session=2, attach=asked)[0].challenge
             assert (challenge.local, os.strerror(trouble) in challenge.why) == (False, True)
-        assert "cannot tell whether session 1 lives" in caplog.text
+        assert "cannot determine whether session 1 still runs" in caplog.text
         assert peer.ask(b"x", write=write((0, 1)))[0].written.size == 1, "alive, so not fenced"
     unit.server.order(FenceSession(unit=UNIT, session=1, lock_path=str(lock.path)))
     assert unit.expect(SessionGone).session == 1
@@ -283,7 +283,7 @@ def test_attaching_twice_with_one_lock_is_fine_and_with_two_is_not(unit, peer):
 def test_a_wrong_proof_leaves_the_session_remote(unit, peer):
     with SessionLock.create() as lock:
         assert "does not map" in str(refused(prove(unit, peer, lock, seen=bytes(32))))
-        assert "nobody asked" in str(refused(peer.ask(proof=pb.AttachProof(seen=bytes(32)))))
+        assert "without a pending challenge" in str(refused(peer.ask(proof=pb.AttachProof(seen=bytes(32)))))
         unit.server.order(FenceSession(unit=UNIT, session=1))
         assert unit.expect(SessionGone).session == 1, "not attached: fenced though the lock is held"
 
@@ -299,7 +299,7 @@ def test_a_fence_between_challenge_and_proof_wins(unit, peer):
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        ({"lock_path": ""}, "asked for the remote connection"),
+        ({"lock_path": ""}, "requested a remote connection"),
         ({"boot_id": "elsewhere"}, "another host"),
         ({"lock_path": "/etc/passwd"}, "directory"),
     ],
@@ -369,7 +369,7 @@ def test_the_thread_does_not_die_in_silence(unit, peer, monkeypatch, caplog):
     peer.send(read=read((0, 1)))
     assert monitor.poll(WAIT_S * 1000), "peers find the socket closed"
     monitor.close()
-    assert "the bulk server of unit 7 died" in caplog.text
+    assert "Bulk server of storage unit 7 failed" in caplog.text
     unit.server.stop()
     assert not unit.server.alive
 
@@ -432,7 +432,7 @@ def test_a_header_too_large_is_dropped_unread(unit, peer):
 def test_a_fault_outside_of_a_request_is_logged_and_the_thread_goes_on(unit, peer, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(unit.server, "_answer", lambda peer, request: 1 // 0)
-        with logged("failed on a message; the server goes on", times=2):
+        with logged("a message could not be handled; the server continues", times=2):
             peer.send(b"and a frame", call=1, read=read((0, 1)))
             peer.send(call=2, read=read((0, 1)))
     assert peer.ask(call=3, read=read((0, 1)))[0].call == 3

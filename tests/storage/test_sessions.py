@@ -88,7 +88,7 @@ def test_what_is_left_of_a_stopped_put_does_not_land(unit, connection, monkeypat
     connection.stop_put(5, WAIT_S)
     with unit.connect(session=2) as other:
         other.write([0], [b"x" * 8 * MIB], reservation=5, timeout_s=WAIT_S)
-    with pytest.raises(StorageUnitError, match="put 5 of session 1 was stopped"):
+    with pytest.raises(StorageUnitError, match="put 5 of session 1 was aborted"):
         connection.write([0], [noise(MIB)], reservation=5, timeout_s=WAIT_S)
     assert unit.arena.data[: 8 * MIB].tobytes() == b"x" * 8 * MIB
     connection.write([0], [b"abc"], reservation=6, timeout_s=WAIT_S)
@@ -101,8 +101,8 @@ def test_a_stop_that_is_not_acknowledged_raises(unit, connection, monkeypatch):
     monkeypatch.setattr(
         BulkServer, "_perform", lambda *_: release.wait(WAIT_S) and (client_module.pb.BulkReply(), None)
     )
-    with pytest.raises(CallTimeoutError, match="stop of a put"):
+    with pytest.raises(CallTimeoutError, match="abort of a put"):
         connection.stop_put(5, 0.05)
     release.set()
-    with pytest.raises(StorageUnitError, match="stop of a put"):
+    with pytest.raises(StorageUnitError, match="abort of a put"):
         connection.stop_put(5, WAIT_S)

@@ -70,7 +70,7 @@ def test_only_the_token_opens_the_page(guarded: Server, visit: Visitor) -> None:
     page.goto(seen.origin)
     assert "secret-partition" not in page.content()
     log_in(page, "open-sesame-7f3b")
-    seen.until("[role=alert]", "That is not this service's token.")
+    seen.until("[role=alert]", "Wrong token.")
     seen.keep("login")
     assert page.context.cookies() == []
     log_in(page, TOKEN)

@@ -1,1 +1,1 @@
-"""A bounded HTTP server, and what authenticates its requests."""
+"""A bounded HTTP server, and the authentication of its requests."""

@@ -1,4 +1,4 @@
-"""Who may look: who shows the service's token, or the cookie that the login form gave for it."""
+"""Authentication of HTTP requests by the service's token, or by the cookie that the login form sets."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _WHY = "<!-- why -->"
 
 
 class Guard:
-    """Lets requests through that may look. token: of the service, None: it has none; secure: it is reached by TLS.
+    """Authenticates requests. token: the service's token, or None; secure: the server uses TLS.
 
-    Without a token the service is this machine's alone (`local`), guarded by certificates, or open to its network. In
-    the first and the last case a browser that a page of somebody else leads here by a name of its own is refused.
+    Without a token the service is reachable only from this machine (`local`), protected by certificates, or open to its
+    network. In the first and the last case, requests for a foreign host name are rejected, which prevents DNS rebinding
+    by a web page.
     """
 
     def __init__(self, token: str | None, *, secure: bool, local: bool) -> None:
@@ -34,20 +35,20 @@ class Guard:
         self._cookie = "" if self._token is None else hmac.digest(key, self._token, "sha256").hex()
 
     def check(self, request: HttpRequest) -> None:
-        """`HttpError` unless the request shows what it has to."""
+        """Raise `HttpError` unless the request is authorized."""
         if self._token is None:
             guarded = self._secure and not self._local
             if not guarded and not _names_this_machine(request.headers.get("host", "")):
                 raise HttpError(
                     HTTPStatus.MISDIRECTED_REQUEST,
-                    "without a token this answers only to localhost, the name of this machine and addresses in numbers",
+                    "without a token, use localhost, this machine's own name or a numeric address as the host",
                 )
             return
         if self._shows_token(request) or self._shows_cookie(request):
             return
         raise HttpError(
             HTTPStatus.UNAUTHORIZED,
-            "this service wants its token: send the header 'Authorization: Bearer TOKEN', or log in at /",
+            "this service requires its token: send the header 'Authorization: Bearer TOKEN', or log in at /",
             WWW_Authenticate="Bearer",
         )
 
@@ -66,22 +67,22 @@ class Guard:
         return shown is not None and hmac.compare_digest(shown.value.encode(), self._cookie.encode())
 
     def _name(self, request: HttpRequest) -> str:
-        """Cookies are for all ports of a host, on each of which may be another service."""
+        """Return the cookie's name. It includes the port, because the ports of a host share their cookies."""
         try:
             return f"tq-{split_address(request.headers.get('host', ''))[1]}"
         except ValueError:
             return "tq"
 
     def form(self, why: str = "") -> Response:
-        """Where a person shows the token."""
+        """Return the login form. why: an error to show in it."""
         body = self._form.replace(_WHY, why).encode()
         return Response(body=body, content_type=HTML, status=HTTPStatus.UNAUTHORIZED)
 
     def login(self, request: HttpRequest) -> Response:
-        """The form came back: the cookie, and on to the page."""
+        """Handle a submitted login form: set the cookie and redirect to the page, or return the form with an error."""
         shown = parse_qs(request.body.decode("utf-8", "surrogateescape"), max_num_fields=4).get("token", [""])[0]
         if self._token is not None and not self._is_token(shown):
-            return self.form("That is not this service's token.")
+            return self.form("Wrong token.")
         headers = {"Location": "/"}
         if self._token is not None:
             secure = "; Secure" if self._secure else ""
@@ -91,8 +92,8 @@ class Guard:
 
 
 def _names_this_machine(host: str) -> bool:
-    """Whether a Host header is an address, localhost or this machine's own name: not one that somebody else's server
-    could have."""
+    """Whether a Host header is a numeric address, localhost or this machine's own name, none of which a foreign web
+    server can use."""
     own = {"localhost", socket.gethostname().lower()}
     if host.lower().rpartition(":")[0] in own or host.lower() in own:
         return True

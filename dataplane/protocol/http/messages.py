@@ -1,4 +1,4 @@
-"""Requests and responses of the HTTP server, and what an error becomes."""
+"""Requests and responses of the HTTP server, and the conversion of errors to responses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXT = "text/plain; charset=utf-8"
 
 @dataclass(frozen=True, kw_only=True)
 class HttpRequest:
-    """`path` without its query, whose parameters are in `query`: each named once. `headers` by lower-case name."""
+    """An HTTP request. `path` excludes the query; `query` has each parameter once. `headers` by lower-case name."""
 
     method: str
     path: str
@@ -46,7 +46,7 @@ class Response:
 
 
 class HttpError(Exception):
-    """A request that is refused with `status`."""
+    """The request is rejected with `status`."""
 
     def __init__(self, status: HTTPStatus, message: str, **headers: str) -> None:
         super().__init__(message)
@@ -59,17 +59,17 @@ class HttpError(Exception):
 
 
 def as_json(value: Any) -> Response:
-    """Values of the ledger: arrays are lists, numbers that JSON does not have null."""
+    """Return values of the ledger as JSON. Arrays become lists; numbers that JSON cannot represent become null."""
     return Response(body=msgspec.json.encode(value, enc_hook=_plain))
 
 
 def plain(text: str, status: HTTPStatus = HTTPStatus.OK) -> Response:
-    """A few words."""
+    """Return a plain-text response."""
     return Response(body=text.encode(), content_type=TEXT, status=status)
 
 
 def refusal(error: DataPlaneError) -> Response:
-    """What a caller is told of `error`: its name and its words."""
+    """Return the response for `error`, with its name and message."""
     return Response(body=_error(type(error).__name__, str(error)), status=_status(error))
 
 
@@ -96,24 +96,24 @@ def _plain(value: Any) -> Any:
             return value.tolist()
         case np.generic():
             return value.item()
-    raise NotImplementedError(f"{type(value).__name__} has no JSON")
+    raise NotImplementedError(f"{type(value).__name__} cannot be encoded as JSON")
 
 
 class Parameters:
-    """The parameters of one request. `InvalidRequestError` for those that are missing, malformed or unknown."""
+    """The parameters of one request. Raises `InvalidRequestError` for missing, malformed or unknown parameters."""
 
     def __init__(self, request: HttpRequest, *known: str) -> None:
         unknown = sorted(set(request.query) - set(known))
         if unknown:
             raise InvalidRequestError(
-                f"{request.path} has no parameter {unknown[0][:80]!r}; it takes {', '.join(known) or 'none'}"
+                f"{request.path} has no parameter {unknown[0][:80]!r}; valid parameters: {', '.join(known) or 'none'}"
             )
         self._path = request.path
         self._query = request.query
 
     def text(self, name: str) -> str:
         if name not in self._query:
-            raise InvalidRequestError(f"{self._path} wants the parameter {name!r}")
+            raise InvalidRequestError(f"{self._path} requires the parameter {name!r}")
         return self._query[name]
 
     def number(self, name: str, default: int | None = None, *, most: float = math.inf) -> int:

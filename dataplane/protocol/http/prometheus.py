@@ -1,4 +1,4 @@
-"""The metrics of a service or a storage unit, as Prometheus reads them."""
+"""The Prometheus endpoint of a service or a storage unit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataplane.protocol.http.routes import Handler
 
 
 def metrics(collector: Collector) -> Handler:
-    """A handler with a registry of its own: what `collector` finds when it is asked, and this process's own figures."""
+    """Return a handler that serves the metrics of `collector` and of this process, from a separate registry."""
     registry = CollectorRegistry()
     registry.register(collector)
     ProcessCollector(registry=registry)

@@ -1,4 +1,4 @@
-"""What is where: paths, and who may see them."""
+"""Routing of HTTP requests by path, with authentication."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Handler = Callable[[HttpRequest], Response]
 
 
 class Guarded:
-    """Answers requests by their path: `open` ones for everybody, others for whom `guard` lets through."""
+    """Routes requests by their path. Paths in `open` are public; all others require authentication by `guard`."""
 
     def __init__(self, guard: Guard, handlers: Mapping[str, Handler], open: Mapping[str, Handler]) -> None:
         self._guard = guard
@@ -24,7 +24,7 @@ class Guarded:
         if request.path == "/login" and request.method == "POST":
             return self._guard.login(request)
         if request.method != "GET":
-            raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.method[:20]}: this only answers GET", Allow="GET")
+            raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.method[:20]} not allowed; use GET", Allow="GET")
         handler = self._open.get(request.path)
         if handler is None:
             try:
@@ -35,7 +35,7 @@ class Guarded:
                 raise
             handler = self._handlers.get(request.path)
         if handler is None:
-            raise HttpError(HTTPStatus.NOT_FOUND, f"there is nothing at {request.path[:80]!r}")
+            raise HttpError(HTTPStatus.NOT_FOUND, f"path {request.path[:80]!r} does not exist")
         try:
             return handler(request)
         except DataPlaneError as error:

@@ -1,7 +1,7 @@
-"""The HTTP server: a thread that accepts, one for each request that is under way, and a bound on everything.
+"""The HTTP server: one thread accepts connections, each request has a thread, and all resources are bounded.
 
-One request a connection, which has a place once it is there. Nothing of a request is kept, and what is not HTTP costs a
-thread for `READ_S` at most.
+Each connection serves one request, which takes a slot once it is received. The server keeps nothing of a request. A
+peer that does not speak HTTP occupies a thread for at most `READ_S`.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from dataplane.protocol.http.messages import HttpError, HttpRequest, Response
 log = logging.getLogger(__name__)
 
 AT_ONCE = 32
-"""Requests being answered, health apart; further ones are refused."""
+"""Maximum number of concurrent requests, without health checks; further requests are rejected."""
 HEALTH_PATH = "/healthz"
 HEALTH_AT_ONCE = 16
-"""Whoever looks after the service gets an answer whatever else is asked."""
+"""Separate slots for health checks, so that other requests cannot block them."""
 UNREAD = 128
-"""Connections whose request is not there yet, so that nobody knows who they are. When another comes, the one that has
-been there longest goes, of the address that has the most: who says at once what he wants is always heard."""
+"""Maximum number of connections whose request has not arrived. Above it, the server closes the oldest connection of the
+address with the most, so that a client which sends its request at once is always served."""
 BACKLOG = 128
 MAX_HEAD_BYTES = 16 << 10
 MAX_BODY_BYTES = 4 << 10
 MAX_PARAMETERS = 16
 READ_S = 10.0
-"""How long a client may take to say what it wants, and to take the answer."""
+"""Timeout for receiving a request, and for sending the response."""
 COMPLAIN_S = 10.0
-"""How often the log says that connections were not taken: whoever opens them could fill a disk with it."""
+"""Minimum interval between log lines about rejected requests; any client could otherwise fill a disk with them."""
 PART_BYTES = 256 << 10
 STOP_S = 5.0
 
 Site = Callable[[HttpRequest], Response]
-"""Answers a request. Called in threads, several at once. An `HttpError` is the response that it says; any other
-exception is a defect."""
+"""Handles a request. Called concurrently, in threads. An `HttpError` becomes its response; any other exception is a
+defect."""
 
 _ALWAYS = {
     "Connection": "close",
@@ -66,9 +66,9 @@ _ALWAYS = {
 
 
 class HttpServer:
-    """Answers on `host`, at `port` (0: any free one) with what `site` says, over TLS with a `context`.
+    """Serves the responses of `site` on `host` and `port` (0: any free port), over TLS with a `context`.
 
-    `address` is "host:port" as others reach it. A context manager.
+    `address` is the "host:port" by which other hosts reach the server. A context manager.
     """
 
     def __init__(self, site: Site, host: str, port: int, *, context: ssl.SSLContext | None = None) -> None:
@@ -84,13 +84,14 @@ class HttpServer:
         self._open: dict[socket.socket, threading.Thread] = {}
         self._unread: dict[socket.socket, str] = {}
         self._thread: threading.Thread | None = None
-        self._turned_away = 0
-        self._complained = -math.inf
+        self._rejected = 0
+        self._logged = -math.inf
         self._pid = os.getpid()
         self.address = ""
 
     def start(self) -> Self:
-        """Returns when it listens. OSError, naming host and port, where it cannot: `PortTakenError` says who does."""
+        """Start the server and return when it listens. Raises OSError with host and port if it cannot listen;
+        `PortTakenError` names the process that uses the port."""
         if self._port:
             require_free_port(self._host, self._port)
         address = resolve_host(self._host)
@@ -107,12 +108,12 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where a browser finds it."""
+        """The server's URL."""
         return f"{'http' if self._context is None else 'https'}://{self.address}"
 
     def stop(self) -> None:
-        """Answer nobody any more: who is being answered is hung up on. Idempotent; in a forked child it does
-        nothing."""
+        """Stop accepting requests and close open connections. Blocks for up to `STOP_S` until their threads end.
+        Idempotent; no-op in a forked child."""
         thread, self._thread = self._thread, None
         if thread is None or self._listener is None or self._pid != os.getpid():
             return
@@ -124,7 +125,7 @@ class HttpServer:
         with self._guard:
             handlers = list(self._open.values())
             for peer in self._open:
-                _hang_up(peer)
+                _shut_down(peer)
         end = time.monotonic() + STOP_S
         for handler in handlers:
             handler.join(max(0.0, end - time.monotonic()))
@@ -138,6 +139,7 @@ class HttpServer:
     # --- the thread that accepts
 
     def _run(self) -> None:
+        """Accept connections until `stop`."""
         assert self._listener is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
@@ -150,48 +152,53 @@ class HttpServer:
                     peer, (host, *_) = self._listener.accept()
                 except BlockingIOError:
                     continue
-                except OSError as error:  # no file descriptors left, or the peer is gone again
-                    log.warning("an HTTP connection was lost: %s", error)
-                    time.sleep(0.1)  # the listener stays readable
+                except OSError as error:  # no file descriptors left, or the peer has already disconnected
+                    log.warning("HTTP connection could not be accepted: %s", error)
+                    time.sleep(0.1)  # the listener stays readable, so the loop would spin
                     continue
                 self._begin(peer, host)
 
     def _begin(self, peer: socket.socket, host: str) -> None:
+        """Start a thread for an accepted connection."""
         thread = threading.Thread(target=self._serve, args=(peer,), name="tq-http-request", daemon=True)
         with self._guard:
             while len(self._unread) >= UNREAD:
-                self._hang_up_on_one()
+                self._close_oldest_unread()
             self._open[peer] = thread
             self._unread[peer] = host
         try:
             thread.start()
         except RuntimeError:  # no more threads
-            log.exception("an HTTP request was not taken")
+            log.exception("HTTP request rejected: cannot start a thread")
             self._end(peer)
 
-    def _complain(self) -> None:
-        """One more was not taken."""
-        self._turned_away += 1
-        if time.monotonic() - self._complained >= COMPLAIN_S:
-            self._complained = time.monotonic()
-            log.warning("more than %d HTTP requests at once: %d not taken so far", AT_ONCE, self._turned_away)
+    def _log_rejected(self) -> None:
+        """Count a rejected request, and log the count at most once in `COMPLAIN_S`."""
+        self._rejected += 1
+        if time.monotonic() - self._logged >= COMPLAIN_S:
+            self._logged = time.monotonic()
+            log.warning(
+                "HTTP request rejected: more than %d concurrent requests (%d rejected so far)",
+                AT_ONCE,
+                self._rejected,
+            )
 
-    def _hang_up_on_one(self) -> None:
-        """One whose request is not there yet; its thread ends by itself."""
+    def _close_oldest_unread(self) -> None:
+        """Close one connection whose request has not arrived; its thread then ends."""
         (most, _), *_ = Counter(self._unread.values()).most_common(1)
         oldest = next(peer for peer, host in self._unread.items() if host == most)
         del self._unread[oldest]
-        _hang_up(oldest)
+        _shut_down(oldest)
 
     @contextlib.contextmanager
     def _place(self, peer: socket.socket, request: HttpRequest) -> Iterator[None]:
-        """For answering a request, now that it is there. `HttpError` where there is none."""
+        """Hold a slot while a received request is handled. Raises `HttpError` if no slot is free."""
         with self._guard:
             self._unread.pop(peer, None)
         slots = self._health_slots if request.path == HEALTH_PATH else self._slots
         if not slots.acquire(blocking=False):
-            self._complain()
-            raise HttpError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at once; ask again", Retry_After="1")
+            self._log_rejected()
+            raise HttpError(HTTPStatus.SERVICE_UNAVAILABLE, "too many concurrent requests; retry", Retry_After="1")
         try:
             yield
         finally:
@@ -203,9 +210,9 @@ class HttpServer:
         try:
             self._answer(peer)
         except OSError as error:
-            log.debug("an HTTP client is gone: %s", error)
+            log.debug("HTTP client disconnected: %s", error)
         except Exception:
-            log.exception("an HTTP request failed")
+            log.exception("HTTP request failed")
         finally:
             self._end(peer)
 
@@ -215,7 +222,7 @@ class HttpServer:
         if self._context is None:
             _Exchange(peer, self._site, place)
             return
-        # A copy of the descriptor: `peer` stays this server's to shut down.
+        # The TLS socket gets a duplicate descriptor, so that the server can still shut down `peer`.
         with self._context.wrap_socket(peer.dup(), server_side=True) as secured:
             _Exchange(secured, self._site, place)
 
@@ -226,13 +233,13 @@ class HttpServer:
             peer.close()
 
 
-def _hang_up(peer: socket.socket) -> None:
+def _shut_down(peer: socket.socket) -> None:
     with contextlib.suppress(OSError):
         peer.shutdown(socket.SHUT_RDWR)
 
 
 class _Exchange(BaseHTTPRequestHandler):
-    """One request on a connection and its response; the standard library reads the head once it is all there."""
+    """One request on a connection and its response. The standard library parses the head after it is complete."""
 
     protocol_version = "HTTP/1.1"
 
@@ -249,7 +256,7 @@ class _Exchange(BaseHTTPRequestHandler):
         try:
             self._exchange(place)
         except TimeoutError:
-            log.debug("an HTTP client took too long")
+            log.debug("HTTP client timed out")
 
     def _exchange(self, place: Callable[[HttpRequest], contextlib.AbstractContextManager[None]]) -> None:
         try:
@@ -267,23 +274,24 @@ class _Exchange(BaseHTTPRequestHandler):
         except (OSError, ssl.SSLError):
             raise
         except Exception:
-            log.exception("an HTTP request failed: %r", self.requestline[:200])
-            return HttpError(HTTPStatus.INTERNAL_SERVER_ERROR, "a defect of the service; its log has more").response()
+            log.exception("HTTP request failed: %r", self.requestline[:200])
+            return HttpError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; see the service's log").response()
 
     def _request(self) -> HttpRequest:
+        """Receive and parse the request. Raises `HttpError` if it is malformed or too large."""
         head, rest = self._read_head()
         self.rfile = io.BufferedReader(io.BytesIO(head))
         self.raw_requestline = self.rfile.readline()
         if not self.parse_request():
-            raise self._refused or HttpError(HTTPStatus.BAD_REQUEST, "the request is no HTTP")
+            raise self._refused or HttpError(HTTPStatus.BAD_REQUEST, "malformed HTTP request")
         try:
             parts = urlsplit(self.path)
             pairs = parse_qsl(parts.query, keep_blank_values=True, max_num_fields=MAX_PARAMETERS, errors="strict")
         except ValueError as error:
-            raise HttpError(HTTPStatus.BAD_REQUEST, f"the address asked for cannot be read: {error}") from None
+            raise HttpError(HTTPStatus.BAD_REQUEST, f"malformed request URL: {error}") from None
         query = dict(pairs)
         if len(query) != len(pairs):
-            raise HttpError(HTTPStatus.BAD_REQUEST, "a parameter is there twice")
+            raise HttpError(HTTPStatus.BAD_REQUEST, "duplicate parameter in the query")
         return HttpRequest(
             method=self.command,
             path=parts.path,
@@ -293,32 +301,32 @@ class _Exchange(BaseHTTPRequestHandler):
         )
 
     def _read_head(self) -> tuple[bytes, bytes]:
-        """Everything up to the empty line, and what came after it."""
+        """Return the bytes up to and including the empty line, and the received bytes after it."""
         got = bytearray()
         while (end := got.find(b"\r\n\r\n")) < 0:
             if len(got) > MAX_HEAD_BYTES:
                 break
             part = self._receive()
             if not part:
-                raise ConnectionError("it hung up before its request was whole")
+                raise ConnectionError("the client closed the connection before its request was complete")
             got += part
         if end < 0 or end > MAX_HEAD_BYTES:
             raise HttpError(
-                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"request line and headers take {MAX_HEAD_BYTES:,} at most"
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"request line and headers exceed {MAX_HEAD_BYTES:,} bytes"
             )
         return bytes(got[: end + 4]), bytes(got[end + 4 :])
 
     def _read_body(self, got: bytes) -> bytes:
         length = self.headers.get("Content-Length", "0")
         if self.headers.get("Transfer-Encoding") or not (length.isascii() and length.isdigit()):
-            raise HttpError(HTTPStatus.LENGTH_REQUIRED, "a body wants a Content-Length")
+            raise HttpError(HTTPStatus.LENGTH_REQUIRED, "a request body requires Content-Length")
         if len(length) > 9 or int(length) > MAX_BODY_BYTES:
-            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body takes {MAX_BODY_BYTES:,} bytes at most")
+            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request body exceeds {MAX_BODY_BYTES:,} bytes")
         body = bytearray(got)
         while len(body) < int(length):
             part = self._receive()
             if not part:
-                raise ConnectionError("it hung up before its request was whole")
+                raise ConnectionError("the client closed the connection before its request was complete")
             body += part
         return bytes(body[: int(length)])
 
@@ -350,7 +358,7 @@ class _Exchange(BaseHTTPRequestHandler):
         lines += [f"{name}: {value}" for name, value in headers.items()]
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
-    # --- what the standard library says while it reads a head
+    # --- callbacks of the standard library's parser
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         self._refused = HttpError(HTTPStatus(code), message or HTTPStatus(code).phrase)

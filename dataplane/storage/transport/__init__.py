@@ -1,5 +1,5 @@
-"""How payload travels between a client and a storage unit.
+"""Payload transports between a client and a storage unit.
 
-`interface` is what a transport implements; `zmq` sends payload in frames, `mooncake` by RDMA or TCP of the transfer
-engine. Start with `interface`.
+`interface` declares the protocols of a transport. `zmq` sends payload in ZMQ frames; `mooncake` uses RDMA or TCP of the
+transfer engine. Start with `interface`.
 """

@@ -1,4 +1,4 @@
-"""One socket from a client to a storage unit, for one call at a time. ZMQ's monitor tells of a lost peer at once."""
+"""One socket from a client to a storage unit, for one call at a time. ZMQ's monitor reports a lost peer at once."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ _LOST = (
 
 
 _OVERTAKING = ("written", "not_fetched", "error")
-"""Outcomes of writes: a payload that came in frames is stored at once, while an earlier one is still fetched."""
+"""Outcomes of writes, which may arrive out of order: the unit stores a payload sent in frames at once, while it still
+fetches an earlier one."""
 
 SEND_MS = 10_000
-"""Requests in flight are few and find space in the socket's queue at once, unless there is no connection to be had."""
+"""Send timeout in ms. Few requests are in flight, so a send blocks only while the connection cannot be established."""
 
 
 class WireLostError(Exception):
-    """The peer cannot be reached, or hung up. Never leaves this package."""
+    """The peer is unreachable or closed the connection. Never leaves this package."""
 
 
 class WireSilentError(Exception):
-    """The peer did not answer in time. Never leaves this package."""
+    """The peer did not reply in time. Never leaves this package."""
 
 
 class Wire:
-    """After any exception out of its methods it is good for `close` only."""
+    """A client's socket to a storage unit. After a method raises, only `close` may be called."""
 
     def __init__(
         self,
@@ -57,8 +58,8 @@ class Wire:
         ticket: Ticket | None = None,
         curve_key: str = "",
     ) -> None:
-        """`wake`: a file descriptor that becomes readable, and stays so, when waiting calls must end. `ticket`: for
-        this epoch of the unit. `curve_key`: its public key; "": it does not encrypt."""
+        """`wake`: a file descriptor that becomes and stays readable when waiting calls must end. `ticket`: the ticket
+        for this epoch of the unit. `curve_key`: the unit's public key; "": no encryption."""
         self._endpoint = endpoint
         self._called = 0
         self._early: dict[int, pb.BulkReply] = {}
@@ -77,14 +78,15 @@ class Wire:
         self._socket.connect(endpoint)
 
     def request(self, *, session: int, epoch: int) -> pb.BulkRequest:
-        """A header for the next call, without its verb."""
+        """Return a header for the next call, without its verb."""
         self._called += 1
         return pb.BulkRequest(protocol_version=PROTOCOL_VERSION, session=session, epoch=epoch, call=self._called)
 
     def send(
         self, header: pb.BulkRequest, frames: Sequence[memoryview | bytes] = (), *, held: list[zmq.MessageTracker]
     ) -> None:
-        """Queue a request. Frames are not copied: `held` gets, before ZMQ gets the frame, what tells when it let go."""
+        """Queue a request. Frames are not copied: before ZMQ receives a frame, its tracker is appended to `held`; the
+        tracker reports when ZMQ releases the frame."""
         parts = deque(
             zmq.Frame(frame, track=True, copy=None if isinstance(frame, bytes) else False) for frame in frames
         )
@@ -96,8 +98,8 @@ class Wire:
                 self._socket.send(parts.popleft(), zmq.SNDMORE if parts else 0, copy=False)
         except BaseException as error:
             if isinstance(error, zmq.Again):
-                error = WireLostError("it takes no requests")
-            # A frame that was never sent is let go of when nothing refers to it, the traceback's own frames included.
+                error = WireLostError("the unit accepts no requests")
+            # ZMQ releases an unsent frame when nothing refers to it, the stack frames of the traceback included.
             parts.clear()
             traceback.clear_frames(error.__traceback__)
             raise error
@@ -106,25 +108,25 @@ class Wire:
         try:
             self._socket.send(head, flags | zmq.NOBLOCK)
         except zmq.Again:
-            # The unit has refused this connection, so there is none to send on.
+            # A full queue may mean that no connection exists, for example because the unit has rejected it.
             if self._monitor.poll(0):
                 self._refuse_or_lose()
             self._socket.send(head, flags)
 
     def receive(self, call: int, deadline: float) -> pb.BulkReply:
-        """The reply to `call`, which must be the oldest unanswered; its payload frame, if any, is not yet taken.
-        Replies to later writes, which may overtake it, are kept for when they are asked for.
+        """Return the reply to `call`, which must be the oldest unanswered call. Its payload frame, if any, remains to
+        be received. Replies to later writes may arrive first; they are kept until they are requested.
 
-        Raises the error that the unit answered, WireLostError, WireSilentError at `deadline` (of time.monotonic), and
-        ClientClosedError when woken.
+        Raises the error in the unit's reply, WireLostError, WireSilentError at `deadline` (of time.monotonic), and
+        ClientClosedError when `wake` becomes readable.
         """
         while call not in self._early:
             try:
                 reply = pb.BulkReply.FromString(self._next_frame(deadline))
             except DecodeError as error:
-                raise WireLostError(f"its answer makes no sense ({error})") from error
+                raise WireLostError(f"malformed reply ({error})") from error
             if not self._may_answer(reply, call):
-                raise WireLostError(f"it answered call {reply.call} where call {call} was due")
+                raise WireLostError(f"the unit replied to call {reply.call}, expected call {call}")
             self._early[reply.call] = reply
         reply = self._early.pop(call)
         if reply.WhichOneof("outcome") == "error":
@@ -143,6 +145,7 @@ class Wire:
                 self._wait(deadline)
 
     def _wait(self, deadline: float) -> None:
+        """Block until a frame arrives. Raises the errors of `receive`."""
         left_s = deadline - time.monotonic()
         ready = dict(self._poller.poll(max(0, int(left_s * 1000) + 1))) if left_s > 0 else {}
         if self._socket in ready:
@@ -155,22 +158,23 @@ class Wire:
             raise WireSilentError
 
     def _refuse_or_lose(self) -> None:
-        """Raises what the monitor tells. A unit of another epoch is lost to who knows it no better."""
+        """Raise the error for the monitor's event: AuthenticationError for a wrong token, otherwise WireLostError."""
         event = recv_monitor_message(self._monitor)
         if event["event"] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            raise WireLostError("it cannot be reached")
+            raise WireLostError("the unit cannot be reached")
         if event["value"] == int(REFUSED):
             raise AuthenticationError(peer=f"the storage unit at {self._endpoint}", why="the token is wrong")
-        raise WireLostError("it has been started anew")
+        raise WireLostError("the unit was restarted")
 
     def payload(self, nbytes: int) -> Bytes:
-        """The payload frame of the reply just received, not copied; it must have `nbytes`."""
+        """Return the payload frame of the reply just received, without a copy. Raises WireLostError unless it has
+        `nbytes`."""
         failpoints.hit("bulk.read.between_frames")
         if not self._more():
-            raise WireLostError("its reply lacks the payload frame")
+            raise WireLostError("the reply has no payload frame")
         frame = np.frombuffer(self._socket.recv(copy=False).buffer, np.uint8)
         if len(frame) != nbytes or self._more():
-            raise WireLostError(f"its payload has {len(frame)} bytes where {nbytes} were asked for")
+            raise WireLostError(f"the payload has {len(frame)} bytes, expected {nbytes}")
         return frame
 
     def _more(self) -> bool:
@@ -179,7 +183,7 @@ class Wire:
 
     @property
     def idle_and_sound(self) -> bool:
-        """Between calls: whether the peer has been there all the time and owes nothing. Not after `close`."""
+        """Whether, between calls, the connection is intact and no reply is outstanding. False after `close`."""
         return (
             not self._socket.closed
             and not self._early
@@ -187,7 +191,7 @@ class Wire:
         )
 
     def close(self) -> None:
-        """Drop what is queued and hang up. Idempotent."""
+        """Drop queued messages and close the socket. Idempotent."""
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._monitor.close()

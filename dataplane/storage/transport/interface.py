@@ -1,9 +1,9 @@
-"""The seam between the bulk protocol and how its payloads travel: in ZMQ frames (`in_frames`), or fetched by transfer
-engine (`by_engine`).
+"""The interface between the bulk protocol and its payload transports: ZMQ frames (`zmq`), or fetches by the transfer
+engine (`mooncake.engine_transport`).
 
-Requests and replies are the same on both, on ZMQ sockets, and so is everything that decides: sessions, epochs, fences,
-stopped puts, bounds, windows, deadlines. The client's half and the unit's are apart; each is used by one connection, or
-one unit, and either end may send any payload in frames instead.
+Requests and replies always use ZMQ sockets. The checks of sessions, epochs, fences, aborted puts, bounds, windows and
+deadlines are the same for every transport. A transport has a client half, used by one connection, and a unit half, used
+by one unit. Either end may send any payload in frames instead.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataplane.storage.transport.request_chunks import Bytes, WriteChunk
 
 
 def nothing() -> None:
-    """There is nothing to give back."""
+    """Release nothing; the default of `done`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentPayload:
-    """A write request under way. `done` is to be called once, when it was answered or its call has failed."""
+    """A write request in flight. Call `done` once, when the request is answered or its call has failed."""
 
     call: int
     chunk: WriteChunk
@@ -36,9 +36,9 @@ class SentPayload:
 class ArrivedPayload:
     """The payload of a read.
 
-    data: None: it is to be asked for again, in frames. lasting: the bytes stay for as long as anything refers to them;
-    else only until `done` is called, which is to be done once. settle: what is to be told to the unit, whose answer
-    says that the bytes are whole.
+    data: None: request the payload again, in frames. lasting: the bytes are valid as long as a reference to them
+    exists; otherwise only until `done` is called. Call `done` once. settle: a request to send to the unit; its reply
+    confirms that the bytes are intact.
     """
 
     data: Bytes | None
@@ -48,67 +48,67 @@ class ArrivedPayload:
 
 
 class ClientPayloads(Protocol):
-    """The client's half, of one connection. Thread-safe."""
+    """The client half of a transport, for one connection. Thread-safe."""
 
     def send(
         self, wire: Wire, header: pb.BulkRequest, chunk: WriteChunk, *, held: list[zmq.MessageTracker]
     ) -> SentPayload:
-        """Queue the write request that `header` is, with its payload. `held` and errors as in `Wire.send`."""
+        """Queue the write request `header` with its payload. `held` and errors as in `Wire.send`."""
 
     def not_fetched(self, why: str) -> None:
-        """The unit did not get at a payload."""
+        """Handle the unit's report that it could not fetch a payload."""
 
     def ask(self, request: pb.ReadRanges, nbytes: int) -> None:
-        """Say in the request how its payload of `nbytes` may come."""
+        """Set in the request how its payload of `nbytes` may be returned."""
 
     def receive(self, wire: Wire, reply: pb.BulkReply, nbytes: int) -> ArrivedPayload:
-        """The payload of the reply just received. Blocks for a bounded time; errors as in `Wire.payload`."""
+        """Return the payload of the reply just received. Blocks for a bounded time; errors as in `Wire.payload`."""
 
 
 class ClientTransport(Protocol):
-    """What a client's connections have in common. Thread-safe."""
+    """The state that a client's connections share. Thread-safe."""
 
     def to(self, unit: pb.Memory, endpoint: str, *, closing: Callable[[], bool]) -> ClientPayloads:
-        """The half of the connection to a unit that answers at `endpoint` and may be tried by `unit`. closing: whether
-        the connection's calls are to end."""
+        """Return the client half for the connection to the unit at `endpoint`. unit: memory to fetch in order to test
+        whether the unit is reachable. closing: returns whether the connection is closing, so its calls must end."""
 
     def close(self) -> None:
-        """When no connection uses it any more. Idempotent."""
+        """Release the transport. Call it after the last connection is closed. Idempotent."""
 
 
 Fill = Callable[[memoryview, list[int], list[int]], None]
-"""Puts a payload that the unit has into ranges (arena, offsets, sizes), once."""
+"""Copies a payload that has arrived at the unit into ranges (arena, offsets, sizes). Callable once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """Memory for the payload of a reply. source: where the client is to fetch it; None: it is sent as a frame."""
+    """Memory for the payload of a reply. source: where the client fetches it; None: it is sent as a frame."""
 
     data: Bytes
     source: pb.Memory | None = None
 
 
 class UnitPayloads(Protocol):
-    """The unit's half, of one bulk server, used by its thread alone. trial: what clients may fetch to find out whether
-    they can."""
+    """The unit half of a transport, for one bulk server; used by its thread only. trial: memory that clients fetch to
+    test whether the unit is reachable."""
 
     trial: pb.Memory
 
     def collect(self, write: pb.WriteRanges, later: Callable[[Fill | str], None]) -> Fill | None:
-        """The payload of a write. None: it has to be fetched first; then `step` calls `later`, with why if that fails.
-        Raises StorageUnitError."""
+        """Return the payload of a write. None: it has to be fetched first; `step` then calls `later` with the payload,
+        or with the reason of a failure. Raises StorageUnitError."""
 
     def offer(self, session: int, nbytes: int) -> Offer | None:
-        """Memory for a payload that a session is to get; None: there is none now."""
+        """Return memory for a payload that a session will fetch; None if no memory is free."""
 
     def settle(self, session: int, tag: bytes) -> bool:
-        """The session is done with what it was offered; whether that was still there."""
+        """Release a payload that the session has fetched. Return whether the payload was intact until now."""
 
     def forget(self, session: int) -> None:
-        """The session is fenced: what it was offered is no longer for it."""
+        """Release the payloads offered to a session that was fenced."""
 
     def step(self) -> float | None:
-        """Go on with what is under way; in how many seconds to do so again, None: when there is more."""
+        """Advance the transfers in flight. Return the seconds until the next step, None if no transfer is in flight."""
 
     def close(self) -> None:
-        """Touch no memory any more."""
+        """Stop accessing memory."""

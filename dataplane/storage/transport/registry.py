@@ -1,4 +1,4 @@
-"""The transports beside ZMQ, which every connection has: a row for each of the values of `bulk_transport`."""
+"""The payload transports other than ZMQ frames, by the value of `bulk_transport`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _UNIT: dict[str, Callable[[DataPlaneConfig], UnitPayloads | None]] = {"mooncake"
 
 
 def client_transport(config: DataPlaneConfig) -> ClientTransport | None:
-    """The client's half of the transport that the settings name; None: payload travels in frames."""
+    """Return the client half of the configured transport; None: payload is sent in frames."""
     make = _CLIENT.get(config.bulk_transport)
     return None if make is None else make(config)
 
 
 def unit_payloads(config: DataPlaneConfig) -> UnitPayloads | None:
-    """The unit's half, likewise; None, too, if it cannot be had, which the log says."""
+    """Return the unit half of the configured transport; None: payload is sent in frames. If the transport cannot be
+    opened, also return None and log the reason."""
     make = _UNIT.get(config.bulk_transport)
     return None if make is None else make(config)

@@ -1,7 +1,7 @@
-"""How reads and writes are cut into bounded requests: arithmetic only, no sockets.
+"""Splitting reads and writes into bounded requests: arithmetic only, no sockets.
 
-A request carries at most `CHUNK_BYTES` (a write) or `READ_BYTES` of payload. Small pieces that are written travel
-together in one frame, large ones in a frame of their own that is sent, and received, in place.
+A request carries at most `CHUNK_BYTES` (a write) or `READ_BYTES` of payload. A write combines small pieces in one
+frame. Each large piece has a separate frame, which is sent without a copy and received in place.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
 Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
-"""Anything C-contiguous that a memoryview can be made of."""
+"""Any C-contiguous object that supports memoryview."""
 
 CHUNK_BYTES = 2 << 20
-"""Payload of one write request."""
+"""Maximum payload of one write request."""
 READ_BYTES = 4 << 20
-"""Payload of one read request; also what a request waits for behind another in the unit: less than a millisecond."""
+"""Maximum payload of one read request. It bounds the time a request waits for another one to below a millisecond."""
 CHUNK_RANGES = 8192
-"""Ranges of one request, so that its header stays near 100 kB."""
+"""Maximum number of ranges of one request, which keeps its header near 100 kB."""
 SMALL_BYTES = 64 << 10
-"""Pieces below this are copied together into one frame: cheaper than a frame each (and ZMQ would copy them anyway)."""
+"""Pieces below this size are copied into a common frame, which is cheaper than separate frames (ZMQ copies small ones
+anyway)."""
 MAX_HEADER_BYTES = 1 << 20
-"""The unit drops a message whose header is larger, unread: a varint of one byte becomes an integer of 32."""
+"""The unit drops a message with a larger header without parsing it: a one-byte varint becomes a 32-byte integer."""
 MAX_ARENA_BYTES = 1 << 48
-"""No arena has more: addresses times columns fit 64 bits."""
+"""Maximum size of an arena, so that addresses times columns fit into 64 bits."""
 MAX_REQUEST_BYTES = 64 << 20
-"""The unit refuses a larger request."""
+"""The unit rejects a larger request."""
 MAX_FRAME_BYTES = CHUNK_BYTES + 1024
-"""The unit drops a peer whose frame is larger: a chunk, and what CURVE adds. A peer that has not shown its ticket can
-make the unit hold one."""
+"""The unit disconnects a peer that sends a larger frame than a chunk plus the overhead of CURVE. A peer without a valid
+ticket can make the unit hold one such frame."""
 
 
 @dataclass
 class WriteChunk:
-    """One write request: `frames[k]` fills the next `frame_ranges[k]` of the ranges (`offsets`, `sizes`)."""
+    """One write request. `frames[k]` fills the next `frame_ranges[k]` of the ranges (`offsets`, `sizes`)."""
 
     offsets: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -57,9 +58,9 @@ class WriteChunk:
 def plan_write(
     offsets: Sequence[int], buffers: Sequence[Buffer | Sequence[Buffer]], *, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[WriteChunk]:
-    """Requests that put `buffers[k]` (one buffer, or several one after another) at `offsets[k]`.
+    """Yield requests that write `buffers[k]` (one buffer, or several consecutive ones) at `offsets[k]`.
 
-    Buffers must be C-contiguous. Large pieces are referred to, not copied.
+    Buffers must be C-contiguous. Large pieces are referenced, not copied.
     """
     if len(offsets) != len(buffers):
         raise InvalidRequestError(f"{len(offsets)} offsets for {len(buffers)} buffers")
@@ -77,7 +78,7 @@ def plan_write(
 
 
 class _Cutter:
-    """Fills one chunk after another."""
+    """Collects pieces into chunks, one chunk at a time."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self._limit = chunk_bytes
@@ -87,10 +88,11 @@ class _Cutter:
 
     @property
     def left(self) -> int:
-        """Bytes that the chunk under way still takes; never 0."""
+        """Free bytes of the current chunk; never 0."""
         return self._limit - self._chunk.nbytes
 
     def add(self, offset: int, piece: memoryview) -> Iterator[WriteChunk]:
+        """Add a piece of at most `left` bytes. Yield the chunk if it is full."""
         if len(piece) < SMALL_BYTES:
             self._add_small(offset, piece)
         else:
@@ -137,8 +139,8 @@ def _pieces(given: Buffer | Sequence[Buffer]) -> Iterable[memoryview]:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadRequest:
-    """The ranges (`offsets`, `sizes`) of the arena, one after another: `nbytes` that fill the bytes [first, last) of
-    each of `places` = (buffer, first, last) in turn."""
+    """One read request. The ranges (`offsets`, `sizes`) of the arena, concatenated, have `nbytes`. They fill the bytes
+    [first, last) of each entry (buffer, first, last) of `places` in turn."""
 
     offsets: list[int]
     sizes: list[int]
@@ -148,8 +150,8 @@ class ReadRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPlan:
-    """Buffer k, for column k, is `buffers[k]` bytes long; range i of the call is found in buffer `which[i]` from byte
-    `offsets[i]` on."""
+    """The requests of a read and the layout of its result. Buffer k, for column k, has `buffers[k]` bytes. Range i of
+    the call begins at byte `offsets[i]` of buffer `which[i]`."""
 
     requests: list[ReadRequest]
     buffers: list[int]
@@ -165,12 +167,12 @@ def plan_read(
     columns: Sequence[int] | None = None,
     chunk_bytes: int = READ_BYTES,
 ) -> ReadPlan:
-    """Requests that bring every range, and where it is to be found.
+    """Return the requests that read every range, and the position of every range in the result.
 
-    columns: how many of the ranges are of column 0, of column 1, and so on; by default all of one. Of the ranges of one
-    column, shared bytes travel once, and nothing else does. A buffer holds them by address, without gaps; so those that
-    are one after another in the arena are in it too. Empty ranges are at byte 0 and cost nothing. `InvalidRequestError`
-    for a range beyond the arena of `within` bytes.
+    columns: the number of ranges of column 0, of column 1, and so on; by default one column has all ranges. Within a
+    column, shared bytes are transferred once; bytes outside the ranges are not transferred. A buffer holds its ranges
+    in address order, without gaps, so ranges adjacent in the arena are adjacent in the buffer. Empty ranges are at byte
+    0 and cost nothing. Raises `InvalidRequestError` for a range beyond the arena of `within` bytes.
     """
     if offsets.shape != sizes.shape or offsets.ndim != 1:
         raise InvalidRequestError(f"offsets of shape {offsets.shape} for sizes of shape {sizes.shape}")
@@ -181,7 +183,7 @@ def plan_read(
         return _plan_filled(offsets, sizes, counts, which, chunk_bytes)
     if not len(offsets):
         return ReadPlan(requests=[], buffers=[0] * len(counts), which=which, offsets=offsets)
-    # Each column in an address space of its own, one above the other, so that no range touches another column's.
+    # Columns get disjoint address spaces, so that no range touches a range of another column.
     space = int(offsets.max() + sizes.max()) + 1
     first = offsets + which * np.int64(space)
     order = None if (first[1:] >= first[:-1]).all() else np.argsort(first, kind="stable")
@@ -201,7 +203,7 @@ def plan_read(
 
 
 def _require_within(offsets: Int64s, sizes: Int64s, limit: int) -> None:
-    # Separately first: their sums may overflow.
+    # Offsets and sizes are checked separately first, because their sums may overflow.
     if len(offsets) and (
         np.minimum.reduce(offsets | sizes) < 0
         or max(np.maximum.reduce(offsets), np.maximum.reduce(sizes)) > limit
@@ -211,7 +213,7 @@ def _require_within(offsets: Int64s, sizes: Int64s, limit: int) -> None:
 
 
 def _plan_filled(offsets: Int64s, sizes: Int64s, counts: Sequence[int], which: Int32s, chunk_bytes: int) -> ReadPlan:
-    """The plan for the ranges that are not empty, with places for all."""
+    """Return the plan for the ranges that are not empty, with positions for all ranges."""
     filled = sizes > 0
     columns = np.bincount(which[filled], minlength=len(counts)).tolist()
     plan = plan_read(offsets[filled], sizes[filled], columns=columns, chunk_bytes=chunk_bytes)
@@ -221,7 +223,7 @@ def _plan_filled(offsets: Int64s, sizes: Int64s, counts: Sequence[int], which: I
 
 
 class _Stream:
-    """Sorted ranges laid one after another, those that touch sharing their bytes. `packed`: where each begins in it."""
+    """Sorted ranges, concatenated; overlapping ranges share their bytes. `packed`: the position of each range."""
 
     def __init__(self, first: Int64s, sizes: Int64s, space: int) -> None:
         reach = np.maximum.accumulate(first + sizes)
@@ -236,7 +238,7 @@ class _Stream:
         self.nbytes = int(self._ends[-1])
 
     def cuts(self, chunk_bytes: int) -> list[int]:
-        """Where requests begin and end: every `chunk_bytes`, and every `CHUNK_RANGES` stretches."""
+        """Return the boundaries between requests: every `chunk_bytes`, and every `CHUNK_RANGES` contiguous ranges."""
         if self.nbytes <= chunk_bytes and len(self._begins) <= CHUNK_RANGES:
             return [0, self.nbytes]
         by_bytes = np.arange(0, self.nbytes, chunk_bytes)
@@ -244,7 +246,7 @@ class _Stream:
         return edges
 
     def request(self, first: int, last: int, starts: Sequence[int]) -> ReadRequest:
-        """The bytes [first, last) of the stream; buffer k is its bytes from `starts[k]` to `starts[k + 1]`."""
+        """Return the request for bytes [first, last) of the stream; buffer k holds [starts[k], starts[k + 1])."""
         low = int(np.searchsorted(self._ends, first, side="right"))
         high = int(np.searchsorted(self._begins, last, side="left"))
         offsets, sizes = self._arena[low:high].tolist(), self._sizes[low:high].tolist()

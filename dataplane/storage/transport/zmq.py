@@ -1,4 +1,4 @@
-"""Payloads as ZMQ frames: sent from where they are, received in place. Both halves."""
+"""Payloads as ZMQ frames, sent without a copy and received in place. Client half and unit half."""
 
 from __future__ import annotations
 
@@ -15,51 +15,52 @@ from dataplane.storage.transport.interface import ArrivedPayload, Fill, Offer, S
 from dataplane.storage.transport.request_chunks import WriteChunk
 
 REPLY_MEMORY_BYTES = 64 << 20
-"""Memory of replies that were sent, kept for the next ones."""
+"""Maximum memory of sent replies that is kept for reuse."""
 
 
 class ClientFrames:
-    """The client's half."""
+    """The client half."""
 
     def send(
         self, wire: Wire, header: pb.BulkRequest, chunk: WriteChunk, *, held: list[zmq.MessageTracker]
     ) -> SentPayload:
-        """Not copied. `frame_ranges` tells which frame fills which ranges."""
+        """Send the frames without a copy. `frame_ranges` assigns ranges to frames."""
         header.write.frame_ranges.extend(chunk.frame_ranges)
         wire.send(header, chunk.frames, held=held)
         return SentPayload(call=header.call, chunk=chunk)
 
     def not_fetched(self, why: str) -> None:
-        """Nothing was to be fetched."""
+        """No-op: the unit fetches no payload sent in frames."""
 
     def ask(self, request: pb.ReadRanges, nbytes: int) -> None:
-        """In a frame, if nothing is said."""
+        """No-op: the unit returns the payload in a frame by default."""
 
     def receive(self, wire: Wire, reply: pb.BulkReply, nbytes: int) -> ArrivedPayload:
-        """The frame itself, not copied."""
+        """Return the frame itself, without a copy."""
         return ArrivedPayload(data=wire.payload(nbytes), lasting=True)
 
 
 class UnitFrames:
-    """The unit's half. Frames are taken from the router while its message is the one under way."""
+    """The unit half. It receives the payload frames of the message that the router is currently receiving."""
 
     trial = pb.Memory()
 
     def __init__(self, router: zmq.Socket[bytes], fault: Callable[[str], Exception]) -> None:
-        """`fault`: makes the error for a client whose frames do not fit."""
+        """`fault`: creates the error for a client whose frames do not match its ranges."""
         self._router = router
         self._fault = fault
         self._memory = BufferPool(REPLY_MEMORY_BYTES)
 
     def collect(self, write: pb.WriteRanges, later: Callable[[Fill | str], None]) -> Fill | None:
-        """Frames are there at once."""
+        """Return the payload; its frames have always arrived."""
         return partial(self._fill, write.frame_ranges)
 
     def _fill(self, frame_ranges: Iterable[int], arena: memoryview, offsets: list[int], sizes: list[int]) -> None:
+        """Receive the payload frames of a write into their ranges."""
         at = 0
         for count in frame_ranges:
             if count < 1 or at + count > len(offsets):
-                raise self._fault("a payload frame fills ranges that were not named")
+                raise self._fault("a payload frame refers to ranges that are not in the request")
             if not self._more():
                 raise self._fault("a payload frame is missing")
             hit("unit.write.between_frames")
@@ -69,44 +70,44 @@ class UnitFrames:
                 self._receive_many(arena, offsets[at : at + count], sizes[at : at + count])
             at += count
         if at != len(offsets) or self._more():
-            raise self._fault("there are more ranges or payload frames than frame_ranges tells")
+            raise self._fault("the request has more ranges or payload frames than frame_ranges lists")
 
     def _more(self) -> bool:
         return bool(self._router.getsockopt(zmq.RCVMORE))
 
     def _receive_one(self, target: memoryview) -> None:
-        """Straight into the arena. A longer frame is cut off by ZMQ at the end of the range."""
+        """Receive a frame directly into the arena. ZMQ truncates a longer frame at the end of the range."""
         received = self._router.recv_into(target)
         if received != len(target):
-            raise self._fault(f"a payload frame has {received} bytes for a range of {len(target)}")
+            raise self._fault(f"a payload frame has {received} bytes for a range of {len(target)} bytes")
 
     def _receive_many(self, arena: memoryview, offsets: list[int], sizes: list[int]) -> None:
         frame = self._router.recv(copy=False).buffer
         if len(frame) != sum(sizes):
-            raise self._fault(f"a payload frame has {len(frame)} bytes for ranges of {sum(sizes)}")
+            raise self._fault(f"a payload frame has {len(frame)} bytes for ranges of {sum(sizes)} bytes")
         scatter(arena, frame, offsets, sizes)
 
     def offer(self, session: int, nbytes: int) -> Offer:
-        """Warm memory, sent without copying."""
+        """Return memory from the buffer pool; it is sent without a copy."""
         return Offer(data=self._memory.take(max(1, nbytes))[:nbytes])
 
     def settle(self, session: int, tag: bytes) -> bool:
-        """Frames are nobody's memory."""
+        """Return False: frames are never offered for fetching."""
         return False
 
     def forget(self, session: int) -> None:
-        """Nothing is kept of a session."""
+        """No-op: frames keep no state of a session."""
 
     def step(self) -> float | None:
-        """Nothing is ever under way."""
+        """Return None: no transfer is ever in flight."""
         return None
 
     def close(self) -> None:
-        """Memory goes when nothing refers to it."""
+        """No-op: memory is freed with its last reference."""
 
 
 def scatter(arena: memoryview, payload: memoryview, offsets: list[int], sizes: list[int]) -> None:
-    """Copy the payload, which has their bytes, into the ranges one after another."""
+    """Copy the payload into the ranges, one after another. Its length is the sum of `sizes`."""
     at = 0
     for offset, size in zip(offsets, sizes, strict=True):
         arena[offset : offset + size] = payload[at : at + size]

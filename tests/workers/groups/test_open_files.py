@@ -32,7 +32,7 @@ __all__ = ["broker", "make", "one_connection"]
 
 def _refused(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, work: Callable[[], Any]) -> None:
     before = psutil.Process().num_fds()
-    says = r"may have no more open files \(ulimit -n \d+\); allow it more"
+    says = r"cannot open more files \(ulimit -n \d+\); allow it more"
     with exhausted(monkeypatch, owner, name), pytest.raises(OpenFilesError, match=says):
         work()
     # What was connected to closes its end once it notices.
@@ -115,7 +115,7 @@ def _refuse_with(left: int) -> None:
         (client_says, lambda: DirectoryClient(served.address)),
         (messages_say, lambda: Messenger(address(0), client)),
     ):
-        with pytest.raises(OpenFilesError, match=f"{says}.*may have no more open files"):
+        with pytest.raises(OpenFilesError, match=f"{says}.*cannot open more files"):
             work()
     client.close()
     served.close()

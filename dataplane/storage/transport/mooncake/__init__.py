@@ -1,1 +1,1 @@
-"""Payload by the Mooncake transfer engine, RDMA or TCP. Needs the extra `mooncake`."""
+"""Payload transport by the Mooncake transfer engine, over RDMA or TCP. Requires the extra `mooncake`."""

@@ -1,18 +1,18 @@
-"""The Mooncake transfer engine, as far as this package uses it: reads of a peer's registered memory, over RDMA or TCP.
+"""The part of the Mooncake transfer engine that this package uses: reads of a peer's registered memory by RDMA or TCP.
 
-What was found by trying version 0.3.13 over TCP, and what follows from it here and in `slots` and `by_engine`:
+Tests of version 0.3.13 over TCP showed the following, with consequences here, in `slots` and in `engine_transport`:
 
-- A read that the library gave up after its own timeout goes on landing for as long as bytes come. So a transfer is over
-  only when its status says so, and its target is left alone until then.
-- It listens on every interface, whatever it is told, and asks nobody who he is; who reaches the port can read *and
-  write* all that is registered. So no arena and nothing of a user's is ever registered, only slots that payloads pass
-  through.
-- The first transfer from a peer blocks for up to a minute if the peer accepts but does not answer.
-- Its blocking calls keep a core busy until they return; so transfers are begun, and looked after with pauses.
-- Ending an engine takes a second with the interpreter stopped. So engines are not ended: a closed one, with no memory
-  registered, is used by whoever opens the next one in this process. What stays is two threads, five descriptors and two
-  ports for each engine that was open at the same time.
-- It writes to standard error what it does (MC_LOG_LEVEL=ERROR leaves two lines for each engine, both harmless).
+- After the library's own timeout, an abandoned read continues to write while bytes arrive. A transfer therefore ends
+  only when its status says so; its target is not reused before.
+- The engine listens on every interface, whatever its settings, without authentication. Any process that reaches the
+  port can read *and write* all registered memory. Therefore only slots are registered, never an arena or memory of a
+  user.
+- The first transfer from a peer blocks for up to a minute if the peer accepts the connection but does not reply.
+- Blocking calls of the engine busy-wait on a core. Transfers are therefore asynchronous and polled with pauses.
+- Destroying an engine holds the interpreter for one second. Engines are therefore never destroyed: a closed one,
+  without registered memory, is reused by the next owner in this process. Each concurrently open engine costs two
+  threads, five descriptors and two ports until the process ends.
+- The engine logs to standard error (MC_LOG_LEVEL=ERROR leaves two harmless lines for each engine).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 from dataplane.core.addresses import join_address
 
 HANDSHAKE = "P2PHANDSHAKE"
-"""Engines find each other by address alone, without a metadata service."""
+"""Metadata setting by which engines find each other by address only, without a metadata service."""
 
 PENDING, DONE, FAILED = 0, 1, -1
 
@@ -37,12 +37,12 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 class EngineError(Exception):
-    """The engine cannot be had, or refused; says why. Never leaves this package."""
+    """The engine is unavailable or rejected a request, with the reason. Never leaves this package."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """host: what peers call this one; protocol: "rdma" or "tcp"; device: RDMA devices, by commas; "": it chooses."""
+    """host: this engine's host for peers; protocol: "rdma" or "tcp"; device: comma-separated RDMA devices; "": any."""
 
     host: str
     protocol: str
@@ -50,14 +50,15 @@ class EngineSettings:
 
 
 _idle: dict[tuple[int, EngineSettings], list[Any]] = {}
-"""Engines without an owner, by process and settings: the one thing here that outlives its users (see above)."""
+"""Closed engines for reuse, by process and settings (see the module docstring)."""
 _guard = threading.Lock()
 
 
 class Engine:
-    """One owner's. `address` is where peers find it. Thread-safe, but for `close`, after which nothing may be called.
+    """A transfer engine with one owner. `address` is its address for peers. Thread-safe, except for `close`, after
+    which no method may be called.
 
-    EngineError, with what to do about it, where the wheel is missing or does not load, or finds no device.
+    Raises EngineError, with the remedy, if the wheel is missing or does not load, or if no device is found.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -69,33 +70,34 @@ class Engine:
         self.address = join_address(settings.host, self._engine.get_rpc_port())
 
     def register(self, address: int, nbytes: int) -> None:
-        """Let peers reach this memory, and transfers land in it."""
+        """Register this memory for access by peers and as the target of transfers."""
         code = self._engine.register_memory(address, nbytes)
         if code:
             raise EngineError(
-                f"the transfer engine cannot register {nbytes:,} bytes (error {code}); with RDMA they are locked in "
-                "memory: see `ulimit -l`"
+                f"the transfer engine cannot register {nbytes:,} bytes (error {code}); RDMA locks them in memory: "
+                "check `ulimit -l`"
             )
 
     def unregister(self, address: int) -> None:
-        """Nobody reaches it any more, but for transfers that have begun."""
+        """Unregister this memory. Transfers that have begun may still access it."""
         self._engine.unregister_memory(address)
 
     def begin(self, peer: str, local: int, remote: int, nbytes: int) -> int:
-        """Begin to read `nbytes` from `remote` in the peer's memory into `local`; the number to look after it by.
-        Blocks only at the first transfer from a peer."""
+        """Start to read `nbytes` from `remote` in the peer's memory into `local`. Return the transfer's number for
+        `status`. Blocks only at the first transfer from a peer. Raises EngineError."""
         transfer = int(self._engine.batch_transfer_async_read(peer, [local], [remote], [nbytes]))
         if not transfer:
-            raise EngineError(f"the transfer engine does not reach {peer}")
+            raise EngineError(f"the transfer engine cannot reach {peer}")
         return transfer
 
     def status(self, transfer: int) -> int:
-        """PENDING, DONE or FAILED; after one of the last two the transfer must not be asked about again."""
+        """Return PENDING, DONE or FAILED. After DONE or FAILED, do not query the transfer again."""
         code = int(self._engine.transfer_check_status(transfer))
         return code if code in (PENDING, DONE) else FAILED
 
     def close(self, *, reusable: bool = True) -> None:
-        """Nothing is registered, nothing under way: it may serve another owner. Else not `reusable`: it is left."""
+        """Release the engine. reusable: no memory is registered and no transfer is in flight, so another owner may
+        use the engine; otherwise it is never used again."""
         if reusable:
             with _guard:
                 _idle.setdefault((os.getpid(), self._settings), []).append(self._engine)
@@ -107,41 +109,41 @@ def _start(settings: EngineSettings) -> Any:
         library = importlib.import_module("mooncake.engine")
     except ModuleNotFoundError:
         raise EngineError(
-            "no transfer engine is installed: pip install 'rl-dataplane[mooncake]', or, for CUDA, "
-            "mooncake-transfer-engine"
+            "no transfer engine is installed; run pip install 'rl-dataplane[mooncake]' or, for CUDA, "
+            "pip install mooncake-transfer-engine"
         ) from None
     except ImportError as error:
         raise EngineError(
-            f"the transfer engine does not load ({error}); it needs libibverbs1 and libcurl4 of the system"
+            f"cannot load the transfer engine ({error}); install the system packages libibverbs1 and libcurl4"
         ) from error
     engine = library.TransferEngine()
     code = engine.initialize(settings.host, HANDSHAKE, settings.protocol, settings.device)
     if code:
-        raise EngineError(f"the transfer engine does not start with {settings} (error {code})")
+        raise EngineError(f"cannot start the transfer engine with {settings} (error {code})")
     make_immortal(engine)
     return engine
 
 
 def _require_devices(settings: EngineSettings) -> None:
-    """Without one the library would take TCP and say nothing."""
+    """Raise EngineError if RDMA devices are missing; the library would silently fall back to TCP."""
     if settings.protocol != "rdma":
         return
     found = {path.name for path in RDMA_DEVICES.glob("*")}
     wanted = {name.strip() for name in settings.device.split(",") if name.strip()}
     if not found or not wanted <= found:
         raise EngineError(
-            f"mooncake_protocol is rdma, but the RDMA devices here are {sorted(found) or 'none'}"
-            + (f", and mooncake_device wants {sorted(wanted)}" if wanted else "")
-            + "; mooncake_protocol='tcp' needs none"
+            f"mooncake_protocol is rdma, but this machine has the RDMA devices {sorted(found) or 'none'}"
+            + (f" and mooncake_device is {sorted(wanted)}" if wanted else "")
+            + "; mooncake_protocol='tcp' needs no device"
         )
 
 
 def make_immortal(thing: object) -> None:
-    """Never end it: not at exit, where an engine would take its second, nor in a forked child, which has the object but
-    not its threads."""
+    """Prevent the destruction of an object: at exit, where destroying an engine takes a second, and in a forked child,
+    which has the object without its threads."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Where a mapping begins. It can be unmapped all the same."""
+    """Return the start address of a mapping. The mapping can still be closed."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

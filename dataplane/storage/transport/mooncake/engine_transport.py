@@ -1,28 +1,28 @@
-"""Payloads fetched by Mooncake's transfer engine, one-sided, over RDMA or TCP. Both halves.
+"""Payloads fetched by Mooncake's transfer engine, one-sided, over RDMA or TCP. Client half and unit half.
 
-Nobody ever writes into another's memory. Of a put the unit fetches the payload from a slot of the client's into one of
-its own; its one thread then admits the request again and copies it into the arena. Of a get the unit copies the rows
-into a slot of its own; the client fetches from there, and believes the bytes once the unit has answered its Settle.
+No process writes into the memory of another. For a put, the unit fetches the payload from a slot of the client into a
+slot of the unit; the unit's thread then admits the request again and copies the payload into the arena. For a get, the
+unit copies the rows into one of its slots; the client fetches them and accepts the bytes after the reply to its Settle.
 
-Why through slots, a copy more at either end, and not from arena to tensor:
+Slots cost an additional copy at each end, compared with a transfer from arena to tensor. The reasons for them:
 
-- A transfer that was given up may go on landing, and a device does not ask whether a session is fenced. In a slot that
-  does no harm: what lands there late reaches the arena only through the thread that refuses fenced sessions and stopped
-  puts. So a fence, and the stop of a put, wait for no transfer.
-- Registered memory is open to whoever reaches the engine. Of the arena nothing is, nor of a user's tensors.
-- An arena grows, and gives memory back to the machine; pages that a device has locked do neither.
+- An abandoned transfer may continue to write, and an RDMA device does not check whether a session is fenced. A late
+  write into a slot is harmless, because slots reach the arena only through the thread that rejects fenced sessions and
+  aborted puts. A fence, or the abort of a put, therefore waits for no transfer.
+- Any process that reaches the engine can access registered memory. The arena and users' tensors are never registered.
+- An arena grows and returns memory to the machine; pages locked by a device could do neither.
 
-Why the client fetches what it reads, and the unit does not push: a client that gives up may use its memory again at
-once, for nobody writes there but itself. What its own engine may still write to, a slot, it keeps until that is over.
+The client fetches its reads, and the unit does not push, so that a client can reuse its memory as soon as its call has
+failed: no other process writes there. A slot to which its own engine may still write is kept until the transfer ends.
 
-Why a Settle: only the unit knows whether the slot held that payload all the time, and the session was not fenced, nor
-the unit another epoch's. It refuses a Settle as it would refuse the read.
+A Settle is necessary because only the unit can confirm that the slot held the payload throughout, that the session was
+not fenced and that the unit's epoch is the same. The unit rejects a Settle for the same reasons as the read.
 
-A client reuses its slot as soon as its call has failed, though the unit may fetch from there later. Those bytes belong
-to a put that has failed: its space is nobody else's before the unit has confirmed to stop it, and is not read.
+A client reuses its slot as soon as its call has failed, although the unit may still fetch from it. Those bytes belong
+to a failed put: its space is not read, and not reused before the unit has confirmed the abort.
 
-Whatever the engine cannot do goes in frames: small payloads, those that find no slot, peers that it does not reach,
-transfers that fail. That costs time, never a call.
+Everything else is sent in frames: small payloads, payloads without a free slot, payloads of unreachable peers, and
+failed transfers. The fallback costs time, but never fails a call.
 """
 
 from __future__ import annotations
@@ -52,34 +52,35 @@ from dataplane.storage.transport.zmq import ClientFrames, scatter
 log = logging.getLogger(__name__)
 
 FROM_BYTES = SMALL_BYTES
-"""Smaller payloads take less time in a frame, at any speed of the engine: one round trip instead of two or three."""
+"""Smaller payloads are sent in frames, which take one round trip instead of two or three."""
 FETCH_S = 10.0
-"""A payload that was not fetched within this time is asked for in frames; less than any call waits for."""
+"""Timeout of a fetch, after which the payload is sent in frames; shorter than the timeout of any call."""
 PAUSE_S = 1.0
-"""A client whose payload the unit could not fetch sends frames for so long."""
+"""Time for which a client sends frames after the unit could not fetch its payload."""
 PEER_TRANSFERS = 2
-"""Of one client at a time: one that stopped cannot take all slots of a unit with it."""
+"""Maximum concurrent transfers from one client, so that a stopped client cannot occupy all slots of a unit."""
 MOST_OFFERS = SLOTS // 2
 OFFER_S = 60.0
-"""What a client did not settle for so long is taken back when it is needed."""
+"""Time after which the unit may reclaim a slot that the client has not settled."""
 MOST_JOBS = 1024
 
 
 class EngineTransport:
-    """A client's engine, made when a unit first has one to offer. Thread-safe."""
+    """A client's engine, created when the first unit with an engine connects. Thread-safe."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self._config = config
         self._lock = threading.Lock()
         self._contacts: Contacts | None = None
         self._slots: Slots | None = None
-        self._is_out = config.bulk_transport != "mooncake"
+        self._is_disabled = config.bulk_transport != "mooncake"
 
     def to(self, unit: pb.Memory, endpoint: str, *, closing: Callable[[], bool]) -> ClientPayloads:
-        """For the connection to a unit that answers at `endpoint` and has `unit`, memory to try its engine by; frames
-        where there is no engine here, with a warning in the log. closing: whether the connection's calls are to end."""
+        """Return the client half for the connection to the unit at `endpoint`. unit: memory to fetch in order to test
+        the unit's engine. Without an engine here, log a warning and return frames. closing: returns whether the
+        connection is closing."""
         with self._lock:
-            if self._slots is None and not self._is_out:
+            if self._slots is None and not self._is_disabled:
                 self._open(endpoint)
             if self._slots is None or self._contacts is None:
                 return ClientFrames()
@@ -93,20 +94,20 @@ class EngineTransport:
             self._slots = open_slots(config, config.mooncake_host or _host_towards(endpoint))
             self._contacts = Contacts(self._slots)
         except EngineError as error:
-            log.warning("bulk_transport is mooncake, but rows travel by ZMQ: %s", error)
-            self._is_out = True
+            log.warning("Client falls back to ZMQ although bulk_transport is mooncake: %s", error)
+            self._is_disabled = True
 
     def close(self) -> None:
-        """When no connection uses it any more. Idempotent."""
+        """Release the engine. Call it after the last connection is closed. Idempotent."""
         with self._lock:
             slots, contacts = self._slots, self._contacts
-            self._slots, self._contacts, self._is_out = None, None, True
+            self._slots, self._contacts, self._is_disabled = None, None, True
         if slots is not None and contacts is not None:
             slots.close(trying=not contacts.close(CLOSE_S))
 
 
 def open_slots(config: DataPlaneConfig, host: str) -> Slots:
-    """An engine that peers call `host`, with its memory. EngineError."""
+    """Open an engine with the address `host` for peers, and its slots. Raises EngineError."""
     settings = EngineSettings(host=host, protocol=config.mooncake_protocol, device=config.mooncake_device)
     return Slots(Engine(settings))
 
@@ -119,7 +120,7 @@ def _host_towards(endpoint: str) -> str:
 
 
 class ClientEngine:
-    """The client's half."""
+    """The client half."""
 
     def __init__(self, slots: Slots, contacts: Contacts, unit: pb.Memory, *, closing: Callable[[], bool]) -> None:
         self._slots = slots
@@ -132,7 +133,7 @@ class ClientEngine:
     def send(
         self, wire: Wire, header: pb.BulkRequest, chunk: WriteChunk, *, held: list[zmq.MessageTracker]
     ) -> SentPayload:
-        """Copied into a slot, where the unit fetches it."""
+        """Copy the payload into a slot, from which the unit fetches it; send frames if no slot is usable."""
         slot = self._slots.take() if self._usable(chunk.nbytes) else None
         if slot is None:
             return self._frames.send(wire, header, chunk, held=held)
@@ -149,10 +150,10 @@ class ClientEngine:
         return SentPayload(call=header.call, chunk=chunk, done=partial(self._slots.give, slot))
 
     def not_fetched(self, why: str) -> None:
-        """Frames for a while."""
+        """Send payloads in frames for the next `PAUSE_S`."""
         now = time.monotonic()
         if now >= self._paused_until:
-            log.info("a storage unit could not fetch rows from here, they go by ZMQ for %.0f s: %s", PAUSE_S, why)
+            log.info("Storage unit could not fetch rows; this client uses ZMQ for %.0f s: %s", PAUSE_S, why)
         self._paused_until = now + PAUSE_S
 
     def _usable(self, nbytes: int) -> bool:
@@ -160,16 +161,17 @@ class ClientEngine:
         return is_fit and self._contacts.ready(self._unit)
 
     def ask(self, request: pb.ReadRanges, nbytes: int) -> None:
-        """To be fetched, if the unit has a slot for it."""
+        """Request a payload to fetch, if the engine is usable; the unit uses a frame if it has no free slot."""
         request.fetch = self._usable(nbytes)
 
     def receive(self, wire: Wire, reply: pb.BulkReply, nbytes: int) -> ArrivedPayload:
-        """Fetched into a slot, in FETCH_S at most; ClientClosedError if the connection is closed meanwhile."""
+        """Fetch the payload into a slot, within FETCH_S. Raises ClientClosedError if the connection is closed
+        meanwhile."""
         if not reply.bytes.HasField("source"):
             return self._frames.receive(wire, reply, nbytes)
         source = reply.bytes.source
         if source.size != nbytes:
-            raise WireLostError(f"its payload has {source.size} bytes where {nbytes} were asked for")
+            raise WireLostError(f"the payload has {source.size} bytes, expected {nbytes}")
         settle = pb.Settle(tag=source.tag)
         slot = self._slots.take()
         if slot is None:
@@ -183,6 +185,7 @@ class ClientEngine:
         return ArrivedPayload(data=slot.payload(nbytes) if is_there else None, settle=settle, done=done)
 
     def _fetch(self, slot: Slot, source: pb.Memory) -> bool:
+        """Fetch a payload into the slot. Log a failure and return False."""
         since = time.monotonic()
         try:
             self._slots.begin(slot, source)
@@ -190,12 +193,12 @@ class ClientEngine:
                 if self._closing():
                     raise ClientClosedError
                 if time.monotonic() > since + FETCH_S:
-                    raise EngineError(f"not within {FETCH_S:.0f} s")
+                    raise EngineError(f"the fetch did not complete within {FETCH_S:.0f} s")
                 time.sleep(pause_s(since))
             if not is_there:
-                raise EngineError("the transfer failed, or brought something else")
+                raise EngineError("the transfer failed, or the slot held another payload")
         except EngineError as error:
-            log.warning("rows could not be fetched from %s, they are asked for by ZMQ: %s", source.engine, error)
+            log.warning("Fetch of rows from %s failed; retrying by ZMQ: %s", source.engine, error)
             self._contacts.failed(self._unit.engine)
             return False
         return True
@@ -203,7 +206,7 @@ class ClientEngine:
 
 @dataclass(eq=False)
 class _Job:
-    """A payload to fetch. slot: where to, once that has begun; failed: why it will not be."""
+    """A payload to fetch. slot: the target, once the transfer has begun; failed: the reason of a failure."""
 
     source: pb.Memory
     later: Callable[[Fill | str], None]
@@ -220,7 +223,7 @@ class _Offered:
 
 
 class UnitEngine:
-    """The unit's half. `trial`: memory by which clients try whether they reach this unit's engine."""
+    """The unit half. `trial`: memory that clients fetch to test whether this unit's engine is reachable."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -231,39 +234,40 @@ class UnitEngine:
 
     @classmethod
     def open(cls, config: DataPlaneConfig) -> UnitEngine | None:
-        """None if the settings want none, or, with a warning in the log, if it cannot be had."""
+        """Open the unit's engine. Return None if it is not configured. If it is unavailable, log a warning and return
+        None."""
         if config.bulk_transport != "mooncake":
             return None
         try:
             slots = open_slots(config, config.mooncake_host or reachable_host(config.host))
         except EngineError as error:
-            log.warning("bulk_transport is mooncake, but this storage unit moves rows by ZMQ: %s", error)
+            log.warning("Storage unit falls back to ZMQ although bulk_transport is mooncake: %s", error)
             return None
         log.warning(
-            "rows of this storage unit travel unencrypted by transfer engine (%s); who reaches %s or the ports of its "
-            "transfers, open on every interface, can see and change them: see docs/transports.md",
+            "Storage unit sends rows unencrypted by transfer engine (%s); any process that reaches %s or the ports of "
+            "its transfers, open on every interface, can read and change them. See docs/transports.md",
             config.mooncake_protocol,
             slots.engine.address,
         )
         return cls(slots)
 
     def collect(self, write: pb.WriteRanges, later: Callable[[Fill | str], None]) -> Fill | None:
-        """Fetched from the client, in FETCH_S at most."""
+        """Queue a fetch of the payload from the client, with the timeout FETCH_S. Always returns None."""
         job = _Job(write.source, later, time.monotonic())
         if len(self._jobs) >= MOST_JOBS:
-            job.failed = "too many payloads are to be fetched"
+            job.failed = "the unit's queue of fetches is full"
         elif not self._contacts.ready(write.source):
-            job.failed = f"its engine at {write.source.engine} was not reached so far"
+            job.failed = f"the client's engine at {write.source.engine} has not been reached yet"
         self._jobs.append(job)
         return None
 
     def step(self) -> float | None:
-        """Finish, give up and begin transfers."""
+        """Finish, abandon and start transfers. Return the seconds until the next step, None if there is no job."""
         going_on: deque[_Job] = deque()
         busy: dict[str, int] = {}
         jobs, self._jobs = self._jobs, deque()
         for job in jobs:
-            if self._is_over(job) or not self._goes_on(job, busy):
+            if self._is_finished(job) or not self._advance(job, busy):
                 self._end(job)
             else:
                 going_on.append(job)
@@ -271,20 +275,20 @@ class UnitEngine:
         self._jobs = going_on + self._jobs
         return pause_s(self._jobs[0].since) if self._jobs else None
 
-    def _is_over(self, job: _Job) -> bool:
-        """Whether it was fetched, or is known to fail."""
+    def _is_finished(self, job: _Job) -> bool:
+        """Return whether the payload was fetched or its fetch has failed."""
         if job.slot is None or job.failed:
             return bool(job.failed)
         is_there = self._slots.fetched(job.slot, job.source)
         if is_there is False:
-            job.failed = "the transfer failed, or brought something else"
+            job.failed = "the transfer failed, or the slot held another payload"
             self._contacts.failed(job.source.engine)
         return is_there is not None
 
-    def _goes_on(self, job: _Job, busy: dict[str, int]) -> bool:
-        """Begin it if it can be now; False if that failed, or it takes too long."""
+    def _advance(self, job: _Job, busy: dict[str, int]) -> bool:
+        """Start the transfer if that is possible now. Return False if the job failed or exceeded FETCH_S."""
         if time.monotonic() > job.since + FETCH_S:
-            job.failed = f"not within {FETCH_S:.0f} s"
+            job.failed = f"the fetch did not complete within {FETCH_S:.0f} s"
             if job.slot is not None:
                 self._contacts.failed(job.source.engine)
         elif job.slot is None and busy.get(job.source.engine, 0) < PEER_TRANSFERS:
@@ -306,11 +310,11 @@ class UnitEngine:
             self._slots.give(slot)
 
     def offer(self, session: int, nbytes: int) -> Offer | None:
-        """A slot, while there are some for this."""
+        """Return a slot for a payload; None if the size does not fit or no slot is free."""
         if not FROM_BYTES <= nbytes <= SLOT_BYTES:
             return None
         if len(self._offered) >= MOST_OFFERS:
-            self._take_back(lambda offered: offered.since + OFFER_S < time.monotonic())
+            self._reclaim(lambda offered: offered.since + OFFER_S < time.monotonic())
         slot = self._slots.take() if len(self._offered) < MOST_OFFERS else None
         if slot is None:
             return None
@@ -318,14 +322,14 @@ class UnitEngine:
         self._offered[source.tag] = _Offered(slot, session, time.monotonic())
         return Offer(data=slot.payload(nbytes), source=source)
 
-    def _take_back(self, wanted: Callable[[_Offered], bool]) -> None:
+    def _reclaim(self, wanted: Callable[[_Offered], bool]) -> None:
         for tag, offered in list(self._offered.items()):
             if wanted(offered):
                 del self._offered[tag]
                 self._slots.give(offered.slot)
 
     def settle(self, session: int, tag: bytes) -> bool:
-        """The slot is free; it has held the payload until now, if it is found."""
+        """Release the slot of a payload. Return whether the slot still held the payload for this session."""
         offered = self._offered.get(tag)
         if offered is None or offered.session != session:
             return False
@@ -334,11 +338,11 @@ class UnitEngine:
         return True
 
     def forget(self, session: int) -> None:
-        """Its payloads under way need nothing: they are refused when they are there."""
-        self._take_back(lambda offered: offered.session == session)
+        """Reclaim the slots offered to a fenced session. Its writes in flight are rejected when they arrive."""
+        self._reclaim(lambda offered: offered.session == session)
 
     def close(self) -> None:
-        """Fetch nothing any more; jobs are not answered, as no request is."""
+        """Stop fetching and close the engine. Pending jobs get no reply."""
         for job in self._jobs:
             if job.slot is not None:
                 self._slots.give(job.slot)

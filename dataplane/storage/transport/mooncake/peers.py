@@ -1,4 +1,4 @@
-"""Which peers' engines can be reached. To find out may take a minute, so threads of their own do, and nobody waits."""
+"""Reachability of peers' engines. A trial may take a minute, so it runs in a background thread and blocks no caller."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataplane.storage.transport.mooncake.slots import Slots
 
 TRIAL_S = 10.0
 TRIALS = 8
-"""Peers tried at once; the next one has its turn when it is asked about again."""
+"""Maximum number of concurrent trials. Another peer is tried at a later call of `ready`."""
 RETRY_S = 30.0
-"""A peer that was not reached is not tried again for so long."""
+"""Minimum time between trials of an unreachable peer."""
 KEPT = 4096
-"""Peers remembered, those who came first forgotten first."""
+"""Maximum number of recorded peers; the oldest entries are dropped first."""
 
 
 class Contacts:
-    """Thread-safe."""
+    """The reachable and unreachable peers of one engine. Thread-safe."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -29,7 +29,7 @@ class Contacts:
         self._closed = False
 
     def ready(self, source: pb.Memory) -> bool:
-        """Whether the peer whose memory this is was reached. If that is not known, it is being tried from now on."""
+        """Return whether the peer that owns `source` was reached. Start a trial if that is not known."""
         peer = source.engine
         with self._lock:
             if self._reached.get(peer):
@@ -38,7 +38,7 @@ class Contacts:
                 return False
             if time.monotonic() < self._retry_at.get(peer, 0.0):
                 return False
-            # No daemon: one that comes back from the library while the interpreter ends would end it the hard way.
+            # No daemon: a daemon thread that returns from the library during interpreter exit would crash the process.
             thread = threading.Thread(target=self._try, args=(source,), name="tq-engine-trial")
             self._trying[peer] = thread
         thread.start()
@@ -54,7 +54,7 @@ class Contacts:
                 del self._trying[source.engine]
 
     def failed(self, peer: str) -> None:
-        """A transfer from it failed: it has to be tried again, later."""
+        """Mark the peer as unreachable after a failed transfer; it is tried again after `RETRY_S`."""
         self._note(peer, False)
 
     def _note(self, peer: str, reached: bool) -> None:
@@ -66,7 +66,7 @@ class Contacts:
                 del self._reached[forgotten], self._retry_at[forgotten]
 
     def wait(self, timeout_s: float) -> None:
-        """Until the trials under way now have ended, or `timeout_s` is over."""
+        """Block until the running trials have ended, for at most `timeout_s`."""
         until = time.monotonic() + timeout_s
         with self._lock:
             threads = list(self._trying.values())
@@ -74,7 +74,7 @@ class Contacts:
             thread.join(max(0.0, until - time.monotonic()))
 
     def close(self, timeout_s: float) -> bool:
-        """Try nobody any more; whether no trial is under way."""
+        """Start no further trials and wait for up to `timeout_s`. Return whether no trial is running."""
         with self._lock:
             self._closed = True
         self.wait(timeout_s)

@@ -1,8 +1,8 @@
-"""Memory that payloads pass through on their way by transfer engine: the only memory that is ever registered.
+"""Slots: staging memory for payloads sent by the transfer engine, and the only memory that is ever registered.
 
-A payload lies in a slot of its sender, behind a tag that no other payload has; the receiver's engine reads tag and
-payload together into a slot of its own. Whoever reads from a slot that has another payload by now, or from another
-process that came to the same address, finds another tag.
+A payload is in a slot of its sender, after a unique tag. The receiver's engine reads tag and payload together into a
+slot of the receiver. A read that reaches a slot with another payload, or another process at the same address, returns
+another tag.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from dataplane.storage.transport.request_chunks import READ_BYTES, Bytes
 log = logging.getLogger(__name__)
 
 SLOT_BYTES = READ_BYTES
-"""Payload that a slot takes."""
+"""Maximum payload of a slot, so a transfer is never longer than one request."""
 SLOTS = 16
-"""Of each client and each storage unit: with the 64 MiB of these a transfer is never longer than one request's."""
+"""Slots of each client and each storage unit, 64 MiB in total."""
 TAG_BYTES = 16
 HEAD_BYTES = 64
-"""The payload begins at a cache line; the tag lies just before it."""
+"""The payload begins at a cache line, directly after the tag."""
 REST_S = 60.0
-"""A slot whose transfer failed is not used for so long, lest some part of it is still on its way."""
+"""Time for which a slot is not reused after a failed transfer, because parts of the transfer may still arrive."""
 CLOSE_S = 5.0
 _PAUSES_S = (0.00005, 0.0002, 0.001)
 
 
 @dataclass(eq=False)
 class Slot:
-    """Its holder's alone, from `take` to `give`."""
+    """Memory for one payload, used exclusively by its holder from `take` to `give`."""
 
     memory: Bytes
     address: int
@@ -47,7 +47,7 @@ class Slot:
     rests_until: float = field(default=0.0)
 
     def payload(self, nbytes: int) -> Bytes:
-        """The first bytes of the payload, not copied."""
+        """Return the first `nbytes` of the payload, without a copy."""
         return self.memory[HEAD_BYTES : HEAD_BYTES + nbytes]
 
     @property
@@ -60,12 +60,12 @@ class Slot:
 
 
 class Slots:
-    """The slots of one engine, which they own. Thread-safe. EngineError where the memory cannot be registered."""
+    """The slots of one engine; they own the engine. Thread-safe. Raises EngineError if registration fails."""
 
     def __init__(self, engine: Engine, *, count: int = SLOTS) -> None:
         self.engine = engine
         self._stride = HEAD_BYTES + SLOT_BYTES
-        # Shared, so that a forked child's writes elsewhere never move the parent's pages away from a device.
+        # A shared mapping: copy-on-write after fork() would detach the parent's pages from the RDMA device.
         self._region = mmap.mmap(-1, (count + 1) * self._stride)
         self._address = address_of(self._region)
         memory = np.frombuffer(self._region, np.uint8)
@@ -83,16 +83,16 @@ class Slots:
             raise
 
     def take(self) -> Slot | None:
-        """A slot to fill or to read into; None while all are in use."""
+        """Return a slot to fill or to read into; None if all slots are in use."""
         with self._lock:
             self._collect()
             slot = self._free.popleft() if self._free else None
         if slot is not None:
-            slot.tag = bytes(TAG_BYTES)  # of a payload that was here before: whoever still reads it, reads no more
+            slot.tag = bytes(TAG_BYTES)  # invalidates reads of the slot's previous payload
         return slot
 
     def give(self, slot: Slot) -> None:
-        """Nobody needs it any more. One with a transfer under way is not handed out before that is over."""
+        """Release a slot. A slot with a transfer in flight is not reused before the transfer ends."""
         with self._lock:
             self._left.append(slot)
             self._collect()
@@ -107,12 +107,12 @@ class Slots:
                 self._left.append(slot)
 
     def offer(self, slot: Slot, nbytes: int) -> pb.Memory:
-        """What a peer needs to fetch the payload that is, or will be, in the slot."""
+        """Return the description by which a peer fetches the payload that is, or will be, in the slot."""
         slot.tag = self._first + next(self._numbers).to_bytes(8, "big")
         return self._memory(slot, nbytes)
 
     def trial(self) -> pb.Memory:
-        """What a peer may fetch to find out whether it can."""
+        """Return the description of memory that a peer fetches to test whether this engine is reachable."""
         return self._memory(self._trials, 0)
 
     def _memory(self, slot: Slot, nbytes: int) -> pb.Memory:
@@ -120,7 +120,7 @@ class Slots:
         return pb.Memory(engine=self.engine.address, address=address, size=nbytes, tag=slot.tag)
 
     def try_peer(self, source: pb.Memory, until: float) -> bool:
-        """Whether a peer's tag can be read. Blocks until `until`, at first contact for a minute at worst."""
+        """Return whether a peer's tag can be read. Blocks until `until`; the first contact may block for a minute."""
         slot = Slot(self._trials.memory, self._trials.address)
         try:
             self._begin(slot, source.engine, source.address, 0)
@@ -130,14 +130,15 @@ class Slots:
             time.sleep(_PAUSES_S[-1])
         if over is None:
             with self._lock:
-                self._left.append(slot)  # to be looked after, and never free: it is no slot of its own
+                self._left.append(slot)  # tracked until its transfer ends; never free, because it shares `_trials`
                 slot.rests_until = float("inf")
         return bool(over)
 
     def begin(self, slot: Slot, source: pb.Memory) -> None:
-        """Begin to fetch a payload from a peer that was reached before. EngineError if it is too large, or refused."""
+        """Start to fetch a payload from a peer that was reached before. Raises EngineError if the payload is too large
+        or the engine rejects the transfer."""
         if len(source.tag) != TAG_BYTES or source.size > SLOT_BYTES:
-            raise EngineError(f"its memory of {source.size:,} bytes is not as a slot's, of {SLOT_BYTES:,} at most")
+            raise EngineError(f"invalid payload description: {source.size:,} bytes, at most {SLOT_BYTES:,} allowed")
         self._begin(slot, source.engine, source.address, source.size)
 
     def _begin(self, slot: Slot, engine: str, address: int, nbytes: int) -> None:
@@ -145,11 +146,12 @@ class Slots:
         slot.transfer = self.engine.begin(engine, local, address, TAG_BYTES + nbytes)
 
     def fetched(self, slot: Slot, source: pb.Memory) -> bool | None:
-        """Whether the payload is there; None while it is on its way."""
+        """Return whether the payload has arrived intact; None while the transfer is in flight."""
         over = self._over(slot)
         return over if over is None else over and slot.tag == source.tag
 
     def _over(self, slot: Slot) -> bool | None:
+        """Return whether the slot's transfer has succeeded; None while it is in flight."""
         if slot.transfer is None:
             return True
         status = self.engine.status(slot.transfer)
@@ -161,15 +163,16 @@ class Slots:
         return status == DONE
 
     def close(self, *, trying: bool) -> None:
-        """Nobody reaches the memory any more. Waits up to CLOSE_S for transfers that were given up; should one still be
-        under way, or a peer be tried (`trying`), memory and engine are left until this process ends, with a warning."""
+        """Unregister the memory and close the engine. Blocks for up to CLOSE_S until abandoned transfers end. If one is
+        still in flight, or a trial is running (`trying`), keep memory and engine until this process ends, and log a
+        warning."""
         self.engine.unregister(self._address)
         until = time.monotonic() + CLOSE_S
         while (in_flight := self._in_flight()) and time.monotonic() < until:
             time.sleep(_PAUSES_S[-1])
         left = in_flight + trying
         if left:
-            log.warning("%d transfers do not end: what they could touch is kept until this process ends", left)
+            log.warning("%d transfers did not end; their memory is kept until this process ends", left)
             make_immortal(self._region)
         self.engine.close(reusable=not left)
 
@@ -180,6 +183,6 @@ class Slots:
 
 
 def pause_s(since: float) -> float:
-    """How long to wait before looking again after a transfer that began at `since`. The engine wakes nobody."""
+    """Return the poll interval for a transfer that began at `since`; the engine has no completion event."""
     age_s = time.monotonic() - since
     return _PAUSES_S[0] if age_s < 0.002 else _PAUSES_S[1] if age_s < 0.02 else _PAUSES_S[2]
