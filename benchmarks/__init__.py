@@ -1,1 +1,1 @@
-"""What this data plane costs, measured beside its peers and the machine's own limits. Run with `make bench`."""
+"""The cost of this data plane, measured beside its peers and the limits of the machine. Run with `make bench`."""

@@ -58,10 +58,10 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     names = [entry.name for entry in ENTRIES]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="every budget, smaller sweeps and fewer rounds")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose name contains TEXT")
+    parser.add_argument("--quick", action="store_true", help="run every budget with smaller sweeps and fewer rounds")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only rows whose name contains TEXT")
     parser.add_argument("--systems", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--out", type=Path, default=Path("out"), help="where the files go")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="directory of the output files")
     return parser.parse_args()
 
 

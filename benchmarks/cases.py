@@ -1,4 +1,4 @@
-"""What is timed: one repetition of each kind of work on any system."""
+"""The measured work: one repetition of each operation on any system."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from benchmarks.payload import Batch, BatchSpec, spans
 from benchmarks.systems.base import System
 
 PARTS = 8
-"""Data-parallel slices."""
+"""Number of data-parallel slices."""
 SINGLE_PUTS = 16
-"""Puts of one sample in one repetition of SINGLE."""
+"""Number of single-sample puts in one repetition of SINGLE."""
 
 
 class Op(StrEnum):
-    """PUT, READ: the whole batch. SLICES: the batch as padded data-parallel slices, one after another. SINGLE: puts of
-    one sample each, one after another; the time is that of one. STEP: what a GRPO step does to its batch."""
+    """PUT, READ: the whole batch. SLICES: the batch as padded data-parallel slices, one after another. SINGLE: puts
+    of one sample each, one after another; the time is that of one put. STEP: the operations of a GRPO step on its
+    batch."""
 
     PUT = "put"
     READ = "read"
@@ -43,17 +44,18 @@ class Case:
 
 
 def stored(op: Op) -> bool:
-    """Whether the batch is in the system before the clock starts."""
+    """Whether the batch is stored in the system before the clock starts."""
     return op in (Op.READ, Op.SLICES)
 
 
 def repeat(op: Op, system: System, batch: Batch, held: Any) -> float:
-    """One repetition; seconds of what is timed. `held` is the stored batch where `stored(op)`."""
+    """Run one repetition and return its seconds. `held` is the stored batch if `stored(op)`."""
     return _REPEAT[op](system, batch, held)
 
 
 def read_back(op: Op, system: System, batch: Batch, held: Any) -> list[Mapping[str, Any]]:
-    """What comes back of a stored batch, to be compared with what was put in: the whole, or its padded slices."""
+    """Return the values of a stored batch, for a comparison with the values that were put: the whole batch or its
+    padded slices."""
     if op is Op.SLICES:
         return [system.read_padded(part, batch.names) for part in _parts(system, batch, held)]
     return [system.read(held, batch.names)]
@@ -87,8 +89,8 @@ def _single(system: System, batch: Batch, _: Any) -> float:
 
 
 def _step(system: System, batch: Batch, _: Any) -> float:
-    """Rollouts put; three passes over the data-parallel slices, the first two writing log-probabilities back, with the
-    driver reading rewards and writing advantages before the third; clear."""
+    """Put rollouts; read the data-parallel slices three times; clear. The first two passes write log-probabilities
+    back. Before the third pass the driver reads rewards and writes advantages."""
     results = [
         [_results(batch, name, first, last) for first, last in spans(len(batch.ids), PARTS)]
         for name in ("prev_logprobs", "reference_policy_logprobs")
@@ -128,14 +130,14 @@ def _rows(batch: Batch, first: int, last: int) -> Batch:
 
 
 def _results(batch: Batch, name: str, first: int, last: int) -> Batch:
-    """A per-token column of results of these rows."""
+    """Return a per-token column of results for these rows."""
     ids: Any = _cut(batch.columns["input_ids"], first, last)
     logprobs = torch.nested.nested_tensor_from_jagged(ids.values().float(), ids.offsets())
     return Batch(ids=batch.ids[first:last], columns={name: logprobs})
 
 
 def _cut(column: Any, first: int, last: int) -> Any:
-    """Rows of a column, in memory of their own."""
+    """Return rows of a column in newly allocated memory."""
     if not isinstance(column, torch.Tensor):
         return column[first:last]
     if not column.is_nested:

@@ -1,4 +1,4 @@
-"""Two runs, budget by budget: `python -m benchmarks.compare out/first.json out/bench.json`."""
+"""Compares the budgets of two runs: `python -m benchmarks.compare out/first.json out/bench.json`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 REPEATABLE = 1.15
-"""Two runs of one tree on one idle machine are at most this factor apart."""
+"""Two runs of one tree on one idle machine differ by at most this factor."""
 NEGLIGIBLE = 0.1
-"""A value below this share of an upper limit is compared as if it were that share: noise of tiny values is ignored."""
+"""A value below this share of an upper limit counts as this share, which ignores the noise of tiny values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A budget that both runs have."""
+    """A budget that is in both runs."""
 
     text: str
     first: float
@@ -34,7 +34,7 @@ class Comparison:
 
 
 def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Comparison]:
-    """The budgets of two records that `report.write_json` wrote, in the order of the second."""
+    """Return the budgets of two records that `report.write_json` wrote, in the order of the second."""
     before = {each["text"]: each["reached"] for each in first["budgets"]}
     return [
         Comparison(
@@ -49,7 +49,7 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Compari
 
 
 def main() -> int:
-    """One line a budget; 1 if any is apart."""
+    """Print one line for each budget. Return 1 if any budget differs by more than `REPEATABLE`."""
     first, second = (json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[1:3])
     found = compare(first, second)
     for each in found:

@@ -12,7 +12,8 @@ OTHERS = ("remote", "TransferQueue", "ray-numpy", "ray-tensors", "raw-zmq", "mem
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """Budgets, ratios by case, and the numbers of this project alone, of what `report.write_json` wrote."""
+    """Return the budgets, the ratios by case and the figures of this project, from a record that
+    `report.write_json` wrote."""
     return "\n".join([*_budgets(record), "", *_ratios(record), "", *_figures(record), ""])
 
 
@@ -35,7 +36,7 @@ def _met(budget: dict[str, Any]) -> str:
 
 
 def _ratios(record: dict[str, Any]) -> Iterator[str]:
-    """Others' times over those of our local connection: above 1 we are faster."""
+    """Yield the other systems' times over those of our local connection. Above 1 our local connection is faster."""
     rows = []
     for case in record["cases"]:
         ours = case["seconds"].get("local")

@@ -1,4 +1,4 @@
-"""Numbers from repetitions, and what machine they were taken on. No torch."""
+"""Statistics of repetitions, and the machine that they ran on. No torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from typing import TypeVar
 
 T = TypeVar("T")
 MIN_REPETITIONS = 7
-"""The fewest rounds that a reported median may rest on."""
+"""Fewest rounds for a reported median."""
 TURN_S = 0.06
-"""How long one side repeats its work in its turn of a round."""
+"""How long one system repeats its work in its turn of a round."""
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """The value below which `fraction` of `values` lie, interpolated between neighbours. ValueError if empty."""
+    """Return the value below which `fraction` of `values` lie, interpolated between neighbours. ValueError if
+    empty."""
     if not values:
-        raise ValueError("no values: a percentile needs at least one")
+        raise ValueError("no values: a percentile needs at least one value")
     ordered = sorted(values)
     place = fraction * (len(ordered) - 1)
     low = int(place)
@@ -33,7 +34,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The median, quartiles and outer tenths of some rounds, in the unit of the measurement."""
+    """The median, quartiles and outer deciles of the values of rounds, in the unit of the measurement."""
 
     median: float
     p10: float
@@ -56,13 +57,13 @@ class Spread:
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """`over` / `under`, round by round. Both sides of a quotient come from the same rounds, so that a
-    slow phase of the machine slows both. ValueError if they have different numbers of rounds."""
+    """Return `over` / `under`, round by round. Both sides of a quotient come from the same rounds, so that a slow
+    phase of the machine slows both. ValueError if they have different numbers of rounds."""
     return [first / second for first, second in zip(over, under, strict=True)]
 
 
 def steady(once: Callable[[], float], *, turn_s: float = TURN_S) -> float:
-    """The median of repetitions of `once`, which returns seconds, until `turn_s` have passed; one at least.
+    """Return the median of repetitions of `once`, which returns seconds, until `turn_s` have passed, at least one.
     The garbage collector is off."""
     end = time.perf_counter() + turn_s
     taken: list[float] = []
@@ -73,14 +74,14 @@ def steady(once: Callable[[], float], *, turn_s: float = TURN_S) -> float:
 
 
 def alternating(sides: Sequence[T], rounds: int) -> Iterator[Sequence[T]]:
-    """The sides in the order of each round: forwards, backwards, forwards ..."""
+    """Yield the sides in the order of each round: forwards, backwards, forwards ..."""
     for number in range(rounds):
         yield sides[::-1] if number % 2 else sides
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """The garbage collector is off inside."""
+    """Turn the garbage collector off inside this context."""
     gc.disable()
     try:
         yield
@@ -90,7 +91,7 @@ def uncollected() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where and under what load it ran. `load` is the one-minute average."""
+    """The machine of a run and its load. `load` is the one-minute average."""
 
     cores: int
     memory_gib: int
@@ -115,22 +116,22 @@ class Machine:
 
 
 def cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def quieten() -> None:
-    """No log lines of torch's about nested tensors, which alarm its tracer for nothing, in this process."""
+    """Silence torch's log lines about nested tensors in this process: false alarms of its tracer."""
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 def load() -> float:
-    """The one-minute load average, which includes ourselves."""
+    """Return the one-minute load average, which includes this process."""
     return round(os.getloadavg()[0], 2)
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long `call` takes; what it returns is dropped before the clock is read again by anyone."""
+    """Return how long `call` takes. Its result is dropped afterwards, outside of the measured time."""
     begun = time.perf_counter()
     result = call()
     taken = time.perf_counter() - begun
@@ -139,7 +140,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Private memory of a process: what it holds besides files and shared memory."""
+    """Return the private memory of a process, without files and shared memory."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) * 1024
@@ -147,10 +148,10 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that the living threads of a process have used."""
+    """Return the processor time that the current threads of a process have used."""
     taken_ns = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
             taken_ns += int((task / "schedstat").read_text(encoding="utf-8").split()[0])
     return taken_ns / 1e9
 

@@ -1,4 +1,4 @@
-"""Batches that every system moves, made from a specification, and digests that tell whether they came back the same."""
+"""The batches that all systems move, built from a specification, and digests to compare their values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Shape(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
-    """length: elements per row, of jagged fields on average. fields: how many, for DENSE and MIXED."""
+    """length: elements per row, for jagged fields on average. fields: number of fields, for DENSE and MIXED."""
 
     shape: Shape
     rows: int
@@ -45,7 +45,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values, of strings in UTF-8."""
+        """Bytes of all values; strings count as UTF-8."""
         return sum(_nbytes(column) for column in self.columns.values())
 
     @property
@@ -55,8 +55,8 @@ class Batch:
 
 @lru_cache(maxsize=2)
 def build(spec: BatchSpec) -> Batch:
-    """The same batch for the same specification, in every process. Batches of different specifications
-    have different ids, and other fields where there are more, so that a system can hold both."""
+    """Return the same batch for the same specification, in every process. Batches of different specifications have
+    different ids, and differently named dense fields if their number differs, so that a system can store both."""
     draw = torch.Generator().manual_seed(spec.rows * 31 + spec.length)
     columns: dict[str, Any] = {}
     if spec.shape is Shape.TOKENS:
@@ -77,12 +77,12 @@ def build(spec: BatchSpec) -> Batch:
 
 
 def digest(columns: Mapping[str, Any]) -> dict[str, str]:
-    """Per column a hash of its rows and their lengths, whatever container they came back in."""
+    """Return a hash for each column, of its rows and their lengths, independent of the container type."""
     return {name: _digest(columns[name]) for name in sorted(columns.keys())}
 
 
 def spans(rows: int, parts: int) -> list[tuple[int, int]]:
-    """`parts` runs of consecutive rows, as (first, after the last), sizes at most one apart."""
+    """Return `parts` ranges of consecutive rows, as (first, after the last), whose sizes differ by at most one."""
     edges = [rows * part // parts for part in range(parts + 1)]
     return list(pairwise(edges))
 

@@ -1,4 +1,4 @@
-"""Which rows are measured, with what sizes, on which systems."""
+"""The plan: the measured rows, their sizes and their systems."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUICK_BYTES = 64_000_000
 
 
 BUDGET_ROUNDS = 15
-"""Rounds of a group that a budget is computed from; the sweeps, and all groups of a quick run, have
+"""Rounds of a group that a budget is computed from. Sweeps, and all groups of a quick run, have
 `MIN_REPETITIONS`."""
 
 
@@ -43,7 +43,7 @@ class Group:
 
 
 def plan(*, quick: bool) -> list[Group]:
-    """All rows; `quick` has the same rows with fewer points in the sweeps and fewer rounds."""
+    """Return all groups. `quick` has fewer points in the sweeps and fewer rounds."""
     judged = [*_alone(*_main(quick), *_large(quick)), _views(quick), *(_fields(op, (1, 32), quick) for op in STORED)]
     between = () if quick else (2, 4, 8, 16)
     sweeps = [_fields(op, (count,), quick) for count in between for op in STORED]
@@ -80,7 +80,7 @@ def _large(quick: bool) -> tuple[Case, ...]:
 
 
 def _views(quick: bool) -> tuple[Case, ...]:
-    """Whole-batch reads that copy nothing, of few bytes and of many."""
+    """Whole-batch reads without a copy, of few bytes and of many."""
     systems = ("local", "views", "round-trip")
     return (
         Case(name="19 MB as views", op=Op.READ, batch=TOKENS, systems=systems),
@@ -89,7 +89,7 @@ def _views(quick: bool) -> tuple[Case, ...]:
 
 
 def _fields(op: Op, counts: tuple[int, ...], quick: bool) -> tuple[Case, ...]:
-    """The same bytes in more and more fields."""
+    """The same number of bytes in an increasing number of fields."""
     size = QUICK_BYTES if quick else FIXED_BYTES
     return tuple(
         Case(
@@ -103,7 +103,7 @@ def _fields(op: Op, counts: tuple[int, ...], quick: bool) -> tuple[Case, ...]:
 
 
 def _rows(quick: bool) -> tuple[Case, ...]:
-    """The same bytes in more and more rows."""
+    """The same number of bytes in an increasing number of rows."""
     return tuple(
         Case(
             name=f"{op.value} 19 MB in {rows} rows",
@@ -117,7 +117,7 @@ def _rows(quick: bool) -> tuple[Case, ...]:
 
 
 def _lengths(quick: bool) -> tuple[Case, ...]:
-    """256 rows of more and more tokens."""
+    """256 rows with an increasing number of tokens."""
     return tuple(
         Case(
             name=f"{op.value} 256 rows of {length}",

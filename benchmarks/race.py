@@ -1,4 +1,5 @@
-"""Runs groups of cases in rounds, A B B A, after warm-up and one comparison of what came back."""
+"""Runs groups of cases in rounds, A B B A, after a warm-up and one comparison of the values that the systems
+return."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from benchmarks.plan import Group
 from benchmarks.runner import ENTRIES, Entry, Runner
 
 WITHOUT_DATA = ("memcpy-1", "memcpy-all", "raw-zmq", "round-trip")
-"""Systems that move bytes of no meaning, so that there is nothing to compare."""
+"""Systems that move meaningless bytes, whose values are not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One case: seconds of each round, by system. `cold`: of the very first repetition, before warm-up. `nbytes` of
-    its batch. `load` when its group was done."""
+    """One case: seconds of each round, by system. `cold`: seconds of the very first repetition, before warm-up.
+    `nbytes`: of its batch. `load`: after its group."""
 
     case: Case
     nbytes: int
@@ -30,14 +31,15 @@ class Outcome:
     load: float
 
     def times_local(self, name: str) -> float | None:
-        """Seconds of this system over those of our local connection, the median of the rounds' quotients."""
+        """Return the seconds of this system over those of our local connection: the median of the rounds'
+        quotients."""
         if not {name, "local"} <= self.seconds.keys():
             return None
         return Spread.of(ratios(self.seconds[name], self.seconds["local"])).median
 
 
 class Race:
-    """The processes of all systems of a plan. As a context manager ends them, whatever happened."""
+    """The processes of all systems of a plan. A context manager that ends them on exit, also after an error."""
 
     def __init__(self, systems: Sequence[str]) -> None:
         chosen = [entry for entry in ENTRIES if entry.name in systems]
@@ -68,7 +70,7 @@ class Race:
             list(pool.map(Runner.close, self._runners.values()))
 
     def run(self, groups: Sequence[Group], progress: Callable[[str], None]) -> list[Outcome]:
-        """Every case, in order; cases with systems that were not started are run on the others."""
+        """Run every case, in order. Systems that were not started are left out."""
         outcomes = []
         for group in groups:
             progress(group.name)
@@ -76,7 +78,7 @@ class Race:
         return outcomes
 
     def _group(self, group: Group) -> list[Outcome]:
-        """The turns of one system on the group's cases are neighbours."""
+        """Run a group. The turns of one system on the group's cases are adjacent."""
         names = dict.fromkeys(name for case in group.cases for name in case.systems if name in self._of)
         turns = [(name, case) for name in names for case in group.cases if name in case.systems]
         cold = {(name, case): self._of[name].call("prepare", name, case) for name, case in turns}
@@ -104,4 +106,4 @@ class Race:
         first = next(iter(found), None)
         wrong = [name for name in found if first is not None and found[name] != found[first]]
         if wrong:
-            raise RuntimeError(f"{case.name}: {', '.join(wrong)} gave back other values than {first}")
+            raise RuntimeError(f"{case.name}: {', '.join(wrong)} returned different values than {first}")

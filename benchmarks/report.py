@@ -1,4 +1,4 @@
-"""The table, the JSON and the chart of a run."""
+"""The tables, the JSON and the chart of a run."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ COLOURS = {
 
 
 def show(outcomes: Sequence[Outcome], console: Console) -> None:
-    """One line a case: the median in milliseconds with p10 to p90, and how many times our local connection's, the
-    median of the rounds' quotients."""
+    """Print one line for each case: the median in milliseconds with p10 to p90, and its multiple of our local
+    connection's, the median of the rounds' quotients."""
     caption = "\n".join(f"{entry.name}: {entry.how}" for entry in ENTRIES)
     table = Table(
-        title="median ms, (p10-p90), first: before warm-up, x: times our local connection",
+        title="median ms, (p10-p90), first: before warm-up, x: multiple of our local connection",
         caption=caption,
         caption_justify="left",
     )
@@ -54,7 +54,7 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
 
 
 def show_figures(figures: Sequence[Figure], console: Console) -> None:
-    """One line a number of this project alone."""
+    """Print one line for each figure of this project."""
     table = Table(title="this project alone")
     for column in ("what", "value", "p10 - p90", "unit", "how"):
         table.add_column(column, justify="right" if column == "value" else "left")
@@ -66,7 +66,7 @@ def show_figures(figures: Sequence[Figure], console: Console) -> None:
 
 
 def show_targets(outcomes: Sequence[Outcome], figures: Sequence[Figure], console: Console) -> None:
-    """One line a budget."""
+    """Print one line for each budget."""
     table = Table(title="budgets")
     for column in ("budget", "needed", "reached", "p25 - p75", ""):
         table.add_column(column, justify="right" if column in ("needed", "reached") else "left")
@@ -81,7 +81,7 @@ def show_targets(outcomes: Sequence[Outcome], figures: Sequence[Figure], console
 def write_json(
     path: Path, machine: Machine, outcomes: Sequence[Outcome], figures: Sequence[Figure], **more: Any
 ) -> None:
-    """Everything that was measured, for programs."""
+    """Write all measurements as JSON."""
     record = {
         "machine": asdict(machine),
         **more,
@@ -116,8 +116,8 @@ def write_json(
 
 
 def draw(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> None:
-    """Bars by case: milliseconds on a logarithmic scale, shorter is better. Cases with less than two systems that have
-    a colour are left out, and with none there is no picture."""
+    """Draw bars by case: milliseconds on a logarithmic scale, shorter is better. Cases with fewer than two systems
+    in `CHARTED` are left out. Without any case the file is removed."""
     matplotlib.use("Agg")
     shown = [outcome for outcome in outcomes if len(set(outcome.seconds) & set(CHARTED)) > 1]
     if not shown:

@@ -1,4 +1,4 @@
-"""Processes that hold the systems and run repetitions when told to, so that they can be interleaved."""
+"""Child processes that hold the systems and run repetitions on request, so that the systems can be interleaved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CACHED_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A system by name: the class that adapts it, and the process it runs in. `how`: what else runs, for a person."""
+    """A system by name: its adapter class and its process. `how`: a description for the report."""
 
     name: str
     process: str
@@ -57,7 +57,7 @@ ENTRIES: tuple[Entry, ...] = (
         module="benchmarks.systems.dataplane_system",
         maker="DataPlane",
         arguments={"remote": True},
-        how="the same over tcp on loopback, no shared memory",
+        how="the same over TCP on loopback, without shared memory",
     ),
     Entry(
         name="journal",
@@ -65,7 +65,7 @@ ENTRIES: tuple[Entry, ...] = (
         module="benchmarks.systems.dataplane_system",
         maker="DataPlane",
         arguments={"durability": "process"},
-        how="local with a state directory: every command is in the journal before it is answered",
+        how="local with a state directory: every command is written to the journal before its answer",
     ),
     Entry(
         name="disk",
@@ -73,7 +73,7 @@ ENTRIES: tuple[Entry, ...] = (
         module="benchmarks.systems.dataplane_system",
         maker="DataPlane",
         arguments={"durability": "machine"},
-        how="the same, rows and journal forced to the disk that the temporary directory is on",
+        how="the same, with fsync of rows and journal to the disk of the temporary directory",
     ),
     Entry(
         name="ray-numpy",
@@ -81,7 +81,7 @@ ENTRIES: tuple[Entry, ...] = (
         module="benchmarks.systems.ray_system",
         maker="RayStore",
         arguments={"tensors": False},
-        how="Ray's object store, the batch one object of numpy arrays; driver process",
+        how="Ray's object store, the batch as one object of numpy arrays; driver process",
     ),
     Entry(
         name="ray-tensors",
@@ -89,7 +89,7 @@ ENTRIES: tuple[Entry, ...] = (
         module="benchmarks.systems.ray_system",
         maker="RayStore",
         arguments={"tensors": True},
-        how="the same, of torch tensors",
+        how="the same, as torch tensors",
     ),
     Entry(
         name="TransferQueue",
@@ -105,7 +105,7 @@ ENTRIES: tuple[Entry, ...] = (
         module="benchmarks.systems.raw_zmq",
         maker="RawZmq",
         arguments={},
-        how="the same bytes between two processes over tcp on loopback, warm buffers",
+        how="the same bytes between two processes over TCP on loopback, warm buffers",
     ),
     Entry(
         name="round-trip",
@@ -113,7 +113,7 @@ ENTRIES: tuple[Entry, ...] = (
         module="benchmarks.systems.round_trip",
         maker="RoundTrip",
         arguments={},
-        how="64 bytes to another Python process and back over ZMQ on loopback tcp, whatever the work",
+        how="64 bytes to another Python process and back over ZMQ on loopback TCP, for any operation",
     ),
     Entry(
         name="memcpy-1",
@@ -135,7 +135,7 @@ ENTRIES: tuple[Entry, ...] = (
 
 
 class Runner:
-    """One child process and the systems in it. Calls block until it answered, `REPLY_S` at most."""
+    """One child process and its systems. Calls block until it answers, at most `REPLY_S`."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -145,32 +145,32 @@ class Runner:
         theirs.close()
 
     def call(self, verb: str, *arguments: Any) -> Any:
-        """Run one verb of `_Held` there. RuntimeError carries the child's traceback."""
+        """Run a method of `_Held` in the child. RuntimeError has the child's traceback."""
         self.begin(verb, *arguments)
         return self.end()
 
     def begin(self, verb: str, *arguments: Any) -> None:
-        """Send the call without waiting for it."""
+        """Send the call without waiting for its answer."""
         self._pipe.send((verb, arguments))
 
     def end(self) -> Any:
-        """The answer to `begin`."""
+        """Return the answer to `begin`."""
         if not self._pipe.poll(REPLY_S):
-            raise TimeoutError(f"a system did not answer within {REPLY_S:.0f} s")
+            raise TimeoutError(f"a benchmarked system did not answer within {REPLY_S:.0f} s")
         worked, value = self._pipe.recv()
         if not worked:
             raise RuntimeError(value)
         return value
 
     def close(self) -> None:
-        """End the systems, then the process."""
+        """Close the systems, then end the process."""
         if self._process.is_alive():
             self.call("close")
         self._process.join(REPLY_S)
 
 
 class _Held:
-    """What the child does. `_held`: stored batches by system and case."""
+    """The systems of the child process. `_held`: stored batches by system and case."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = entries
@@ -184,8 +184,8 @@ class _Held:
             self._systems[entry.name] = system
 
     def prepare(self, name: str, case: Case) -> float:
-        """Make the batch, store it where the work reads it, and run unmeasured turns; seconds of the very first
-        repetition."""
+        """Build the batch, store it if the operation reads it, and run unmeasured turns. Return the seconds of the
+        very first repetition."""
         system, batch = self._systems[name], payload.build(case.batch)
         self._held[name, case.name] = system.put(batch) if cases.stored(case.op) else None
         cold = self.repeat(name, case)
@@ -196,7 +196,7 @@ class _Held:
         return cold
 
     def digests(self, name: str, case: Case) -> list[dict[str, str]]:
-        """Of what comes back of the batch."""
+        """Return the digests of the batch as the system returns it."""
         system, batch = self._systems[name], payload.build(case.batch)
         stored = self._held[name, case.name]
         held = system.put(batch) if stored is None else stored
@@ -206,8 +206,9 @@ class _Held:
         return found
 
     def turn(self, name: str, case: Case) -> float:
-        """Seconds of a repetition, the median of a turn. Batches that caches hold are moved once before, unmeasured:
-        since this system's last turn the others have had the processor. A step is long enough to do that itself."""
+        """Return the seconds of a repetition, the median of a turn. A batch that fits the caches is moved once
+        before, unmeasured, because other systems have used the processor since this one's last turn. A step is long
+        enough without that."""
         if case.op is not Op.STEP and payload.build(case.batch).nbytes <= CACHED_BYTES:
             self.repeat(name, case)
         return steady(partial(self.repeat, name, case))

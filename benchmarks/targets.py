@@ -1,4 +1,4 @@
-"""What the numbers should be, and whether they are: the budgets of this project, computed from what a run measured."""
+"""The budgets of this project, computed from the measurements of a run, and whether they are met."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.systems.round_trip import at_reference
 
 @dataclass(frozen=True)
 class Results:
-    """Rounds that a run measured, by name: seconds of cases by system, and figures."""
+    """Measured rounds by name: seconds of cases by system, and figures."""
 
     cases: Mapping[str, Mapping[str, Sequence[float]]]
     figures: Mapping[str, Sequence[float]]
@@ -29,33 +29,33 @@ class Results:
         )
 
     def speed(self, case: str, system: str, other: str) -> list[float]:
-        """How many times as fast as `other` the system is. KeyError where one was not measured."""
+        """Return how many times as fast as `other` the system is. KeyError if one was not measured."""
         return ratios(self.cases[case][other], self.cases[case][system])
 
     def growth(self, small: str, large: str) -> list[float]:
-        """The second figure over the first."""
+        """Return the second figure over the first."""
         return ratios(self.figures[large], self.figures[small])
 
     def slower(self, base: str, case: str, system: str = "local") -> list[float]:
-        """Seconds of `case` over those of `base`, which is in the same group."""
+        """Return the seconds of `case` over those of `base`, which is in the same group."""
         return ratios(self.cases[case][system], self.cases[base][system])
 
     def last(self, prefix: str) -> str:
-        """Of the figures `prefix` and a count of samples, the name of the one with the most."""
+        """Return the name of the figure with the most samples, of those named `prefix` and a number of samples."""
         found = [name for name in self.figures if re.fullmatch(re.escape(prefix) + r" [\d,]+", name)]
         return max(found, key=lambda name: int(name.rpartition(" ")[2].replace(",", "")))
 
     def matching(self, pattern: str) -> list[Sequence[float]]:
-        """Rounds of the figures whose name is this pattern, the least median first. ValueError if there is none."""
+        """Return the rounds of the figures whose name matches, lowest median first. ValueError if none does."""
         found = [rounds for name, rounds in self.figures.items() if re.fullmatch(pattern, name)]
         if not found:
-            raise ValueError(f"no figure is {pattern!r}")
+            raise ValueError(f"no figure matches {pattern!r}")
         return sorted(found, key=median)
 
 
 @dataclass(frozen=True)
 class Target:
-    """At least, or with `most` at most, `needed`. `value`: of each round; the median is judged."""
+    """A lower limit `needed`, or an upper limit with `most`. `value`: of each round; the median is compared."""
 
     text: str
     needed: float
@@ -86,7 +86,7 @@ BESIDE = {
     f"kv_list of {MANY} keys": 4,
     "64 in flight": 3,
 }
-"""How many times as fast as the package the adapter is to be, by work (`probes/adapter.py`)."""
+"""Minimum speed of the adapter relative to the package, by operation (`probes/adapter.py`)."""
 
 
 def _beside(work: str, results: Results) -> Sequence[float]:
@@ -208,7 +208,7 @@ TARGETS: tuple[Target, ...] = (
 
 
 def judge(results: Results) -> list[tuple[Target, Spread]]:
-    """Each target whose rows were measured, with the rounds' values."""
+    """Return each target whose rows were measured, with the rounds' values."""
     judged = []
     for target in TARGETS:
         try:

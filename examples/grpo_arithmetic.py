@@ -1,16 +1,16 @@
-"""GRPO of a small transformer on arithmetic with checkable answers, every tensor through the data plane.
+"""GRPO of a small transformer on arithmetic with checkable answers. All tensors move through the data plane.
 
     python examples/grpo_arithmetic.py [--data MINE.jsonl] [--seed 1] [--steps 40] ...
 
-| in `arithmetic/` | holds |
+| in `arithmetic/` | contents |
 |---|---|
-| job.py | the driver: warm start, then rollout, log-probabilities, advantages, training, new weights, step by step |
-| actors.py | who takes part, and how they are started: the service, policy workers, the rollout actor |
-| worker.py, rollout.py | those actors: what runs next to the data plane |
+| job.py | the driver: warm start, then steps of rollout, log-probabilities, advantages, training, new weights |
+| actors.py | the processes of a run and their start: the service, policy workers, the rollout actor |
+| worker.py, rollout.py | those actors, which use the data plane |
 | learner.py, parallel.py | optimizer steps of the sharded model: plain torch and torch.distributed |
 | model.py, sampling.py, loss.py | transformer, generation with a key-value cache, losses and advantages |
-| data.py, tokenizer.py, task.py | problems from JSONL, characters as tokens, what a run is about |
-| config.py, report.py | what can be chosen; what is shown |
+| data.py, tokenizer.py, task.py | problems from JSONL, one token per character, and the task made from them |
+| config.py, report.py | settings, and output |
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ OBJECT_STORE_BYTES = 128 << 20
 
 
 def parse(arguments: list[str]) -> tuple[JobConfig, Task, str | None]:
-    """(the run, its problems, the address of the Ray cluster to use or None to start one here)"""
+    """Return (the configuration, the task, the address of the Ray cluster to use or None to start one here)."""
     defaults = JobConfig()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", type=Path, default=defaults.data, help='JSONL, {"prompt": ..., "answer": ...} each')
     parser.add_argument(
-        "--out", type=Path, default=defaults.out, help="directory for the curves (default: %(default)s)"
+        "--data", type=Path, default=defaults.data, help='JSONL file, one {"prompt": ..., "answer": ...} per line'
     )
-    parser.add_argument("--ray-address", help="a running Ray cluster, e.g. auto (default: start one here)")
+    parser.add_argument("--out", type=Path, default=defaults.out, help="directory of the curves (default: %(default)s)")
+    parser.add_argument("--ray-address", help="address of a running Ray cluster, e.g. auto (default: start one)")
     for name, what in (
-        ("seed", "of the split, the first weights and all sampling"),
-        ("steps", "of reinforcement learning"),
+        ("seed", "seed of the split, the initial weights and all sampling"),
+        ("steps", "steps of reinforcement learning"),
         ("prompts", "problems per step"),
         ("group_size", "responses to each problem"),
-        ("held_out", "problems kept from training"),
+        ("held_out", "problems that are not used for training"),
         ("data_parallel", "policy workers that split a batch"),
         ("tensor_parallel", "policy workers that split the weights"),
     ):
@@ -61,7 +61,7 @@ def parse(arguments: list[str]) -> tuple[JobConfig, Task, str | None]:
 
 
 def start_ray(config: JobConfig, address: str | None) -> None:
-    """Connect to a Ray cluster, or start one with a logical CPU for each worker, however few cores there are."""
+    """Connect to a Ray cluster, or start one with a logical CPU for each worker, even if there are fewer cores."""
     if address is not None:
         ray.init(address=address, logging_level="ERROR")
         return
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> None:
             ray.shutdown()
     curves = plot(result.steps, config.out / f"grpo_arithmetic_seed{config.seed}.png")
     reporter.result(result, curves)
-    print(f"{time.perf_counter() - start:.0f} seconds in all")
+    print(f"{time.perf_counter() - start:.0f} seconds in total")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""GRPO on arithmetic without waiting: rollout actors sample all the time while the policy workers train.
+"""Asynchronous GRPO on arithmetic: rollout actors sample continuously while the policy workers train.
 
     python examples/grpo_async.py [--window 2] [--producers 2] [--steps 64] [--alone] ...
 
 Task, model, workers and warm start are those of `grpo_arithmetic.py`. Samples wait in a replay buffer that lets
-producers begin ahead of the trainer, within the staleness window, and gives the oldest first. Producers have time to
-spare, and so sample more than they put: of problems that are answered all right or all wrong nothing can be learned.
-From the same weights the synchronous loop then runs, too, so that both can be compared.
+producers begin ahead of the trainer, within the staleness window, and returns the oldest first. Producers are
+faster than the trainer, so they sample more than they put: they leave out problems whose answers are all right or
+all wrong, from which the policy cannot learn. Then the synchronous loop runs from the same weights, for comparison.
 
-| in `arithmetic/` | holds |
+| in `arithmetic/` | contents |
 |---|---|
 | asynchronous.py | the driver: one thread for each producer, and the training loop |
 | producer.py | the rollout actor: samples, rewards, advantages, log-probabilities of the reference |
-| weights.py | the policy's weights, broadcast from the first policy worker to the producers |
-| comparison.py, timeline.py | what is shown of both runs |
+| weights.py | broadcast of the policy's weights from the first policy worker to the producers |
+| comparison.py, timeline.py | the output about both runs |
 """
 
 from __future__ import annotations
@@ -38,22 +38,25 @@ from arithmetic.weights import SendingWorker
 
 
 def parse(arguments: list[str]) -> tuple[AsyncConfig, Task, dict[str, Any]]:
-    """(the run, its problems, whether to leave the comparison out and which Ray cluster to use)"""
+    """Return (the configuration, the task, the other options: whether to skip the comparison, and the Ray cluster
+    to use)."""
     defaults = AsyncConfig()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ray-address", help="a running Ray cluster, e.g. auto (default: start one here)")
-    parser.add_argument("--data", type=Path, default=defaults.data, help='JSONL, {"prompt": ..., "answer": ...} each')
-    parser.add_argument("--out", type=Path, default=defaults.out, help="directory for curves (default: %(default)s)")
-    parser.add_argument("--alone", action="store_true", help="leave the synchronous run out")
+    parser.add_argument("--ray-address", help="address of a running Ray cluster, e.g. auto (default: start one)")
+    parser.add_argument(
+        "--data", type=Path, default=defaults.data, help='JSONL file, one {"prompt": ..., "answer": ...} per line'
+    )
+    parser.add_argument("--out", type=Path, default=defaults.out, help="directory of the curves (default: %(default)s)")
+    parser.add_argument("--alone", action="store_true", help="skip the synchronous run")
     for name, what in (
-        ("seed", "of the split, the first weights and all sampling"),
-        ("steps", "of reinforcement learning"),
-        ("window", "weight versions that samples may be old"),
-        ("ahead", "steps whose samples may be made before they are asked for"),
-        ("producers", "rollout actors"),
+        ("seed", "seed of the split, the initial weights and all sampling"),
+        ("steps", "steps of reinforcement learning"),
+        ("window", "maximum age of samples in weight versions"),
+        ("ahead", "steps whose samples may be produced in advance"),
+        ("producers", "number of rollout actors"),
         ("prompts", "problems per step"),
-        ("prompts_at_once", "problems whose samples a producer makes at a time"),
-        ("tries", "times as many problems that it goes through for them"),
+        ("prompts_at_once", "problems that one call of a producer puts samples of"),
+        ("tries", "a call samples at most this multiple of the problems"),
     ):
         flag, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
         parser.add_argument(flag, type=int, default=default, help=f"{what} (default: {default})")
@@ -67,7 +70,7 @@ def parse(arguments: list[str]) -> tuple[AsyncConfig, Task, dict[str, Any]]:
 
 
 def synchronous(config: JobConfig, task: Task, actors: Actors, reporter: Reporter) -> Run:
-    """The loop of `grpo_arithmetic.py`, from the weights that the asynchronous one began with."""
+    """Run the loop of `grpo_arithmetic.py`, from the initial weights of the asynchronous loop."""
     ray.get(actors.workers.run_all_workers_single_data("restart", config.optimizer))
     actors.sync_weights()
     reporter.stage("synchronous steps", total=config.steps)
@@ -82,7 +85,7 @@ def synchronous(config: JobConfig, task: Task, actors: Actors, reporter: Reporte
 
 
 def asynchronous(config: AsyncConfig, task: Task, actors: Actors, reporter: Reporter) -> Run:
-    """The run that this example is about."""
+    """Run the asynchronous loop."""
     reporter.stage("starting producers")
     with start_crew(config, task, actors) as crew:
         reporter.stage("asynchronous steps", total=config.steps // config.examined)
@@ -93,7 +96,7 @@ def asynchronous(config: AsyncConfig, task: Task, actors: Actors, reporter: Repo
 
 
 def main(arguments: list[str]) -> None:
-    """Run both, show what came of them, draw the curves."""
+    """Run both loops, show the results, draw the curves."""
     config, task, options = parse(arguments)
     with Reporter() as reporter:
         reporter.stage("starting Ray")

@@ -110,7 +110,7 @@ def test_the_same_seed_samples_the_same(model: Transformer) -> None:
 
 
 def test_a_prompt_too_long_is_refused(model: Transformer) -> None:
-    with pytest.raises(ValueError, match="16 tokens do not fit the model's 14"):
+    with pytest.raises(ValueError, match="16 tokens exceed the model's context of 14"):
         generate(model, PROMPTS, max_new_tokens=10, generator=None)
 
 

@@ -63,7 +63,7 @@ def test_groups_that_teach_something_come_first() -> None:
 
 def test_a_step_is_made_of_whole_calls() -> None:
     assert AsyncConfig(prompts=32, group_size=4).samples == 128
-    with pytest.raises(ValueError, match="40 prompts per step are not made of 32 at a time"):
+    with pytest.raises(ValueError, match="40 prompts per step must be a multiple of prompts_at_once=32"):
         AsyncConfig(prompts=40)
 
 
@@ -94,7 +94,7 @@ def test_what_is_shown() -> None:
     text = captured.get()
     for expected in (
         "50.0% ± 50.0%",
-        "took 50% of the time of the synchronous ones",
+        "took 50% of the time of the synchronous steps",
         "75.0% ± 25.0%",
         "overlap: 50%",
         "waited for samples 10.0% of the run",
@@ -102,6 +102,6 @@ def test_what_is_shown() -> None:
         "1        0    0.0%",
         "2       30   75.0%",
         "wasted: 8 of 48 samples (8 too old",
-        "sampled besides: 1,234 responses",
+        "sampled and not put: 1,234 responses",
     ):
         assert expected in text, text

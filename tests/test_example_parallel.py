@@ -141,7 +141,7 @@ def test_heads_that_cannot_be_shared_are_refused() -> None:
         def size(self) -> int:
             return 3
 
-    with pytest.raises(ValueError, match="4 heads cannot be shared by 3"):
+    with pytest.raises(ValueError, match="4 heads cannot be split evenly over 3"):
         shard(build(CONFIG, seed=0), OneAxis())  # type: ignore[arg-type]
 
 

@@ -1,1 +1,1 @@
-"""Measurements of this project alone: latencies, growth, memory and processor time of the service."""
+"""Measurements of this project without peers: latencies, growth, memory and processor time of the service."""

@@ -1,5 +1,5 @@
-"""One program with the TransferQueue package (0.1.11) and with `dataplane.compat.transfer_queue`, which has the same
-interface: each in a process of its own, and the two take turns."""
+"""Compares the TransferQueue package (0.1.11) with `dataplane.compat.transfer_queue`, which has the same interface.
+One program runs with each of them, in two processes that take turns."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ PUTS_EACH = 2
 """Rollouts that a coroutine puts, one after another, in one repetition."""
 TOKENS = 1000
 REPETITIONS = 3
-"""Of each work in one turn; their median counts."""
+"""Repetitions of each operation in one turn. Their median counts."""
 WARM_UP = 2
 
 
 def beside_the_original(*, quick: bool) -> list[Figure]:
-    """Milliseconds of a call with each, and how many times as fast the adapter is, round by round."""
+    """Return the milliseconds of a call with each, and the speed of the adapter relative to the package, round by
+    round."""
     rounds = MIN_REPETITIONS if quick else 2 * MIN_REPETITIONS + 1
     keys = 10_000 if quick else 100_000
     (original, saw), (adapter, sees) = side_by_side(_side, [(number, rounds + WARM_UP, keys) for number in range(2)])
     if saw != sees:
-        raise RuntimeError("the adapter gave back other values than the package")
+        raise RuntimeError("the adapter returned different values than the package")
     figures = []
     for name in original:
         theirs, ours = original[name][WARM_UP:], adapter[name][WARM_UP:]
@@ -51,8 +52,9 @@ def beside_the_original(*, quick: bool) -> list[Figure]:
 
 
 def _side(go: Callable[[], Any], number: int, rounds: int, keys: int) -> tuple[dict[str, list[float]], Any]:
-    """Seconds of each work in each round, with the package (0) or the adapter (1), and what it saw. In the first half
-    of a round one side works while the other waits, in the second half the other; their order alternates."""
+    """Return the seconds of each operation in each round, with the package (0) or the adapter (1), and the values
+    it returned. In the first half of a round one side works while the other waits, in the second half the other.
+    Their order alternates."""
     os.environ.update({"TQ_NUM_THREADS": str(cores()), "TQ_LOGGING_LEVEL": "ERROR"})
     with _Original() if number == 0 else _Adapter() as module:
         program = Program(module, keys=keys)
@@ -90,7 +92,7 @@ class _Original:
 
 
 class _Adapter:
-    """A service with one unit in a process of its own, the adapter's client in this process."""
+    """A service process with one unit, and the adapter's client in this process."""
 
     def __enter__(self) -> Any:
         self._service = Service({"capacity_bytes": 2 << 30})
@@ -104,7 +106,7 @@ class _Adapter:
 
 
 class Program:
-    """What is timed, of either module: each of `works` returns the seconds of one call."""
+    """The timed operations with either module. Each of `works` returns the seconds of one call."""
 
     def __init__(self, module: Any, *, keys: int) -> None:
         self._tq = module
@@ -134,14 +136,14 @@ class Program:
         }
 
     def saw(self) -> Any:
-        """What either module is to give back: a batch, and the keys and tags that were put."""
+        """Return the values that both modules must return: a batch, and the keys and tags that were put."""
         return digest(self._tq.kv_batch_get(self._keys, "stored", self._names)), self._tq.kv_list()
 
     def close(self) -> None:
         self._loop.close()
 
     def _fill(self, partition: str, count: int) -> None:
-        """Samples with a tag and a number."""
+        """Put samples with a tag and a number."""
         for first in range(0, count, 10_000):
             numbers = torch.arange(first, min(first + 10_000, count))
             keys = [f"{partition}-{number}" for number in numbers.tolist()]
@@ -175,7 +177,7 @@ class Program:
         return seconds(lambda: [self._tq.kv_put(key, "stored", tag=self._tags[0]) for key in keys]) / SINGLES
 
     def _in_flight(self) -> float:
-        """Of one put, in each of many coroutines at once."""
+        """Return the seconds of one put, in each of many concurrent coroutines."""
         keys = [[f"{number}-{turn}" for turn in range(PUTS_EACH)] for number in range(IN_FLIGHT)]
 
         async def put(mine: list[str]) -> None:

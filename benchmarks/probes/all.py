@@ -1,4 +1,4 @@
-"""Every probe, in the order of the report."""
+"""All probes, in the order of the report."""
 
 from __future__ import annotations
 

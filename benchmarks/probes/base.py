@@ -1,4 +1,4 @@
-"""What a probe gives back, and how the probes run processes and reach the service."""
+"""The result of a probe, and helpers that run processes and a service."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ REPLY_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One number: the median of `rounds`, of which there is one where repetitions would be the same. `note`: what was
-    run."""
+    """One number: the median of `rounds`. There is one round if repetitions would give the same value. `note`:
+    describes the measurement."""
 
     name: str
     rounds: Sequence[float]
@@ -34,7 +34,7 @@ class Figure:
 
 @contextmanager
 def service(*, capacity_bytes: int = 1 << 30, fields: Sequence[str] = ()) -> Iterator[tuple[Service, DataPlaneClient]]:
-    """A service process and a client of it in this process. fields: those that the partition declares."""
+    """Yield a service process and a client in this process. fields: the fields that the partition declares."""
     running = Service({"capacity_bytes": capacity_bytes})
     try:
         with connect(running.address) as client:
@@ -45,8 +45,8 @@ def service(*, capacity_bytes: int = 1 << 30, fields: Sequence[str] = ()) -> Ite
 
 
 def side_by_side(work: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """`work(go, *arguments[i])` in a process of its own for each i; what they return. Each does its preparations, then
-    calls `go()`, which returns when all have called it."""
+    """Run `work(go, *arguments[i])` in one process for each i and return the results. Each prepares, then calls
+    `go()`, which returns when all have called it."""
     spawn = multiprocessing.get_context("spawn")
     barrier = spawn.Barrier(len(arguments))
     pipes, processes = [], []
@@ -70,7 +70,7 @@ def side_by_side(work: Callable[..., Any], arguments: Sequence[tuple[Any, ...]])
 
 def _result(pipe: Connection) -> Any:
     if not pipe.poll(REPLY_S):
-        raise TimeoutError(f"a process of the probe did not answer within {REPLY_S:.0f} s")
+        raise TimeoutError(f"a probe process did not answer within {REPLY_S:.0f} s")
     return pipe.recv()
 
 

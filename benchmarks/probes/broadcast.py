@@ -1,4 +1,5 @@
-"""One fetch for a replica group of two: bytes and collectives, and its time beside a bare Gloo broadcast."""
+"""One fetch for a replica group of two ranks: its bytes and collectives, and its time beside a bare Gloo
+broadcast."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ TOKENS = BatchSpec(shape=Shape.TOKENS, rows=512, length=1848)
 
 
 def leader_broadcast(*, quick: bool) -> list[Figure]:
-    """The leader's 19 MB of jagged columns to one sibling over Gloo on loopback."""
+    """Measure the broadcast of the leader's 19 MB of jagged columns to one sibling over Gloo on loopback."""
     with tempfile.TemporaryDirectory(prefix="gloo-") as directory:
         store = str(Path(directory) / "store")
         moved, collectives, fetches, bare = side_by_side(_rank, [(store, rank) for rank in range(WORLD)])[0]
@@ -71,7 +72,7 @@ def _kept(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
 
 
 def _timed(call: Callable[[], Any]) -> float:
-    """From a moment at which both ranks are there."""
+    """Return the seconds from a barrier before the call to a barrier after it."""
     dist.barrier()
     begun = time.perf_counter()
     call()

@@ -1,4 +1,4 @@
-"""Items through a channel between two worker processes, beside Ray's queue between the same two."""
+"""Items through a channel between two worker processes, beside Ray's queue between the same processes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from workers.channels import Channel, start_brokers
 from workers.directory import Directory, DirectoryClient
 
 PLACES = 16
-"""Of the queue, at both."""
+"""Capacity of both queues, in items."""
 SIZES = (("64 KB", 64 << 10, 4000, 300), ("4 MB", 4 << 20, 400, 40))
-"""Name, bytes of an item, and how many go through the channel and through Ray's queue in each turn."""
+"""Name, bytes of an item, and the numbers of items that pass the channel and Ray's queue in each turn."""
 WARM_UP = 2
 WAIT_S = 120.0
 
 
 def channels_and_queues(*, quick: bool) -> list[Figure]:
-    """uint8 tensors put in one Ray actor and got in another, one after another, by calls that wait."""
+    """Measure uint8 tensors that one Ray actor puts and another gets, one after another, with blocking calls."""
     session = RaySession()
     directory = Directory.serve()
     try:
@@ -40,7 +40,7 @@ def channels_and_queues(*, quick: bool) -> list[Figure]:
 
 
 class _Worker:
-    """One end of both."""
+    """An actor at one end of the channel and of the queue."""
 
     def put(self, way: Any, count: int, nbytes: int) -> None:
         item = torch.zeros(nbytes, dtype=torch.uint8)
@@ -48,7 +48,7 @@ class _Worker:
             way.put(item)
 
     def get(self, way: Any, count: int) -> float:
-        """Seconds for all but the first, which is waited for before the clock starts."""
+        """Return the seconds for all items but the first, which arrives before the clock starts."""
         way.get()
         begun = time.perf_counter()
         for _ in range(count - 1):

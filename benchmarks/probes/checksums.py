@@ -1,4 +1,4 @@
-"""What checksums of rows cost: the same batch with and without them, in turns."""
+"""The cost of checksums of rows: the same batch with and without them, in turns."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ WARM_UP = 2
 
 
 def cost(*, quick: bool) -> list[Figure]:
-    """Times of a put and a read of 19 MB over those without checksums: by shared memory on one host, where by default
-    there are none, and where all rows have them; and over tcp, where they have them by default."""
+    """Return the times of a put and a read of 19 MB relative to those without checksums: over shared memory on one
+    host, with the default policy (no checksums there) and with checksums of all rows; and over TCP, with the
+    default policy, which makes checksums there."""
     taken: dict[tuple[str, str, str], list[float]] = {}
     batch = build(TOKENS)
     with contextlib.ExitStack() as stack:
@@ -60,7 +61,7 @@ def _client(policy: str, *, remote: bool) -> Iterator[DataPlaneClient]:
 
 
 def _turn(client: DataPlaneClient, batch: Batch) -> dict[str, float]:
-    """Seconds of a put and of a read."""
+    """Return the seconds of a put and of a read."""
     began = time.perf_counter()
     meta = client.put_samples(batch.ids, PARTITION, batch.columns)
     put = time.perf_counter()

@@ -1,4 +1,4 @@
-"""From a commit to the return of a claim that waited for it, with many claims parked."""
+"""The time from a commit to the return of a claim that waited for it, with many waiting claims."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ PARKED = 100
 CLAIM_S = 30.0
 WARM_UP = "warm-up"
 PER_ROUND = 200
-"""Enough for two beyond a p99."""
+"""Enough for two values above a p99."""
 PAUSE_S = 0.004
-"""Between commits, so that each finds the claims parked again."""
+"""Pause between commits, so that each commit finds all claims waiting again."""
 
 
 def wake(*, quick: bool) -> list[Figure]:
-    """Latency in milliseconds from the moment the producer calls put to the return of a claim in another process, as on
-    a machine with the reference's round trip.
+    """Measure the milliseconds from the producer's call of put to the return of a claim in another process, scaled
+    to a machine with the reference's round trip.
 
-    A commit of tags alone is one command; a put of one row with data is two and a copy."""
+    A commit of tags alone is one command. A put of one row with data is two commands and a copy.
+    """
     rounds = 5 if quick else 15
     figures = []
     variants = (("commit", False), ("put of one row", True))
@@ -64,7 +65,7 @@ def _side(go: Callable[[], Any], address: str, number: int, rounds: int, with_da
 
 
 def _produce(go: Callable[[], Any], address: str, rounds: int, with_data: bool) -> tuple[dict[str, float], list[float]]:
-    """When each sample was sent, and seconds of a ZMQ round trip in each round."""
+    """Return when each sample was sent, and the seconds of a ZMQ round trip in each round."""
     sent: dict[str, float] = {}
     round_trips: list[float] = []
     row = torch.zeros(1, 64)

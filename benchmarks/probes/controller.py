@@ -13,13 +13,13 @@ from dataplane import DataPlaneClient, KVBatchMeta
 COMMANDS = {"put": 2, "read": 2, "clear": 1}
 """Allocate and Commit; Locate and Release; Clear."""
 PER_ROUND = {1: 250, 512: 50}
-"""Operations of each kind in a round, by their rows: some 50 ms of processor time."""
+"""Operations of each kind in a round, by their rows: about 50 ms of processor time."""
 WARM_UP = 2
 
 
 def commands(*, quick: bool) -> list[Figure]:
-    """Commands per second of processor time of the service's process: puts, reads and clears by shared memory, so that
-    the storage unit has no part in it, of one row and of 512, with five fields."""
+    """Return the commands per second of processor time of the service's process. Puts, reads and clears of one row
+    and of 512, with five fields, use shared memory, so the storage unit takes no part."""
     rounds = MIN_REPETITIONS if quick else 3 * MIN_REPETITIONS
     rates: dict[str, list[float]] = {}
     with service() as (running, client):
@@ -38,7 +38,7 @@ def commands(*, quick: bool) -> list[Figure]:
 
 
 def _steps(client: DataPlaneClient, prefix: str, rows: int, count: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """`count` operations of each kind, on the same samples."""
+    """Yield `count` operations of each kind, on the same samples."""
     columns = {name: torch.arange(rows * 4).reshape(rows, 4) for name in ("a", "b", "c", "d", "e")}
     ids = [[f"{prefix}-{rows}-{number}-{row}" for row in range(rows)] for number in range(count)]
     metas: list[KVBatchMeta] = []

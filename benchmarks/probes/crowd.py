@@ -1,4 +1,4 @@
-"""Many clients at once: single-sample puts per second, and large puts and reads."""
+"""Many concurrent clients: single-sample puts per second, and large puts and reads."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ WARM_UP = 2
 
 
 def small_puts(*, quick: bool) -> list[Figure]:
-    """Single-sample puts (three token rows and two scalars, 37 kB) by 64 sessions, 16 in each of 4 processes, in rounds
-    between which all is cleared: after the first rounds their pages are warm, as in a long run."""
+    """Measure single-sample puts (three token rows and two scalars, 37 kB) by 64 sessions, 16 in each of 4
+    processes. All samples are cleared between the rounds: after the first rounds the pages are warm, as in a long
+    run."""
     rounds = MIN_REPETITIONS if quick else 2 * MIN_REPETITIONS + 1
     with service(capacity_bytes=2 << 30) as (running, _):
         counts = side_by_side(_putters, [(running.address, number, rounds + WARM_UP) for number in range(PROCESSES)])
@@ -38,7 +39,7 @@ def small_puts(*, quick: bool) -> list[Figure]:
 
 
 def _putters(go: Callable[[], Any], address: str, number: int, rounds: int) -> list[int]:
-    """Puts in each round of all sessions of this process."""
+    """Return the puts in each round, of all sessions of this process."""
     tokens = torch.arange(1848)
     fields = {"input_ids": [tokens], "token_mask": [tokens], "generation_logprobs": [tokens.float()]}
     columns = {**fields, "reward": torch.zeros(1), "advantage": torch.zeros(1)}
@@ -64,7 +65,8 @@ def _putters(go: Callable[[], Any], address: str, number: int, rounds: int) -> l
 
 
 def large_batches(*, quick: bool) -> list[Figure]:
-    """Put and whole read of 19 MB by 1, 2, 4, 8 clients at once, each in its own process; their bytes a second."""
+    """Measure the bytes per second of puts and whole reads of 19 MB by 1, 2, 4, 8 concurrent clients, each in its
+    own process."""
     figures = []
     for count in (2,) if quick else (1, 2, 4, 8):
         with service(capacity_bytes=2 << 30) as (running, _):

@@ -1,4 +1,4 @@
-"""How cost grows with the number of samples that are stored."""
+"""How the cost grows with the number of stored samples."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TURN_S = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """A client of a service with stored samples. some: `ROWS` of them. grown_bytes: private memory of the service's
-    process, less what it had when empty."""
+    """A client of a service with stored samples. some: `ROWS` of them. grown_bytes: growth of the private memory of
+    the service's process since it was empty."""
 
     client: DataPlaneClient
     some: KVBatchMeta
@@ -31,8 +31,8 @@ class Store:
 
 
 def growth(*, quick: bool) -> list[Figure]:
-    """Reads, claims, puts and clears of 512 samples, in turns on services with few and with many stored, and on one
-    with as many whose every second one has been cleared; the controller's memory."""
+    """Measure reads, claims, puts and clears of 512 samples in turns on services with few and with many stored
+    samples, and on one with as many of which every second was cleared; and the controller's memory."""
     sizes = (1_000, 100_000) if quick else (1_000, 10_000, 100_000, 1_000_000)
     with contextlib.ExitStack() as stack:
         stores = {f"{live:,}": stack.enter_context(_filled(live)) for live in sizes}
@@ -45,13 +45,13 @@ def growth(*, quick: bool) -> list[Figure]:
             name=f"controller memory, {sizes[-1]:,} samples x {FIELDS} fields",
             rounds=[memory / 1e6],
             unit="MB",
-            note="private memory of the service's process, less what it had when empty",
+            note="growth of the private memory of the service's process since it was empty",
         ),
     ]
 
 
 def _taken(stores: Mapping[str, Store], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each round, by figure; the turns of one kind of work on all stores are neighbours."""
+    """Return the milliseconds of each round, by figure. The turns of one operation on all stores are adjacent."""
     taken: dict[str, list[float]] = {}
     for order in alternating(list(stores.items()), rounds + WARM_UP):
         for work, once in WORK.items():
@@ -63,7 +63,7 @@ def _taken(stores: Mapping[str, Store], rounds: int) -> dict[str, list[float]]:
 
 @contextlib.contextmanager
 def _filled(live: int, *, every_second: bool = False) -> Iterator[Store]:
-    """A service with `live` samples; `every_second`: half of them cleared again."""
+    """Yield a service with `live` samples. `every_second`: clear half of them."""
     with service() as (running, client):
         before = anonymous_bytes(running.pid)
         metas = [_fill(client, first, min(CHUNK, live - first)) for first in range(0, live, CHUNK)]
@@ -109,7 +109,7 @@ def _clear(store: Store) -> float:
 
 
 def _claim(store: Store) -> float:
-    """Then given back, so that the next finds as many unclaimed."""
+    """Claim and nack, so that the next claim finds the same number of unclaimed samples."""
     held: list[KVBatchMeta] = []
     taken = seconds(lambda: held.append(store.client.claim_meta(PARTITION, "task", ["f0", "f1"], ROWS, timeout_s=10.0)))
     store.client.nack(held[0])

@@ -1,4 +1,4 @@
-"""What a put or a read takes of the client's memory while it runs."""
+"""The client memory that a put or a read uses while it runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SAMPLE_S = 0.002
 
 
 def peaks(*, quick: bool) -> list[Figure]:
-    """Peak of resident memory beyond what there was before, as a share of the payload: of a put (whose payload the
-    caller holds already) and of a read (whose result is the payload once)."""
+    """Measure the peak growth of resident memory as a share of the payload: for a put (whose payload the caller
+    already holds) and for a read (whose result is one copy of the payload)."""
     batch = build(BatchSpec(shape=Shape.DENSE, rows=1024, length=8192, fields=9))
     with service(capacity_bytes=2 << 30) as (_, client):
         meta = client.put_samples(batch.ids, PARTITION, batch.columns)
@@ -33,7 +33,7 @@ def peaks(*, quick: bool) -> list[Figure]:
 
 
 def _peak(call: Callable[[], Any]) -> int:
-    """Bytes of resident memory at the most while `call` ran, less those before."""
+    """Return the peak of resident memory while `call` ran, minus that before, in bytes."""
     before = _resident_bytes()
     highest = [before]
     stop = threading.Event()
@@ -53,7 +53,7 @@ def _peak(call: Callable[[], Any]) -> int:
 
 
 def _resident_bytes() -> int:
-    """Resident memory of this process, the mappings of arenas left out."""
+    """Return the resident memory of this process, without the mappings of arenas."""
     total, counted = 0, False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         first, _, rest = line.partition(" ")

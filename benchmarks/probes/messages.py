@@ -1,4 +1,4 @@
-"""Messages between workers: a broadcast to three beside Gloo's, and what a message costs."""
+"""Messages between workers: a broadcast to three receivers beside Gloo's, and the round trip of a small message."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ WORLD = 4
 NBYTES = 16 << 20
 WARM_UP = 3
 PER_TURN = 5
-"""Broadcasts of one side in its turn; their median counts."""
+"""Broadcasts of one side in its turn. Their median counts."""
 SMALL_MESSAGES = 2000
 
 
 def broadcasts(*, quick: bool) -> list[Figure]:
-    """16 MB of one worker to three others, in turns with a broadcast of the same bytes in a ready Gloo group."""
+    """Measure a broadcast of 16 MB from one worker to three, in turns with a broadcast of the same bytes in an
+    initialized Gloo group."""
     rounds = 9 if quick else 31
     with tempfile.TemporaryDirectory(prefix="gloo-") as directory, Directory.serve() as names:
         store = str(Path(directory) / "store")
@@ -46,7 +47,7 @@ def broadcasts(*, quick: bool) -> list[Figure]:
 
 
 def small_messages(*, quick: bool) -> list[Figure]:
-    """A small object there and back, one after another."""
+    """Measure round trips of a small object, one after another."""
     with Directory.serve() as names:
         count = SMALL_MESSAGES // 4 if quick else SMALL_MESSAGES
         seconds = side_by_side(_play, [(names.address, rank, count) for rank in range(2)])[0]
@@ -100,7 +101,7 @@ def _play(go: Callable[[], Any], names: str, rank: int, count: int) -> float:
 
 
 def _timed(call: Callable[[], object]) -> float:
-    """From a moment at which all ranks are there, until all have it."""
+    """Return the seconds from a barrier before the call to a barrier after it."""
     dist.barrier()
     begun = time.perf_counter()
     kept = call()

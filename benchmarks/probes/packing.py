@@ -1,4 +1,4 @@
-"""Splitting over data-parallel ranks: how even the ranks are, and what it takes. No service."""
+"""Splitting over data-parallel ranks: how balanced the ranks are, and how long it takes. No service."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ RANKS = 8
 LONGEST = 8192
 SAMPLES = 100_000
 BATCHES = ((256, 16384), (256, 20480), (512, 8192), (512, 16384), (1024, 16384), (1024, 32768), (4096, 32768))
-"""Samples, and tokens of a micro-batch."""
+"""Number of samples, and tokens of a micro-batch."""
 
 
 def sharding(*, quick: bool) -> list[Figure]:
-    """Tokens of the heaviest rank over the mean, the worst of several log-normal batches, beside the same bins dealt in
-    turn; and milliseconds that one split of many samples takes."""
+    """Measure the tokens of the heaviest rank over the mean, the worst of several log-normal batches, beside a
+    round-robin distribution of the same bins; and the milliseconds of one split of many samples."""
     return [*_balance(seeds=2 if quick else 10), *_times(repetitions=5 if quick else 15)]
 
 
@@ -44,7 +44,7 @@ def _balance(*, seeds: int) -> list[Figure]:
         note = f"worst of {len(ours)} log-normal batches of 256 to 4096 samples, {RANKS} ranks"
         name = f"tokens of the heaviest rank, {algorithm.value}"
         figures.append(Figure(name=name, rounds=[max(ours)], unit="x mean", note=note))
-        turn_note = f"the same bins dealt in turn; median {median(in_turn):.3f}"
+        turn_note = f"the same bins distributed round-robin; median {median(in_turn):.3f}"
         figures.append(Figure(name=f"{name}, in turn", rounds=[max(in_turn)], unit="x mean", note=turn_note))
     return figures
 
@@ -76,7 +76,7 @@ def _times(*, repetitions: int) -> list[Figure]:
 
 
 def _lengths(samples: int, seed: int) -> npt.NDArray[np.int64]:
-    """Log-normal, a median of 665 tokens."""
+    """Draw log-normal lengths with a median of 665 tokens."""
     drawn = np.random.default_rng(seed).lognormal(6.5, 1.0, samples).astype(np.int64)
     return np.minimum(drawn, LONGEST)
 

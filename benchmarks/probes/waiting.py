@@ -1,4 +1,4 @@
-"""What calls that wait cost others: one-row puts beside them, with few samples stored and with many."""
+"""The cost of waiting calls for other calls: one-row puts beside them, with few stored samples and with many."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ CLAIMS = 16
 WARM_UP = 2
 TURN_S = 0.03
 WAIT_S = 600.0
-"""Longer than the probe takes."""
+"""Longer than the probe runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waited:
-    """A client of a service in which others wait, and the partition that it puts into."""
+    """A client of a service in which other calls wait, and the partition that it puts into."""
 
     client: DataPlaneClient
     partition: str
 
 
 def beside(*, quick: bool) -> list[Figure]:
-    """Milliseconds of a put of one row: beside a put that waits for the eviction of consumed samples of another
-    partition, and into a partition in which claims of fresh samples and of groups wait."""
+    """Measure the milliseconds of a put of one row: beside a put that waits for the eviction of consumed samples of
+    another partition, and into a partition in which claims of fresh samples and of groups wait."""
     kinds: tuple[tuple[str, Callable[[DataPlaneClient, DataPlaneClient, int], Waited], tuple[int, ...]], ...] = (
         ("put beside a put that waits for eviction", _full, (1_000, 20_000 if quick else 200_000)),
         (f"put beside {CLAIMS} claims that wait", _stale, (100, 20_000)),
@@ -49,7 +49,7 @@ def beside(*, quick: bool) -> list[Figure]:
 
 
 def _taken(found: Mapping[str, Waited], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each round, by figure."""
+    """Return the milliseconds of each round, by figure."""
     taken: dict[str, list[float]] = {name: [] for name in found}
     for order in alternating(list(found.items()), rounds + WARM_UP):
         for name, waited in order:
@@ -75,7 +75,7 @@ def _waited(prepare: Callable[[DataPlaneClient, DataPlaneClient, int], Waited], 
 
 
 def _full(client: DataPlaneClient, waiting: DataPlaneClient, size: int) -> Waited:
-    """A partition of unconsumed samples, and a put of half as many that its budget has no space for."""
+    """Fill a partition with unconsumed samples, and begin a put of half as many that exceeds its budget."""
     client.register_partition("full", ["x"], None, ["task"], budget_bytes=size * ROW_BYTES * 5 // 4, when_full="evict")
     _fill(client, "full", size)
     columns = {"x": torch.zeros(size // 2, dtype=torch.int64)}
@@ -84,7 +84,8 @@ def _full(client: DataPlaneClient, waiting: DataPlaneClient, size: int) -> Waite
 
 
 def _stale(client: DataPlaneClient, waiting: DataPlaneClient, size: int) -> Waited:
-    """A partition of samples that are too old for half of the claims, and in groups too small for the others."""
+    """Fill a partition with samples that are too old for half of the claims, and in groups too small for the other
+    claims."""
     client.register_partition("stale", ["x"], None, ["task"])
     client.set_version("stale", CLAIMS)
     _fill(client, "stale", size)
@@ -104,7 +105,7 @@ def _fill(client: DataPlaneClient, partition: str, size: int) -> None:
 
 
 def _wait(client: DataPlaneClient, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """Begin a call that ends when its client closes; returns once the service has it."""
+    """Begin a call that ends when its client closes. Return once the service has received it."""
 
     def run() -> None:
         with contextlib.suppress(DataPlaneError):

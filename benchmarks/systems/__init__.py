@@ -1,1 +1,1 @@
-"""The systems under measurement: one adapter each."""
+"""Adapters of the systems under measurement."""

@@ -1,4 +1,4 @@
-"""What every system under measurement can be asked to do."""
+"""The interface of every system under measurement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.payload import Batch
 
 
 class Span(NamedTuple):
-    """A stretch of bytes that stands for rows, in systems that know only bytes."""
+    """A range of bytes that represents rows, for systems that store only bytes."""
 
     first: int
     last: int
@@ -20,34 +20,35 @@ class Span(NamedTuple):
         return cls(0, batch.nbytes, len(batch.ids))
 
     def part(self, first: int, last: int) -> Span:
-        """The stretch of these rows, as if all were as long."""
+        """Return the range of these rows, as if all rows had the same length."""
         each = (self.last - self.first) / self.rows
         return Span(self.first + int(first * each), self.first + int(last * each), last - first)
 
 
 class System(Protocol):
-    """A store of batches, driven from one process. What names a stored batch, or a part of it, is the system's own.
+    """A store of batches, driven from one process. The handle of a stored batch, or of a part of it, is
+    system-specific.
 
-    When `put` returns, another process could read the batch.
+    When `put` returns, another process can read the batch.
     """
 
     def open(self) -> None:
-        """Start what the system needs and connect to it."""
+        """Start the system and connect to it."""
 
     def put(self, batch: Batch, held: Any = None) -> Any:
-        """Store the batch; with `held`, add its columns to the samples that are stored there."""
+        """Store the batch. With `held`, add its columns to the samples that are stored there."""
 
     def part(self, held: Any, first: int, last: int) -> Any:
-        """The rows `first` to `last` of what is stored."""
+        """Return the handle of the rows `first` to `last` of a stored batch."""
 
     def read(self, held: Any, names: list[str]) -> Mapping[str, Any]:
-        """These columns of the rows, in the system's natural form."""
+        """Return these columns of the rows, in the system's natural form."""
 
     def read_padded(self, held: Any, names: list[str]) -> Mapping[str, Any]:
-        """These columns of the rows, jagged ones padded with zeros to the longest row."""
+        """Return these columns of the rows, jagged columns padded with zeros to the longest row."""
 
     def drop(self, held: Any) -> None:
-        """Forget the rows."""
+        """Remove the rows."""
 
     def close(self) -> None:
         """End everything that `open` started."""

@@ -1,4 +1,4 @@
-"""The machine's own limit: one memcpy of the same bytes into a warm buffer."""
+"""The limit of the machine: one memcpy of the same bytes into a warm buffer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Ceiling:
-    """`put` and `read` each copy as many bytes as the batch has, with one thread or with one on every core."""
+    """`put` and `read` copy the batch's number of bytes, with one thread or with one on every core."""
 
     def __init__(self, *, threads: int | None = None) -> None:
         self._threads = cores() if threads is None else threads
@@ -26,7 +26,7 @@ class Ceiling:
         self._target: Bytes = np.empty(0, np.uint8)
 
     def open(self) -> None:
-        """Nothing to start."""
+        """Do nothing: there is no process to start."""
 
     def put(self, batch: Batch, held: Span | None = None) -> Span:
         if len(self._source) != batch.nbytes:
@@ -45,7 +45,7 @@ class Ceiling:
         return self.read(held, names)
 
     def drop(self, held: Span) -> None:
-        """Nothing is held."""
+        """Do nothing: no batch is stored."""
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -1,4 +1,4 @@
-"""This project: the local connection (shared memory) and the remote connection (ZMQ over tcp)."""
+"""This project: the local connection (shared memory) and the remote connection (ZMQ over TCP)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ CAPACITY_BYTES = 2 << 30
 class DataPlane:
     """One service process and one client in this process.
 
-    remote: never by shared memory. views: whole-batch reads with `copy=False`. durability: the service has a state
-    directory and survives this end (`DataPlaneConfig.durability`); "machine": with arenas in the same place.
+    remote: never use shared memory. views: read whole batches with `copy=False`. durability: the service has a
+    state directory from which a restart restores it (`DataPlaneConfig.durability`); "machine": with the arenas
+    there too.
     """
 
     def __init__(self, *, remote: bool = False, views: bool = False, durability: str | None = None) -> None:

@@ -1,5 +1,5 @@
-"""The limit of the remote connection: the same bytes between two processes over ZMQ on loopback tcp, and nothing
-else."""
+"""The limit of the remote connection: the same bytes between two processes over ZMQ on loopback TCP, without any
+other work."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DEADLINE_MS = 30_000
 
 
 class RawZmq:
-    """`put` sends the batch's bytes in frames without copying and waits for one acknowledgement; `read` asks for them
-    and receives in place, into a warm buffer."""
+    """`put` sends the batch's bytes in frames without copying and waits for one acknowledgement. `read` requests
+    the bytes and receives them into a warm buffer."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -59,7 +59,7 @@ class RawZmq:
         return self.read(held, names)
 
     def drop(self, held: Span) -> None:
-        """Nothing is held."""
+        """Do nothing: no batch is stored."""
 
     def close(self) -> None:
         self._socket.send(b"end 0 0 0")

@@ -1,4 +1,4 @@
-"""A Ray cluster of this process alone, with space for actors on a small machine and nothing left behind."""
+"""A private Ray cluster of this process, with CPUs for all actors on a small machine; removed on close."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import ray
 
 OBJECT_STORE_BYTES = 2 << 30
 LOGICAL_CPUS = 32
-"""Peers' actors reserve one each, whatever the machine has."""
+"""Actors of the peers reserve one CPU each, independent of the machine's cores."""
 
 
 class RaySession:
-    """Started by the first constructor of a process, which later ones share; `close` of the first ends it."""
+    """The first instance in a process starts Ray; later ones share it. `close` of the first ends it."""
 
     def __init__(self) -> None:
         self._owner = not ray.is_initialized()

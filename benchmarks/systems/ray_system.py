@@ -1,4 +1,5 @@
-"""Ray's object store: the whole batch as one object, of numpy arrays (which it reads in place) or of torch tensors."""
+"""Ray's object store: the whole batch as one object, of numpy arrays (which Ray reads in place) or of torch
+tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Held(NamedTuple):
 
 
 class RayStore:
-    """`ray.put` and `ray.get` in this process. Jagged columns are stored as values and offsets, strings as a list."""
+    """`ray.put` and `ray.get` in this process. Jagged columns are stored as values and offsets, strings as a
+    list."""
 
     def __init__(self, *, tensors: bool) -> None:
         self._tensors = tensors
@@ -33,7 +35,7 @@ class RayStore:
         self._ray = RaySession()
 
     def put(self, batch: Batch, held: Held | None = None) -> Held:
-        assert held is None, "an object in Ray's store cannot be changed"
+        assert held is None, "an object in Ray's store is immutable"
         stored = ray.put({name: self._plain(column) for name, column in batch.columns.items()})
         return Held(stored, 0, len(batch.ids))
 
@@ -45,11 +47,11 @@ class RayStore:
         return {name: _column(stored[name]) for name in names}
 
     def read_padded(self, held: Held, names: list[str]) -> Mapping[str, Any]:
-        """Every data-parallel rank gets the whole object and cuts its rows out of it."""
+        """Get the whole object, as every data-parallel rank would, and cut the rows out of it."""
         return {name: _cut(column, held.first, held.last) for name, column in self.read(held, names).items()}
 
     def drop(self, held: Held) -> None:
-        """The object goes with the last reference to it."""
+        """Do nothing: Ray removes the object with the last reference to it."""
 
     def close(self) -> None:
         if self._ray is not None:
@@ -71,7 +73,7 @@ def _column(stored: Any) -> Any:
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A view. Torch has no notion of memory that may only be read and says so at each."""
+    """Return a view. Torch warns for each read-only array, which it cannot represent."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.from_numpy(array)
@@ -83,6 +85,6 @@ def _cut(column: Any, first: int, last: int) -> Any:
     jagged: Any = column
     offsets = jagged.offsets()[first : last + 1]
     values = jagged.values()[int(offsets[0]) : int(offsets[-1])]
-    longest = int(offsets.diff().max())  # torch pads to any length at all unless it is told this
+    longest = int(offsets.diff().max())  # without max_seqlen torch may pad to a larger length
     rows = torch.nested.nested_tensor_from_jagged(values, offsets - offsets[0], max_seqlen=longest)
     return torch.nested.to_padded_tensor(rows, 0)

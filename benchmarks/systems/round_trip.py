@@ -1,4 +1,4 @@
-"""The least that a command can cost: one message to another Python process and its answer, over ZMQ."""
+"""The lower bound of a command: one message to another Python process and its answer, over ZMQ."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from benchmarks.payload import Batch
 from benchmarks.systems.base import Span
 
 REFERENCE_S = 66e-6
-"""The round trip of the machine that the README's results are from, while nothing else runs on it."""
+"""The round trip of the otherwise idle machine that produced the README's results."""
 READY_S = 60.0
 DEADLINE_MS = 30_000
 MESSAGE = bytes(64)
 
 
 def at_reference(values: list[float], round_trips: list[float]) -> list[float]:
-    """Latencies of some rounds, in any unit, as on a machine whose round trip takes `REFERENCE_S`: multiplied with
+    """Scale latencies of rounds, in any unit, to a machine whose round trip takes `REFERENCE_S`: multiply each with
     that over the round trip of the same round, in seconds."""
     return [value * REFERENCE_S / trip for value, trip in zip(values, round_trips, strict=True)]
 
 
 class RoundTrip:
-    """`put` and `read` are one round trip each, whatever the batch. As a context manager opens and closes."""
+    """`put` and `read` are one round trip each, independent of the batch. A context manager that opens and
+    closes."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -52,7 +53,7 @@ class RoundTrip:
         self.close()
 
     def seconds(self) -> float:
-        """Of one round trip, the median of a turn."""
+        """Return the seconds of one round trip, the median of a turn."""
         return steady(lambda: seconds(self._once))
 
     def put(self, batch: Batch, held: Span | None = None) -> Span:
@@ -70,7 +71,7 @@ class RoundTrip:
         return self.read(held, names)
 
     def drop(self, held: Span) -> None:
-        """Nothing is held."""
+        """Do nothing: no batch is stored."""
 
     def close(self) -> None:
         self._socket.send(b"end")

@@ -1,4 +1,4 @@
-"""Our service in a process of its own, as in production: the client under measurement shares no interpreter with it."""
+"""Our service in its own process, as in production: the measured client shares no interpreter with it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ READY_S = 60.0
 
 
 class Service:
-    """Started by the constructor with these settings of `serve`; `address` and `pid` are those of its process.
+    """The constructor starts it with these settings of `serve`. `address` and `pid` are those of its process.
 
-    tcp_only: the units listen on tcp alone, as on a machine whose ZMQ cannot check who connects over ipc, so that a
-    client with `force_remote` measures the connection between hosts.
+    tcp_only: the units listen on TCP alone, as on a machine whose ZMQ cannot authenticate ipc connections, so that
+    a client with `force_remote` measures the connection between hosts.
     """
 
     def __init__(self, settings: dict[str, Any], *, tcp_only: bool = False) -> None:
@@ -28,7 +28,7 @@ class Service:
         theirs.close()
         if not self._pipe.poll(READY_S):
             self._process.kill()
-            raise TimeoutError(f"the service did not start within {READY_S:.0f} s")
+            raise TimeoutError(f"the service process did not start within {READY_S:.0f} s")
         self.address: str = self._pipe.recv()
 
     @property
@@ -37,7 +37,7 @@ class Service:
         return self._process.pid
 
     def close(self) -> None:
-        """End it and wait until its arena is gone."""
+        """End the process and wait until its arena is removed."""
         self._pipe.close()
         self._process.join(READY_S)
 

@@ -1,1 +1,1 @@
-"""The parts of `examples/grpo_arithmetic.py`, one file each; see the table in that file."""
+"""The modules of `examples/grpo_arithmetic.py`; see the table in that file."""

@@ -1,4 +1,4 @@
-"""Who takes part in a run, and how they are started and ended."""
+"""The actors of a run, their start and their end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .task import Task
 from .worker import PolicyWorker
 
 TRAIN = "train"
-"""The partition of the samples that a step trains on."""
+"""Partition of the samples that a step trains on."""
 
 
 @dataclass(frozen=True)
 class Actors:
-    """Who takes part: the policy, which speaks for its workers and holds the driver's client, and the rollout actor."""
+    """The policy, which represents its workers and has the driver's client; the workers; and the rollout actor."""
 
     policy: TQPolicy
     workers: RayWorkerGroup
@@ -37,22 +37,22 @@ class Actors:
         return self.policy.dp_client
 
     def sync_weights(self) -> None:
-        """Let the rollout actor answer with the policy's weights: gathered by the first rank, sent by Ray."""
+        """Send the policy's weights to the rollout actor: the first rank gathers them, and Ray sends them."""
         first, *others = self.workers.run_all_workers_single_data("weights")
         ray.get([self.rollout.set_weights.remote(first), *others])
 
     def right(self, problems: list[Problem]) -> list[float]:
-        """For each problem 1 where the rollout actor's greedy answer is right, else 0."""
+        """Return for each problem 1 if the rollout actor's greedy answer is right, else 0."""
         return ray.get(self.rollout.right.remote(problems))
 
     def plane_s(self) -> float:
-        """Seconds in the data plane since last asked, of the policy worker that spent most."""
+        """Return the seconds in the data plane since the last call, of the policy worker with the most."""
         return max(ray.get(self.workers.run_all_workers_single_data("take_plane_s")))
 
 
 @contextmanager
 def start_actors(config: JobConfig, task: Task, worker: type[PolicyWorker] = PolicyWorker) -> Iterator[Actors]:
-    """Start everyone in the Ray cluster that this process is connected to; end them on the way out."""
+    """Start all actors in the Ray cluster that this process is connected to, and end them on exit."""
     ranks = config.data_parallel * config.tensor_parallel
     with ExitStack() as stack:
         service = stack.enter_context(launch_service(DataPlaneConfig(capacity_bytes=config.capacity_bytes)))
@@ -67,7 +67,7 @@ def start_actors(config: JobConfig, task: Task, worker: type[PolicyWorker] = Pol
 
 
 def start_rollout(config: JobConfig, task: Task, plane: DataPlaneConfig) -> ActorHandle:
-    """The rollout actor; returns before it is up."""
+    """Start the rollout actor, without waiting for it."""
     actor = ray.remote(RolloutWorker).options(num_cpus=0)
     return actor.remote(task.model, task.tokenizer, plane, max_new_tokens=task.max_new_tokens, seed=config.seed)
 
@@ -75,7 +75,7 @@ def start_rollout(config: JobConfig, task: Task, plane: DataPlaneConfig) -> Acto
 def start_workers(
     config: JobConfig, task: Task, cluster: RayVirtualCluster, worker: type[PolicyWorker] = PolicyWorker
 ) -> RayWorkerGroup:
-    """The policy workers, ranks going along the tensor-parallel axis first; returns when all are up."""
+    """Start the policy workers and wait for them. Consecutive ranks differ along the tensor-parallel axis."""
     layout = np.arange(config.data_parallel * config.tensor_parallel).reshape(config.data_parallel, -1)
     return RayWorkerGroup(
         cluster,
@@ -86,7 +86,7 @@ def start_workers(
 
 
 def start_policy(config: JobConfig, workers: RayWorkerGroup, plane: DataPlaneConfig) -> TQPolicy:
-    """The policy workers as one; returns when all are attached to the data plane."""
+    """Return the policy of all workers, after they are attached to the data plane."""
     settings = {
         "train_global_batch_size": config.batch_size,
         "train_micro_batch_size": config.micro_batch_size,

@@ -1,4 +1,4 @@
-"""The driver of asynchronous training: producers sample while the policy workers train on what is there already."""
+"""The driver of asynchronous training: producers sample while the policy workers train on earlier samples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .task import Task
 from .timeline import Span, common, covered
 
 FIELDS = [*ROLLOUT_FIELDS, "reference_policy_logprobs", "advantages"]
-"""What the policy workers read to train."""
+"""The fields that the policy workers read to train."""
 WAIT_S = 120.0
 LOOK_UP_S = 1.0
 CLOSE_S = 10.0
@@ -45,13 +45,14 @@ CLOSE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncConfig(JobConfig):
-    """As `JobConfig`, with smaller steps: weights go to the producers after every optimizer step.
+    """As `JobConfig`, with smaller steps: producers get new weights after every optimizer step.
 
-    producers: rollout actors, each of which makes samples of `prompts_at_once` problems at a time, and goes through
-    `tries` times as many at most: those whose answers are all right or all wrong are left out, since nothing can be
-    learned of them. window: how many weight versions old the samples of a step may be. ahead: steps whose samples may
-    be made before they are asked for; the fewer, the fresher they are. examined: after every so many steps, how many of
-    the held-out problems are right. optimizer: since every sample of a step says something, it may go further.
+    producers: number of rollout actors. Each call of one puts samples of `prompts_at_once` problems and samples at
+    most `tries` times as many problems: it prefers problems whose answers are neither all right nor all wrong,
+    because the others give no gradient. window: maximum age of a step's samples in weight versions. ahead: steps
+    whose samples may be produced in advance; fewer keep samples fresher. examined: number of steps between
+    measurements of the held-out accuracy. optimizer: has a larger learning rate, because samples without a gradient
+    are left out.
     """
 
     steps: int = 64
@@ -68,7 +69,9 @@ class AsyncConfig(JobConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prompts % self.prompts_at_once:
-            raise ValueError(f"{self.prompts} prompts per step are not made of {self.prompts_at_once} at a time")
+            raise ValueError(
+                f"{self.prompts} prompts per step must be a multiple of prompts_at_once={self.prompts_at_once}"
+            )
 
     @property
     def samples(self) -> int:
@@ -77,8 +80,8 @@ class AsyncConfig(JobConfig):
 
 
 class JustInTime(WeightFifo):
-    """`WeightFifo`, with at most `ahead` batches waiting or being made, so that samples are as fresh as producers are
-    fast. The window bounds those that are late."""
+    """`WeightFifo` with at most `ahead` batches stored or in production, so that samples are as fresh as the
+    producers' speed allows. The window bounds the age of late samples."""
 
     def __init__(self, *, batch_size: int, window: int, ahead: int) -> None:
         super().__init__(batch_size=batch_size, window=window)
@@ -90,8 +93,8 @@ class JustInTime(WeightFifo):
 
 @dataclass(frozen=True, kw_only=True)
 class BehaviorLoss(GRPOLoss):
-    """`GRPOLoss` whose ratio is to the weights that sampled, however old they were: their log-probabilities came with
-    the samples, and need not be computed again."""
+    """`GRPOLoss` whose ratio is relative to the weights that sampled, whatever their version. Their
+    log-probabilities are stored with the samples, so they need not be recomputed."""
 
     def __call__(self, logprobs: Tensor, batch: Mapping[str, Tensor], tokens: float) -> tuple[Tensor, Metrics]:
         return super().__call__(logprobs, {**batch, "prev_logprobs": batch["generation_logprobs"]}, tokens)
@@ -99,9 +102,9 @@ class BehaviorLoss(GRPOLoss):
 
 @dataclass
 class Course:
-    """How a run went. ages: samples trained on, by how many versions old they were. evicted, aborted: samples made, or
-    begun, in vain. spared: those left out in favour of others, of which more can be learned. trained, waited, produced:
-    spans of the trainer's clock; seconds: of all steps together."""
+    """The course of a run. ages: counts of trained samples by their age in versions. evicted, aborted: unused
+    samples, complete or not. left: unused samples at the end. spared: samples left out in favour of more useful
+    ones. trained, waited, produced: time spans on the trainer's clock; seconds: of all steps together."""
 
     steps: list[StepRow] = field(default_factory=list)
     ages: Counter[int] = field(default_factory=Counter)
@@ -116,30 +119,30 @@ class Course:
 
     @property
     def wasted(self) -> int:
-        """Samples that were begun for a step, and none used."""
+        """Samples that were begun for a step and not used."""
         return self.evicted + self.aborted + self.left
 
     @property
     def hidden(self) -> float:
-        """The share of the time spent producing that the trainer was training, too."""
+        """The share of the production time during which the trainer was training."""
         return common(self.produced, self.trained) / covered(self.produced)
 
     @property
     def waiting(self) -> float:
-        """The share of the run that the trainer waited for samples."""
+        """The share of the run during which the trainer waited for samples."""
         return covered(self.waited) / self.seconds
 
 
 class Production:
-    """Producers, each kept busy by a thread of the driver until the samples of all steps are there, while this context
-    is entered."""
+    """Producers, each driven by a thread of the driver until the samples of all steps are produced. A context
+    manager: the threads run inside the context."""
 
     def __init__(self, config: AsyncConfig, task: Task, producers: list[ActorHandle], buffer: ReplayBuffer) -> None:
         self._config = config
         self._task = task
         self._producers = producers
         self._buffer = buffer
-        self._calls = iter(range(config.steps * config.prompts // config.prompts_at_once))  # shared by the threads
+        self._calls = iter(range(config.steps * config.prompts // config.prompts_at_once))  # the threads share it
         self._stopping = threading.Event()
         self._threads = ThreadPoolExecutor(len(producers))
         self._running: list[Future[None]] = []
@@ -156,7 +159,8 @@ class Production:
                 pass
 
     def _produce(self, producer: ActorHandle, problems: list[Problem]) -> bool:
-        """Whether it was done: not where there is no space for more samples yet, or they are not wanted any more."""
+        """Return whether the samples were put. False if there is no space for samples yet or the reservation was
+        aborted."""
         count = self._config.prompts_at_once * self._config.group_size
         try:
             with self._buffer.reserve(count, LOOK_UP_S) as reservation:
@@ -191,11 +195,12 @@ class Production:
         return sum(len(made.sampled) - len(made.rewards) for made in self.made)
 
     def reward(self, first: int) -> float:
-        """Mean reward of all that was sampled in calls from number `first` on, of the last call if there was none."""
+        """Return the mean reward of all responses sampled since call number `first`, or of the last call if there
+        was none."""
         return fmean(reward for made in self.made[first:] or self.made[-1:] for reward in made.sampled)
 
     def check(self) -> None:
-        """Raise what ended a thread."""
+        """Raise the error that ended a thread."""
         for thread in self._running:
             if thread.done():
                 thread.result()
@@ -213,31 +218,32 @@ class Production:
 
 @dataclass(frozen=True)
 class Crew:
-    """The producers, and one more that answers what the policy is asked in between. All listen for its weights."""
+    """The producers, and one more actor that answers held-out problems during training. All receive the policy's
+    weights."""
 
     actors: Actors
     producers: list[ActorHandle]
     examinee: ActorHandle
 
     def begin(self) -> None:
-        """Have everyone begin at version 0 with the policy's weights, which are the reference, too."""
+        """Send the policy's weights to all actors as version 0 and as the reference."""
         self.actors.workers.run_all_workers_single_data("send_weights")
         ray.get([listener.begin.remote() for listener in (*self.producers, self.examinee)])
 
     def renew(self, version: int) -> None:
-        """Send everyone the policy's weights: they have them for all that they are asked from now on."""
+        """Send the policy's weights to all actors. Their later calls use these weights."""
         self.actors.workers.run_all_workers_single_data("send_weights")
         for listener in (*self.producers, self.examinee):
             listener.renew.remote(version)
 
     def right(self, problems: list[Problem]) -> ObjectRef:
-        """See `Actors.right`; not waited for."""
+        """Start `Actors.right` without waiting for it."""
         return self.examinee.right.remote(problems)
 
 
 @contextmanager
 def start_crew(config: AsyncConfig, task: Task, actors: Actors) -> Iterator[Crew]:
-    """Start everyone; end them on the way out."""
+    """Start all actors, and end them on exit."""
     with ExitStack() as stack:
         directory = stack.enter_context(Directory.serve(ray.util.get_node_ip_address()))
         count = config.producers + 1
@@ -255,13 +261,13 @@ def start_crew(config: AsyncConfig, task: Task, actors: Actors) -> Iterator[Crew
 
 
 def start_producer(config: AsyncConfig, task: Task, actors: Actors, *, seed: int) -> ActorHandle:
-    """One producer; returns before it is up."""
+    """Start one producer, without waiting for it."""
     actor = ray.remote(Producer).options(num_cpus=0)
     return actor.remote(task.model, task.tokenizer, actors.client.config, max_new_tokens=task.max_new_tokens, seed=seed)
 
 
 def reinforce(config: AsyncConfig, task: Task, crew: Crew, reporter: Reporter) -> Course:
-    """All steps of reinforcement learning, asynchronously, from the policy's weights on."""
+    """Run all steps of asynchronous reinforcement learning, from the policy's current weights."""
     actors = crew.actors
     policy = JustInTime(batch_size=config.samples, window=config.window, ahead=config.ahead)
     actors.client.register_partition(TRAIN, FIELDS, None, ["train"], config.group_size)
@@ -289,7 +295,8 @@ def reinforce(config: AsyncConfig, task: Task, crew: Crew, reporter: Reporter) -
 
 
 def one_step(crew: Crew, buffer: ReplayBuffer, production: Production, course: Course, step: int) -> StepRow:
-    """Train on the next batch and send the new weights out. Accuracy and time in the plane are left to fill in."""
+    """Train on the next batch and send the new weights. The caller adds the accuracy and the time in the data
+    plane."""
     start, before = time.perf_counter(), len(production.made)
     meta = take(buffer, production)
     begun = time.perf_counter()
@@ -317,7 +324,7 @@ def one_step(crew: Crew, buffer: ReplayBuffer, production: Production, course: C
 
 
 def take(buffer: ReplayBuffer, production: Production) -> KVBatchMeta:
-    """The next batch; TimeoutError after `WAIT_S`, or what ended a producer."""
+    """Return the next batch. TimeoutError after `WAIT_S`; raises the error that ended a producer."""
     end = time.monotonic() + WAIT_S
     while True:
         production.check()
@@ -329,6 +336,6 @@ def take(buffer: ReplayBuffer, production: Production) -> KVBatchMeta:
 
 
 def report(course: Course, reporter: Reporter, row: StepRow, right: ObjectRef) -> None:
-    """Show a step once its accuracy is known. Blocks until it is."""
+    """Show a step with its accuracy. Blocks until that is known."""
     course.steps.append(replace(row, accuracy=fmean(ray.get(right))))
     reporter.step(course.steps[-1])

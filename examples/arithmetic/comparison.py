@@ -1,4 +1,4 @@
-"""What is shown of an asynchronous run, and of the synchronous one beside it."""
+"""Output about an asynchronous run, and about the synchronous run beside it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ BAR = 40
 
 @dataclass(frozen=True)
 class Run:
-    """Held-out accuracy after it, seconds of all its steps, how many; rows: what was shown of them; course: of an
-    asynchronous one."""
+    """after: held-out accuracy; seconds, steps: of the whole run; rows: the rows that were shown; course: of an
+    asynchronous run."""
 
     after: Accuracy
     seconds: float
@@ -27,7 +27,7 @@ class Run:
 
 
 def show(before: Accuracy, runs: Mapping[str, Run], console: Console | None = None) -> None:
-    """Print accuracy and time of each run, and how the asynchronous one went."""
+    """Print accuracy and time of each run, and the course of the asynchronous one."""
     out = console or Console()
     table = Table("after", title="held-out accuracy (± one standard error)")
     for name in ("accuracy", "steps", "seconds"):
@@ -38,7 +38,7 @@ def show(before: Accuracy, runs: Mapping[str, Run], console: Console | None = No
     out.print(table)
     if {"asynchronous", "synchronous"} <= set(runs):
         share = runs["asynchronous"].seconds / runs["synchronous"].seconds
-        out.print(f"the asynchronous steps took {share:.0%} of the time of the synchronous ones", highlight=False)
+        out.print(f"the asynchronous steps took {share:.0%} of the time of the synchronous steps", highlight=False)
     for run in runs.values():
         if run.course is not None:
             _show_course(run.course, out)
@@ -46,18 +46,18 @@ def show(before: Accuracy, runs: Mapping[str, Run], console: Console | None = No
 
 def _show_course(course: Course, out: Console) -> None:
     trained = sum(course.ages.values())
-    out.print(f"overlap: {course.hidden:.0%} of the time spent sampling the policy workers trained, too;", end=" ")
-    out.print(f"they waited for samples {course.waiting:.1%} of the run")
+    out.print(f"overlap: {course.hidden:.0%} of the sampling time ran during training;", end=" ")
+    out.print(f"the policy workers waited for samples {course.waiting:.1%} of the run")
     out.print("staleness, in weight versions:")
     for age in range(max(course.ages) + 1):
         share = course.ages[age] / trained
         out.print(f"  {age}  {course.ages[age]:>7,}  {share:>6.1%}  {'█' * round(BAR * share)}", highlight=False)
     out.print(
         f"wasted: {course.wasted} of {trained + course.wasted:,} samples ({course.evicted} too old, {course.aborted} "
-        f"given up while they were made, {course.left} left over)"
+        f"aborted, {course.left} unused at the end)"
     )
     if course.spared:
         out.print(
-            f"sampled besides: {course.spared:,} responses to problems that were answered all right or all wrong, or "
-            "that no step had space for"
+            f"sampled and not put: {course.spared:,} responses, to problems whose answers were all right or all wrong, "
+            "or that no step had space for"
         )

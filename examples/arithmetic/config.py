@@ -1,4 +1,4 @@
-"""Everything about a run that can be chosen, with defaults that end within three minutes on two cores."""
+"""The settings of a run. The defaults end within three minutes on two cores."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from .loss import GRPOLoss
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStart:
-    """Supervised training until the policy answers `accuracy` of some training problems right, or for `max_rounds`.
+    """Supervised training until the policy answers a share `accuracy` of some training problems right, at most
+    `max_rounds`.
 
-    It stops early on purpose: reinforcement learning needs a policy that is sometimes right, and space to improve.
+    The target is low on purpose: reinforcement learning needs a policy that is sometimes right and can still
+    improve.
     """
 
     accuracy: float = 0.4
@@ -26,11 +28,11 @@ class WarmStart:
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """data: problems as JSONL. out: directory for the curves. held_out: problems kept from training, for accuracy;
-    the first `monitored` of them are asked after every step. capacity_bytes: of the data plane.
+    """data: problems as JSONL. out: directory of the curves. held_out: problems that are not used for training; the
+    first `monitored` of them measure the accuracy after every step. capacity_bytes: of the data plane.
 
     A step samples `group_size` responses to each of `prompts` problems and makes `updates` optimizer steps on them.
-    data_parallel x tensor_parallel policy workers train; `micro_batch_size` bounds the rows each passes at a time.
+    data_parallel x tensor_parallel policy workers train; `micro_batch_size` bounds the rows of each forward pass.
     """
 
     data: Path = PROBLEMS
@@ -57,11 +59,11 @@ class JobConfig:
         rows = self.prompts * self.group_size
         if rows % (self.updates * self.data_parallel):
             raise ValueError(
-                f"{self.prompts} prompts x {self.group_size} responses = {rows} samples per step cannot be cut into "
-                f"{self.updates} updates on {self.data_parallel} data-parallel ranks; choose sizes that divide"
+                f"{self.prompts} prompts x {self.group_size} responses = {rows} samples per step cannot be split into "
+                f"{self.updates} updates on {self.data_parallel} data-parallel ranks; choose sizes that divide evenly"
             )
         if self.group_size < 2:
-            raise ValueError("a group needs at least 2 responses: advantages compare the responses of one prompt")
+            raise ValueError("group_size must be at least 2, because advantages compare the responses to one prompt")
 
     @property
     def batch_size(self) -> int:

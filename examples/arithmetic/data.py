@@ -1,4 +1,4 @@
-"""Problems with answers that can be checked: reading them, splitting them, and how the shipped file was made."""
+"""Problems with checkable answers: reading, splitting, and the script that made the shipped file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ PROBLEMS = Path(__file__).parent / "data" / "problems.jsonl"
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt and the only right continuation of it."""
+    """A prompt and its only right continuation."""
 
     prompt: str
     answer: str
 
 
 def load_problems(path: Path) -> list[Problem]:
-    """One problem per line, `{"prompt": ..., "answer": ...}`; blank lines are skipped. ValueError names a bad line."""
+    """Read one problem per line, `{"prompt": ..., "answer": ...}`. Blank lines are skipped. ValueError names a
+    malformed line."""
     problems = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
@@ -32,38 +33,38 @@ def load_problems(path: Path) -> list[Problem]:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f'{path}, line {number}: expected {{"prompt": "...", "answer": "..."}}') from error
         if not (isinstance(prompt, str) and isinstance(answer, str) and prompt and answer):
-            raise ValueError(f"{path}, line {number}: prompt and answer must be texts that are not empty")
+            raise ValueError(f"{path}, line {number}: prompt and answer must be non-empty strings")
         problems.append(Problem(prompt, answer))
     if not problems:
-        raise ValueError(f"{path} holds no problem")
+        raise ValueError(f"{path} contains no problem")
     return problems
 
 
 def split(problems: list[Problem], *, held_out: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """(for training, held out): shuffled by `seed`; a prompt that occurs twice stays on one side."""
+    """Shuffle by `seed` and return (for training, held out). Duplicate prompts are removed."""
     by_prompt = {problem.prompt: problem for problem in problems}
     unique = list(by_prompt.values())
     if len(unique) < 2 * held_out:
         raise ValueError(
-            f"{len(unique)} different prompts are too few to hold {held_out} of them out; twice as many are needed"
+            f"{len(unique)} different prompts are too few to hold out {held_out}; at least twice as many are needed"
         )
     random.Random(seed).shuffle(unique)
     return unique[held_out:], unique[:held_out]
 
 
 def reward(problem: Problem, response: str) -> float:
-    """1 for the answer, 0 for anything else."""
+    """Return 1 for the right answer, else 0."""
     return float(response == problem.answer)
 
 
 def sums(*, count: int, below: int, seed: int) -> list[Problem]:
-    """`count` different sums of two numbers in [0, below), in random order."""
+    """Return `count` different sums of two numbers in [0, below), in random order."""
     pairs = random.Random(seed).sample([(a, b) for a in range(below) for b in range(below)], count)
     return [Problem(f"{a}+{b}=", str(a + b)) for a, b in pairs]
 
 
 def write_problems(path: Path, problems: Iterable[Problem]) -> None:
-    """The file that `load_problems` reads."""
+    """Write a file for `load_problems`."""
     lines = (json.dumps({"prompt": problem.prompt, "answer": problem.answer}) for problem in problems)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""The driver: what happens, and in which order. It holds metas; of the samples it reads only their rewards."""
+"""The driver: the order of all operations. It handles metas, and of the samples it reads only their rewards."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from .rollout import RolloutStats
 from .task import Task
 
 TEXTS = "texts"
-"""The partition of the warm start."""
+"""Partition of the warm start."""
 TEXT_FIELDS = ["input_ids", "token_mask"]
 ROLLOUT_FIELDS = [*TEXT_FIELDS, "generation_logprobs"]
-"""What the policy workers read of a rollout. To train they read what the stages wrote since, too."""
+"""The fields of a rollout that the policy workers read. To train they also read the fields that later stages
+wrote."""
 
 
 def warm_start(config: JobConfig, task: Task, actors: Actors, reporter: Reporter) -> None:
-    """Supervised rounds until the policy is sometimes right (see `WarmStart`). The texts are put once, and read anew in
-    another order for every pass."""
+    """Run supervised rounds until the policy is sometimes right (see `WarmStart`). The texts are put once, and each
+    pass reads them in another order."""
     plan, rng = config.warm_start, random.Random(config.seed)
     actors.client.register_partition(TEXTS, TEXT_FIELDS, len(task.train), [])
     texts: KVBatchMeta = ray.get(actors.rollout.put_texts.remote(task.train, partition_id=TEXTS))
@@ -45,16 +46,17 @@ def warm_start(config: JobConfig, task: Task, actors: Actors, reporter: Reporter
             report = actors.policy.train_from_meta(texts.subset(rows), SupervisedLoss(), gbs=batch_size)
         actors.sync_weights()
         accuracy = Accuracy.of(actors.right(probes))
-        reporter.note(f"warm start, round {number}: loss {report['loss']:.3f}, right {accuracy}")
+        reporter.note(f"warm start, round {number}: loss {report['loss']:.3f}, accuracy {accuracy}")
         if accuracy.mean >= plan.accuracy:
             break
     actors.client.clear_samples(None, TEXTS)
-    actors.plane_s()  # begin to count
+    actors.plane_s()  # reset the counters
     ray.get(actors.workers.run_all_workers_single_data("begin_reinforcement"))
 
 
 def grpo_step(config: JobConfig, task: Task, actors: Actors, step: int) -> StepRow:
-    """One step of GRPO: rollout, log-probabilities, advantages, optimizer steps, new weights for the rollout actor."""
+    """Run one step of GRPO: rollout, log-probabilities, advantages, optimizer steps, new weights for the rollout
+    actor."""
     start = time.perf_counter()
     policy, rng = actors.policy, random.Random(f"{config.seed}/{step}")
     policy.prepare_step(num_samples=config.prompts * config.group_size, group_size=config.group_size)
@@ -82,16 +84,16 @@ def grpo_step(config: JobConfig, task: Task, actors: Actors, step: int) -> StepR
 
 
 def rollout(config: JobConfig, actors: Actors, prompts: list[Problem], step: int) -> tuple[KVBatchMeta, RolloutStats]:
-    """Have responses to `prompts` sampled, judged and put. Returns what names them, and how it went."""
+    """Sample responses to `prompts`, reward them and put them. Return their meta and statistics."""
     asked = actors.rollout.rollout.remote(prompts, group_size=config.group_size, step=step, partition_id=TRAIN)
     meta, made = ray.get(asked)
     return meta.with_fields(ROLLOUT_FIELDS), made
 
 
 def score(config: JobConfig, policy: TQPolicy, meta: KVBatchMeta) -> float:
-    """Add what the loss needs: log-probabilities, by the policy workers, and advantages, by the driver.
+    """Add the inputs of the loss: log-probabilities, by the policy workers, and advantages, by the driver.
 
-    Returns the seconds that the driver itself spent in the data plane.
+    Return the seconds that the driver itself spent in the data plane.
     """
     policy.get_logprobs_from_meta(meta)
     policy.get_reference_policy_logprobs_from_meta(meta)
@@ -103,17 +105,17 @@ def score(config: JobConfig, policy: TQPolicy, meta: KVBatchMeta) -> float:
 
 
 def token_column(values: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """Per-sample `values` [N] as a per-token column: row i is `values[i]`, `lengths[i]` times."""
+    """Return per-sample `values` [N] as a per-token column: row i is `values[i]`, repeated `lengths[i]` times."""
     return [value.expand(length) for value, length in zip(values, lengths, strict=True)]
 
 
 def live_bytes(client: DataPlaneClient) -> int:
-    """Bytes of the samples that the data plane holds now."""
+    """Return the bytes of the samples that are stored in the data plane now."""
     return sum(unit.live_bytes for unit in client.stats().units)
 
 
 def run(config: JobConfig, task: Task, reporter: Reporter) -> Result:
-    """The whole job, in the Ray cluster that this process is connected to."""
+    """Run the whole job, in the Ray cluster that this process is connected to."""
     reporter.stage("starting actors")
     with start_actors(config, task) as actors:
         reporter.stage("warm start")

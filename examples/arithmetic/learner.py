@@ -1,6 +1,6 @@
-"""The policy that learns: log-probabilities and optimizer steps of a (sharded) model on plain padded tensors.
+"""The trained policy: log-probabilities and optimizer steps of a (sharded) model on plain padded tensors.
 
-Nothing here knows of Ray or of the data plane; one process is a mesh of 1 x 1.
+This module does not depend on Ray or on the data plane. A single process is a mesh of 1 x 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class OptimizerConfig:
 
 
 class Learner:
-    """A policy and its frozen reference, both sharded over `mesh`; the same seed gives every rank the same weights."""
+    """A policy and its frozen reference, both sharded over `mesh`. The same seed gives the same weights on every
+    rank."""
 
     def __init__(self, config: ModelConfig, mesh: DeviceMesh, *, seed: int, optimizer: OptimizerConfig) -> None:
         self.mesh = mesh
@@ -40,10 +41,10 @@ class Learner:
         self.set_optimizer(optimizer)
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
-        """Begin with a fresh optimizer."""
+        """Start a new optimizer."""
         self._max_norm = config.max_norm
-        # The optimizer sees this rank's shards as plain tensors: its arithmetic is per element, so the result is the
-        # same as on the sharded ones, and quicker.
+        # The optimizer gets this rank's shards as plain tensors. Its arithmetic is elementwise, so the result equals
+        # that on DTensors, and it is faster.
         self._shards = [local(parameter).detach() for parameter in self.policy.parameters()]
         self._optimizer = torch.optim.AdamW(
             self._shards, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -53,26 +54,26 @@ class Learner:
         )
 
     def freeze_reference(self) -> None:
-        """Make the policy as it is now the reference."""
+        """Copy the policy's current weights to the reference."""
         copy_weights(self.policy, self.reference)
 
     def weights(self) -> dict[str, Tensor]:
-        """The policy's whole weights; a collective over the tensor-parallel ranks."""
+        """Return the policy's unsharded weights. A collective over the tensor-parallel ranks."""
         return gather_weights(self.policy)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, *, micro_batch_size: int, reference: bool = False) -> Tensor:
-        """[N, S] log-probabilities of `input_ids` under the policy or its reference."""
+        """Return [N, S] log-probabilities of `input_ids` under the policy or its reference."""
         model = self.reference if reference else self.policy
         return torch.cat([_logprobs(model, part) for part in parts(batch, micro_batch_size)])
 
     def train(
         self, batch: Batch, loss_fn: LossFunction, *, batch_size: int, micro_batch_size: int, learn: bool = True
     ) -> list[Metrics]:
-        """One optimizer step (none unless `learn`) per `batch_size` rows of this data-parallel rank, in order.
+        """Make one optimizer step (none unless `learn`) per `batch_size` rows of this data-parallel rank, in order.
 
-        Returns what `loss_fn` says of each step, the same on every rank, with `grad_norm` (before clipping; 0 unless
-        `learn`) and `tokens` (of responses).
+        Return the metrics of `loss_fn` for each step, the same on every rank, with `grad_norm` (before clipping; 0
+        unless `learn`) and `tokens` (of responses).
         """
         return [self._step(rows, loss_fn, micro_batch_size, learn) for rows in parts(batch, batch_size)]
 
@@ -103,7 +104,7 @@ class Learner:
 
 
 def parts(batch: Batch, rows: int) -> Iterator[dict[str, Tensor]]:
-    """`batch` cut into consecutive batches of `rows` (the last may be smaller)."""
+    """Yield consecutive batches of `rows` rows of `batch` (the last may be smaller)."""
     total = len(batch["input_ids"])
     for start in range(0, total, rows):
         yield {name: values[start : start + rows] for name, values in batch.items()}

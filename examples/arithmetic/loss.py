@@ -1,4 +1,4 @@
-"""What is computed from logits: log-probabilities, and the two losses. One process or many, the same functions."""
+"""Functions of logits: log-probabilities and the two losses, for one process or many."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ Metrics = dict[str, float]
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """[N, S] log-probability of `tokens` [N, S], each under `logits` [N, S, V] of the token before; the first is 0."""
+    """Return [N, S] log-probabilities of `tokens` [N, S], each under `logits` [N, S, V] of the previous token; the
+    first is 0."""
     scores = -F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
     return F.pad(scores, (1, 0))
 
 
 def group_advantages(rewards: Tensor, *, group_size: int) -> Tensor:
-    """[N] rewards, the samples of a prompt one after another -> [N] advantages: centered and scaled within the group.
+    """Return [N] advantages of [N] rewards, centered and scaled within each group. The samples of a prompt are
+    consecutive.
 
-    A group whose rewards are all equal says nothing about which response is better: its advantages are 0.
+    If all rewards of a group are equal, they do not show which response is better: its advantages are 0.
     """
     groups = rewards.view(-1, group_size)
     spread = groups.std(dim=1, keepdim=True, correction=0)
@@ -42,7 +44,7 @@ class SupervisedLoss:
 class GRPOLoss:
     """Clipped policy gradient plus a penalty on the divergence from the reference policy, per response token.
 
-    clip: how far the probability ratio may move before its gradient is cut. kl_weight: of the penalty, whose
+    clip: how far the probability ratio may move before its gradient is clipped. kl_weight: of the penalty, whose
     estimator exp(d) - d - 1 with d = log(reference / policy) is never negative (Schulman's "k3").
     """
 
@@ -50,12 +52,13 @@ class GRPOLoss:
     kl_weight: float = 0.02
 
     def __call__(self, logprobs: Tensor, batch: Mapping[str, Tensor], tokens: float) -> tuple[Tensor, Metrics]:
-        """The part of the loss that these rows contribute, and its metrics, all to be summed over parts.
+        """Return the contribution of these rows to the loss, and its metrics. Both are summed over all parts.
 
-        logprobs: [N, S], of the model that trains. batch: `token_mask`, `advantages`, `prev_logprobs`,
-        `reference_policy_logprobs`, `generation_logprobs`, each [N, S]. tokens: response tokens in all parts together.
-        Metrics: loss; kl; clipped, the share of ratios beyond the clip; sampling_gap, how far the log-probabilities at
-        sampling were from those recomputed (it grows where rollouts and training disagree about the weights).
+        logprobs: [N, S], of the trained model. batch: `token_mask`, `advantages`, `prev_logprobs`,
+        `reference_policy_logprobs`, `generation_logprobs`, each [N, S]. tokens: response tokens in all parts
+        together. Metrics: loss; kl; clipped, the share of ratios beyond the clip; sampling_gap, the distance of the
+        log-probabilities at sampling from the recomputed ones (it grows if rollouts and training use different
+        weights).
         """
         mask = batch["token_mask"]
         advantages = batch["advantages"]

@@ -1,4 +1,4 @@
-"""A small decoder-only transformer, written so that its weights can be sharded by heads and by hidden units."""
+"""A small decoder-only transformer whose weights can be sharded by heads and by hidden units."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class ModelConfig:
 
 @dataclass
 class KVCache:
-    """Keys and values of one layer, each [B, heads, context, head_width]; filled where tokens have been seen."""
+    """Keys and values of one layer, each [B, heads, context, head_width]; filled at the positions of processed
+    tokens."""
 
     keys: Tensor
     values: Tensor
@@ -37,7 +38,7 @@ class KVCache:
         return cls(torch.zeros(shape), torch.zeros(shape))
 
     def store(self, positions: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values [B, heads, T, head_width] at `positions` [B, T]."""
+        """Store keys and values [B, heads, T, head_width] at `positions` [B, T]."""
         where = positions[:, None, :, None].expand_as(keys)
         self.keys.scatter_(2, where, keys)
         self.values.scatter_(2, where, values)
@@ -48,8 +49,8 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Causal self-attention. The rows of `qkv` go head by head, so that a tensor-parallel rank can hold whole heads;
-    how many it holds is read off the projection's width."""
+    """Causal self-attention. The rows of `qkv` are ordered by head, so that a tensor-parallel rank can have whole
+    heads; the number of heads is derived from the projection's width."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -84,10 +85,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens [B, T] to logits [B, T, vocabulary] of the token that follows each.
+    """Maps tokens [B, T] to logits [B, T, vocabulary] of the token that follows each.
 
-    Rows are padded on the right, so that no real token sees padding. With caches (one per layer) the tokens stand at
-    `positions` [B, T] and see what the caches hold up to there; without, they stand at 0..T-1.
+    Rows are padded on the right, so that no real token attends to padding. With caches (one per layer) the tokens
+    are at `positions` [B, T] and attend to the cached tokens up to there; without, they are at 0..T-1.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -110,7 +111,7 @@ class Transformer(nn.Module):
 
 
 def build(config: ModelConfig, *, seed: int) -> Transformer:
-    """A model whose first weights depend on `seed` alone; the global random state is left as it was."""
+    """Return a model whose initial weights depend on `seed` alone. The global random state is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Transformer(config)

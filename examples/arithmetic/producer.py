@@ -1,4 +1,4 @@
-"""The rollout actor of asynchronous training: samples, judges and scores while the policy workers train."""
+"""The rollout actor of asynchronous training: it samples, rewards and scores while the policy workers train."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .weights import WeightLine
 
 @dataclass(frozen=True)
 class Produced:
-    """Of one call: rewards of the samples put, and of all that were sampled; prompt and response tokens of those put;
-    seconds in all and putting."""
+    """Result of one call: rewards of the samples put, and of all samples; prompt and response tokens of the samples
+    put; total seconds, and seconds in the put."""
 
     rewards: list[float]
     sampled: list[float]
@@ -32,14 +32,14 @@ class Produced:
 
 
 def groups_to_keep(rewards: Sequence[Sequence[float]], count: int) -> list[int]:
-    """`count` of the groups with these rewards, fewer if there are fewer: those whose responses differ in reward first,
-    since all others have no advantages. In their order."""
+    """Return `count` group indices, or fewer if there are fewer, in ascending order. Groups whose rewards differ
+    come first, because the others have no advantages."""
     alike = [len(set(group)) == 1 for group in rewards]
     return sorted(sorted(range(len(rewards)), key=alike.__getitem__)[:count])
 
 
 class Producer(RolloutWorker):
-    """A Ray actor. Of each group it puts all that the loss needs, so that the policy workers have only to train."""
+    """A Ray actor. It puts all inputs of the loss for each group, so that the policy workers only train."""
 
     def __init__(
         self, config: ModelConfig, tokenizer: CharTokenizer, dp_cfg: DataPlaneConfig, *, max_new_tokens: int, seed: int
@@ -49,30 +49,33 @@ class Producer(RolloutWorker):
         self._version = -1
 
     def join(self, directory: str, listeners: int, rank: int) -> None:
-        """Listen for weights, as number `rank` of `listeners`."""
+        """Join the job as listener number `rank` of `listeners`, to receive weights."""
         self._line = WeightLine(directory, listeners, rank=rank)
 
     def begin(self) -> None:
-        """Begin at version 0 with the weights that are sent next, which are the reference, too."""
+        """Receive the next weights as version 0 and as the reference."""
         self.renew(0)
         copy_weights(self._sampler.model, self._reference)
 
     def renew(self, version: int) -> None:
-        """Answer with the weights that are sent next from now on: those of `version`."""
+        """Receive the next weights, and sample with them as `version` from now on."""
         self.set_weights(self._line.receive())
         self._version = version
 
     def produce(
         self, problems: Sequence[Problem], *, group_size: int, version: int, names: Sequence[str], partition_id: str
     ) -> tuple[KVBatchMeta, Produced]:
-        """Sample `group_size` responses to problems with weights of `version` or newer (RuntimeError where they are not
-        here), judge them, and put those to as many problems as `names` are for, a group's samples one after another.
+        """Sample `group_size` responses to problems with weights of `version` or newer (RuntimeError if the actor
+        has older ones), reward them, and put those of one problem for every `group_size` of `names`, with a group's
+        samples consecutive.
 
-        It goes through `problems` until it has enough whose responses are neither all right nor all wrong; where there
-        are too few of these, others are put, too.
+        It samples `problems` until enough groups have neither only right nor only wrong responses. If there are too
+        few such groups, others are put too.
         """
         if self._version < version:
-            raise RuntimeError(f"asked for samples of weights {version}, but those here are {self._version}")
+            raise RuntimeError(
+                f"samples of weight version {version} requested, but this producer has version {self._version}"
+            )
         start = time.perf_counter()
         wanted = len(names) // group_size
         parts: list[BatchedDataDict] = []
@@ -96,12 +99,12 @@ class Producer(RolloutWorker):
         return meta, Produced(columns["reward"].tolist(), sampled, length, end - start, end - put)
 
     def _sampled(self, problems: Sequence[Problem]) -> BatchedDataDict:
-        """A response to each problem, as `rollout_columns`."""
+        """Return a response to each problem, as `rollout_columns`."""
         made, texts = self._sampler.answer(problems, self._generator)
         rewards = [reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
         return rollout_columns(made, texts, rewards)
 
     def close(self) -> None:
-        """Leave the job and the data plane."""
+        """Disconnect from the job and the data plane."""
         self._line.close()
         super().close()

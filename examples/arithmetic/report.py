@@ -1,4 +1,4 @@
-"""What a run shows: a row per step under a progress bar, the accuracy before and after, and the curves."""
+"""Output of a run: a row per step under a progress bar, the accuracy before and after, and the curves."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from rich.table import Table
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow:
-    """What happened in one step of reinforcement learning.
+    """The metrics of one step of reinforcement learning.
 
-    reward: mean over the samples. accuracy: of greedy answers to held-out problems, after the step. kl: per response
-    token, to the reference policy. sampling_gap: mean |log-probability when sampled - when recomputed| per response
-    token. tokens: prompts and responses. plane_s: in calls to the data plane (slowest rank). plane_bytes: held in it.
+    reward: mean over the samples. accuracy: of greedy answers to held-out problems, after the step. kl: per
+    response token, to the reference policy. sampling_gap: mean |log-probability when sampled - when recomputed| per
+    response token. tokens: prompts and responses. plane_s: in calls to the data plane (slowest rank). plane_bytes:
+    stored in it.
     """
 
     step: int
@@ -94,7 +95,7 @@ def _standard_error(values: Sequence[float]) -> float:
 
 
 class Reporter:
-    """Prints a run as it goes. A context manager: the progress bar is there while it is entered."""
+    """Prints the progress of a run. A context manager: the progress bar is shown inside the context."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -119,24 +120,24 @@ class Reporter:
         self._progress.stop()
 
     def stage(self, name: str, *, total: int | None = None) -> None:
-        """Begin a stage of `total` parts, None if nobody knows how many."""
+        """Begin a stage of `total` parts, or of an unknown number if None."""
         self._progress.reset(self._task, description=name, total=total)
 
     def note(self, text: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         self._progress.console.print(text, highlight=False)
 
     def table(self, title: str) -> None:
-        """Begin a table of steps: `title` is above its header."""
+        """Begin a table of steps, with `title` above its header."""
         self.note(title)
         self._rows = 0
 
     def advance(self) -> None:
-        """A part of the stage is done."""
+        """Record that a part of the stage is done."""
         self._progress.advance(self._task)
 
     def step(self, row: StepRow) -> None:
-        """The next row of the table; a part of the stage is done."""
+        """Print the next row of the table, and record that a part of the stage is done."""
         table = Table(box=None, show_header=self._rows == 0, pad_edge=False)
         for name in COLUMNS:
             table.add_column(HEADERS.get(name, name), justify="right", width=WIDTHS.get(name, 8), no_wrap=True)
@@ -146,7 +147,7 @@ class Reporter:
         self.advance()
 
     def result(self, result: Result, curves: Path) -> None:
-        """The accuracy before and after, and where the curves are."""
+        """Print the accuracy before and after, and the path of the curves."""
         table = Table(title="held-out accuracy (± one standard error)")
         for name in ("before", "after", "rise"):
             table.add_column(name, justify="right")
@@ -156,9 +157,9 @@ class Reporter:
 
 
 def plot(steps: Sequence[StepRow], path: Path) -> Path:
-    """Draw the curves of a run into the PNG file `path`, making its directory. Returns its absolute path."""
+    """Draw the curves of a run into the PNG file `path`, creating its directory. Return its absolute path."""
     matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415  (its import needs the backend chosen)
+    from matplotlib import pyplot  # noqa: PLC0415  (import after the backend is selected)
 
     figure, panels = pyplot.subplots(2, 3, figsize=(12, 6), sharex=True, layout="constrained")
     for (name, title), panel in zip(CURVES.items(), panels.flat, strict=True):

@@ -1,4 +1,4 @@
-"""The rollout actor: it answers prompts with the policy's weights and puts what it wrote into the data plane."""
+"""The rollout actor: it answers prompts with the policy's weights and puts the responses into the data plane."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dataplane
-import workers  # noqa: F401  (so that "actor:..." addresses of the data plane are found)
+import workers  # noqa: F401  (registers the resolver of "actor:..." addresses of the data plane)
 from dataplane import BatchedDataDict, DataPlaneConfig, KVBatchMeta
 
 from .data import Problem, reward
@@ -21,7 +21,7 @@ from .tokenizer import END, PAD, CharTokenizer
 
 @dataclass(frozen=True)
 class RolloutStats:
-    """Of one rollout: mean reward, prompt and response tokens, and seconds spent putting them into the data plane."""
+    """Of one rollout: mean reward, prompt and response tokens, and seconds in the put."""
 
     reward: float
     tokens: int
@@ -29,7 +29,7 @@ class RolloutStats:
 
 
 class Sampler:
-    """A policy that answers problems in text. No Ray, no data plane."""
+    """A policy that answers problems in text, without Ray and data plane."""
 
     def __init__(self, model: Transformer, tokenizer: CharTokenizer, *, max_new_tokens: int) -> None:
         self.model = model
@@ -39,26 +39,26 @@ class Sampler:
     def answer(
         self, problems: Sequence[Problem], generator: torch.Generator | None = None
     ) -> tuple[Generation, list[str]]:
-        """A response to each problem, sampled with `generator` or greedy without, as tokens and as text."""
+        """Return a response to each problem, as tokens and as text, sampled with `generator` or greedy without."""
         prompts = [self.tokenizer.encode(problem.prompt) for problem in problems]
         made = generate(self.model, prompts, max_new_tokens=self.max_new_tokens, generator=generator)
         rows = zip(made.tokens.tolist(), made.prompt_lengths.tolist(), made.lengths.tolist(), strict=True)
         return made, [self.tokenizer.decode(tokens[first:end]) for tokens, first, end in rows]
 
     def right(self, problems: Sequence[Problem]) -> list[float]:
-        """For each problem 1 where the greedy answer is right, else 0."""
+        """Return for each problem 1 if the greedy answer is right, else 0."""
         _, texts = self.answer(problems)
         return [reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
 
 
 def response_mask(prompt_lengths: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """[N, width] float32: 1 on the tokens from the end of the prompt to the end of the response."""
+    """Return [N, width] float32: 1 for the tokens from the end of the prompt to the end of the response."""
     places = torch.arange(width)
     return ((places >= prompt_lengths[:, None]) & (places < lengths[:, None])).float()
 
 
 def rollout_columns(made: Generation, texts: Sequence[str], rewards: Sequence[float]) -> BatchedDataDict:
-    """What a rollout puts into the data plane, per-token columns padded [N, S]."""
+    """Return the columns that a rollout puts into the data plane; per-token columns are padded [N, S]."""
     return BatchedDataDict(
         {
             "input_ids": made.tokens,
@@ -72,7 +72,7 @@ def rollout_columns(made: Generation, texts: Sequence[str], rewards: Sequence[fl
 
 
 def text_columns(problems: Sequence[Problem], tokenizer: CharTokenizer) -> BatchedDataDict:
-    """Problems with their answers, as columns to learn from."""
+    """Return problems with their answers, as columns for supervised training."""
     prompts = [tokenizer.encode(problem.prompt) for problem in problems]
     rows = [
         [*prompt, *tokenizer.encode(problem.answer), END] for prompt, problem in zip(prompts, problems, strict=True)
@@ -89,7 +89,7 @@ def text_columns(problems: Sequence[Problem], tokenizer: CharTokenizer) -> Batch
 
 
 class RolloutWorker:
-    """A Ray actor. The driver gets metas from it, never tensors."""
+    """A Ray actor. It returns metas to the driver, never tensors."""
 
     def __init__(
         self, config: ModelConfig, tokenizer: CharTokenizer, dp_cfg: DataPlaneConfig, *, max_new_tokens: int, seed: int
@@ -100,7 +100,7 @@ class RolloutWorker:
         self._generator = torch.Generator().manual_seed(seed)
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
-        """Answer with these weights from now on."""
+        """Use these weights from now on."""
         self._sampler.model.load_state_dict(weights)
 
     def put_texts(self, problems: list[Problem], *, partition_id: str) -> KVBatchMeta:
@@ -111,7 +111,8 @@ class RolloutWorker:
     def rollout(
         self, problems: list[Problem], *, group_size: int, step: int, partition_id: str
     ) -> tuple[KVBatchMeta, RolloutStats]:
-        """Sample `group_size` responses to each problem, judge them and put them; a group's samples stand together."""
+        """Sample `group_size` responses to each problem, reward them and put them. A group's samples are
+        consecutive."""
         repeated = [problem for problem in problems for _ in range(group_size)]
         made, texts = self._sampler.answer(repeated, self._generator)
         rewards = [reward(problem, text) for problem, text in zip(repeated, texts, strict=True)]
@@ -126,7 +127,7 @@ class RolloutWorker:
         return self._sampler.right(problems)
 
     def close(self) -> None:
-        """Leave the data plane."""
+        """Disconnect from the data plane."""
         self._client.close()
 
     def _put(self, columns: BatchedDataDict, names: list[str], partition_id: str) -> KVBatchMeta:

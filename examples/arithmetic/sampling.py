@@ -1,4 +1,4 @@
-"""Generating responses with a key-value cache, for rows whose prompts differ in length."""
+"""Generation of responses with a key-value cache, for rows whose prompts differ in length."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from .tokenizer import END, PAD
 
 @dataclass(frozen=True)
 class Generation:
-    """tokens: [N, S], each row its prompt, its response and padding. prompt_lengths, lengths: [N] (lengths count the
-    response too, END included). logprobs: [N, S], of the response tokens under the policy that sampled them, else 0."""
+    """tokens: [N, S], each row its prompt, its response and padding. prompt_lengths, lengths: [N] (lengths include
+    the response and its END). logprobs: [N, S], of the response tokens under the policy that sampled them, else
+    0."""
 
     tokens: Tensor
     prompt_lengths: Tensor
@@ -27,20 +28,23 @@ class Generation:
 def generate(
     model: Transformer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, generator: torch.Generator | None
 ) -> Generation:
-    """Continue every prompt until END or `max_new_tokens`. Sampled at temperature 1, or greedily without a generator.
+    """Continue every prompt until END or `max_new_tokens`, sampled at temperature 1, or greedily without a
+    generator.
 
-    ValueError where prompt and response could outgrow the model's context.
+    ValueError if prompt and response could exceed the model's context.
     """
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     longest = int(lengths.max())
     width = longest + max_new_tokens
     if width > model.config.context:
-        raise ValueError(f"prompts and responses of {width} tokens do not fit the model's {model.config.context}")
+        raise ValueError(
+            f"prompts and responses of {width} tokens exceed the model's context of {model.config.context}"
+        )
     tokens = torch.tensor([[*prompt, *[PAD] * (width - len(prompt))] for prompt in prompts])
     logprobs = torch.zeros(tokens.shape)
     ends = lengths.clone()
     caches = [KVCache.empty(len(prompts), model.config) for _ in range(model.config.layers)]
-    rows = torch.arange(len(prompts))  # those still going; the caches hold these only
+    rows = torch.arange(len(prompts))  # unfinished rows; the caches have only these
     seen, places = tokens[:, :longest], torch.arange(longest).expand(len(prompts), -1)
     scores = model(seen, places, caches)[rows, lengths - 1].log_softmax(-1)
     for left in reversed(range(max_new_tokens)):

@@ -1,4 +1,4 @@
-"""What a run is about: its problems, and what follows from their texts."""
+"""The task of a run: its problems, and the tokenizer and model for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tokenizer import CharTokenizer
 
 @dataclass(frozen=True)
 class Task:
-    """max_new_tokens: the longest answer, its END, and one more for a policy that errs."""
+    """max_new_tokens: length of the longest answer, its END, and one more token for wrong answers."""
 
     train: list[Problem]
     held_out: list[Problem]

@@ -1,15 +1,15 @@
-"""Who was busy when: spans of time, what they cover together and in common."""
+"""Time spans: their union and their intersection."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 Span = tuple[float, float]
-"""From and to, in seconds of one clock."""
+"""Start and end, in seconds of one clock."""
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The times that any of `spans` covers, ascending and apart."""
+    """Return the union of `spans` as disjoint spans, in ascending order."""
     result: list[Span] = []
     for start, end in sorted(spans):
         if result and start <= result[-1][1]:
@@ -20,11 +20,11 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def covered(spans: Iterable[Span]) -> float:
-    """Seconds that any of `spans` covers."""
+    """Return the seconds that the union of `spans` covers."""
     return sum(end - start for start, end in merged(spans))
 
 
 def common(ones: Iterable[Span], others: Iterable[Span]) -> float:
-    """Seconds that some of `ones` and some of `others` cover at the same time."""
+    """Return the seconds that the unions of `ones` and of `others` have in common."""
     left, right = merged(ones), merged(others)
     return covered(left) + covered(right) - covered([*left, *right])

@@ -1,4 +1,4 @@
-"""A token per character, and two more: padding, and the end of a text."""
+"""A token per character, and two special tokens: padding, and the end of a text."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class CharTokenizer:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> CharTokenizer:
-        """The tokenizer of every character in `texts`."""
+        """Return the tokenizer of all characters in `texts`."""
         return cls("".join(sorted(set().union(*texts))))
 
     @property
     def size(self) -> int:
-        """How many different tokens there are."""
+        """The number of different tokens."""
         return 2 + len(self.alphabet)
 
     def encode(self, text: str) -> list[int]:
-        """ValueError for a character outside the alphabet."""
+        """Return the tokens of a text. ValueError for a character outside the alphabet."""
         return [2 + self.alphabet.index(character) for character in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text up to the first END. A PAD becomes the null character, which no right answer holds."""
+        """Return the text up to the first END. A PAD becomes the null character, which no right answer contains."""
         characters = []
         for token in tokens:
             if token == END:

@@ -1,4 +1,5 @@
-"""The policy's weights on their way to the producers: a broadcast from the first policy worker, no copy through Ray."""
+"""Transfer of the policy's weights to the producers: a broadcast from the first policy worker, without a copy
+through Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ SOURCE, LISTENERS = "policy", "listeners"
 
 
 class WeightLine:
-    """One end: of the source, or of listener number `rank` of `listeners`. directory: the address of the job's."""
+    """One end of the transfer: the source, or listener number `rank` of `listeners`. directory: address of the
+    job's directory."""
 
     def __init__(self, directory: str, listeners: int, *, rank: int | None = None) -> None:
         me = WorkerAddress(SOURCE, 0) if rank is None else WorkerAddress(LISTENERS, rank)
@@ -26,40 +28,40 @@ class WeightLine:
         self._in_flight: AsyncWork[None] | None = None
 
     def send(self, weights: dict[str, Tensor]) -> None:
-        """Send to all listeners, as the weights are now. Waits until all have what was sent before."""
+        """Send the current weights to all listeners. Waits until all have the previous ones."""
         if self._in_flight is not None:
             self._in_flight.wait()
         self._in_flight = self._messenger.broadcast(weights, self._all, async_op=True)
 
     def receive(self) -> dict[str, Tensor]:
-        """What the source sends next."""
+        """Return the next weights that the source sends."""
         return self._messenger.broadcast(None, self._all)
 
     def close(self) -> None:
-        """Leave the job."""
+        """Disconnect from the job."""
         self._messenger.close()
         self._directory.close()
 
 
 class SendingWorker(PolicyWorker):
-    """A policy worker, the first of which sends weights."""
+    """A policy worker. The worker on the first rank sends weights."""
 
     _line: WeightLine | None = None
 
     def join(self, directory: str, listeners: int) -> None:
-        """Be the source of the weights, on the first rank."""
+        """Become the source of the weights, on the first rank."""
         if dist.get_rank() == 0:
             self._line = WeightLine(directory, listeners)
 
     def send_weights(self) -> None:
-        """Send the policy's weights; all ranks must be called. The first data-parallel rank gathers them."""
+        """Send the policy's weights. Call this on all ranks. The first data-parallel rank gathers them."""
         if self.mesh.get_local_rank("dp") == 0:
             whole = self.learner.weights()
             if self._line is not None:
                 self._line.send(whole)
 
     def leave(self) -> None:
-        """Stop being the source."""
+        """Stop sending weights."""
         line, self._line = self._line, None
         if line is not None:
             line.close()

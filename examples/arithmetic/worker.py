@@ -1,4 +1,5 @@
-"""The policy worker actor: a learner whose batches come from, and whose log-probabilities go to, the data plane."""
+"""The policy worker actor: a learner that reads its batches from the data plane and writes its log-probabilities to
+it."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ from .tokenizer import PAD
 class PolicyWorker(TQWorkerMixin):
     """One rank of data_parallel x tensor_parallel.
 
-    The driver calls the mixin's `*_presharded` entrypoints with a meta of this data-parallel rank's samples. The mixin
-    has the first tensor-parallel rank fetch them and broadcast to its siblings, calls `train`, `get_logprobs` or
-    `get_reference_policy_logprobs` below on every rank, and has the first write log-probabilities back.
+    The driver calls the mixin's `*_presharded` entrypoints with a meta of this data-parallel rank's samples. The
+    mixin fetches them on the first tensor-parallel rank and broadcasts them to its siblings, calls `train`,
+    `get_logprobs` or `get_reference_policy_logprobs` below on every rank, and writes log-probabilities back on the
+    first.
     """
 
     def __init__(self, config: JobConfig, model: ModelConfig) -> None:
@@ -36,7 +38,7 @@ class PolicyWorker(TQWorkerMixin):
         self.learner = Learner(model, self.mesh, seed=config.seed, optimizer=config.warm_start.optimizer)
         self._plane_s = 0.0
 
-    # What the mixin asks of its host.
+    # Methods that the mixin requires.
 
     def train(
         self,
@@ -46,9 +48,9 @@ class PolicyWorker(TQWorkerMixin):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """An optimizer step per `gbs` samples over all data-parallel ranks (all samples when None), in their order; no
-        step in `eval_mode`. Returns `loss` and `grad_norm`, means over the steps, and `all_mb_metrics`, lists with a
-        value per step; all are the same on every rank."""
+        """Make an optimizer step per `gbs` samples over all data-parallel ranks (all samples if None), in their
+        order; no step in `eval_mode`. Return `loss` and `grad_norm`, means over the steps, and `all_mb_metrics`,
+        lists with a value per step; all are the same on every rank."""
         rows = len(data["input_ids"]) if gbs is None else gbs // self.mesh["dp"].size()
         steps = self.learner.train(
             tensors(data),
@@ -61,14 +63,14 @@ class PolicyWorker(TQWorkerMixin):
         return means | {"all_mb_metrics": {name: [step[name] for step in steps] for name in steps[0]}}
 
     def get_logprobs(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
-        """`logprobs` [N, S] of the tokens under the policy."""
+        """Return `logprobs` [N, S] of the tokens under the policy."""
         rows = micro_batch_size or self.config.micro_batch_size
         return BatchedDataDict({"logprobs": self.learner.logprobs(tensors(data), micro_batch_size=rows)})
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[Any]:
-        """`reference_logprobs` [N, S] of the tokens under the frozen reference policy."""
+        """Return `reference_logprobs` [N, S] of the tokens under the frozen reference policy."""
         rows = micro_batch_size or self.config.micro_batch_size
         logprobs = self.learner.logprobs(tensors(data), micro_batch_size=rows, reference=True)
         return BatchedDataDict({"reference_logprobs": logprobs})
@@ -82,31 +84,32 @@ class PolicyWorker(TQWorkerMixin):
     def _pad_value_dict(self) -> dict[str, Any]:
         return {"input_ids": PAD}
 
-    # What this example's driver asks besides.
+    # Methods that this example's driver calls.
 
     def begin_reinforcement(self) -> None:
-        """The policy as it is now becomes the reference; the optimizer starts afresh with the settings for RL."""
+        """Copy the policy's weights to the reference, and start a new optimizer with the settings for reinforcement
+        learning."""
         self.learner.freeze_reference()
         self.learner.set_optimizer(self.config.optimizer)
 
     def restart(self, optimizer: OptimizerConfig | None = None) -> None:
-        """Reinforcement begins anew: the policy is the reference again, and the optimizer fresh, with its settings for
-        RL unless others are given."""
+        """Restart reinforcement learning: copy the reference's weights to the policy, and start a new optimizer, by
+        default with the settings for reinforcement learning."""
         copy_weights(self.learner.reference, self.learner.policy)
         self.learner.set_optimizer(optimizer or self.config.optimizer)
 
     def weights(self) -> dict[str, Tensor] | None:
-        """The whole weights on the first rank, None elsewhere; all ranks must be called."""
+        """Return the unsharded weights on the first rank, None on the others. Call this on all ranks."""
         whole = self.learner.weights()
         return whole if dist.get_rank() == 0 else None
 
     def take_plane_s(self) -> float:
-        """Seconds that this rank spent fetching and writing back since it was last asked."""
+        """Return the seconds that this rank spent fetching and writing back since the last call."""
         spent, self._plane_s = self._plane_s, 0.0
         return spent
 
     def shutdown(self) -> None:
-        """Leave the data plane and the process group."""
+        """Disconnect from the data plane and the process group."""
         self.close_data_plane()
         dist.destroy_process_group()
 
@@ -123,5 +126,5 @@ class PolicyWorker(TQWorkerMixin):
 
 
 def tensors(data: BatchedDataDict[Any]) -> Batch:
-    """The tensor columns of a batch."""
+    """Return the tensor columns of a batch."""
     return {name: column for name, column in data.items() if isinstance(column, Tensor)}

@@ -157,7 +157,7 @@ def test_a_broker_that_is_killed_is_named_and_the_name_is_free(
     channel = Channel.create("lost", node_rank=1, directory=directory)
     work: Any = channel.get(async_op=True)
     ray.kill(brokers[1])
-    with pytest.raises(ChannelLostError, match=r"'lost'.*is gone"):
+    with pytest.raises(ChannelLostError, match=r"'lost'.*was lost"):
         work.wait()
     again = Channel.create("lost", node_rank=0, directory=directory)
     again.put(1)
@@ -171,7 +171,7 @@ def test_a_broker_whose_process_dies_is_started_again(
     channel = Channel.create("again", directory=directory)
     work: Any = channel.get(async_op=True)
     os.kill(ray.get(brokers[0].__ray_call__.remote(lambda _: os.getpid()), timeout=WAIT_S), signal.SIGKILL)
-    with pytest.raises(ChannelLostError, match=r"'again'.*is gone"):
+    with pytest.raises(ChannelLostError, match=r"'again'.*was lost"):
         work.wait()
     rollout = Rollout.remote()
     for name in ("again", "another"):
@@ -198,7 +198,7 @@ def test_where_one_broker_cannot_start_none_stays_and_its_node_is_named(director
     directory.register_channel("@broker/8", ("somewhere",), {})
     with pytest.raises(RayError) as raised:
         start_brokers({7: node, 8: node}, directory.address, capacity_bytes=CAPACITY)
-    assert raised.value.__notes__ == [f"the broker of channels on node 8 ({node}) did not start"]
+    assert raised.value.__notes__ == [f"The channel broker on node 8 ({node}) did not start"]
     _gone(directory, "@broker/7")
     with pytest.raises(ValueError, match=none):
         start_brokers({7: node, 8: none}, directory.address, capacity_bytes=CAPACITY)

@@ -116,7 +116,7 @@ def test_channels_are_for_workers_the_driver_and_async_code(group: WorkerGroup[T
 
 
 def test_a_channel_is_not_made_on_a_node_that_there_is_not(cluster: Cluster, group: WorkerGroup[Talker]) -> None:
-    said = f"node 7 was named; the cluster has {cluster.num_nodes} nodes, counted from 0"
+    said = f"node_rank=7 is out of range; the cluster has {cluster.num_nodes} nodes, counted from 0"
     with pytest.raises(ValueError, match=said):
         cluster.create_channel("nowhere", node_rank=7)
     with pytest.raises(ValueError, match=said):

@@ -1,5 +1,5 @@
-"""Queues between workers, and the broker that holds their items. Names are loaded when first used, so that the
-broker's process never imports torch."""
+"""Channels (queues between workers) and the broker that stores their items. Names are imported on first use, so that
+the broker's process never imports torch."""
 
 from __future__ import annotations
 

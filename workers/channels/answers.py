@@ -1,4 +1,4 @@
-"""What a broker's answers are to callers, where they are not what was asked for."""
+"""Errors for the answers of a broker that are not results."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from workers.channels.errors import ChannelClosedError, EndOfChannelError, ItemT
 
 
 def error_of(answer: Any, channel: str, key: Any) -> Exception:
-    """Of a put or get under `key`."""
+    """Return the error for the answer to a put or get under `key`."""
     match answer:
         case wire.Full():
-            return asyncio.QueueFull(f"channel {channel!r} has no place under key {key!r}")
+            return asyncio.QueueFull(f"channel {channel!r} has no free place under key {key!r}")
         case wire.Empty():
             return asyncio.QueueEmpty(f"channel {channel!r} has no item under key {key!r}")
         case wire.Ended():
@@ -22,4 +22,4 @@ def error_of(answer: Any, channel: str, key: Any) -> Exception:
             return ChannelClosedError(channel=channel)
         case wire.TooLarge(limit_bytes=limit):
             return ItemTooLargeError(channel=channel, limit_bytes=limit)
-    return RuntimeError(f"channel {channel!r}: its broker said {answer!r}")
+    return RuntimeError(f"channel {channel!r}: unexpected answer {answer!r} from its broker")

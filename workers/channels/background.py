@@ -1,4 +1,4 @@
-"""Requests under way while nobody waits for them: one connection, and one thread that takes in the answers."""
+"""Asynchronous requests to a broker: one connection, and one thread that receives the answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from workers.transport.stream import StreamLostError, StreamSilentError
 log = logging.getLogger(__name__)
 
 LATER_BYTES = 1 << 30
-"""Bytes of puts that may wait here for space at the broker."""
+"""Bytes of puts that may wait in this process for space at the broker."""
 
 MOST_STALE = 1000
 LARGER_THAN_ANY = 1 << 62
@@ -36,8 +36,8 @@ Reply = wire.AnyAnswer | ArrivedItems
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A request that was not answered. cancelled: its deadline passed, and the broker was told; unwanted: nobody has
-    its handle any more."""
+    """A request without an answer yet. cancelled: its deadline passed and a Cancel was sent to the broker; unwanted:
+    its handle was garbage-collected."""
 
     future: Future[Any]
     what: str
@@ -50,7 +50,7 @@ class _Open:
 
 @dataclass(slots=True, eq=False)
 class _Confirming:
-    """Items that were acknowledged, as the broker has to confirm."""
+    """Acknowledged items whose acknowledgement the broker has to confirm."""
 
     future: Future[None]
     until: float
@@ -58,7 +58,7 @@ class _Confirming:
 
 @dataclass(slots=True, eq=False)
 class _Later:
-    """A put that waits for space, or behind one that does. asked: the number under which space was asked for."""
+    """A put that waits for space, or behind another put that does. asked: the number of its Reserve request."""
 
     open: _Open
     request: wire.Put
@@ -68,15 +68,15 @@ class _Later:
 
 
 class PumpEndedError(Exception):
-    """It takes no more requests; a new one will, if the broker lives."""
+    """This pump accepts no more requests. A new pump does if the broker is alive."""
 
 
 class Pump:
-    """Any thread may begin requests; puts of one thread arrive in the order they were begun.
+    """Thread-safe. Puts of one thread arrive in the order in which they began.
 
-    Futures are completed in the pump's thread: with an answer, with `ArrivedItems`, whose items are to be taken or
-    dropped, or with an error; what it calls must not wait for others. lost: makes the error that all of them get should
-    the broker die. `PumpEndedError` from `begin` and `begin_put` where the thread has ended.
+    The pump's thread completes the futures: with an answer, with `ArrivedItems`, whose items the caller takes or
+    drops, or with an error. Their callbacks must not block. lost: makes the error of all pending futures if the
+    broker dies. `begin` and `begin_put` raise `PumpEndedError` if the thread has ended.
     """
 
     def __init__(self, line: Line, channel: str, lost: Callable[[str, BaseException], Exception]) -> None:
@@ -85,8 +85,8 @@ class Pump:
         self._lost = lost
         self._guard = threading.Lock()
         self._open: dict[int, _Open] = {}
-        self._looks: list[tuple[float, int]] = []
-        self._next_look = float("inf")
+        self._timers: list[tuple[float, int]] = []
+        self._next_timer = float("inf")
         self._later: dict[tuple[str, bytes], deque[_Later]] = {}
         self._asked: dict[int, _Later] = {}
         self._later_bytes = 0
@@ -98,20 +98,25 @@ class Pump:
         self._retiring = False
         self.ended: BaseException | None = None
         self._thread = PollThread(
-            "tq-channel", line.stream.poller(), self._turn, self._over, timeout_ms=self._timeout_ms, completes=True
+            "tq-channel",
+            line.stream.poller(),
+            self._turn,
+            self._thread_ended,
+            timeout_ms=self._timeout_ms,
+            completes=True,
         )
         self._thread.start()
 
-    # --- from any thread
+    # --- called from any thread
 
     @property
     def putting(self) -> bool:
-        """Whether puts are under way, which later ones must not overtake."""
+        """Whether puts are pending, which later puts must not overtake."""
         return bool(self._puts)
 
     def begin(self, make: Callable[[int], wire.AnyRequest], what: str, until: float) -> tuple[int, Future[Any]]:
-        """Send what `make` makes of a number: that, and the future of its answer. Blocks only while the broker does
-        not read, for `GRACE_S` at most."""
+        """Send the request that `make` makes of a number. Return that number and the future of the answer. Blocks for
+        at most `GRACE_S` while the broker does not read."""
         with self._guard:
             self._check()
             number = self._line.number()
@@ -120,8 +125,9 @@ class Pump:
         return number, entry.future
 
     def begin_put(self, request: wire.Put, parcel: Parcel, what: str, until: float) -> tuple[int, Future[Any]]:
-        """Put `parcel`, as it is now; the number of `request` is set here. Its bytes are copied: into the broker's
-        memory, or, where there is no space for them yet, into this process's. `MemoryError` where too much waits so."""
+        """Put `parcel` as it is now, and set the number of `request`. The bytes are copied into the broker's memory,
+        or, if it has no space for them yet, into this process's memory. `MemoryError` if the waiting puts would
+        exceed `LATER_BYTES`."""
         line = (request.channel, request.key)
         with self._guard:
             self._check()
@@ -136,7 +142,7 @@ class Pump:
                 space = self._line.take_preallocated(parcel.nbytes)
                 must_wait = space == NOWHERE
             if must_wait and self._later_bytes + parcel.nbytes > LATER_BYTES:
-                raise MemoryError(f"{what}: {self._later_bytes:,} bytes of puts wait for space already; wait for some")
+                raise MemoryError(f"{what}: {self._later_bytes:,} bytes of puts wait for space; wait for some of them")
             entry = self._enter(request.number, what, until)
             entry.want = request.want
             self._puts.add(request.number)
@@ -148,21 +154,21 @@ class Pump:
         return request.number, entry.future
 
     def drop(self, number: int) -> None:
-        """Nobody wants the answer to a get any more. Only enqueues: also for finalizers."""
+        """Cancel a get whose handle was garbage-collected. Only enqueues, so a finalizer may call this."""
         self._unwanted.append(number)
         self._thread.wake()
 
     def retire(self) -> None:
-        """End by itself once nothing is under way."""
+        """End the thread once no request is pending."""
         self._retiring = True
         self._thread.wake()
 
     def close(self) -> None:
-        """End now: whatever is under way fails with `ChannelClosedError`. Blocks until the thread has ended."""
+        """End now. Pending requests fail with `ChannelClosedError`. Blocks until the thread has ended."""
         self._thread.close()
 
     def forget(self) -> None:
-        """In a forked child, where there is no such thread: close this copy of its connection."""
+        """Close this copy of the connection in a forked child, which has no copy of the thread."""
         self._line.close()
         self._thread.forget()
 
@@ -175,16 +181,16 @@ class Pump:
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         entry = self._open[number] = _Open(future, what, now, until)
-        self._look(number, min(until, now + waiting.LOG_EVERY_S))
+        self._set_timer(number, min(until, now + waiting.LOG_EVERY_S))
         return entry
 
-    def _look(self, number: int, at: float) -> None:
-        heapq.heappush(self._looks, (at, number))
-        if at < self._next_look:
+    def _set_timer(self, number: int, at: float) -> None:
+        heapq.heappush(self._timers, (at, number))
+        if at < self._next_timer:
             self._thread.wake()
 
     def _write(self, write: Callable[[], None]) -> None:
-        """What goes wrong here is what the thread finds too, and says to all."""
+        """Write to the connection. The thread sees the same error and raises it in all pending calls."""
         try:
             write()
         except (StreamLostError, StreamSilentError) as error:
@@ -209,6 +215,7 @@ class Pump:
         self._send(wire.encode(wire.Reserve(later.asked, *later.line, later.parcel.nbytes, later.request.nowait)))
 
     def _space_answered(self, later: _Later, answer: Reply, done: list[Callable[[], None]]) -> None:
+        """Send a waiting put into the space that the broker reserved for it, then continue with its queue."""
         del self._asked[later.asked]
         if isinstance(answer, wire.ItemSpace):
             if later.request.number in self._open:
@@ -218,10 +225,10 @@ class Pump:
                 self._send(wire.encode(wire.ReleaseSpace(self._line.number(), answer.space)))
         else:
             self._answered(later.request.number, answer, done)
-        self._go_on(later)
+        self._continue_queue(later)
 
-    def _go_on(self, later: _Later) -> None:
-        """The first of its line is sent, or was given up: now the next ones."""
+    def _continue_queue(self, later: _Later) -> None:
+        """Continue with the next puts of a queue after its first one was sent or cancelled."""
         queue = self._later[later.line]
         self._later_bytes -= queue.popleft().parcel.nbytes
         while queue:
@@ -248,17 +255,17 @@ class Pump:
 
     def _timeout_ms(self) -> int | None:
         with self._guard:
-            while self._looks and not self._awaits(self._looks[0][1]):
-                heapq.heappop(self._looks)
-            if len(self._looks) > MOST_STALE + 2 * len(self._open):
-                self._looks = [look for look in self._looks if self._awaits(look[1])]
-                heapq.heapify(self._looks)
-            self._next_look = self._looks[0][0] if self._looks else float("inf")
+            while self._timers and not self._awaits(self._timers[0][1]):
+                heapq.heappop(self._timers)
+            if len(self._timers) > MOST_STALE + 2 * len(self._open):
+                self._timers = [look for look in self._timers if self._awaits(look[1])]
+                heapq.heapify(self._timers)
+            self._next_timer = self._timers[0][0] if self._timers else float("inf")
             if self._unwanted or self.ended is not None or self._done():
                 return 0
-            if not self._looks:
+            if not self._timers:
                 return None
-            return poll_ms(self._next_look - time.monotonic())
+            return poll_ms(self._next_timer - time.monotonic())
 
     def _awaits(self, number: int) -> bool:
         return number in self._open or number in self._confirming
@@ -267,13 +274,14 @@ class Pump:
         return self._retiring and not (self._open or self._arrived or self._confirming)
 
     def _take_in(self) -> tuple[BaseException | None, list[Callable[[], None]]]:
-        """Take in what has come, and see to what is due. Why to end, or None; and the futures to complete."""
+        """Handle arrived answers and due deadlines. Return the reason to end, or None, and the futures to
+        complete."""
         done: list[Callable[[], None]] = []
         try:
             while (message := self._line.stream.arrived()) is not None:
                 answer = self._line.answer(message, time.monotonic() + GRACE_S, self._settle)
                 if message.payload_bytes:
-                    # However long it took, other answers could not come meanwhile.
+                    # No other answer could arrive while this payload was received.
                     self._heard = time.monotonic()
                 later = self._asked.get(answer.number)
                 if later is not None:
@@ -281,17 +289,17 @@ class Pump:
                 else:
                     self._answered(answer.number, answer, done)
             self._drop_unwanted()
-            self._look_after(time.monotonic(), done)
+            self._check_timers(time.monotonic(), done)
         except (StreamLostError, StreamSilentError) as error:
             return error, done
         if self.ended is None and self._done():
-            self.ended = self._let_go()
+            self.ended = self._disconnected()
         return self.ended, done
 
     def _settle(self, request: wire.AckItems | wire.NackItems) -> Future[None] | None:
-        """Acknowledge items, or give them back; the future of what has to be confirmed. From any thread. What cannot be
-        acknowledged is not ours: it goes to the next getter, and its bytes may have been another's when they were
-        read."""
+        """Acknowledge items or give them back; callable from any thread. Return the future of the confirmation, None
+        if the broker sends none. Raises if the items cannot be acknowledged: the next getter receives them, and the
+        bytes that were read may already have belonged to another item."""
         number = request.number
         confirming: _Confirming | None = None
         with self._guard:
@@ -299,7 +307,7 @@ class Pump:
             if self.ended is None:
                 if isinstance(request, wire.AckItems) and request.confirm:
                     confirming = self._confirming[number] = _Confirming(Future(), time.monotonic() + CONFIRM_S)
-                    self._look(number, confirming.until)
+                    self._set_timer(number, confirming.until)
                 self._write(lambda: self._send(wire.encode(request)))
             ended = self.ended
         if self._retiring:
@@ -314,6 +322,7 @@ class Pump:
         return self._lost(f"taking an item of channel {self._channel!r}", ended)
 
     def _answered(self, number: int, answer: Reply, done: list[Callable[[], None]]) -> None:
+        """Complete the future of a request, or of a confirmation, with its answer."""
         confirmed = self._confirming.pop(number, None)
         if confirmed is not None:
             done.append(lambda: confirmed.future.set_result(None))
@@ -347,36 +356,35 @@ class Pump:
                 self._arrived.discard(number)
                 self._send(wire.encode(wire.NackItems(number)))
 
-    def _look_after(self, now: float, done: list[Callable[[], None]]) -> None:
-        """Of requests whose moment has come: a line in the log, or that time is up."""
-        while self._looks and self._looks[0][0] <= now:
-            _, number = heapq.heappop(self._looks)
+    def _check_timers(self, now: float, done: list[Callable[[], None]]) -> None:
+        """Log or cancel each request whose time to look has come."""
+        while self._timers and self._timers[0][0] <= now:
+            _, number = heapq.heappop(self._timers)
             entry, confirming = self._open.get(number), self._confirming.get(number)
             if confirming is not None:
-                self._look_again(number, confirming.until, CONFIRM_S, now, StreamLostError(UNCONFIRMED))
+                self._check_silence(number, confirming.until, CONFIRM_S, now, StreamLostError(UNCONFIRMED))
             if entry is None:
                 continue
             if now < entry.until:
                 waited_s, left_s = now - entry.begun, entry.until - now
-                log.warning("%s: waiting since %.0f s, another %.0f s at most", entry.what, waited_s, left_s)
-                self._look(number, min(entry.until, now + waiting.LOG_EVERY_S))
+                log.warning("%s: waiting for %.0f s, at most %.0f s more", entry.what, waited_s, left_s)
+                self._set_timer(number, min(entry.until, now + waiting.LOG_EVERY_S))
             elif entry.cancelled:
-                self._look_again(number, now, GRACE_S, now, StreamSilentError())
+                self._check_silence(number, now, GRACE_S, now, StreamSilentError())
             elif not self._give_up_later(number, entry, done):
                 entry.cancelled = True
                 self._send(wire.encode(wire.Cancel(number)))
-                self._look(number, now + GRACE_S)
+                self._set_timer(number, now + GRACE_S)
 
-    def _look_again(self, number: int, until: float, silent_s: float, now: float, error: Exception) -> None:
-        """The broker's word is due at the moment `until`, or `silent_s` after what came last before it, if that is
-        later."""
+    def _check_silence(self, number: int, until: float, silent_s: float, now: float, error: Exception) -> None:
+        """Raise `error` once `until` has passed and no payload arrived for `silent_s`; otherwise look again then."""
         until = max(until, self._heard + silent_s)
         if now >= until:
             raise error
-        self._look(number, until)
+        self._set_timer(number, until)
 
     def _give_up_later(self, number: int, entry: _Open, done: list[Callable[[], None]]) -> bool:
-        """Give up a put that was not sent; whether it was such a one."""
+        """Cancel a put that waits in this process. Return whether `number` was such a put."""
         for queue in self._later.values():
             for later in queue:
                 if later.request.number == number:
@@ -386,14 +394,15 @@ class Pump:
                     return True
         return False
 
-    def _let_go(self) -> ChannelClosedError:
-        return ChannelClosedError(channel=self._channel, why="this handle let it go")
+    def _disconnected(self) -> ChannelClosedError:
+        return ChannelClosedError(channel=self._channel, why="this handle was disconnected")
 
-    def _over(self, defect: BaseException | None) -> None:
+    def _thread_ended(self, defect: BaseException | None) -> None:
+        """Fail all pending requests after the thread has ended."""
         if defect is not None:
-            log.error("the thread of channel %r failed", self._channel, exc_info=defect)
+            log.error("Channel %r: its background thread failed", self._channel, exc_info=defect)
         with self._guard:
-            self.ended = error = defect or self.ended or self._let_go()
+            self.ended = error = defect or self.ended or self._disconnected()
             left, self._open = list(self._open.values()), {}
             confirming, self._confirming = list(self._confirming.values()), {}
             self._puts.clear()

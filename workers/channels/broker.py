@@ -1,8 +1,9 @@
-"""The broker: one thread that holds channels' items and moves them between sockets and memory.
+"""The broker: one thread that stores the items of channels and moves them between sockets and memory.
 
-Clients on its host map its memory and write and read items there, so that only a few bytes pass through the thread;
-others send and receive them over tcp, straight into and out of that memory. A client is one connection; when it ends,
-so do its waits, and what it had not acknowledged goes to the next getter.
+Clients on the broker's host map its memory and read and write items there, so only a few bytes of each item pass
+through the thread. Other clients send and receive items over TCP, directly into and out of that memory. Each
+connection is one client. When a connection ends, its waits end, and the next getter receives its unacknowledged
+items.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ STOP_WAIT_S = 10.0
 
 
 class ChannelBroker:
-    """Serves from construction to `close`, in a thread of its own.
+    """Serves in its own thread from construction to `close`.
 
-    host: the name or address to bind for clients on other machines, and what they reach it by; by default loopback.
-    capacity_bytes: memory for items, backed when needed; by default a share of what `directory` has. OSError if the
-    host cannot be bound, ArenaSpaceError where the memory is not to be had, `OpenFilesError`.
+    host: the name or address that the broker binds and that clients on other machines connect to, by default
+    loopback. capacity_bytes: memory for items, backed when needed, by default a share of the space of `directory`.
+    OSError if the host cannot be bound, ArenaSpaceError if the memory is not available, `OpenFilesError`.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class ChannelBroker:
         self._token = secrets.token_hex(16)
         self._local: dict[int, bool] = {}
         self._owner = os.getpid()
-        with OpenFilesError.of("a broker of channels"), contextlib.ExitStack() as undo:
+        with OpenFilesError.of("a channel broker"), contextlib.ExitStack() as undo:
             self._memory = ChannelMemory(capacity_bytes, directory=directory)
             undo.callback(self._memory.close)
             service = Service(self._take, self._left, self._ended)
@@ -53,21 +54,21 @@ class ChannelBroker:
 
     @property
     def alive(self) -> bool:
-        """Whether it serves. Should its thread die, its log says why and its clients' connections end."""
+        """Whether the broker serves. If its thread fails, the log has the error and all connections end."""
         return self._server.thread.alive
 
     def wait(self) -> None:
-        """Block until it serves no more: it was closed, or its thread died."""
+        """Block until the broker was closed or its thread failed."""
         self._server.thread.join()
 
     def close(self) -> None:
-        """End every connection and let the memory go; what is in the channels is lost. Idempotent; in a forked child
-        it does nothing."""
+        """End all connections and free the memory. The items of the channels are lost. Idempotent. Does nothing in a
+        forked child."""
         if os.getpid() != self._owner:
             return
         self._server.thread.close(STOP_WAIT_S)
         if self.alive:
-            raise RuntimeError(f"the broker of channels did not stop within {STOP_WAIT_S:.0f} s")
+            raise RuntimeError(f"channel broker did not stop within {STOP_WAIT_S:.0f} s")
 
     def __enter__(self) -> ChannelBroker:
         return self
@@ -93,17 +94,18 @@ class ChannelBroker:
 
     def _ended(self, defect: BaseException | None) -> None:
         if defect is not None:
-            log.critical("the broker of channels died; their items are lost", exc_info=defect)
+            log.critical("Channel broker failed; the items of its channels are lost", exc_info=defect)
         self._memory.close()
 
     def _greet(self, connection: Connection, request: wire.AnyRequest) -> None:
+        """Check the token and version of a new client, and send it the descriptor of the memory if it is local."""
         if not isinstance(request, wire.OpenBroker) or not hmac.compare_digest(
             request.token.encode(), self._token.encode()
         ):
-            raise ValueError("it did not say the token")
+            raise ValueError("the client sent no valid token")
         client = connection.ident
         if request.version != wire.VERSION:
-            self._server.send(client, [wire.encode(wire.Rejected(request.number, f"the broker speaks {wire.VERSION}"))])
+            self._server.send(client, [wire.encode(wire.Rejected(request.number, f"expected version {wire.VERSION}"))])
             return
         self._state.join(client)
         self._local[client] = local = request.local and connection.local
@@ -117,13 +119,13 @@ class ChannelBroker:
 
     def _expect_payload(self, client: int, request: wire.AnyRequest, nbytes: int) -> Payload:
         if not isinstance(request, wire.Put) or request.item.space == NOWHERE or request.item.nbytes != nbytes:
-            raise ValueError("it sent bytes that belong to no item")
+            raise ValueError("the client sent bytes that belong to no item")
         self._state.space_of(client, request.item)
         target = self._memory.data.data[request.item.space : request.item.space + nbytes]
         return Payload(target, lambda: self._answer(self._state.apply(client, request)))
 
     def _answer(self, effects: Effects) -> None:
-        """One that cannot be answered has its connection ended; the others are answered."""
+        """Send the answers. If one cannot be sent, its client's connection ends; the others are sent."""
         for client, answer in effects:
             local = self._local.get(client)
             if local is None:
@@ -131,10 +133,10 @@ class ChannelBroker:
             try:
                 self._say(client, answer, local)
             except OSError as error:
-                log.debug("a client of channels is gone: %s", error)
-                # Its end is noticed, and dealt with, when its socket is read.
+                # The next read of this socket detects the end of the connection and cleans up.
+                log.debug("Channel client disconnected: %s", error)
             except Exception:
-                log.exception("failed on an answer to a client of channels, and ended its connection")
+                log.exception("Channel broker could not send an answer and closed the client's connection")
                 self._server.drop(client)
 
     def _say(self, client: int, answer: wire.AnyAnswer, local: bool) -> None:

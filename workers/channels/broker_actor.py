@@ -1,4 +1,4 @@
-"""Brokers as Ray actors: one on each node, for all channels there."""
+"""Brokers as Ray actors: one on each node for all of its channels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START_S = 120.0
 
 
 class BrokerActor:
-    """A node's broker, in a process that ends with it, so that Ray starts another."""
+    """A node's broker. Its process exits when the broker fails, so that Ray restarts it."""
 
     def __init__(self, directory_address: str, node_rank: int, capacity_bytes: int | None = None) -> None:
         host = ray.util.get_node_ip_address()
@@ -26,11 +26,11 @@ class BrokerActor:
         threading.Thread(target=self._end_with_broker, name="tq-broker-end", daemon=True).start()
 
     def endpoint(self) -> str:
-        """Where it is."""
+        """Return the endpoint of the broker."""
         return self._broker.endpoint
 
     def close(self) -> None:
-        """End the broker; what its channels hold is lost."""
+        """Close the broker. The items of its channels are lost."""
         self._broker.close()
 
     def _end_with_broker(self) -> None:
@@ -41,13 +41,14 @@ class BrokerActor:
 def start_brokers(
     nodes: Mapping[int, str], directory_address: str, *, capacity_bytes: int | None = None
 ) -> dict[int, ActorHandle]:
-    """A broker on each node: `nodes` are Ray's node ids by rank. Blocks until all of them are registered with the
-    directory, for `START_S` at most: then `ray.exceptions.GetTimeoutError`; an actor's exception if it cannot start.
-    Either has a note of the node, and those that were started have ended then.
+    """Start a broker on each node and return their actors by rank; `nodes` are Ray's node ids by rank. Blocks until
+    all of them are registered with the directory, at most `START_S`, then `ray.exceptions.GetTimeoutError`. If an
+    actor cannot start, its exception is raised. Either error has a note that names the node, and the started actors
+    are killed.
 
-    They live as long as the calling process and the handles that come back: the one that owns the cluster is to call.
-    One whose process dies is started again by Ray, without what it held, and registers again. They take no CPU of
-    Ray's, import no torch, and end with `ray.kill`.
+    The actors end with the calling process or with the returned handles, so the owner of the cluster must call this.
+    Ray restarts an actor whose process dies; the new one registers again, without the old items. The actors take none
+    of Ray's CPUs, import no torch, and end with `ray.kill`.
     """
     actor = ray.remote(num_cpus=0, max_concurrency=2)(BrokerActor)
     started: dict[int, ActorHandle] = {}
@@ -58,7 +59,7 @@ def start_brokers(
             started[rank] = broker.remote(directory_address, rank, capacity_bytes)
         until = time.monotonic() + START_S
         for rank, each in started.items():
-            _await(each, f"the broker of channels on node {rank} ({nodes[rank]})", until)
+            _await(each, f"The channel broker on node {rank} ({nodes[rank]})", until)
     except BaseException:
         for each in started.values():
             with contextlib.suppress(Exception):

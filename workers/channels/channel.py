@@ -1,11 +1,11 @@
-"""Queues between workers: put in one process, got in another.
+"""Queues between workers: one process puts an item, another process gets it.
 
-A channel could have been a partition of the data plane: bounded, journalled, inspectable. It is not, because there an
-item costs its producer a reservation and a commit, and its consumer a claim, a location, a read and an acknowledgement,
-each through the controller: 300 items of 64 KB a second on a machine where Ray's queue passes as many, and a channel
-4,500; 200 of 4 MB to a channel's 900. The memory is the data plane's (`dataplane.storage.arena`), and so are its ways:
-space is reserved, written by the producer, read by the consumer, and the bytes of a tensor are copied once into it and
-once out of it, never through a socket on one host.
+A channel is not a partition of the data plane, because an item of a partition is too expensive. Its producer needs a
+reservation and a commit; its consumer needs a claim, a location, a read and an acknowledgement. Each of these calls
+goes through the controller. On a machine on which Ray's queue passes about as many, a partition passes 300 items of
+64 KB a second and a channel 4,500; of items of 4 MB, 200 and 900. A channel uses the same kind of memory as the data
+plane (`dataplane.storage.arena`): the producer reserves space and writes, and the consumer reads. The bytes of a
+tensor are copied once into that memory and once out of it, and on one host they never pass through a socket.
 """
 
 from __future__ import annotations
@@ -40,37 +40,40 @@ from workers.transport.stream import StreamSilentError
 
 DEFAULT_KEY = "default_queue"
 TIMEOUT_S = 1800.0
-"""How long a put or get waits at most, unless told otherwise."""
+"""Default timeout of a put or get."""
 
 T = TypeVar("T")
 
 
 class Channel:
-    """A named set of queues, one for each key, first in first out. Thread-safe, and may be sent to other workers.
+    """A named set of queues, one for each key, first in first out. Thread-safe. Handles can be sent to other workers.
 
-    `maxsize` bounds each queue in items (0: it is bounded in bytes only, by the memory of its node's broker); a put
-    waits for a place. Every wait ends at its timeout (`timeout_s`, by default the handle's, which is `TIMEOUT_S`) with
-    `ChannelTimeoutError`, and says every 30 s in the log what it waits for. A wait takes no processor time.
+    `maxsize` bounds each queue in items. With 0 only the memory of the node's broker bounds it, in bytes. A put waits
+    for a free place. Every wait ends at its timeout (`timeout_s`, by default the handle's, which is `TIMEOUT_S`) with
+    `ChannelTimeoutError`, and logs every 30 s what it waits for. A wait uses no processor time.
 
-    An item is the getter's once it has arrived there (and, of another host's broker, once that has said that it knows);
-    if its process dies before, the next getter has it. Any Python object that can be pickled is an item. Tensors come
-    back on the CPU, those of a CUDA device on the getter's current one, if any; they are its own, and no views.
+    An item belongs to the getter once it has arrived in the getter's process (and, if the broker is on another host,
+    once the broker has confirmed that). If that process dies earlier, the next getter receives the item. Any Python
+    object that can be pickled is an item. Tensors arrive on the CPU, those of a CUDA device on the getter's current
+    device, if it has one. Received tensors own their memory and are not views.
 
-    With `async_op` a call returns a handle (`wait`, `async_wait`, `done`, `then`) at once; what was put is what the
-    item was at the call. An item that nobody takes from its handle goes to the next getter when the handle goes. The
-    handle's own `timeout` is another: after it, `wait` raises `MessageTimeoutError`, and the call goes on.
+    With `async_op` a call returns a handle (`wait`, `async_wait`, `done`, `then`) at once; a put then sends the item
+    as it was at the call. If a handle is garbage-collected before its item is taken, the next getter receives the
+    item. The `timeout` of the handle's `wait` is separate: after it, `wait` raises `MessageTimeoutError`, and the
+    call continues.
 
-    A key is a string, a number, bytes, None, a tuple of these, or another hashable value that is equal to its copies in
-    other processes, such as a member of an enum; TypeError for others, ValueError for one of more than 1 MiB.
+    A key is a string, a number, bytes, None, a tuple of these, or another hashable value that equals its copies in
+    other processes, such as a member of an enum. Other keys raise TypeError; a key of more than 1 MiB raises
+    ValueError.
 
-    Errors of any call: `ChannelLostError` where the broker's process died, `ChannelClosedError` after `disconnect`,
-    ValueError for a wait without an end.
+    Every call may raise `ChannelLostError` if the broker's process died, `ChannelClosedError` after `disconnect`, and
+    ValueError for an infinite timeout.
     """
 
     def __init__(
         self, settings: ChannelSettings, *, node_rank: int | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Use `create` or `connect`."""
+        """Use `create` or `connect` instead."""
         self._settings = settings
         self._timeout_s = seconds("timeout_s", timeout_s)
         self._node_rank = node_rank_here() if node_rank is None else node_rank
@@ -80,7 +83,7 @@ class Channel:
         wish = settings.nodes.index(self._node_rank) if self._node_rank in settings.nodes else 0
         self._routes = Routes(settings.ident, self._links, wish=wish)
 
-    # --- made and found
+    # --- create and connect
 
     @classmethod
     def create(
@@ -96,17 +99,18 @@ class Channel:
         nodes: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Channel:
-        """A new channel, or that of the name if it has the same settings; `ChannelSettingsError` if it has others,
-        `ChannelLostError` if some of its nodes' brokers are gone. One that has lost all of its brokers is forgotten.
+        """Return a new channel, or the existing channel of that name if it has the same settings.
+        `ChannelSettingsError` if the existing channel has other settings, `ChannelLostError` if some of its brokers
+        are lost. A channel that lost all of its brokers is replaced.
 
-        distributed: it has a part on every node that has a broker now, and a key is on the node where it was first
-        used; otherwise it is on node `node_rank`. A broker that is being started, or started again after it died, is
-        waited for, up to a minute, if no other will do. One that does not answer is a `ChannelLostError`, unless the
-        directory gives it up within `NOTICE_S`. local: it is in this process only, any number of the same name.
-        directory: by default that of the environment, else of this process's Ray job, as `Cluster()` finds or starts
-        it. here, nodes: the rank of this process's node, and how many there are, by default what the environment says
-        (else a node that is none is a `NameNotFoundError` after that minute). TypeError or ValueError for arguments
-        that cannot be.
+        distributed: the channel has a part on every node that has a broker now, and the node that first uses a key
+        stores its queue. Otherwise the channel is on node `node_rank`. If the channel needs a broker that is starting
+        or restarting, the call waits up to a minute for it. A broker that does not answer raises `ChannelLostError`,
+        unless the directory declares it lost within `NOTICE_S`. local: the channel exists in this process only; any
+        number may have the same name. directory: by default that of the environment, else that of this process's Ray
+        job, as `Cluster()` finds or starts it. here, nodes: the rank of this process's node and the number of nodes,
+        by default from the environment; if the number is unknown, a rank without a node raises `NameNotFoundError`
+        after that minute. TypeError or ValueError for invalid arguments.
         """
         check_name(name)
         maxsize, node_rank = as_maxsize(maxsize), as_node_rank(node_rank, nodes)
@@ -128,7 +132,7 @@ class Channel:
             return channel
         with opened(directory, join=True) as known:
             wanted = dataclasses.replace(wanted, directory=known.address)
-            return _enter(_held(known, None if distributed else node_rank, wanted, make), known)
+            return _register_or_find(_create_on_brokers(known, None if distributed else node_rank, wanted, make), known)
 
     @classmethod
     def connect(
@@ -140,8 +144,8 @@ class Channel:
         wait_s: float = 0.0,
         timeout_s: float = TIMEOUT_S,
     ) -> Channel:
-        """The channel of that name, once there is one: waits for it for up to `wait_s`, then `NameNotFoundError`;
-        `WorkerLostError` if it was closed, `ChannelLostError` if its brokers are gone."""
+        """Return the channel of that name. Blocks for up to `wait_s` until it exists. Raises `NameNotFoundError`
+        after that, `WorkerLostError` if the channel was closed, `ChannelLostError` if its brokers are lost."""
         check_name(name)
         with opened(directory) as known:
             settings = ChannelSettings.of(known.lookup_channel(name, wait_s), known.address)
@@ -166,7 +170,7 @@ class Channel:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is in this process only."""
+        """Whether the channel exists in this process only."""
         return not self._settings.endpoints
 
     # --- items
@@ -180,39 +184,38 @@ class Channel:
         *,
         timeout_s: float | None = None,
     ) -> AsyncWork[None] | None:
-        """Put `item` at the end of its key's queue; returns when it is there. weight: what it counts in `get_batch`.
-        Where there is no memory for it, it waits, and later puts under its key behind it; smaller ones of other keys
-        and channels may pass it.
+        """Put `item` at the end of the queue of `key`, and return when it is stored. weight: what the item counts in
+        `get_batch`. If the broker has no memory for the item, the put waits; later puts under the same key stay
+        behind it, and smaller items of other keys and channels may overtake it.
 
-        `NotSerializableError`, `ItemTooLargeError`, or `ChannelClosedError`: then nothing was put, and the channel is
-        as it was.
+        Raises `NotSerializableError`, `ItemTooLargeError` or `ChannelClosedError`; the channel is then unchanged.
         """
-        what = self._what("put", key)
+        what = self._describe("put", key)
         ready, request, link = self._prepare(item, weight, key, False, what)
-        until = self._until(timeout_s)
+        until = self._deadline(timeout_s)
         if async_op:
             _, future = link.begin_put(request, ready, what, until)
-            return AsyncWork(future, what, lambda answer: self._nothing(answer, key))
+            return AsyncWork(future, what, lambda answer: self._check_done(answer, key))
         refuse_waiting(what)
-        self._nothing(link.put(request, ready, what, until), key)
+        self._check_done(link.put(request, ready, what, until), key)
         return None
 
     def put_nowait(self, item: Any, weight: float = 0, key: Any = DEFAULT_KEY) -> None:
-        """The same without waiting for a place: `asyncio.QueueFull` where there is none, or no memory."""
-        what = self._what("put_nowait", key)
+        """Put `item` without waiting. `asyncio.QueueFull` if the queue has no free place or the broker no memory."""
+        what = self._describe("put_nowait", key)
         ready, request, link = self._prepare(item, weight, key, True, what)
-        self._nothing(link.put(request, ready, what, self._until(ASK_S)), key)
+        self._check_done(link.put(request, ready, what, self._deadline(ASK_S)), key)
 
     def get(self, key: Any = DEFAULT_KEY, async_op: bool = False, *, timeout_s: float | None = None) -> Any:
-        """The first item of the key's queue; waits for one. `EndOfChannelError` once the channel is closed and the
-        queue has no more."""
+        """Return the first item of the key's queue; blocks until there is one. `EndOfChannelError` once the channel
+        is closed and the queue is empty."""
         return self._get("get", key, None, async_op, timeout_s, lambda answer: self._items(answer, key)[0])
 
     def get_nowait(self, key: Any = DEFAULT_KEY) -> Any:
-        """The same without waiting: `asyncio.QueueEmpty` where there is none."""
-        what = self._what("get_nowait", key)
+        """Return the first item without waiting. `asyncio.QueueEmpty` if the queue has none."""
+        what = self._describe("get_nowait", key)
         make, link = self._getting(key, None, True, what)
-        return self._items(link.ask(make, what, self._until(ASK_S)), key)[0]
+        return self._items(link.ask(make, what, self._deadline(ASK_S)), key)[0]
 
     def get_batch(
         self,
@@ -222,31 +225,32 @@ class Channel:
         *,
         timeout_s: float | None = None,
     ) -> Any:
-        """A list of items from the front: as soon as they weigh `target_weight` or more (a sum of doubles, rounded
-        once), or the next one would make them weigh more. So an item that alone is heavier comes alone. Batches are
-        collected one after another, each whole; a closed channel gives what is left."""
+        """Return a list of items from the front of the queue. The batch is complete when the items weigh
+        `target_weight` or more (a sum of doubles, rounded once), or when the next item would exceed it. A heavier
+        single item is therefore returned alone. Batches are collected one after another, each completely. A closed
+        channel returns the remaining items."""
         target = as_weight("target_weight", target_weight)
         return self._get("get_batch", key, target, async_op, timeout_s, lambda answer: self._items(answer, key))
 
     def qsize(self, key: Any = DEFAULT_KEY) -> int:
-        """Items in the key's queue now, without those that were handed out."""
+        """Return the number of items in the key's queue now, without those that getters have received."""
         return self._count(key).size
 
     def empty(self, key: Any = DEFAULT_KEY) -> bool:
-        """Whether the key's queue has no item now."""
+        """Return whether the key's queue has no item now."""
         return self.qsize(key) == 0
 
     def full(self, key: Any = DEFAULT_KEY) -> bool:
-        """Whether the key's queue has as many items as it may have; never, where `maxsize` is 0."""
+        """Return whether the key's queue holds `maxsize` items. Always false if `maxsize` is 0."""
         return 0 < self.maxsize <= self.qsize(key)
 
-    # --- the end
+    # --- close
 
     def close(self) -> None:
-        """End the channel, for everyone: it takes no more items, puts that wait raise `ChannelClosedError`, getters
-        have what is left and then `EndOfChannelError`. Its name is free. What this handle holds of connections and
-        threads goes as soon as nothing uses it. Of a part that cannot be closed the error is raised once the rest is
-        done. Idempotent."""
+        """Close the channel for all processes and free its name. The channel accepts no more items, and waiting puts
+        raise `ChannelClosedError`. Getters receive the remaining items, then `EndOfChannelError`. The connections and
+        threads of this handle close as soon as they are unused. If a part cannot be closed, its error is raised after
+        the other parts were closed. Idempotent."""
         failed = self._close_parts(self._links)
         self._unregister()
         self._retire()
@@ -254,11 +258,14 @@ class Channel:
             raise failed
 
     def _close_parts(self, links: Sequence[Link | LocalLink]) -> Exception | None:
-        """All of them; the first error, but of those that are gone: one that stands still is not, and may go on."""
+        """Close all parts and return the first error. The errors of lost parts are ignored, but not that of a part
+        that does not respond: it may continue."""
         what, failed = f"close of channel {self.name!r}", None
         for link in links:
             try:
-                link.ask_after_puts(lambda number: wire.Close(number, self._settings.ident), what, self._until(ASK_S))
+                link.ask_after_puts(
+                    lambda number: wire.Close(number, self._settings.ident), what, self._deadline(ASK_S)
+                )
             except ChannelClosedError:
                 pass
             except Exception as error:
@@ -267,19 +274,20 @@ class Channel:
         return failed
 
     def _undo(self, links: Sequence[Link | LocalLink], because: BaseException) -> None:
-        """Close parts, because of an error, which this does not hide."""
+        """Close parts after an error. A failure to close them is added to that error as a note."""
         failed = self._close_parts(links)
         if failed is not None:
-            because.add_note(f"and what was made of channel {self.name!r} before could not all be closed: {failed}")
+            because.add_note(f"Some parts of channel {self.name!r} that were already created are still open: {failed}")
 
     def _retire(self) -> None:
-        """Keep no connection or thread that is not in use; calls still work."""
+        """Close connections and threads as soon as they are unused. Calls still work."""
         for link in self._links:
             link.retire()
 
     def disconnect(self) -> None:
-        """Let go of connections and threads; the channel itself goes on (but a local one, which ends). Calls under way
-        raise `ChannelClosedError`, as do later ones. Done when the handle is garbage, too. Idempotent."""
+        """Close the connections and threads of this handle. The channel itself continues, except a local channel,
+        which ends. Pending and later calls raise `ChannelClosedError`. Garbage collection of the handle has the same
+        effect. Idempotent."""
         for link in self._links:
             link.close()
 
@@ -290,21 +298,21 @@ class Channel:
         with contextlib.suppress(DirectoryLostError), DirectoryClient(settings.directory) as directory:
             directory.end(Kind.CHANNEL, settings.name, settings.incarnation, "it was closed")
 
-    # --- inside
+    # --- internals
 
     def _create(self) -> None:
-        """All of its parts, or none: those before the one that cannot be made are closed."""
+        """Create all parts of the channel. If one fails, the parts created before it are closed."""
         what, settings = f"creation of channel {self.name!r}", self._settings
         made = settings.ident, settings.name, settings.maxsize
         for place, link in enumerate(self._links):
             try:
-                link.ask(lambda number: wire.Create(number, *made), what, self._until(ASK_S))
+                link.ask(lambda number: wire.Create(number, *made), what, self._deadline(ASK_S))
             except BaseException as error:
                 self._undo(self._links[:place], error)
                 raise
 
     def _prepare(self, item: Any, weight: float, key: Any, nowait: bool, what: str) -> tuple[Any, wire.Put, Any]:
-        """The item ready to go, the request, and the link to the part that has the key."""
+        """Return the packed item, its request, and the link to the part that stores the key."""
         weight, raw = as_weight(f"{what}: weight", weight), self._key(key)
         link = self._routes.link(raw, what)
         ready = item if isinstance(link, LocalLink) else Parcel.of(item, f"an item of {what}")
@@ -319,12 +327,12 @@ class Channel:
         timeout_s: float | None,
         finish: Callable[..., T],
     ) -> T | AsyncWork[T]:
-        what = self._what(verb, key)
+        what = self._describe(verb, key)
         make, link = self._getting(key, target, False, what)
         if not async_op:
             refuse_waiting(what)
-            return finish(link.ask(make, what, self._until(timeout_s)))
-        future, drop = link.begin(make, what, self._until(timeout_s))
+            return finish(link.ask(make, what, self._deadline(timeout_s)))
+        future, drop = link.begin(make, what, self._deadline(timeout_s))
         work = AsyncWork(future, what, finish, to_settle)
         weakref.finalize(work, drop).atexit = False
         return work
@@ -332,14 +340,14 @@ class Channel:
     def _getting(
         self, key: Any, target: float | None, nowait: bool, what: str
     ) -> tuple[Callable[[int], wire.Get], Any]:
-        """What makes the request, and the link to the part that has the key."""
+        """Return a function that makes the request, and the link to the part that stores the key."""
         ident, raw = self._settings.ident, self._key(key)
         return lambda number: wire.Get(number, ident, raw, target, nowait), self._routes.link(raw, what)
 
     def _count(self, key: Any) -> wire.Counted:
-        return self._routes.count(self._key(key), self._what("qsize", key))
+        return self._routes.count(self._key(key), self._describe("qsize", key))
 
-    def _nothing(self, answer: Any, key: Any) -> None:
+    def _check_done(self, answer: Any, key: Any) -> None:
         if not isinstance(answer, wire.BrokerDone):
             raise self._error(answer, key)
 
@@ -358,14 +366,14 @@ class Channel:
         return _DEFAULT if key is DEFAULT_KEY else key_bytes(key)
 
     def _lost(self, what: str) -> list[ChannelLostError]:
-        """Of each part whose broker does not answer, how that is to be said."""
+        """Return a `ChannelLostError` for each part whose broker does not answer."""
         return self._routes.survey(_DEFAULT, what)[1]
 
-    def _what(self, verb: str, key: Any) -> str:
+    def _describe(self, verb: str, key: Any) -> str:
         what = f"{verb} of channel {self.name!r}"
         return what if key is DEFAULT_KEY else f"{what}, key {key!r}"
 
-    def _until(self, timeout_s: float | None) -> float:
+    def _deadline(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self._timeout_s if timeout_s is None else seconds("timeout_s", timeout_s))
 
     def __repr__(self) -> str:
@@ -373,11 +381,11 @@ class Channel:
         return f"Channel({self.name!r}, {where})"
 
     def __str__(self) -> str:
-        """The first items of the default queue, in short, and how many more there are; or why that is not known."""
+        """Show the first items of the default queue and the number of the others, or the error that prevents it."""
         what = f"look at channel {self.name!r}"
         try:
             make = functools.partial(wire.Peek, channel=self._settings.ident, key=_DEFAULT, most=SHOWN_ITEMS)
-            return shown(self._routes.link(_DEFAULT, what).ask(make, what, self._until(SHOW_S)), self.is_local)
+            return shown(self._routes.link(_DEFAULT, what).ask(make, what, self._deadline(SHOW_S)), self.is_local)
         except CANNOT_SHOW as error:
             return f"{self!r}: {error}"
 
@@ -397,14 +405,15 @@ _NOTHING = wire.Item(None)
 _DEFAULT = key_bytes(DEFAULT_KEY)
 
 
-def _held(
+def _create_on_brokers(
     directory: DirectoryClient,
     node_rank: int | None,
     wanted: ChannelSettings,
     make: Callable[[ChannelSettings], Channel],
 ) -> Channel:
-    """What `make` makes of `wanted` and the brokers of a node (of all, if None), once they hold it. A broker that died
-    is started again: where one cannot be reached, what the directory finds out within `NOTICE_S` is waited for."""
+    """Return the channel that `make` makes of `wanted` and the brokers of a node (of all nodes if None), after these
+    brokers have created it. Ray restarts a broker that died: if a broker cannot be reached, this waits up to
+    `NOTICE_S` for the directory to report its end or its successor."""
     until = time.monotonic() + NOTICE_S
     while True:
         brokers = find_brokers(directory, node_rank)
@@ -418,10 +427,10 @@ def _held(
                 raise
 
 
-def _enter(channel: Channel, directory: DirectoryClient) -> Channel:
-    """Take the name of a channel that its brokers hold; where that is taken, the channel that has it."""
+def _register_or_find(channel: Channel, directory: DirectoryClient) -> Channel:
+    """Register the name of a created channel. If the name is taken, return the channel that has it."""
     try:
-        taken = _named(channel, directory)
+        taken = _register(channel, directory)
     except BaseException as error:
         channel._undo(channel._links, error)
         channel.disconnect()
@@ -432,13 +441,14 @@ def _enter(channel: Channel, directory: DirectoryClient) -> Channel:
     return taken
 
 
-def _named(channel: Channel, directory: DirectoryClient) -> Channel:
+def _register(channel: Channel, directory: DirectoryClient) -> Channel:
+    """Register the channel, or find the channel that has its name, until one of both succeeds."""
     settings = channel._settings
     while True:
         try:
             entry = directory.register_channel(settings.name, settings.endpoints, settings.facts, owned=False)
         except NameInUseError:
-            there = _there(channel, directory)
+            there = _find_existing(channel, directory)
             if there is not None:
                 return there
         else:
@@ -446,8 +456,9 @@ def _named(channel: Channel, directory: DirectoryClient) -> Channel:
             return channel
 
 
-def _there(channel: Channel, directory: DirectoryClient) -> Channel | None:
-    """The channel that has the name of this one, if it is alive and made alike; None if the name is free now."""
+def _find_existing(channel: Channel, directory: DirectoryClient) -> Channel | None:
+    """Return the existing channel of the same name if it is alive and has the same settings; None if the name is free
+    now."""
     entries = [each for each in directory.listing(Kind.CHANNEL) if each.name == channel.name]
     if not entries:
         return None
@@ -455,12 +466,12 @@ def _there(channel: Channel, directory: DirectoryClient) -> Channel | None:
     there = Channel(found, node_rank=channel._node_rank, timeout_s=channel._timeout_s)
     lost = there._lost(f"creation of channel {channel.name!r}")
     if len(lost) == len(found.endpoints):
-        directory.end(Kind.CHANNEL, found.name, found.incarnation, "its brokers are gone")
+        directory.end(Kind.CHANNEL, found.name, found.incarnation, "its brokers are lost")
         return None
     error: Exception | None = lost[0] if lost else None
     if error is not None:
-        error.add_note(f"other parts of {there!r} are there; `close` it (`connect` finds it) to have another made")
-    # The nodes of a distributed one are those that had a broker when it was made.
+        error.add_note(f"Other parts of {there!r} are alive; to replace the channel, `connect` to it and `close` it")
+    # A distributed channel keeps the nodes that had a broker when it was created.
     alike = (found.maxsize, found.distributed) == (ours.maxsize, ours.distributed)
     if not alike or not (found.distributed or found.nodes == ours.nodes):
         error = error or ChannelSettingsError(channel=channel.name, got=str(ours), expected=str(found))

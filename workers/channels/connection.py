@@ -1,4 +1,4 @@
-"""A client's connection to a broker, and how items get from and to it. One thread at a time."""
+"""A client's connection to a broker, and the transfer of items over it. For one thread at a time."""
 
 from __future__ import annotations
 
@@ -29,18 +29,21 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
 GRACE_S = 10.0
-"""How long a broker may take to confirm what was given up."""
+"""How long a broker may take to confirm a cancellation."""
 CONFIRM_S = 30.0
-"""The same for items that arrived from another host. A lost network is noticed sooner, by the kernel."""
-UNCONFIRMED = "it did not confirm that what it gave has arrived, which is gone, or will be given again"
+"""How long a broker on another host may take to confirm an acknowledgement. The kernel reports a lost network
+sooner."""
+UNCONFIRMED = "the broker did not confirm the receipt of the items; they are lost, or the next getter receives them"
+""""""
 
 Settle = Callable[[wire.AckItems | wire.NackItems], Future[None] | None]
-"""Says so to the broker; what comes back is done once it has confirmed what it is to confirm, None for at once."""
+"""Sends an acknowledgement to the broker. The returned future completes with the broker's confirmation; None if the
+broker confirms nothing."""
 
 
 class ArrivedItems:
-    """Items that a get brought, still in the broker's name until they are taken, once. missing: there was no memory for
-    their bytes, which were dropped."""
+    """Items that a get received and that still belong to the broker until they are taken, once. missing: set if there
+    was no memory for their bytes, which were then discarded."""
 
     def __init__(
         self,
@@ -59,18 +62,18 @@ class ArrivedItems:
 
     @property
     def number(self) -> int:
-        """Of the get that brought them."""
+        """The number of the get that received the items."""
         return self._answer.number
 
     @property
     def remote(self) -> bool:
-        """Whether the broker has to confirm that they were taken."""
+        """Whether the broker has to confirm the acknowledgement."""
         return self._line.remote
 
     def take(self) -> list[Any]:
-        """Acknowledge the items, if that was not done, and build them. `NotSerializableError` where one cannot be
-        built: it is gone; what came with it went back to where it was. MemoryError where there is none for them: all
-        went back."""
+        """Acknowledge the items if that was not done yet, and build them. `NotSerializableError` if an item cannot be
+        built: that item is lost, and the other items of its batch return to the queue. MemoryError if there is no
+        memory for them: all items return to the queue."""
         if self._build is None:
             confirmed = self.acknowledge()
             if confirmed is not None:
@@ -79,15 +82,15 @@ class ArrivedItems:
         return self._build()
 
     def acknowledge(self) -> Future[None] | None:
-        """Copy the items into this process's memory and say so, once. Where the broker is on another host, they are
-        this process's when what comes back is done, within `CONFIRM_S`, or they might be another's too; None: they are
-        now. Raises as `take` does."""
+        """Copy the items into this process's memory and acknowledge them, once. If the broker is on another host, the
+        items belong to this process when the returned future is done, within `CONFIRM_S`; before that another getter
+        might receive them too. None: they belong to this process now. Raises the same errors as `take`."""
         try:
             held = self._values()
             if len(held) > 1:
                 self._line.stream.check()
         except StreamLostError:
-            # What sends knows why, and says so.
+            # Sending raises the actual reason.
             self._send(wire.AckItems(self.number))
             raise
         except MemoryError:
@@ -101,7 +104,8 @@ class ArrivedItems:
         return self._send(wire.AckItems(self.number, confirm=self.remote))
 
     def _build_batch(self, held: list[Unpacked]) -> list[Any]:
-        """Build before it is said that they have arrived; where one cannot be built, say which have."""
+        """Build the items before they are acknowledged. If some cannot be built, remove those and return the others
+        to the queue."""
         built, errors = [], {}
         for place, each in enumerate(held):
             try:
@@ -112,11 +116,11 @@ class ArrivedItems:
             return built
         self._send(wire.NackItems(self.number, tuple(errors)))
         first = next(iter(errors.values()))
-        first.add_note(f"gone from its batch: {len(errors)}; in the channel again: the other {len(built)}")
+        first.add_note(f"Items of this batch lost: {len(errors)}; returned to the channel: {len(built)}")
         raise first
 
     def _values(self) -> list[Unpacked]:
-        """Each item's, in this process's memory."""
+        """Return the unpacked items, in this process's memory."""
         if self._missing is not None:
             raise self._missing
         found, at, warm = [], 0, self._line.memory
@@ -132,14 +136,16 @@ class ArrivedItems:
 
 
 def to_settle(answer: object) -> Callable[[], Future[None] | None] | None:
-    """What has to be called before items that were answered are taken, as they are another host's."""
+    """Return the acknowledgement to call before items from a broker on another host are taken, None for other
+    answers."""
     return answer.acknowledge if isinstance(answer, ArrivedItems) and answer.remote else None
 
 
 class Line:
-    """Connects at once: blocks for `CONNECT_S` at most. `StreamLostError`, or another OSError, where nothing answers.
+    """Connects on construction and blocks for at most `CONNECT_S`. `StreamLostError` or another OSError if it cannot
+    connect.
 
-    local: the broker's memory is mapped; remote: it never was.
+    local: the broker's memory is mapped; remote: it was never mapped.
     """
 
     def __init__(self, endpoint: Endpoint, memory: BufferPool) -> None:
@@ -166,7 +172,7 @@ class Line:
         try:
             answer = wire.decode_answer(message.body)
             if not isinstance(answer, wire.Welcome):
-                raise StreamLostError(f"it refused this client: {answer}")
+                raise StreamLostError(f"the broker refused this client: {answer}")
             self.capacity_bytes = answer.capacity_bytes
             if fds and answer.arena_bytes:
                 mapping = mmap.mmap(fds[0], answer.arena_bytes)
@@ -178,19 +184,19 @@ class Line:
                 os.close(fd)
 
     def number(self) -> int:
-        """A new request's."""
+        """Return the number for a new request."""
         self._number += 1
         return self._number
 
     def mapped(self, space: int, nbytes: int) -> Bytes:
-        """Bytes of the broker's memory. `StreamLostError` once this is closed."""
+        """Return bytes of the broker's memory. `StreamLostError` after `close`."""
         arena = self._arena
         if arena is None:
             raise StreamLostError("the connection was closed")
         return arena[space : space + nbytes]
 
     def put(self, request: wire.Put, parcel: Parcel, until: float) -> None:
-        """Send `parcel`'s item, which has its space."""
+        """Send the item of `parcel`, whose space is reserved."""
         if parcel.carried:
             self.stream.send([wire.encode(request)], until)
         elif self.local:
@@ -203,7 +209,7 @@ class Line:
             self.stream.send([wire.encode(request, parcel.nbytes), *parcel.runs()], until)
 
     def answer(self, message: Message, until: float, send: Settle) -> wire.AnyAnswer | ArrivedItems:
-        """What a message says, its payload taken."""
+        """Decode an answer and receive its payload."""
         answer = wire.decode_answer(message.body)
         if not isinstance(answer, wire.Items):
             return answer
@@ -218,7 +224,7 @@ class Line:
         return ArrivedItems(answer, self, payload, send)
 
     def take_preallocated(self, nbytes: int) -> int:
-        """The space that came with an answer, if it is as large as that; one that is not is given back."""
+        """Return the space that came with an earlier answer, if it has `nbytes`. Smaller space is released."""
         space, have = self.ahead
         if space == NOWHERE:
             return NOWHERE
@@ -231,13 +237,13 @@ class Line:
     # --- one request at a time
 
     def ask(self, request: wire.AnyRequest, what: str, until: float) -> wire.AnyAnswer | ArrivedItems:
-        """The answer to a request, waited for until then: after that `ChannelTimeoutError`, and nothing happened."""
+        """Send a request and return its answer. `ChannelTimeoutError` at `until`; the request then had no effect."""
         begun = time.monotonic()
         self.stream.send([wire.encode(request)], max(until, begun + GRACE_S))
         return self.await_answer(request.number, what, begun, until)
 
     def await_answer(self, number: int, what: str, begun: float, until: float) -> wire.AnyAnswer | ArrivedItems:
-        """The answer to `number`, which was sent."""
+        """Return the answer to the request `number`, which was sent."""
         while True:
             now = time.monotonic()
             try:
@@ -248,14 +254,14 @@ class Line:
                 if now >= until:
                     message = self._give_up(number)
                     break
-                log.warning("%s: waiting since %.0f s, another %.0f s at most", what, now - begun, until - now)
+                log.warning("%s: waiting for %.0f s, at most %.0f s more", what, now - begun, until - now)
         answer = self.answer(message, time.monotonic() + GRACE_S, self._send)
         if isinstance(answer, wire.Cancelled):
             raise ChannelTimeoutError(what=what, waited_s=time.monotonic() - begun)
         return answer
 
     def _give_up(self, number: int) -> Message:
-        """The last word on a request that takes too long: that it was cancelled, or its answer after all."""
+        """Cancel a request. Return the confirmation, or the answer if the broker had already sent it."""
         grace = time.monotonic() + GRACE_S
         self.stream.send([wire.encode(wire.Cancel(number))], grace)
         return self.stream.receive(grace)
@@ -269,14 +275,15 @@ class Line:
                 raise StreamLostError(UNCONFIRMED) from error
 
     def shut(self) -> None:
-        """From another thread: whoever uses this gets `StreamLostError`. Waits for a copy into the broker's memory to
-        end, because the space is another's once the connection has ended."""
+        """Make calls of another thread on this connection raise `StreamLostError`. Waits for a copy into the broker's
+        memory to end, because the broker reuses the space after the connection has ended."""
         with self._writing:
             self._shut = True
             self.stream.shut()
 
     def close(self) -> None:
-        """End the connection; whoever copies from its memory still may, but cannot acknowledge it any more."""
+        """Close the connection. Threads that copy from the broker's memory can finish, but cannot acknowledge their
+        items."""
         self.local = False
         self._arena = None
         self.stream.close()

@@ -1,4 +1,4 @@
-"""What a handle asks of one broker: at once, in the calling thread, or in the background."""
+"""Requests of a handle to one broker: synchronous in the calling thread, or asynchronous in a background thread."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from workers.transport.poll_thread import refuse_waiting
 from workers.transport.stream import StreamLostError, StreamSilentError
 
 IDLE_LINES = 8
-"""Connections kept for the next call."""
+"""Idle connections kept for the next calls."""
 WARM_BYTES = 128 << 20
-"""Memory of items that are gone, kept for the next ones."""
+"""Memory of dropped items kept for the next ones."""
 
 Make = Callable[[int], wire.AnyRequest]
 
 
 class Taken:
-    """Items that have arrived and are this process's."""
+    """Items that were acknowledged and belong to this process."""
 
     def __init__(self, items: list[Any]) -> None:
         self._items = items
@@ -46,18 +46,18 @@ Reply = wire.AnyAnswer | ArrivedItems | Taken
 
 
 class Link:
-    """Thread-safe. Each call under way in a thread has a connection to itself; all that are in the background share
-    one, and a thread. A forked child has its own.
+    """Thread-safe. Each synchronous call uses its own connection; all asynchronous calls share one connection and one
+    thread. A forked child opens new ones.
 
-    Calls raise `ChannelLostError` where the broker is gone, `ChannelTimeoutError` at their moment `until`,
-    `ChannelClosedError` once this was closed, and `OpenFilesError` where this process may have no more of them.
+    Calls raise `ChannelLostError` if the broker is lost, `ChannelTimeoutError` at the time `until`,
+    `ChannelClosedError` after `close`, and `OpenFilesError` if this process can open no more files.
     """
 
     def __init__(self, endpoint: str, channel: str) -> None:
         self.endpoint = Endpoint.parse(endpoint)
         self._channel = channel
         self._begin()
-        _look_after_forks()
+        _register_fork_hook()
         _all.add(self)
 
     def _begin(self) -> None:
@@ -68,19 +68,19 @@ class Link:
         self._pump: Pump | None = None
         self._retired = False
         self._closed = False
-        self._finalizer = weakref.finalize(self, _let_go, self._idle)
+        self._finalizer = weakref.finalize(self, _close_idle, self._idle)
         self._finalizer.atexit = False
 
-    # --- at once
+    # --- synchronous calls
 
     def ask(self, make: Make, what: str, until: float) -> Reply:
-        """The answer to one request; of items, after they were taken: `Taken`."""
+        """Return the answer to one request. Items are taken and returned as `Taken`."""
         with self._line(what) as line:
             answer = line.ask(make(line.number()), what, until)
             return Taken(answer.take()) if isinstance(answer, ArrivedItems) else answer
 
     def ask_after_puts(self, make: Make, what: str, until: float) -> Reply:
-        """The same, behind the puts of this handle that are in the background."""
+        """Send a request after the pending asynchronous puts of this handle, and return its answer."""
         pump = self._pump
         if pump is None or not pump.putting:
             return self.ask(make, what, until)
@@ -89,7 +89,7 @@ class Link:
         return reply
 
     def put(self, request: wire.Put, parcel: Parcel, what: str, until: float) -> Reply:
-        """Put `parcel`: what was answered. Follows puts that are in the background."""
+        """Put `parcel` after the pending asynchronous puts, and return the answer."""
         pump = self._pump
         if pump is not None and pump.putting:
             refuse_waiting(what)
@@ -116,14 +116,15 @@ class Link:
 
     @contextlib.contextmanager
     def _line(self, what: str) -> Iterator[Line]:
+        """Yield a connection for one call. It is kept afterwards, or closed if its state is unknown."""
         line = self._take(what)
         try:
             yield line
         except (StreamLostError, StreamSilentError) as error:
             self._discard(line)
-            raise self._gone(what, error) from error
+            raise self._lost_error(what, error) from error
         except ChannelTimeoutError:
-            # The broker has confirmed that it waits for nothing.
+            # The broker has confirmed the cancellation, so the connection is reusable.
             self._put_back(line)
             raise
         except BaseException:
@@ -134,7 +135,7 @@ class Link:
     def _take(self, what: str) -> Line:
         with self._guard:
             if self._closed:
-                raise ChannelClosedError(channel=self._channel, why="this handle let it go")
+                raise ChannelClosedError(channel=self._channel, why="this handle was disconnected")
             if self._idle:
                 line = self._idle.pop()
                 self._using.add(line)
@@ -149,7 +150,7 @@ class Link:
             try:
                 return Line(self.endpoint, self._memory)
             except OSError as error:
-                raise self._gone(what, error) from error
+                raise self._lost_error(what, error) from error
 
     def _put_back(self, line: Line) -> None:
         with self._guard:
@@ -165,14 +166,14 @@ class Link:
             self._using.discard(line)
         line.close()
 
-    def _gone(self, what: str, error: BaseException) -> Exception:
+    def _lost_error(self, what: str, error: BaseException) -> Exception:
         if self._closed or isinstance(error, ChannelClosedError):
-            return ChannelClosedError(channel=self._channel, why="this handle let it go")
+            return ChannelClosedError(channel=self._channel, why="this handle was disconnected")
         return lost(what, self.endpoint, error)
 
     def begin_in_child(self) -> None:
-        """After a fork: the parent's connections are its own, and this child's copies of them are closed, so that the
-        parent's end can be seen."""
+        """Close this child's copies of the parent's connections after a fork, so that the broker sees when the parent
+        ends."""
         self._finalizer.detach()
         pump, lines = self._pump, [*self._idle, *self._using]
         self._begin()
@@ -181,22 +182,23 @@ class Link:
         if pump is not None:
             pump.forget()
 
-    # --- in the background
+    # --- asynchronous calls
 
     def begin(self, make: Make, what: str, until: float) -> tuple[Future[Any], Callable[[], None]]:
-        """The future of an answer (items as `ArrivedItems`), and what to call when nobody wants it any more."""
+        """Send a request. Return the future of its answer (items as `ArrivedItems`), and a function that cancels
+        it."""
         pump, (number, future) = self._pumped(what, lambda pump: pump.begin(make, what, until))
         return future, lambda: pump.drop(number)
 
     def begin_put(self, request: wire.Put, parcel: Parcel, what: str, until: float) -> tuple[int, Future[Any]]:
-        """Put `parcel` as it is now: the number, and the future of what is answered."""
+        """Put `parcel` as it is now. Return the request's number and the future of its answer."""
         request.want = 0 if parcel.carried else parcel.nbytes
         return self._pumped(what, lambda pump: pump.begin_put(request, parcel, what, until))[1]
 
     def _pumped(
         self, what: str, begin: Callable[[Pump], tuple[int, Future[Any]]]
     ) -> tuple[Pump, tuple[int, Future[Any]]]:
-        """A pump may end between being found and being used; then there is a new one."""
+        """Begin a request on a running pump. A pump may end before it is used; then a new one is started."""
         while True:
             pump = self._running_pump(what)
             with contextlib.suppress(PumpEndedError):
@@ -205,7 +207,7 @@ class Link:
     def _running_pump(self, what: str) -> Pump:
         with self._guard:
             if self._closed:
-                raise ChannelClosedError(channel=self._channel, why="this handle let it go")
+                raise ChannelClosedError(channel=self._channel, why="this handle was disconnected")
             if self._pump is None or self._pump.ended is not None:
                 line = self._connect(what)
                 try:
@@ -225,15 +227,15 @@ class Link:
 
         def make(what: str, error: BaseException) -> Exception:
             if isinstance(error, ChannelClosedError):
-                return ChannelClosedError(channel=channel, why="this handle let it go")
+                return ChannelClosedError(channel=channel, why="this handle was disconnected")
             return lost(what, endpoint, error)
 
         return make
 
-    # --- the end
+    # --- close
 
     def retire(self) -> None:
-        """Keep nothing that is not in use: connections go when what they are used for is done."""
+        """Close idle connections, and the others as soon as they are unused."""
         with self._guard:
             self._retired = True
             idle, self._idle[:] = list(self._idle), []
@@ -244,7 +246,7 @@ class Link:
             pump.retire()
 
     def close(self) -> None:
-        """Let go of everything; calls under way in other threads raise `ChannelClosedError`. Idempotent."""
+        """Close all connections. Pending calls of other threads raise `ChannelClosedError`. Idempotent."""
         self.retire()
         with self._guard:
             self._closed = True
@@ -256,11 +258,11 @@ class Link:
 
 
 _all: weakref.WeakSet[Link] = weakref.WeakSet()
-"""Those of this process, for its children."""
+"""The links of this process, for forked children."""
 
 
 @functools.cache
-def _look_after_forks() -> None:
+def _register_fork_hook() -> None:
     os.register_at_fork(after_in_child=_begin_in_child)
 
 
@@ -269,6 +271,6 @@ def _begin_in_child() -> None:
         link.begin_in_child()
 
 
-def _let_go(idle: list[Line]) -> None:
+def _close_idle(idle: list[Line]) -> None:
     for line in idle:
         line.close()

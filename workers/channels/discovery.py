@@ -1,4 +1,4 @@
-"""Which brokers there are, as the job's directory knows."""
+"""Lookup of brokers in the job's directory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from workers.directory import DIRECTORY_VARIABLE, DirectoryClient, Kind
 from workers.errors import NameNotFoundError, WorkerLostError
 
 FIND_S = 60.0
-"""How long a broker that is being started, or started again, is waited for."""
+"""How long to wait for a broker that is starting or restarting."""
 NOTICE_S = 15.0
-"""How long the directory may take to find out that a broker is gone."""
+"""How long the directory may take to detect a lost broker."""
 
 
 @contextlib.contextmanager
 def opened(directory: DirectoryClient | None, *, join: bool = False) -> Iterator[DirectoryClient]:
-    """`directory`, or for as long as it takes the one that the environment names, or else, with `join`, that of this
-    process's job. LookupError where there is none."""
+    """Yield `directory`, or a temporary client of the environment's directory, or with `join` of that of this
+    process's job. LookupError if there is none."""
     if directory is not None:
         yield directory
         return
@@ -32,8 +32,9 @@ def opened(directory: DirectoryClient | None, *, join: bool = False) -> Iterator
 
 
 def find_brokers(directory: DirectoryClient, node_rank: int | None) -> dict[int, str]:
-    """Endpoints by node: of one node's broker, waited for, or of all that there are (of node 0's, where there is none).
-    `NameNotFoundError` after `FIND_S`, which has a note of the nodes that have one."""
+    """Return endpoints by node: that of one node's broker, after waiting for it, or those of all present brokers (of
+    node 0's if there are none). `NameNotFoundError` after `FIND_S`, with a note that lists the nodes that have a
+    broker."""
     if node_rank is None:
         found = _brokers(directory)
         if found:
@@ -42,7 +43,7 @@ def find_brokers(directory: DirectoryClient, node_rank: int | None) -> dict[int,
     try:
         return {node_rank: directory.lookup_channel(broker_name(node_rank), FIND_S).endpoints[0]}
     except NameNotFoundError as error:
-        error.add_note(f"it is the broker of channels on node {node_rank}; nodes {list(_brokers(directory))} have one")
+        error.add_note(f"node {node_rank} has no channel broker; nodes with a broker: {list(_brokers(directory))}")
         raise
 
 
@@ -53,7 +54,7 @@ def _brokers(directory: DirectoryClient) -> dict[int, str]:
 
 
 def await_others(directory: DirectoryClient, brokers: dict[int, str], until: float) -> bool:
-    """Whether the directory has one of `brokers` no more, or another in its place; waits for it until then."""
+    """Return whether the directory removed or replaced one of `brokers`. Blocks for this until `until`."""
     names = {broker_name(rank): endpoint for rank, endpoint in brokers.items()}
     gone = threading.Event()
     unsubscribe = directory.subscribe(lambda entry: gone.set() if entry.name in names else None)

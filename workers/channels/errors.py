@@ -1,16 +1,16 @@
-"""What goes wrong with channels, as errors; those that other parts of `workers` raise too are in `workers.errors`.
+"""Errors of channels. Errors that other parts of `workers` raise too are in `workers.errors`.
 
 DataPlaneError
 ├── BadRequestError (ValueError)
-│   ├── ChannelClosedError          a put into a closed channel; a call on a handle that let go
-│   ├── EndOfChannelError           a get from a closed channel that has nothing left
+│   ├── ChannelClosedError          a put into a closed channel, or a call on a disconnected handle
+│   ├── EndOfChannelError           a get from a closed channel whose queue is empty
 │   ├── ChannelSettingsError        the name exists with other settings
-│   ├── ItemTooLargeError           more bytes than the channel's memory has
-│   └── LocalChannelError           a channel within a process was asked for elsewhere
+│   ├── ItemTooLargeError           the item is larger than the channel's memory
+│   └── LocalChannelError           a local channel was pickled for another process
 ├── WaitTimeoutError (TimeoutError)
-│   └── ChannelTimeoutError         not in time: no item, no place, no memory
+│   └── ChannelTimeoutError         no item, free place or memory in time
 └── ServiceError (ConnectionError)
-    └── ChannelLostError            its broker's process died or cannot be reached
+    └── ChannelLostError            the broker's process died or cannot be reached
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataplane.errors import BadRequestError, ServiceError, WaitTimeoutError
 
 
 class ChannelClosedError(BadRequestError):
-    def __init__(self, *, channel: str, why: str = "it takes no more items") -> None:
+    def __init__(self, *, channel: str, why: str = "it accepts no more items") -> None:
         super().__init__(f"channel {channel!r} is closed: {why}", channel=channel, why=why)
 
 
 class EndOfChannelError(BadRequestError):
-    """The end of the stream: every item was taken."""
+    """The channel is closed and all of its items were taken."""
 
     def __init__(self, *, channel: str, key: str) -> None:
         super().__init__(
@@ -35,7 +35,7 @@ class EndOfChannelError(BadRequestError):
 class ChannelSettingsError(BadRequestError):
     def __init__(self, *, channel: str, got: str, expected: str) -> None:
         super().__init__(
-            f"channel {channel!r} exists with {expected}, not {got}; connect to it, close it, or take another name",
+            f"channel {channel!r} exists with {expected}, not {got}; connect to it, close it, or use another name",
             channel=channel,
             got=got,
             expected=expected,
@@ -55,22 +55,25 @@ class ItemTooLargeError(BadRequestError):
 class LocalChannelError(BadRequestError):
     def __init__(self, *, channel: str) -> None:
         super().__init__(
-            f"channel {channel!r} is local: it is in the process that created it, and no other can have it",
+            f"channel {channel!r} is local to the process that created it and cannot be sent to another process; "
+            "create it without local=True",
             channel=channel,
         )
 
 
 class ChannelTimeoutError(WaitTimeoutError):
-    """what: the call and what it waited for."""
+    """what: the call and the channel."""
 
     def __init__(self, *, what: str, waited_s: float) -> None:
-        super().__init__(f"{what}: not within {waited_s:.1f} s; nothing was taken or put", what=what, waited_s=waited_s)
+        super().__init__(
+            f"{what}: timed out after {waited_s:.1f} s; no item was taken or put", what=what, waited_s=waited_s
+        )
 
 
 class ChannelLostError(ServiceError):
     def __init__(self, *, what: str, broker: str, why: str) -> None:
         super().__init__(
-            f"{what}: the broker of the channel at {broker} is gone ({why}), and what the channel held with it",
+            f"{what}: the broker of the channel at {broker} was lost with the items that it held ({why})",
             what=what,
             broker=broker,
             why=why,

@@ -1,4 +1,4 @@
-"""A broker that the job's directory has under the name of its node."""
+"""A broker that is registered in the job's directory under the name of its node."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from workers.directory import DirectoryClient
 
 
 class HostedBroker:
-    """Serves from construction to `close`. The broker of a node takes the name from the one before it, which is dead;
-    where the directory gave this process up, as it does with one that stands still, its client registers it again.
+    """Serves from construction to `close`. The broker of a node takes over the name from its dead predecessor. If the
+    directory declares this process lost, for example because it was paused, its client registers it again.
 
-    host, capacity_bytes: see `ChannelBroker`. Raises what that does, and `DirectoryLostError`.
+    host, capacity_bytes: see `ChannelBroker`. Raises the errors of `ChannelBroker`, and `DirectoryLostError`.
     """
 
     def __init__(
@@ -29,16 +29,16 @@ class HostedBroker:
 
     @property
     def endpoint(self) -> str:
-        """Where it is."""
+        """The endpoint of the broker."""
         return self._broker.endpoint
 
     def wait(self) -> bool:
-        """Block until the broker serves no more; whether it was closed. Its log says why it was not."""
+        """Block until the broker stops. Return whether it was closed; if not, its log has the error."""
         self._broker.wait()
         return self._closing
 
     def close(self) -> None:
-        """End the broker; what its channels hold is lost. Idempotent."""
+        """Close the broker. The items of its channels are lost. Idempotent."""
         self._closing = True
         self._broker.close()
         self._directory.close()

@@ -1,4 +1,4 @@
-"""Items on their way: a head, which tells how to build the value, and bytes."""
+"""Items in transit: a head, which describes how to build the value, and bytes."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from workers.transport.encoding import encode
 from workers.transport.pickling import Bytes, Layout, Packed, Unpacked
 
 CARRIED_BYTES = 16 << 10
-"""Items up to this size travel within their message: cheaper than a space."""
+"""Items up to this size travel within their message, which is cheaper than a reserved space."""
 
 OUTLINED = 4
-"""So many tensors of an item are named."""
+"""Most tensors that an outline names."""
 
 _layouts: msgspec.msgpack.Decoder[Layout] = msgspec.msgpack.Decoder(Layout)
 
 
 def as_weight(what: str, value: object) -> float:
-    """`value` as one; ValueError if it is none."""
+    """Return `value` as a weight. ValueError if it is invalid."""
     with contextlib.suppress(OverflowError):
         if isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf:
             return float(value)
-    raise ValueError(f"{what} is {value!r}; it is a number, 0 or more and finite")
+    raise ValueError(f"{what}={value!r}: expected a finite number of 0 or more")
 
 
 class Parcel(NamedTuple):
-    """A value ready to go. nbytes: of all its bytes. own: they are here, and nobody else's; else they are still the
-    value's own, and are what they are at `write`, `runs` or `item`."""
+    """A packed value. nbytes: of all its bytes. own: a private copy of these bytes; None if they are still the
+    value's, and are read at `write`, `runs` or `item`."""
 
     head: bytes
     nbytes: int
@@ -44,7 +44,7 @@ class Parcel(NamedTuple):
 
     @classmethod
     def of(cls, value: object, what: str) -> Parcel:
-        """`NotSerializableError` naming `what`."""
+        """Pack `value`. `NotSerializableError`, which names `what`, if that fails."""
         packed = pickling.pack(value, what)
         return cls(encode(packed.layout), packed.nbytes, packed)
 
@@ -53,36 +53,36 @@ class Parcel(NamedTuple):
         return self.nbytes <= CARRIED_BYTES
 
     def item(self, space: int) -> wire.Item:
-        """`space` is not looked at where the item is carried."""
+        """Return the item to send. `space` is ignored if the item is carried."""
         if self.carried:
             return wire.Item(self.head, b"".join(self.runs()))
         return wire.Item(self.head, b"", space, self.nbytes)
 
     def write(self, target: Bytes) -> None:
-        """All its bytes into `target`, as many."""
+        """Copy all bytes into `target`, which has the same length."""
         if self.own is None:
             self.packed.write(target)
         else:
             np.copyto(target, self.own)
 
     def runs(self) -> list[memoryview]:
-        """All its bytes as buffers that follow each other."""
+        """Return all bytes as consecutive buffers."""
         return self.packed.runs() if self.own is None else [self.own.data]
 
     def kept(self, warm: BufferPool) -> Parcel:
-        """The same with bytes of its own, that nobody changes."""
+        """Return a parcel with a private copy of the bytes."""
         own = pickling.fresh(self.nbytes, warm)
         self.write(own)
         return self._replace(packed=pickling.NOTHING, own=own)
 
 
 def outline(head: bytes) -> str:
-    """What is known of an item without its bytes: its tensors and its size."""
+    """Describe an item without its bytes: its tensors and its size."""
     layout = _layouts.decode(head)
     tensors = [f"{each.dtype.removeprefix('torch.')} {list(each.shape)}" for each in layout.segments if each.dtype]
     return f"<{', '.join([*tensors[:OUTLINED], f'{layout.nbytes:,} bytes'])}>"
 
 
 def unpack(head: bytes, memory: Bytes, warm: BufferPool, *, own: bool) -> Unpacked:
-    """An item's values, of all its bytes. own: see `pickling.unpack`."""
+    """Unpack an item from all of its bytes. own: see `pickling.unpack`."""
     return pickling.unpack(_layouts.decode(head), memory, warm, own=own)

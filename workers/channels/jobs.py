@@ -1,4 +1,4 @@
-"""How a process that no environment names a directory comes to a job: `workers` registers the way for Ray's."""
+"""How a process without a directory in its environment joins a job. `workers` registers the way for Ray jobs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _ways: list[Callable[[], str]] = []
 
 
 def register_job(join: Callable[[], str]) -> None:
-    """From now on `job_directory` answers with what `join()` does: the address of the directory of this process's job,
-    once its brokers are there."""
+    """Make `job_directory` return the result of `join`: the address of the directory of this process's job, once its
+    brokers are registered."""
     _ways[:] = [join]
 
 
 def job_directory() -> str:
-    """LookupError where no way is registered; what `join` raises."""
+    """Return the address of the job's directory. LookupError if no way is registered; raises the errors of `join`."""
     if not _ways:
-        raise LookupError("this process belongs to no cluster of workers: import workers, or set TQ_DIRECTORY")
+        raise LookupError("this process has not joined a cluster of workers: import workers, or set TQ_DIRECTORY")
     return _ways[0]()

@@ -1,4 +1,4 @@
-"""Which part of a channel has a key."""
+"""Maps the keys of a channel to its parts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from workers.channels.errors import ChannelLostError
 from workers.channels.local import LocalLink
 
 ASK_S = 30.0
-"""How long what needs no waiting may take."""
+"""Timeout of requests that do not wait for items."""
 
 
 class Routes:
-    """Of the channel `ident`, one part behind each of `links`. wish: the part that a key is to be in, if it is new.
+    """Routes of the channel `ident`, with one part behind each of `links`. wish: the preferred part for a new key.
     Thread-safe.
 
-    The first part decides where a key is. The part that has it learns so, and says it where the first is gone: keys in
-    use go on, new ones raise `ChannelLostError`.
+    The first part assigns keys. The assigned part learns of its key and reports it if the first part is lost: keys in
+    use still work, and new keys raise `ChannelLostError`.
     """
 
     def __init__(self, ident: str, links: Sequence[Link | LocalLink], *, wish: int) -> None:
@@ -29,7 +29,7 @@ class Routes:
         self._found: dict[bytes, int] = {}
 
     def link(self, key: bytes, what: str) -> Link | LocalLink:
-        """To the part that has the key. what: names the operation, for errors."""
+        """Return the link to the part that stores the key. what: names the operation in errors."""
         if len(self._links) == 1:
             return self._links[0]
         found = self._found.get(key)
@@ -38,6 +38,7 @@ class Routes:
         return self._links[found]
 
     def _find(self, key: bytes, what: str) -> int:
+        """Ask the first part which part stores the key; if that fails, ask the other parts."""
         gone: list[ChannelLostError] = []
         found: int | None = None
         try:
@@ -48,22 +49,22 @@ class Routes:
             if found:
                 self._ask(found, key, found, what)
             return found
-        # The first part is over, or gone. Another may have the key.
+        # The first part has ended or is lost. Another part may store the key.
         having, lost = self.survey(key, what, first=len(gone))
         if (gone or lost) and not having:
             raise (gone or lost)[0]
         return having[0] if having else 0
 
     def _ask(self, place: int, key: bytes, wish: int, what: str) -> int | None:
-        """Which part has the key, as the part at `place` knows; None where that one is over."""
+        """Ask the part at `place` which part stores the key. Return None if that part has ended."""
         answer = self._links[place].ask(
             lambda number: wire.RouteKey(number, self._ident, key, wish), what, time.monotonic() + ASK_S
         )
         return answer.replica if isinstance(answer, wire.Routed) else None
 
     def survey(self, key: bytes, what: str, *, first: int = 0) -> tuple[list[int], list[ChannelLostError]]:
-        """Which parts, from place `first` on, have the key, or items of it; and the error of each whose broker does not
-        answer."""
+        """Return the parts, from place `first` on, that store the key or items of it, and the error of each part
+        whose broker does not answer."""
         having, lost = [], []
         for place, link in enumerate(self._links[first:], first):
             try:
@@ -76,7 +77,7 @@ class Routes:
         return having, lost
 
     def count(self, key: bytes, what: str) -> wire.Counted:
-        """What there is under the key."""
+        """Return the counts of the key's queue."""
         return self._counted(self.link(key, what), key, what)
 
     def _counted(self, link: Link | LocalLink, key: bytes, what: str) -> wire.Counted:

@@ -1,4 +1,4 @@
-"""Keys of a channel's queues as bytes that are equal where the keys are."""
+"""Encodes the keys of a channel's queues as bytes, equal for equal keys."""
 
 from __future__ import annotations
 
@@ -14,39 +14,41 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 def key_bytes(key: Any) -> bytes:
-    """Of strings, numbers, bytes, None and tuples of these the same in every process; True is 1 and 1.0 is 1, as in a
-    dict. Other hashable keys are equal if they pickle alike, such as members of an enum. TypeError for a key that is
-    not hashable, or not equal to its copy in another process, ValueError for one of more than `MOST_BYTES`."""
+    """Encode a key. Strings, numbers, bytes, None and tuples of these have the same bytes in every process; as in a
+    dict, True equals 1 and 1.0 equals 1. Other hashable keys are equal if their pickles are, such as members of an
+    enum. TypeError for a key that is not hashable or differs from its copy in another process, ValueError above
+    `MOST_BYTES`."""
     try:
         raw = b"m" + _pack(_plain(key))
     except TypeError:
         raw = b"p" + _pickled(key)
     if len(raw) > MOST_BYTES:
-        raise ValueError(f"a key of {len(raw):,} bytes; a channel's key has at most {MOST_BYTES:,}")
+        raise ValueError(f"key of {len(raw):,} bytes is too long: a channel's key has at most {MOST_BYTES:,}")
     return raw
 
 
 def _pickled(key: Any) -> bytes:
-    """Whatever parts of it are one object: keys are compared by value."""
+    """Pickle a key without memoization: keys are compared by value, even if parts of them are the same object."""
     target = io.BytesIO()
     pickler = pickle.Pickler(target, protocol=5)
     pickler.fast = True
     why = "it is not equal to its copy in another process"
     try:
         pickler.dump(key)
-        copy = pickle.loads(target.getvalue())  # noqa: S301 (bytes of this function's own making)
+        copy = pickle.loads(target.getvalue())  # noqa: S301 (bytes made by this function)
         if hash(copy) == hash(key) and copy == key:
             return target.getvalue()
     except Exception as error:
         why = str(error)
     raise TypeError(
-        f"a key of type {type(key).__name__} is refused: {why}. Keys of a channel are strings, numbers, bytes, None, "
-        "tuples of these, and other hashable values that are equal to their copies, such as members of an enum"
+        f"key of type {type(key).__name__} is not supported: {why}. Use strings, numbers, bytes, None, tuples of "
+        "these, or other hashable values that equal their copies, such as members of an enum"
     )
 
 
 def _plain(key: Any) -> Any:
-    """The key of plain values only, types marked where msgpack would make two of them alike."""
+    """Return the msgpack form of a key of plain values, with types marked that msgpack would not distinguish.
+    TypeError for other keys."""
     match key:
         case None | str() | bytes() if type(key) in (type(None), str, bytes):
             return key

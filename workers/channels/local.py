@@ -1,4 +1,4 @@
-"""A channel within a process: the same state as a broker's, without one. Items are handed over as they are."""
+"""A channel within one process: the same state as a broker's, without a broker. Items are passed by reference."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _US = 0
 
 
 class NoMemory:
-    """Items within a process need none of a broker's."""
+    """Memory without space: items within a process need no broker memory."""
 
     capacity_bytes = 0
     used_bytes = 0
 
     def take(self, nbytes: int) -> int | None:
-        """There is no space."""
+        """Return None: there is no space."""
         return None
 
     def give(self, space: int, nbytes: int) -> None:
-        raise AssertionError("space was given back that was never taken")
+        raise AssertionError("released space that was never reserved")
 
 
 class LocalItems:
-    """Items that a get brought, to be taken once."""
+    """Items that a get received, to be taken once."""
 
     def __init__(self, answer: wire.Items, send: Callable[[wire.AnyRequest], None]) -> None:
         self._answer = answer
@@ -46,7 +46,7 @@ Reply = wire.AnyAnswer | LocalItems
 
 
 class LocalLink:
-    """What `Link` is to a broker, to a channel of this process. Thread-safe."""
+    """The counterpart of `Link` for a channel of this process. Thread-safe."""
 
     def __init__(self, channel: str) -> None:
         self._channel = channel
@@ -59,12 +59,12 @@ class LocalLink:
         self._closed = False
 
     def ask(self, make: Callable[[int], wire.AnyRequest], what: str, until: float) -> Reply:
-        """The answer to one request, waited for until then: after that `ChannelTimeoutError`, and nothing happened."""
+        """Send a request and return its answer. `ChannelTimeoutError` at `until`; the request then had no effect."""
         begun = time.monotonic()
         number, future = self._enter(make)
         try:
             if not done_within(future, what, until - begun):
-                self._tell(wire.Cancel(number))
+                self._apply(wire.Cancel(number))
             reply: Reply = future.result()
         except BaseException:
             self._drop(number)
@@ -76,17 +76,17 @@ class LocalLink:
     ask_after_puts = ask
 
     def put(self, request: wire.Put, value: object, what: str, until: float) -> Reply:
-        """Put `value` itself."""
+        """Put the object `value` itself."""
         return self.ask(lambda number: _numbered(request, number, value), what, until)
 
     def begin(
         self, make: Callable[[int], wire.AnyRequest], what: str, until: float
     ) -> tuple[Future[Any], Callable[[], None]]:
-        """The future of an answer, and what to call when nobody wants it any more."""
+        """Send a request. Return the future of its answer, and a function that cancels it."""
         number, inner = self._enter(make)
         outer: Future[Any] = Future()
         wait_s = min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
-        timer = threading.Timer(wait_s, self._tell, (wire.Cancel(number),))
+        timer = threading.Timer(wait_s, self._apply, (wire.Cancel(number),))
         timer.daemon = True
         begun = time.monotonic()
 
@@ -106,26 +106,26 @@ class LocalLink:
         return outer, lambda: self._drop(number)
 
     def begin_put(self, request: wire.Put, value: object, what: str, until: float) -> tuple[int, Future[Any]]:
-        """Put `value` itself: its number, and the future of what is answered."""
+        """Put the object `value` itself. Return the request's number and the future of its answer."""
         future, _ = self.begin(lambda number: _numbered(request, number, value), what, until)
         return request.number, future
 
     def retire(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there are no connections."""
 
     def close(self) -> None:
-        """Calls under way raise `ChannelClosedError`; items are dropped. Idempotent."""
+        """Make pending calls raise `ChannelClosedError`, and drop the items. Idempotent."""
         with self._guard:
             self._closed = True
             left, self._open = list(self._open.values()), {}
         for future in left:
-            future.set_exception(ChannelClosedError(channel=self._channel, why="this handle let it go"))
+            future.set_exception(ChannelClosedError(channel=self._channel, why="this handle was disconnected"))
 
     def _enter(self, make: Callable[[int], wire.AnyRequest]) -> tuple[int, Future[Any]]:
         future: Future[Any] = Future()
         with self._guard:
             if self._closed:
-                raise ChannelClosedError(channel=self._channel, why="this handle let it go")
+                raise ChannelClosedError(channel=self._channel, why="this handle was disconnected")
             self._number += 1
             number = self._number
             self._open[number] = future
@@ -133,17 +133,17 @@ class LocalLink:
         _complete(done)
         return number, future
 
-    def _tell(self, request: wire.AnyRequest) -> None:
+    def _apply(self, request: wire.AnyRequest) -> None:
         with self._guard:
             self._arrived.discard(request.number)
             done = [] if self._closed else self._effects(self._state.apply(_US, request))
         _complete(done)
 
     def _drop(self, number: int) -> None:
-        """Nobody wants the answer any more: what waits is cancelled, what came goes back."""
+        """Cancel a waiting request, or return its items to the queue, after its handle was garbage-collected."""
         with self._guard:
             came = number in self._arrived
-        self._tell(wire.NackItems(number) if came else wire.Cancel(number))
+        self._apply(wire.NackItems(number) if came else wire.Cancel(number))
 
     def _effects(self, effects: Effects) -> list[tuple[Future[Any], Reply]]:
         done: list[tuple[Future[Any], Reply]] = []
@@ -152,7 +152,7 @@ class LocalLink:
             if isinstance(answer, wire.Items):
                 self._arrived.add(answer.number)
             if future is not None:
-                done.append((future, LocalItems(answer, self._tell) if isinstance(answer, wire.Items) else answer))
+                done.append((future, LocalItems(answer, self._apply) if isinstance(answer, wire.Items) else answer))
         return done
 
 

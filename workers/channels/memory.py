@@ -1,4 +1,4 @@
-"""The broker's memory: an arena that has no name in any file system, so that nothing of it can be left behind."""
+"""The broker's memory: an arena without a name in any file system, so that a crash leaves no file behind."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ log = logging.getLogger(__name__)
 
 DIRECTORY = "/dev/shm"
 KEEP_BYTES = 256 << 20
-"""Backed memory above this is given back to the machine whenever none is in use."""
+"""When no memory is in use, backed memory above this size is returned to the operating system."""
 GROW_BYTES = 32 << 20
 
 
 class ChannelMemory:
-    """Memory that is backed when first needed and shared through `fd`: who has it maps `nbytes`, and finds space r at
-    `HEADER_BYTES` + r. One thread at a time.
+    """Memory that is backed when first needed and shared through the descriptor `fd`. A process that has `fd` maps
+    `nbytes` and finds space r at `HEADER_BYTES` + r. For one thread at a time.
 
-    capacity_bytes: by default a share of what `directory` has. Raises ArenaSpaceError where it is not to be had.
+    capacity_bytes: by default a share of the space of `directory`. ArenaSpaceError if it is not available.
     """
 
     def __init__(self, capacity_bytes: int | None = None, *, directory: str | Path = DIRECTORY) -> None:
@@ -50,18 +50,18 @@ class ChannelMemory:
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
-        """The usable area; only reserved spaces of it may be touched."""
+        """The usable area. Access only reserved spaces of it."""
         return self._arena.data
 
     def take(self, nbytes: int) -> int | None:
-        """Space for `nbytes`; None if there is none now. Blocks while the kernel clears new pages."""
+        """Reserve space for `nbytes`. None if there is none now. Blocks while the kernel clears new pages."""
         space = self._space.take(nbytes)
         if space is None and self._grow(nbytes):
             space = self._space.take(nbytes)
         return space
 
     def give(self, space: int, nbytes: int) -> None:
-        """It is free again."""
+        """Release a reserved space."""
         self._space.give(space, nbytes)
         if not self.used_bytes and self._space.backed_bytes > KEEP_BYTES:
             self._space = FreeSpace(self._arena.capacity_bytes)
@@ -73,12 +73,12 @@ class ChannelMemory:
         try:
             self._arena.grow(max(start + nbytes, backed + GROW_BYTES))
         except ArenaSpaceError as error:
-            log.warning("channels have no more than %d bytes to hold items in: %s", backed, error)
+            log.warning("Channel memory cannot grow beyond %d bytes: %s", backed, error)
         self._space.back(self._arena.backed_bytes)
         return self._space.backed_bytes > backed
 
     def close(self) -> None:
-        """Let the memory go; who maps it keeps it until it unmaps it. Idempotent."""
+        """Unmap and close the memory. Other processes keep it until they unmap it. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

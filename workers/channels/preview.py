@@ -1,4 +1,4 @@
-"""The items of a queue in short, for people."""
+"""A short text of a queue's items."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from workers.channels.wire import NOWHERE
 
 SHOWN_ITEMS = 20
 SHOWN_CHARS = 200
-"""Of each item."""
+"""Most characters for each item."""
 SHOW_S = 5.0
-"""How long a broker may take to say what it has."""
+"""How long a broker may take to answer."""
 CANNOT_SHOW = (ServiceError, WaitTimeoutError, ChannelClosedError)
-"""Why a broker does not say so."""
+"""Errors of a request for the items."""
 
 
 def shown(peeked: Any, local: bool) -> str:
-    """What a broker, or a channel within this process, answered to `Peek`: as a list, with how many
-    more there are. local: the items are objects of this process."""
+    """Format the answer to `Peek` as a list, with the number of the other items. local: the items are objects of this
+    process."""
     assert isinstance(peeked, wire.Peeked), peeked
     parts = [_short(_text(item, local)) for item in peeked.items]
     more = peeked.size - len(parts)
@@ -38,7 +38,7 @@ def _text(item: wire.Item, local: bool) -> str:
             return items.outline(item.head)
         memory = np.frombuffer(bytearray(item.body), np.uint8)
         return repr(items.unpack(item.head, memory, BufferPool(0), own=True).load())
-    except Exception as error:  # of the item's own code
+    except Exception as error:  # raised by the item's own code
         return f"<cannot be shown: {type(error).__name__}: {error}>"
 
 

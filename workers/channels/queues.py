@@ -1,10 +1,11 @@
-"""The state of a broker: queues, who waits for what, what was handed out. No sockets, threads or clock.
+"""The state of a broker: queues, waiting requests and leased items. No sockets, threads or clock.
 
-Of each key there is a queue, first in first out. Puts that find it full and gets that find it empty wait in two lines.
-What a get took is leased: acknowledged, it is forgotten; given back, or its client gone, it returns to its place at
-the front. The first batch in line collects items as they come, so that a batch may be heavier than the queue is long;
-nobody behind it gets one before it is whole. Memory is waited for in a third line of each queue: what needs more than
-there is holds up nobody in another queue, and may be passed from there.
+Each key has a first-in-first-out queue. Puts wait in one line while the queue is full, gets in another while it is
+empty. The items that a get receives are leased. An acknowledgement removes them; a negative one, or the end of the
+client, returns them to their place at the front. The first batch in line collects items as they arrive, so a batch
+may be heavier than the queue is long, and later batches wait until it is complete. Requests for memory wait in a
+third line of each queue. A request for more memory than is free does not block other queues, whose requests may
+overtake it.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from workers.channels.records import (
 from workers.channels.wire import NOWHERE
 
 Effects = list[tuple[Client, wire.AnyAnswer]]
-"""What to answer to whom, in this order."""
+"""Answers and the clients that receive them, in this order."""
 
 AHEAD_BYTES = 16 << 20
-"""Larger spaces are not given ahead."""
+"""Larger spaces are not preallocated."""
 AHEAD_SHARE = 0.25
-"""Nothing is given ahead when more than this share of the memory is in use."""
+"""Nothing is preallocated while more than this share of the memory is in use."""
 
 
 class ItemMemory(Protocol):
@@ -52,9 +53,10 @@ class ItemMemory(Protocol):
 
 
 class Broker:
-    """Every method returns what is to be answered; a request may be answered by a later one.
+    """Every method returns the answers to send. A request may be answered by a later call.
 
-    memory: where items' bytes are. As many bytes again may be in items that carry their own; beyond that, puts wait.
+    memory: space for the bytes of items. Items that carry their own bytes may hold as many again; beyond that, puts
+    wait.
     """
 
     def __init__(self, memory: ItemMemory) -> None:
@@ -69,17 +71,17 @@ class Broker:
 
     @property
     def channels(self) -> int:
-        """How many channels are not over."""
+        """Number of channels that have not ended."""
         return len(self._channels)
 
-    # --- what comes in
+    # --- requests
 
     def join(self, client: Client) -> None:
-        """A client has come."""
+        """Add a client."""
         self._clients[client] = HeldItems()
 
     def leave(self, client: Client) -> Effects:
-        """A client has gone: what it waited for is dropped, what it had not acknowledged returns."""
+        """Remove a client: drop its waiting requests and return its unacknowledged items to their queues."""
         gone = self._clients.pop(client)
         touched: dict[Queue, None] = {}
         for each in gone.open.values():
@@ -91,7 +93,7 @@ class Broker:
         return self._answers()
 
     def apply(self, client: Client, request: wire.AnyRequest) -> Effects:
-        """ValueError for a request that no honest client makes."""
+        """Apply a request. ValueError if it violates the protocol."""
         match request:
             case wire.Put():
                 self._put(client, request)
@@ -121,11 +123,12 @@ class Broker:
                 self._close(request.channel)
                 self._answer(client, wire.BrokerDone(request.number))
             case _:
-                raise ValueError(f"{type(request).__name__} is not for the state of a broker")
+                raise ValueError(f"{type(request).__name__} is not a request to the state of a broker")
         return self._answers()
 
     def space_of(self, client: Client, item: wire.Item) -> int:
-        """Bytes that `client` may write for an item it is about to put. ValueError where that space is not its own."""
+        """Return the bytes that `client` reserved for an item that it is about to put. ValueError if the space is not
+        its own."""
         nbytes = self._clients[client].spaces.get(item.space)
         if nbytes is None or not 0 < item.nbytes <= nbytes:
             raise ValueError(f"{item.nbytes} bytes at {item.space} are not reserved for this client")
@@ -141,6 +144,7 @@ class Broker:
     # --- puts
 
     def _put(self, client: Client, request: wire.Put) -> None:
+        """Store the item, or let the put wait for a free place."""
         item, space_bytes = request.item, 0
         if item.space != NOWHERE:
             space_bytes = self.space_of(client, item)
@@ -179,9 +183,10 @@ class Broker:
     def _take_in(self, put: OpenPut) -> None:
         put.queue.items.append(put.stored)
         self._carried_bytes += len(put.stored.item.body)
-        self._answer(put.client, wire.BrokerDone(put.number, self._ahead(put.client, put.want)))
+        self._answer(put.client, wire.BrokerDone(put.number, self._preallocate(put.client, put.want)))
 
-    def _ahead(self, client: Client, want: int) -> int:
+    def _preallocate(self, client: Client, want: int) -> int:
+        """Preallocate space for the client's next put. Return `NOWHERE` if memory is scarce."""
         memory = self._memory
         if not 0 < want <= AHEAD_BYTES or self._waiting:
             return NOWHERE
@@ -216,14 +221,14 @@ class Broker:
     def _hand_out(self, get: OpenGet, taken: list[Stored]) -> None:
         queue = get.queue
         if len(taken) > 1:
-            # One that came back meanwhile goes before those that were collected earlier.
+            # An item that was returned meanwhile precedes the items that were collected before its return.
             taken.sort(key=_place)
         queue.leased += len(taken)
         self._clients[get.client].open[get.number] = ItemLease(queue, taken)
         self._answer(get.client, wire.Items(get.number, [each.item for each in taken]))
 
     def _collect(self, get: OpenGet) -> bool:
-        """Take what the first get in line may have; whether it has all now."""
+        """Take the items that the first get in line may receive. Return whether its batch is complete."""
         items = get.queue.items
         if get.target is None:
             if items:
@@ -242,7 +247,7 @@ class Broker:
     # --- the lines
 
     def _serve(self, queue: Queue) -> None:
-        """Move both lines on as far as they go."""
+        """Advance the lines of puts and gets as far as possible."""
         moved = True
         while moved:
             moved = False
@@ -268,7 +273,7 @@ class Broker:
         return queue.channel.closed and not queue.items
 
     def _end(self, queue: Queue) -> None:
-        """Of a closed channel: who waits on a queue that will give nothing any more is told so."""
+        """Answer the waiting gets of a closed channel's empty queue with Ended, and forget the queue."""
         if not queue.items and not queue.leased:
             while queue.gets:
                 get = queue.gets.popleft()
@@ -280,7 +285,7 @@ class Broker:
             self._channels.pop(channel.ident, None)
 
     def _settle(self, queues: Iterable[Queue]) -> None:
-        """Serve these, and whoever waited for memory that may be free now."""
+        """Serve these queues, then the requests that wait for memory."""
         for queue in queues:
             self._serve(queue)
         self._hand_out_spaces()
@@ -290,7 +295,7 @@ class Broker:
             del self._starved[queue]
             self._serve(queue)
 
-    # --- what was handed out, and giving up
+    # --- leases and cancellation
 
     def _ack(self, client: Client, request: wire.AckItems) -> None:
         lease = self._lease(client, request.number)
@@ -315,7 +320,7 @@ class Broker:
     def _lease(self, client: Client, number: int) -> ItemLease:
         lease = self._clients[client].open.pop(number, None)
         if not isinstance(lease, ItemLease):
-            raise ValueError(f"nothing was handed out under number {number}")
+            raise ValueError(f"request {number} holds no items")
         return lease
 
     def _forget(self, items: Iterable[Stored]) -> None:
@@ -333,7 +338,7 @@ class Broker:
         self._settle((found.queue,))
 
     def _withdraw(self, found: OpenPut | OpenGet | RoomWait | ItemLease) -> None:
-        """Undo what an open request did to its queue."""
+        """Undo the effect of an open request on its queue."""
         queue = found.queue
         if isinstance(found, RoomWait):
             self._end_wait(found)
@@ -376,7 +381,7 @@ class Broker:
         channel.forget(queue)
 
     def _give_space(self, wait: RoomWait) -> bool:
-        """Whether there is space for it."""
+        """Reserve space for a waiting request. Return whether there was enough."""
         space = self._memory.take(wait.nbytes)
         if space is None:
             return False
@@ -385,7 +390,7 @@ class Broker:
         return True
 
     def _hand_out_spaces(self) -> None:
-        """To the first of each queue's line, one queue after another, as far as there is space."""
+        """Give space to the first request of each queue's line, one queue after another, as far as there is space."""
         too_much = self._memory.capacity_bytes + 1
         turns = deque(self._waiting)
         while turns:
@@ -416,7 +421,7 @@ class Broker:
         self._memory.give(space, nbytes)
         self._settle(())
 
-    # --- the rest
+    # --- counts, routes, close
 
     def _count(self, client: Client, request: wire.Count) -> None:
         channel = self._channels.get(request.channel)

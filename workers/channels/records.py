@@ -1,4 +1,4 @@
-"""What a broker keeps: queues of items, requests that wait, and what was handed out."""
+"""Records of a broker: queues of items, waiting requests and leases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Client = int
 
 @dataclass(slots=True)
 class Stored:
-    """space_bytes: how much was reserved for it, at least what it has."""
+    """A stored item. space_bytes: the reserved bytes, at least the item's."""
 
     item: wire.Item
     weight: float
@@ -23,7 +23,7 @@ class Stored:
 
 @dataclass(slots=True, eq=False)
 class OpenPut:
-    """A put that waits for a place."""
+    """A put that waits for a free place."""
 
     client: Client
     number: int
@@ -34,7 +34,8 @@ class OpenPut:
 
 @dataclass(slots=True, eq=False)
 class OpenGet:
-    """A get that waits; taken: what it has collected of its batch; weight: of that, rounded, and `rounded_off`."""
+    """A waiting get. taken: the collected items of its batch; weight: their rounded sum; rounded_off: the rounding
+    error."""
 
     client: Client
     number: int
@@ -45,7 +46,7 @@ class OpenGet:
     rounded_off: float = 0.0
 
     def weight_with(self, more: float) -> tuple[float, float]:
-        """The two, with `more`: their sum is that of all weights, as if it had been rounded once."""
+        """Return `weight` and `rounded_off` with `more` added. Their sum is that of all weights, rounded once."""
         total = self.weight + more
         if total == inf:
             return total, 0.0
@@ -55,7 +56,7 @@ class OpenGet:
 
 @dataclass(slots=True, eq=False)
 class RoomWait:
-    """A request for memory that waits for it."""
+    """A request that waits for memory."""
 
     client: Client
     number: int
@@ -65,7 +66,7 @@ class RoomWait:
 
 @dataclass(slots=True, eq=False)
 class ItemLease:
-    """What a get was given, until it is acknowledged."""
+    """Items that a get received and has not acknowledged."""
 
     queue: Queue
     taken: list[Stored]
@@ -73,7 +74,7 @@ class ItemLease:
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """leased: how many items are with those who got them."""
+    """The queue of one key. leased: number of items that getters received and have not acknowledged."""
 
     channel: ChannelQueues
     key: bytes
@@ -90,7 +91,8 @@ class Queue:
 
 @dataclass(slots=True, eq=False)
 class ChannelQueues:
-    """routes: which part of a distributed channel has a key; the first part has them all, each other part its own."""
+    """The queues of a channel. routes: the parts of a distributed channel by key; the first part has all keys, any
+    other part only its own."""
 
     ident: str
     maxsize: int
@@ -105,14 +107,14 @@ class ChannelQueues:
         return found
 
     def forget(self, queue: Queue) -> None:
-        """Keep nothing of a queue that nobody needs."""
+        """Remove a queue that has no items and no requests."""
         if self.queues.get(queue.key) is queue and not queue.needed:
             del self.queues[queue.key]
 
 
 @dataclass(slots=True)
 class HeldItems:
-    """By a client: spaces (their bytes), and requests by number."""
+    """State of a client: its reserved spaces with their bytes, and its open requests by number."""
 
     spaces: dict[int, int] = field(default_factory=dict)
     open: dict[int, OpenPut | OpenGet | RoomWait | ItemLease] = field(default_factory=dict)

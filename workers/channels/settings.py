@@ -1,4 +1,4 @@
-"""What a channel was made with: all that another process needs to use it."""
+"""The settings of a channel: all that another process needs to use it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from workers.directory import DirectoryEntry, Facts
 
 BROKER_NAME = "@broker/"
-"""The directory has a node's broker under this and the node's rank, among the channels."""
+"""Prefix of a broker's name in the directory. The rank of the broker's node follows."""
 NODE_RANK_VARIABLE = "TQ_NODE_RANK"
-"""Where a worker's process finds the rank of its node."""
+"""Environment variable with the rank of the worker's node."""
 NODES_VARIABLE = "TQ_NODES"
-"""And how many there are."""
+"""Environment variable with the number of nodes."""
 
 
 def broker_name(node_rank: int) -> str:
@@ -22,40 +22,40 @@ def broker_name(node_rank: int) -> str:
 
 
 def node_rank_here() -> int:
-    """What the environment says."""
+    """Return the rank of this process's node from the environment, by default 0."""
     return int(os.environ.get(NODE_RANK_VARIABLE, "0"))
 
 
 def check_name(name: Any) -> None:
-    """TypeError or ValueError unless a channel may have that name."""
+    """Raise TypeError or ValueError unless `name` is valid for a channel."""
     if not isinstance(name, str):
         raise TypeError(f"channel name {name!r}: expected a str, got {type(name).__name__}")
     if not name or name.startswith(BROKER_NAME[0]):
-        raise ValueError(f"channel name {name!r}: it must not be empty or begin with {BROKER_NAME[0]!r}")
+        raise ValueError(f"channel name {name!r}: must not be empty or begin with {BROKER_NAME[0]!r}")
 
 
 def as_maxsize(value: Any) -> int:
-    """`value` as one; TypeError or ValueError if it is none."""
+    """Return `value` as a maxsize. TypeError or ValueError if it is invalid."""
     maxsize = _integer("maxsize", value)
     if not 0 <= maxsize < 2**63:
-        raise ValueError(f"maxsize is {maxsize}; it is 0 for no bound, or more, and less than 2**63")
+        raise ValueError(f"maxsize={maxsize}: expected 0 (no bound) or more, and less than 2**63")
     return maxsize
 
 
 def as_node_rank(value: Any, nodes: int | None) -> int:
-    """`value` as the rank of a node; TypeError or ValueError if it is none. nodes: how many there are, by default what
-    the environment says; where it says nothing, any rank is taken."""
+    """Return `value` as the rank of a node. TypeError or ValueError if it is invalid. nodes: the number of nodes, by
+    default from the environment; if that does not name it, any rank from 0 on is valid."""
     rank = _integer("node_rank", value)
     if nodes is None and NODES_VARIABLE in os.environ:
         nodes = int(os.environ[NODES_VARIABLE])
     if rank < 0 or (nodes is not None and rank >= nodes):
         there = "nodes are" if nodes is None else f"the cluster has {nodes} nodes,"
-        raise ValueError(f"node {rank} was named; {there} counted from 0")
+        raise ValueError(f"node_rank={rank} is out of range; {there} counted from 0")
     return rank
 
 
 def _integer(name: str, value: Any) -> int:
-    """Of any type of integers."""
+    """Return an integer of any type as an int."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
     return operator.index(value)
@@ -63,8 +63,9 @@ def _integer(name: str, value: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelSettings:
-    """ident: unique for ever; nodes: ranks of the nodes that hold it, the first of which knows where keys are;
-    endpoints: of the broker on each; directory: the address of the one that knows the name, None where none does."""
+    """ident: unique, never reused; nodes: ranks of the nodes with a part of the channel, the first of which maps keys
+    to parts; endpoints: of the broker on each of these nodes; directory: the address of the directory that has the
+    name, None if none has it."""
 
     name: str
     ident: str
@@ -86,7 +87,7 @@ class ChannelSettings:
 
     @classmethod
     def of(cls, entry: DirectoryEntry, directory: str) -> ChannelSettings:
-        """What `facts` and the entry's endpoints tell."""
+        """Return the settings that `facts` and the endpoints of a directory entry describe."""
         facts = entry.facts
         nodes = facts["nodes"]
         assert isinstance(nodes, list)

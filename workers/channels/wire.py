@@ -1,7 +1,8 @@
-"""What a channel's broker and its clients say to each other.
+"""Messages between a broker and its clients.
 
-The body of a message (see `workers.transport.framing`) is msgpack of a tagged struct, its payload the bytes of items,
-for those who cannot map the broker's arena. Clients number their requests; an answer carries the number of its request.
+The body of a message (see `workers.transport.framing`) is the msgpack of a tagged struct. Its payload is the bytes of
+items, for clients that cannot map the broker's arena. Clients number their requests; an answer carries the number of
+its request.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ NOWHERE = -1
 class Item(msgspec.Struct, array_like=True):
     """An item as it is stored.
 
-    head: how to build it from its bytes; in a channel within a process the object itself. The bytes are in `body`, or,
-    where `space` is not `NOWHERE`, `nbytes` of the arena from there on.
+    head: how to build the item from its bytes; in a local channel the object itself. The bytes are in `body`, or, if
+    `space` is not `NOWHERE`, at offset `space` of the arena with length `nbytes`.
     """
 
     head: Any
@@ -37,7 +38,7 @@ class BrokerRequest(msgspec.Struct, array_like=True):
 
 
 class OpenBroker(BrokerRequest, tag=1):
-    """Said first. local: the client would map the arena."""
+    """The first request of a client. local: the client requests to map the arena."""
 
     version: int
     token: str
@@ -45,7 +46,7 @@ class OpenBroker(BrokerRequest, tag=1):
 
 
 class Create(BrokerRequest, tag=2):
-    """`channel` is unique for ever; the answer is Done, also when it is there."""
+    """Create a channel, or do nothing if it exists; answered by BrokerDone. `channel` is unique and never reused."""
 
     channel: str
     name: str
@@ -53,8 +54,8 @@ class Create(BrokerRequest, tag=2):
 
 
 class RouteKey(BrokerRequest, tag=3):
-    """Which replica has `key`: the one that was wished when it was first asked for. Asked of the first replica, then
-    of the one that has the key, which so learns it."""
+    """Ask which replica stores `key`; a new key gets the replica `wish`. Clients ask the first replica, then the
+    replica that stores the key, which thereby learns of it."""
 
     channel: str
     key: bytes
@@ -62,7 +63,7 @@ class RouteKey(BrokerRequest, tag=3):
 
 
 class Reserve(BrokerRequest, tag=4):
-    """Space for the bytes of an item that is to go to a queue, waited for behind others' of that queue unless
+    """Reserve space for the bytes of an item for a queue. Waits behind earlier requests of that queue unless
     `nowait`."""
 
     channel: str
@@ -72,13 +73,13 @@ class Reserve(BrokerRequest, tag=4):
 
 
 class ReleaseSpace(BrokerRequest, tag=5):
-    """Give space back that was reserved and not used. Not answered."""
+    """Release unused reserved space. Not answered."""
 
     space: int
 
 
 class Put(BrokerRequest, tag=6):
-    """want: so much space would be of use for the next put, if there is plenty."""
+    """want: bytes to preallocate for the next put, if there is plenty of memory."""
 
     channel: str
     key: bytes
@@ -89,7 +90,7 @@ class Put(BrokerRequest, tag=6):
 
 
 class Get(BrokerRequest, tag=7):
-    """target None: one item; else a batch of that weight. Waited for unless `nowait`."""
+    """target None: one item; otherwise a batch of that weight. Waits unless `nowait`."""
 
     channel: str
     key: bytes
@@ -98,21 +99,21 @@ class Get(BrokerRequest, tag=7):
 
 
 class AckItems(BrokerRequest, tag=8):
-    """The items that `number` got have arrived. Answered by Done under `confirm`, else not: over a network it may not
-    reach the broker, which then gives the items to the next getter."""
+    """Acknowledge the items that request `number` received. Answered by BrokerDone only with `confirm`: over a
+    network the acknowledgement may not reach the broker, which then gives the items to the next getter."""
 
     confirm: bool = False
 
 
 class NackItems(BrokerRequest, tag=9):
-    """The items that `number` got go back to where they were, but for those at places `lost` of them, which their
-    getter cannot load: they are gone. Not answered."""
+    """Return the items that request `number` received to their places, except those at the positions `lost`, which
+    the getter cannot load and which are removed. Not answered."""
 
     lost: tuple[int, ...] = ()
 
 
 class Cancel(BrokerRequest, tag=10):
-    """Give `number` up if it still waits; then it is answered by Cancelled, else by what it was answered already."""
+    """Cancel request `number`. If it still waits, its answer is Cancelled; otherwise it was already answered."""
 
 
 class Count(BrokerRequest, tag=11):
@@ -125,7 +126,7 @@ class Close(BrokerRequest, tag=12):
 
 
 class Peek(BrokerRequest, tag=13):
-    """The first `most` items of a queue, which stay there."""
+    """Show the first `most` items of a queue, which stay there."""
 
     channel: str
     key: bytes
@@ -137,7 +138,7 @@ class BrokerReply(msgspec.Struct, array_like=True):
 
 
 class Welcome(BrokerReply, tag=1):
-    """arena_bytes: how much of the descriptor that comes along to map, 0 where none does."""
+    """arena_bytes: bytes to map of the descriptor sent along; 0 if none is sent."""
 
     capacity_bytes: int
     arena_bytes: int
@@ -145,7 +146,7 @@ class Welcome(BrokerReply, tag=1):
 
 
 class BrokerDone(BrokerReply, tag=2):
-    """space: reserved for the next put, as wanted."""
+    """space: preallocated for the next put, as it requested."""
 
     space: int = NOWHERE
 
@@ -159,19 +160,19 @@ class Items(BrokerReply, tag=4):
 
 
 class Full(BrokerReply, tag=5):
-    """Refused under `nowait`: the queue, or the memory, is full."""
+    """Answer under `nowait`: the queue or the memory is full."""
 
 
 class Empty(BrokerReply, tag=6):
-    """Refused under `nowait`: there is no item."""
+    """Answer under `nowait`: the queue has no item."""
 
 
 class Ended(BrokerReply, tag=7):
-    """The channel is closed and there will be no more items."""
+    """The channel is closed and the queue has no more items."""
 
 
 class Closed(BrokerReply, tag=8):
-    """The channel takes no more items."""
+    """The channel accepts no more items."""
 
 
 class Cancelled(BrokerReply, tag=9):
@@ -179,8 +180,8 @@ class Cancelled(BrokerReply, tag=9):
 
 
 class Counted(BrokerReply, tag=10):
-    """puts, gets: how many wait (puts also for memory); leased: how many items are with those who got them, not
-    acknowledged; routed: this part of a distributed channel has the key, with or without items."""
+    """puts, gets: numbers of waiting requests (puts also for memory); leased: number of received items without an
+    acknowledgement; routed: this part of a distributed channel stores the key, with or without items."""
 
     size: int
     maxsize: int
@@ -195,7 +196,7 @@ class Routed(BrokerReply, tag=11):
 
 
 class TooLarge(BrokerReply, tag=12):
-    """More bytes than there could ever be space for."""
+    """The item exceeds the capacity of the memory."""
 
     limit_bytes: int
 
@@ -205,8 +206,8 @@ class Rejected(BrokerReply, tag=13):
 
 
 class Peeked(BrokerReply, tag=14):
-    """size: how many the queue has. Of an item whose bytes are in the arena they are not to be read there: another may
-    take it at any time."""
+    """size: number of items in the queue. Do not read the bytes of items in the arena: another client may take these
+    items at any time."""
 
     size: int
     items: list[Item]
@@ -249,5 +250,5 @@ decode_answer: Callable[[Any], AnyAnswer] = decoder(AnyAnswer)
 
 
 def encode(message: AnyRequest | AnyAnswer, payload_bytes: int = 0) -> bytes:
-    """Header and body."""
+    """Return header and body."""
     return framed(encoding.encode(message), payload_bytes)

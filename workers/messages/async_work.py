@@ -1,4 +1,4 @@
-"""An operation under way, to be waited for from threads or from async code."""
+"""Handle of a pending operation, for threads and for async code."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ Settle = Callable[[], Future[Any] | None]
 
 
 class AsyncWork(Generic[T]):
-    """The outcome of an operation, as often as it is asked for. Thread-safe.
+    """The outcome of an operation, which can be read repeatedly. Thread-safe.
 
-    future: done when the operation is; what: names it, for messages; finish: makes the result of the future's value,
-    called once, by whoever first asks for the result; settle: of that value, what is to be called once before `finish`,
-    which waits for the future that comes back; None for nothing. While a wait lasts, a line of the log every
-    `waiting.LOG_EVERY_S` names what is awaited. The operation has its own bound, so a wait without a timeout ends too.
+    future: completed with the operation; what: names the operation in messages; finish: makes the result from the
+    future's value, called once, by the first reader of the result; settle: returns a function to call once with that
+    value before `finish`, which waits for the future that this function returns, or None. While a wait lasts, it logs
+    every `waiting.LOG_EVERY_S` what it waits for. The operation has its own timeout, so a wait without a timeout ends
+    too.
     """
 
     def __init__(
@@ -49,14 +50,14 @@ class AsyncWork(Generic[T]):
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> T:
-        """The result, or the operation's error. Blocks until it is done; `MessageTimeoutError` after `timeout` seconds,
-        which leaves the operation under way (a receive: while anybody has this). RuntimeError in a function given to
-        `then`, where it would block."""
+        """Return the result, or raise the operation's error. Blocks until it is done. Raises `MessageTimeoutError`
+        after `timeout` seconds; the operation then continues (a receive: while this handle exists). RuntimeError if
+        this would block in a function given to `then`."""
         timeout = seconds_if_any("timeout", timeout)
         self._wait_for(self._future, timeout)
         if self._settled is None and self._begin_to_settle() is not None:
             refuse_waiting(self._what)
-        # What is being taken is lost by whoever leaves before it is certain.
+        # No timeout: a caller that left before the broker's confirmation would lose the item.
         self._wait_for(self._settling(), None)
         return self._result()
 
@@ -68,10 +69,9 @@ class AsyncWork(Generic[T]):
             raise MessageTimeoutError(what=self._what, waited_s=time.monotonic() - begun)
 
     async def async_wait(self, timeout: float | None = None) -> T:
-        """The same without blocking the event loop: it is woken by the operation's end. Cancelling it cancels the wait,
-        not the operation; while an item is being taken from the broker of a channel on another host, for as long as
-        that broker takes to confirm it, it is too late: this returns the item, and the task is cancelled where it next
-        awaits something."""
+        """Like `wait`, without blocking the event loop. Cancelling it cancels the wait, not the operation. It cannot
+        be cancelled while the broker of a channel on another host confirms the receipt of an item: this returns the
+        item, and the task is cancelled at its next await."""
         timeout = seconds_if_any("timeout", timeout)
         wait = waiting.LoggedWait(timeout)
         woken = _woken_by(self._future)
@@ -83,11 +83,13 @@ class AsyncWork(Generic[T]):
         return self._result()
 
     def then(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncWork[Any]:
-        """Have `func(*args, **kwargs)` called once this is done; the work it returns has its result.
+        """Call `func(*args, **kwargs)` once this operation is done. The result of the returned work is that of
+        `func`.
 
-        An error here, such as a result that cannot be loaded, is that work's error, and `func` is not called. If `func`
-        returns work, the result is that work's. The result is made, and `func` called, by the thread that ends the
-        operation (now, if it is done): it must not block, and a wait in it is refused with a RuntimeError.
+        An error of this operation, such as a result that cannot be loaded, becomes the error of the returned work,
+        and `func` is not called. If `func` returns work, the result is the result of that work. The thread that
+        completes the operation (the calling thread, if it is done) makes the result and calls `func`, which must not
+        block: a wait in it raises RuntimeError.
         """
         future: Future[Any] = Future()
 
@@ -104,7 +106,7 @@ class AsyncWork(Generic[T]):
                 future.set_result(made)
 
         self._once_settled(call)
-        return AsyncWork(future, f"{self._what}, and what follows")
+        return AsyncWork(future, f"{self._what}, and its continuation")
 
     def _pass_on(self, to: Future[Any]) -> None:
         def settle() -> None:
@@ -116,15 +118,15 @@ class AsyncWork(Generic[T]):
         self._once_settled(settle)
 
     def _once_settled(self, call: Callable[[], None]) -> None:
-        """Have it called once `_result` waits for nothing."""
+        """Call `call` once `_result` no longer blocks."""
         self._future.add_done_callback(lambda _: self._settling().add_done_callback(lambda _: call()))
 
     def _begin_to_settle(self) -> Settle | None:
-        """What is to be begun, of an operation that has ended."""
+        """Return the function that settles an operation that has ended, or None."""
         return None if self._future.exception() is not None else self._settle(self._future.result())
 
     def _settling(self) -> Future[Any]:
-        """Of an operation that has ended: once this is done, the result is there to be made, or the error."""
+        """Return a future for an operation that has ended: once it is done, `_result` does not block."""
         with self._guard:
             if self._settled is None:
                 begin = self._begin_to_settle()
@@ -154,7 +156,7 @@ class AsyncWork(Generic[T]):
 
 
 class TensorWork(AsyncWork[None]):
-    """Of `recv_tensor`: whoever learns that it is done has received the message, whose values are in the tensor."""
+    """Work of `recv_tensor`. Observing that it is done takes the message, whose values are in the tensor."""
 
     def done(self) -> bool:
         """Whether the operation has ended."""
@@ -166,7 +168,7 @@ class TensorWork(AsyncWork[None]):
 
 
 def _woken_by(future: Future[Any]) -> asyncio.Future[None]:
-    """Of the running event loop: done once `future` is."""
+    """Return a future of the running event loop that completes with `future`."""
     loop = asyncio.get_running_loop()
     woken: asyncio.Future[None] = loop.create_future()
 
@@ -183,15 +185,15 @@ def _woken_by(future: Future[Any]) -> asyncio.Future[None]:
 
 
 async def _see_through(future: Future[Any]) -> None:
-    """Wait until `future` is done, cancelled or not. If it succeeds, what came too late to cancel this cancels what the
-    task awaits next; if it fails, there is nothing to be had, and it is cancelled here."""
+    """Wait until `future` is done, even if the task is cancelled. If it succeeds, a cancellation that came meanwhile
+    is raised at the task's next await; if it fails, the cancellation is raised here."""
     woken = _woken_by(future)
     late: tuple[Any, ...] | None = None
     while not future.done():
         try:
             await asyncio.wait([woken])
         except asyncio.CancelledError as error:
-            # Not the error itself, which would keep the task's frames, and so handles, until a garbage collection.
+            # Keeping the error itself would keep the task's frames, and so handles, until a garbage collection.
             late = error.args[:1]
     if late is None:
         return
@@ -202,14 +204,14 @@ async def _see_through(future: Future[Any]) -> None:
 
 
 def _cancel_again(task: asyncio.Task[Any], message: tuple[Any, ...]) -> None:
-    """Unless whoever cancelled it, such as a timeout, has taken that back, as it found the task at its end."""
+    """Cancel the task again, unless its canceller, such as a timeout, has already called `uncancel`."""
     if not task.done() and task.cancelling():
         task.uncancel()
         task.cancel(*message)
 
 
 def all_of(works: list[AsyncWork[Any]], what: str, result: T) -> AsyncWork[T]:
-    """Work that is done when all of `works` are: with `result`, or the first error of them in their order."""
+    """Return work that is done when all `works` are, with `result`, or the first error of `works` in their order."""
     future: Future[T] = Future()
     left = [len(works)]
     guard = threading.Lock()

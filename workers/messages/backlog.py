@@ -1,4 +1,4 @@
-"""How many bytes of messages a worker keeps for others."""
+"""Counts the bytes of messages that a worker keeps for others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from workers.errors import MessageBacklogError
 
 
 class Backlog:
-    """What was sent and is not received yet, and what is passed on. Thread-safe."""
+    """Bytes of messages that are sent and not received yet, or forwarded. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
@@ -17,11 +17,11 @@ class Backlog:
 
     @property
     def waiting_bytes(self) -> int:
-        """What is kept now."""
+        """The bytes that are kept now."""
         return self._waiting
 
     def admit(self, nbytes: int, what: str) -> None:
-        """`MessageBacklogError` where there is no place for as many."""
+        """Count `nbytes`. `MessageBacklogError` if they would exceed the limit."""
         with self._guard:
             if self._waiting + nbytes > self._limit:
                 raise MessageBacklogError(

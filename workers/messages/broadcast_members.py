@@ -1,4 +1,4 @@
-"""Who takes part in a broadcast, as the callers of `Worker.broadcast` write it."""
+"""The workers of a broadcast, as callers of `Worker.broadcast` specify them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ Ranks = int | tuple[int, ...] | list[int] | list[tuple[int, ...]]
 
 
 def participants(groups: Sequence[tuple[str, Ranks]]) -> list[WorkerAddress]:
-    """The workers of `groups` in their order: `("g", 0)` is one, `("g", [0, 1])` two, `("g", (0, 1))` one of that path,
-    `("g", [(0, 0), (0, 1)])` two of those paths. ValueError if there are none, or one is named twice."""
+    """Return the workers of `groups` in their order: `("g", 0)` is one worker, `("g", [0, 1])` are two, `("g", (0,
+    1))` is the worker of that path, `("g", [(0, 0), (0, 1)])` are the two of those paths. ValueError if there are
+    none or one occurs twice."""
     named = []
     for name, ranks in groups:
         each: Sequence[int | tuple[int, ...]] = ranks if isinstance(ranks, list) else [ranks]
@@ -24,21 +25,21 @@ def participants(groups: Sequence[tuple[str, Ranks]]) -> list[WorkerAddress]:
 
 
 def check(workers: Sequence[WorkerAddress]) -> None:
-    """ValueError if there are none, or one is named twice."""
+    """Raise ValueError if there are no workers or one occurs twice."""
     if not workers:
         raise ValueError("a broadcast needs at least one worker")
     twice = {name for name, count in Counter(worker.get_name() for worker in workers).items() if count > 1}
     if twice:
-        raise ValueError(f"{sorted(twice)} are named more than once in a broadcast")
+        raise ValueError(f"the workers of a broadcast must be distinct; named more than once: {sorted(twice)}")
 
 
 def stream_of(workers: Sequence[WorkerAddress]) -> bytes:
-    """Names what these workers broadcast among themselves; the same on each of them."""
+    """Return the name of the stream of broadcasts among these workers, the same on each of them."""
     names = "\n".join(sorted(worker.get_name() for worker in workers))
     return hashlib.sha256(names.encode()).digest()[:16]
 
 
 def listed(workers: Sequence[WorkerAddress]) -> str:
-    """Their names, for messages."""
+    """Return the names of the workers for messages, at most 10."""
     more = f" and {len(workers) - 10} more" if len(workers) > 10 else ""
     return ", ".join(worker.get_name() for worker in workers[:10]) + more

@@ -1,4 +1,4 @@
-"""A message that came, a receive that waits, and both once they met. For the engine's thread, but for `Delivery`."""
+"""Arrived messages, waiting receives, and their matches. For the I/O thread only, except `Delivery`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from workers.messages.wire import ObjectForm, PostMessage, TensorForm
 from workers.transport.pickling import Bytes, Unpacked, copy_into, unpack
 
 Key = tuple[str, bytes]
-"""Where messages queue: by source and stream."""
+"""Messages queue by source and stream."""
 MessageId = tuple[str, bytes, int]
-"""Source, stream and number: one message of the source's present run."""
+"""Source, stream and number of a message, unique while the source's process runs."""
 
 
 @dataclass(eq=False)
@@ -26,9 +26,10 @@ class Arrival:
     """A message whose header has arrived.
 
     route: where its answers are sent; memory: its values, None before they are fetched and after they are taken; own:
-    only this process has that memory; queued: no receive has taken the message yet; lost: set if its sender was lost
-    before the values were fetched, and raised by the receive that takes the message; unpacked: its values as they were
-    copied out for a receive whose handle nobody has any more, in place of memory."""
+    whether only this process has that memory; queued: no receive has taken the message yet; lost: set if its sender
+    was lost before the values were fetched, and raised by the receive that takes the message; unpacked: its values,
+    if they were copied out of memory for a receive whose handle was garbage-collected.
+    """
 
     route: bytes
     post: PostMessage
@@ -54,8 +55,8 @@ class Arrival:
 
 @dataclass(eq=False)
 class Posting:
-    """A receive that waits. target: for recv_tensor; ready: what is to be over on the GPU before target is written;
-    eager: nobody waits yet, so the engine copies whatever its size; number: of the one message that it takes, in a
+    """A waiting receive. target: of recv_tensor; ready: an event to wait for on the GPU before target is written;
+    eager: no thread waits yet, so the I/O thread copies messages of any size; number: of its message, in a
     broadcast."""
 
     source: str
@@ -82,14 +83,15 @@ class Posting:
 
 
 class Delivery:
-    """A message that met its receive: its values are copied out once, in whichever thread comes first, and it is
-    received once somebody takes them. Until then it can be given back.
+    """A message that met its receive. The first thread that needs the values copies them out, once. The message is
+    received once they are taken; until then it can be given back.
 
-    Refers to neither of the two afterwards: what was received is freed when its owner drops it, not by a collector.
+    Afterwards this refers to neither posting nor arrival, so received values are freed with their last reference, not
+    by a garbage collection.
     """
 
     def __init__(self, posting: Posting, arrival: Arrival, warm: BufferPool, done: Callable[[], None]) -> None:
-        """done: tells the sender that its memory is its own again."""
+        """done: notifies the sender that it may reuse its memory."""
         self.form = arrival.post.form
         self._pending: tuple[Posting, Arrival, Callable[[], None]] | None = (posting, arrival, done)
         self._warm = warm
@@ -98,13 +100,14 @@ class Delivery:
         self._values: Unpacked | None = None
 
     def copy(self) -> None:
-        """Copy the values out. The sender of an object is told. That of a tensor is not, before it is taken: what is in
-        the target cannot be given back, as its owner may write there."""
+        """Copy the values out. The sender of an object is then notified. The sender of a tensor is notified when it
+        is taken: the values in the target cannot be given back, because the target's owner may overwrite them."""
         with self._guard:
             self._copy()
 
     def take(self) -> Unpacked | None:
-        """What `recv` is to load; None for `recv_tensor`, whose target then has the values. The sender is told."""
+        """Return the values for `recv` to load, or None for `recv_tensor`, whose target then has them. Notifies the
+        sender."""
         with self._guard:
             self._copy()
             if self._pending is not None:
@@ -116,7 +119,7 @@ class Delivery:
             return self._values
 
     def give_back(self) -> Arrival | None:
-        """The message with its values, for another receive; None if it was taken."""
+        """Return the message with its values for another receive, or None if it was taken."""
         with self._guard:
             if self._pending is None:
                 return None
@@ -125,6 +128,7 @@ class Delivery:
             return arrival
 
     def _copy(self) -> None:
+        """Copy the values out, once, and notify the sender of an object."""
         if self._pending is None or self._copied:
             return
         posting, arrival, done = self._pending

@@ -1,5 +1,4 @@
-"""Messages whose bytes are pulled in parts, from their source or from a worker that passes them on. For the engine's
-thread."""
+"""Messages whose bytes are pulled in chunks, from their source or from a relay. For the I/O thread only."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from workers.transport.pickling import Bytes, fresh
 
 CHUNK_BYTES = 4 << 20
 CHUNKS_AHEAD = 4
-"""Values in memory of another host are asked for in chunks, this many at a time."""
+"""Values in memory of another host are requested in chunks, this many at a time."""
 
 Reply = Callable[[bytes, Answer], None]
 _log = logging.getLogger(__name__)
@@ -26,10 +25,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Fetch:
-    """A message whose bytes are being pulled. posting: None once the receive that began it gave up: the message is
-    queued again, and its bytes still come. relay: from whom, None for the source; passed_on: others may want them, so
-    they are not to be written; missing: bytes that were asked for, by where they start; watch: the number of the last
-    look at whether more of it came."""
+    """A message whose bytes are being pulled. posting: None once its receive gave up: the message is queued again,
+    and its bytes still arrive. relay: the relay they are pulled from, None for the source; passed_on: other receivers
+    may pull the bytes, so they must stay unchanged; missing: requested bytes by their start; watch: number of the
+    latest timer that checks for progress."""
 
     posting: Posting | None
     arrival: Arrival
@@ -43,8 +42,8 @@ class Fetch:
 
 
 class Fetches(dict[MessageId, Fetch]):
-    """Those under way. reply: asks the source, along a message's route; ask: asks a worker that passes on, False if it
-    cannot; later: has something done by the engine's thread."""
+    """The current fetches. reply: sends a request to the source, along a message's route; ask: sends one to a relay,
+    False if that fails; later: schedules a call in the I/O thread."""
 
     def __init__(
         self, warm: BufferPool, relays: Relays, *, reply: Reply, ask: Callable[[Relay, WantMessage], bool], later: Later
@@ -57,7 +56,7 @@ class Fetches(dict[MessageId, Fetch]):
         self._later = later
 
     def begin(self, posting: Posting | None, arrival: Arrival) -> None:
-        """Pull the bytes of a message: for a receive, or for others, if they are passed on."""
+        """Pull the bytes of a message for a receive, or for other receivers if they are forwarded."""
         post = arrival.post
         staging = fresh(post.nbytes, self._warm)
         passed_on = self._relays.begin(post, staging)
@@ -70,7 +69,7 @@ class Fetches(dict[MessageId, Fetch]):
         self._watch(fetch)
 
     def join(self, posting: Posting, arrival: Arrival) -> None:
-        """A receive waits for a message that is being pulled already."""
+        """Attach a receive to a message that is already being pulled."""
         fetch = self[arrival.id]
         fetch.posting = posting
         self._watch(fetch)
@@ -109,8 +108,8 @@ class Fetches(dict[MessageId, Fetch]):
                 self._ask_for(fetch, start, nbytes)
 
     def _watch(self, fetch: Fetch) -> None:
-        """Turn from a relay to the source if nothing comes for a while, in time for a receive that has not long to
-        wait. In place of any earlier watch, which was for another receive."""
+        """Switch from a relay to the source if no bytes arrive for a while, early enough for a receive near its
+        deadline. Replaces an earlier watch, which was for another receive."""
         if fetch.relay is None:
             return
         fetch.watch += 1
@@ -125,5 +124,5 @@ class Fetches(dict[MessageId, Fetch]):
             self._watch(fetch)
             return
         source = fetch.arrival.post.source
-        _log.warning("%s passed on nothing of a message of %s; it is pulled from there", fetch.relay.worker, source)
+        _log.warning("Relay %s sent no bytes of a message of %s; pulling from the source", fetch.relay.worker, source)
         self.turn_to_source(fetch)

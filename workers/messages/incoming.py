@@ -1,4 +1,4 @@
-"""Messages that came and receives that wait, brought together in order. For the engine's thread."""
+"""Matches arrived messages and waiting receives in order. For the I/O thread only."""
 
 from __future__ import annotations
 
@@ -44,17 +44,18 @@ from workers.messages.wire import (
 )
 
 EAGER_BYTES = 32 << 20
-"""So much the engine copies at once, which spares waking another thread first; of more, other messages would wait."""
+"""The I/O thread copies messages up to this size at once, which avoids waking another thread first. Copying larger
+ones would delay other messages."""
 
 _Q = TypeVar("_Q")
 _log = logging.getLogger(__name__)
 
 
 class Incoming:
-    """worker: this end's name. reply: sends an answer along a route, in the engine's thread; ask: sends to one that
-    passes on, False if it cannot; call, later: have something done by that thread; contact: of a source within a
-    stream; busy: whether this worker waits for anything; lives: whether a source is known to live, and watched;
-    outdated: whether a message is of a process that is over, at either end."""
+    """worker: this end's name. reply: sends an answer along a route, in the I/O thread; ask: sends a request to a
+    relay, False if that fails; call, later: schedule a call in that thread; contact: returns the contact with a
+    source in a stream; busy: whether this worker waits for any operation; lives: whether a source is known to be
+    alive, and watched; outdated: whether a message is from or for an earlier incarnation."""
 
     def __init__(
         self,
@@ -94,10 +95,10 @@ class Incoming:
     # --- receives -------------------------------------------------------------------------------------------------
 
     def post(self, posting: Posting, lives: bool) -> bool:
-        """Meet the oldest message of the source, or wait for one. Whether it waits.
+        """Match a receive with the oldest message of the source, or queue it. Return whether it waits.
 
-        lives: the source is known to be who sent what is queued. Otherwise the receive waits until `match` or `lose`
-        tells: under the name of one that died there may be another by now, whose messages come first.
+        lives: whether the source is known to be the process that sent the queued messages. Otherwise the receive
+        waits for `match` or `lose`: a successor of a dead source may exist, whose messages come first.
         """
         missed = self._missed.pop(posting.key, None)
         if missed is not None:
@@ -113,16 +114,17 @@ class Incoming:
         return queued is not None and queued[-1] is posting
 
     def match(self, source: str) -> None:
-        """Bring receives from the source together with what is queued of it."""
+        """Match receives from the source with its queued messages."""
         for key in [key for key in self._postings if key[0] == source]:
             self._match(key)
 
     def _match(self, key: Key) -> None:
+        """Match the oldest message and receive of a key until one of them is missing. Broadcasts match by number."""
         while key in self._arrivals:
             waiting, post = self._postings.get(key), self._arrivals[key][0].post
             behind = self._calls.behind(key, post.number)
             if waiting and behind < 0:
-                why = "its call failed, or its time was over, before it could send"
+                why = "its call failed or timed out before it could send"
                 _first(self._postings, key).fail(SourceFailedError(source=post.source, why=why))
                 continue
             if not waiting and behind <= 0:
@@ -136,49 +138,49 @@ class Incoming:
                 self._attempt(self._meet, _first(self._postings, key), arrival)
 
     def _attempt(self, work: Callable[[Posting, Arrival], None], posting: Posting, arrival: Arrival) -> None:
-        """Do `work`. An error in it fails this receive, and this message at its sender; all others are left as they
-        are, also the receive of the caller."""
+        """Call `work`. An exception fails this receive, and its message at the sender. Other messages and receives
+        are not affected, including the receive of the caller."""
         try:
             work(posting, arrival)
         except Exception as defect:
-            _log.exception("%s failed at its message", posting.what)
+            _log.exception("%s failed for its message", posting.what)
             error = InternalError(what=f"{posting.what}: {defect!r}")
             posting.fail(error)
             self._refuse(arrival, error)
 
     def skip(self, key: Key) -> None:
-        """A call for a broadcast failed before it could wait: the message of its number is for nobody."""
+        """Drop the message of a broadcast call that failed before it could wait."""
         self._calls.next(key)
         self._drop_left(key)
 
     def _drop_left(self, key: Key) -> None:
-        """What is for a call that gave up; where others wait, it is dropped when they are matched."""
+        """Drop messages for calls that gave up. If other calls wait, `_match` drops them."""
         if key in self._calls and key not in self._postings:
             self._match(key)
 
     def settle(self) -> None:
-        """This worker began to wait: senders that hope for an answer soon are told."""
+        """Notify senders that wait for an early answer that this worker has begun to wait."""
         for arrival in self._unsettled:
             if arrival.queued and arrival.key not in self._postings:
                 self._reply(arrival.route, Settled(stream=arrival.post.stream, number=arrival.post.number))
         self._unsettled.clear()
 
     def expire(self, now: float) -> float:
-        """Those whose time is over fail, see `withdraw`. When the next one's time is over. A defect at one leaves the
-        others as they are."""
+        """Fail the receives whose deadline passed, see `withdraw`. Return the next deadline. An exception at one
+        receive does not affect the others."""
         for posting in [posting for posting in self._all() if posting.deadline <= now]:
             error: Exception = MessageTimeoutError(what=posting.what, waited_s=now - posting.begun)
             try:
                 self.withdraw(posting)
             except Exception as defect:
-                _log.exception("%s: its message could not be given back", posting.what)
+                _log.exception("%s: could not give its message back", posting.what)
                 error = InternalError(what=f"{posting.what}: {defect!r}")
             posting.fail(error)
         return min((posting.deadline for posting in self._all()), default=math.inf)
 
     def withdraw(self, posting: Posting) -> None:
-        """The receive gave up. Its message goes to the next receive, whether it is here or comes later; the message of
-        a broadcast is dropped."""
+        """Remove a receive that gave up. The next receive gets its message, whether it is here or still arrives; the
+        message of a broadcast is dropped."""
         queued = self._postings.get(posting.key)
         if queued and posting in queued:
             queued.remove(posting)
@@ -193,8 +195,8 @@ class Incoming:
         self._drop_left(posting.key)
 
     def abandon(self, posting: Posting) -> None:
-        """Nobody has the handle of this receive any more: it is withdrawn. A message that had met it, and that nobody
-        took from the handle, goes to the next receive, too."""
+        """Withdraw a receive whose handle was garbage-collected. The next receive also gets a message that it had met
+        and that was not taken from the handle."""
         if not posting.future.done():
             self.withdraw(posting)
             return
@@ -206,14 +208,15 @@ class Incoming:
             self._match(posting.key)
 
     def _leave(self, arrival: Arrival) -> None:
-        """Its receive could not take it."""
+        """Requeue a message that its receive could not take, or drop it in a broadcast."""
         if arrival.key in self._calls:
             self._drop(arrival)
         else:
             self._requeue(arrival)
 
     def _requeue(self, arrival: Arrival) -> None:
-        """In its place among those of its sender, who need not wait for a receive."""
+        """Queue a message at its place among those of its sender, and notify the sender, which need not wait for a
+        receive."""
         queue = self._arrivals.setdefault(arrival.key, deque())
         bisect.insort(queue, arrival, key=_order)
         arrival.queued = True
@@ -235,11 +238,11 @@ class Incoming:
     # --- messages -------------------------------------------------------------------------------------------------
 
     def arrive(self, route: bytes, post: PostMessage, inline: Any) -> None:
-        """A message came: it meets the receive that waits longest for it, or queues. ValueError for one that has not
-        the bytes that it names."""
+        """Match an arrived message with the receive that has waited longest for it, or queue it. ValueError if it has
+        fewer bytes than its header names."""
         memory = np.frombuffer(bytearray(inline), np.uint8) if post.slab is None else self._mappings.open(post.slab)
         if memory is not None and memory.size < post.nbytes:
-            raise ValueError(f"{memory.size} bytes came of a message of {post.nbytes}")
+            raise ValueError(f"message has {memory.size} bytes, its header names {post.nbytes}")
         self._take_in(Arrival(route, post, memory, own=post.slab is None))
         if post.passes_on:
             for asker, want in self._relays.arrived(post):
@@ -259,7 +262,7 @@ class Incoming:
             self._unsettled.append(arrival)
 
     def data(self, data: Data, body: Any) -> None:
-        """A part of a message that is being pulled. One that makes no sense fails the receive, and its message."""
+        """Store a chunk of a message that is being pulled. A malformed chunk fails the receive and its message."""
         key = (data.source, data.stream, data.number)
         fetch = self._fetches.get(key)
         if fetch is None or _ends(fetch.arrival.post) != _ends(data):
@@ -267,10 +270,10 @@ class Incoming:
         part = np.frombuffer(body, dtype=np.uint8)
         end, expected = data.start + part.size, fetch.missing.get(data.start, part.size)
         if not part.size or end > fetch.staging.size or part.size != expected:
-            self._give_up(key, f"{part.size} bytes from {data.start} of a message of {fetch.staging.size}")
+            self._give_up(key, f"malformed chunk of {part.size} bytes at {data.start} of {fetch.staging.size}")
             return
         if data.start not in fetch.missing:
-            # It came from the source, too.
+            # A duplicate: the chunk came from both the relay and the source.
             return
         del fetch.missing[data.start]
         fetch.staging[data.start : data.start + part.size] = part
@@ -287,13 +290,13 @@ class Incoming:
             self._attempt(self._deliver, fetch.posting, fetch.arrival)
 
     def absent(self, absent: Absent) -> None:
-        """The relay does not pass on these values."""
+        """Pull from the source, because the relay does not forward these values."""
         fetch = self._fetches.get((absent.source, absent.stream, absent.number))
         if fetch is not None:
             self._fetches.turn_to_source(fetch)
 
     def wanted(self, route: bytes, want: WantMessage) -> None:
-        """Another receiver wants values that this one passes on, and may be the first to want them."""
+        """Serve another receiver that wants values from this one, and fetch them if it is the first to want them."""
         if self._relays.asked(route, want) or self._relays.is_early(route, want):
             return
         if self._lives(want.source):
@@ -320,9 +323,10 @@ class Incoming:
         self._refuse(fetch.arrival, error)
 
     def lose(self, source: str, error: Exception) -> None:
-        """`source` died or cannot be reached. Messages whose values are all here can still be received. Any other one
-        stays in its place in the queue, and the receive that takes it raises `error`. Receives that wait raise it at
-        once if the values of their message are still to come, or if no message is left for them."""
+        """Fail receives from `source`, which died or cannot be reached. Messages whose values are all here can still
+        be received. Any other one stays in its place in the queue, and the receive that takes it raises `error`.
+        Waiting receives raise it at once if the values of their message are incomplete, or if no message is left for
+        them."""
         for key in [key for key in self._arrivals if key[0] == source]:
             for arrival in self._arrivals[key]:
                 if not arrival.here:
@@ -337,21 +341,23 @@ class Incoming:
             self._calls.lost(source)
 
     def outdate(self, source: str, incarnation: int) -> None:
-        """A new process of the source is there: nothing of those before it is received, and calls are counted anew."""
+        """Discard messages of earlier incarnations of the source, whose process was restarted, and restart the
+        numbering of calls."""
         self._keep(source, lambda arrival: arrival.post.incarnation >= incarnation)
         for posting in reversed(self._interrupted(source)):
             self._postings.setdefault(posting.key, deque()).appendleft(posting)
         self._calls.renewed(source)
 
     def _interrupted(self, source: str) -> list[Posting]:
-        """Receives of messages from there whose bytes will not come any more; those are forgotten."""
+        """Remove fetches from the source, whose bytes will not arrive. Return their receives."""
         fetches = [self._fetches.pop(key) for key in [key for key in self._fetches if key[0] == source]]
         for fetch in fetches:
             self._relays.interrupted(fetch.arrival.post)
         return [fetch.posting for fetch in fetches if fetch.posting is not None]
 
     def fail_all(self, error: Exception) -> None:
-        """Every source is lost, with what came of it; the next receive from one of which something had come says so."""
+        """Fail everything: all sources are lost. The next receive from a source with arrived messages raises the
+        error."""
         self._missed.update(dict.fromkeys(self._arrivals, error))
         for posting in itertools.chain(*self._postings.values()):
             posting.fail(error)
@@ -380,6 +386,7 @@ class Incoming:
     # --- a receive and its message ----------------------------------------------------------------------------------
 
     def _meet(self, posting: Posting, arrival: Arrival) -> None:
+        """Compare a message with its receive. Deliver it, fetch its values, or fail both ends."""
         if arrival.lost is not None:
             posting.fail(arrival.lost)
             return
@@ -421,11 +428,12 @@ class Incoming:
         try:
             self._fetches.begin(posting, arrival)
         except Exception as error:
-            # Memory for its bytes; there may be some for the next receive.
+            # Out of memory for its bytes. The next receive may find some.
             posting.fail(error)
             self._leave(arrival)
 
     def _deliver(self, posting: Posting, arrival: Arrival) -> None:
+        """Complete a receive with its message, and copy the values out if they are small or no thread waits."""
         delivery = Delivery(posting, arrival, self._warm, lambda: self._call(lambda: self._done(arrival)))
         handed_out = posting.eager and posting.target is not None
         if posting.eager or arrival.post.nbytes <= EAGER_BYTES:
@@ -450,7 +458,7 @@ class Incoming:
         self._reply(arrival.route, refused(arrival.post, error))
 
     def _drop(self, arrival: Arrival) -> None:
-        """Nobody is to have it. To its sender it is as if it was received."""
+        """Drop a message that no receive will take. Its sender treats it as received."""
         self._interrupt(arrival)
         self._done(arrival)
 
@@ -467,7 +475,7 @@ def _order(arrival: Arrival) -> tuple[int, int]:
 
 
 def _ends(said: PostMessage | Data) -> tuple[int, int]:
-    """The incarnations of the source and of the receiver."""
+    """Return the incarnations of the source and of the receiver."""
     return said.incarnation, said.receiver
 
 
@@ -476,7 +484,7 @@ def _fits(post: PostMessage, form: ObjectForm | TensorForm) -> bool:
 
 
 def _first(queues: dict[Key, deque[_Q]], key: Key) -> _Q:
-    """Taken off its queue, which goes with the last."""
+    """Remove and return the first element of a queue, and remove the queue if it is empty."""
     queue = queues[key]
     first = queue.popleft()
     if not queue:

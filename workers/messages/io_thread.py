@@ -1,4 +1,4 @@
-"""The thread of a worker's messages: its sockets, its clock, and what it learns of its peers."""
+"""The I/O thread of a worker's messages: its sockets, its timers, and the state of its peers."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from workers.transport.poll_thread import PollThread
 from workers.transport.zmq_sockets import Socket, frame, open_socket, poller, received
 
 KEEP_BYTES = 1 << 30
-"""Memory of received tensors that were dropped, kept for the next ones, at most."""
+"""Most memory of dropped tensors that is kept for the next received ones."""
 
 _log = logging.getLogger(__name__)
 
 
 class _Known(enum.Enum):
-    """What is known of a peer."""
+    """State of a peer."""
 
     NOTHING = enum.auto()
     ASKED = enum.auto()
@@ -61,14 +61,15 @@ class _Peer:
 
 
 class IoThread:
-    """Runs until `close`. `submit_*`, `call` and `settled` are for any thread; the rest is its own thread's.
+    """Runs until `close`. Any thread may call `submit_*`, `call`, `drop` and `settled`; the other methods are for its
+    own thread.
 
-    host: an address of this host that peers reach; its port is the directory entry's endpoint. lookup_s: how long a
-    peer may take to be registered, at least.
+    host: the address of this host for peers; its port is in the directory entry's endpoint. lookup_s: how long at
+    least to wait for a peer's registration.
 
-    An operation or a message that fails fails by itself. Where the directory gave this worker up, all that is under way
-    fails with `WorkerLostError`, as its peers were told; what comes after goes on under the worker's new incarnation.
-    Should the thread end by a defect, the worker leaves the directory, so that its peers learn it.
+    A failed operation or message does not affect others. If the directory declares this worker lost, all pending
+    operations fail with `WorkerLostError`, as they do at its peers; later operations run under the worker's new
+    incarnation. If the thread fails, the worker leaves the directory, which notifies its peers.
     """
 
     def __init__(
@@ -122,10 +123,10 @@ class IoThread:
             self._links = Links(self._context)
             name, sources = f"tq-messages-{self.name}", poller(self._router, self._links.socket)
             self._thread = PollThread(
-                name, sources, self._turn, self._over, timeout_ms=self._timeout_ms, completes=True
+                name, sources, self._turn, self._thread_ended, timeout_ms=self._timeout_ms, completes=True
             )
             undo.callback(self._thread.forget)
-            self._unsubscribe = directory.subscribe(self._told)
+            self._unsubscribe = directory.subscribe(self._entry_changed)
             undo.callback(self._unsubscribe)
             self.host = resolve_host(host)
             port = bind_tcp(self._router, self.host)
@@ -133,71 +134,71 @@ class IoThread:
             undo.pop_all()
         self._thread.start()
 
-    # --- from any thread ------------------------------------------------------------------------------------------
+    # --- called from any thread -----------------------------------------------------------------------------------
 
     def call(self, work: Callable[[], None]) -> None:
-        """Have the engine's thread do it, in the order of calls."""
+        """Schedule `work` in the I/O thread, in the order of calls."""
         self._calls.append(work)
         self._thread.wake()
         if self._ended is not None:
-            self._work()
+            self._run_calls()
 
     def submit_send(self, sendings: list[Sending]) -> None:
-        """Send; each one's future tells how it went."""
+        """Send messages; the future of each has its outcome."""
         self.call(partial(self._send_all, sendings))
 
     def submit_recv(self, posting: Posting) -> None:
-        """Receive; its future tells what came."""
+        """Receive a message; the future of `posting` has it."""
         self.call(partial(self._recv, posting))
 
     def drop(self, posting: Posting) -> None:
-        """Nobody has the handle of this receive any more. Only enqueues: also for finalizers."""
+        """Abandon a receive whose handle was garbage-collected. Only enqueues, so a finalizer may call this."""
         if self._ended is None:
             self._calls.append(partial(self.incoming.abandon, posting))
             self._thread.wake()
 
     def settled(self) -> Future[None]:
-        """Done once this end can go away without harm to what it sent."""
+        """Return a future that completes once receivers no longer need this worker for the messages it sent."""
         future: Future[None] = Future()
         self.call(lambda: self._leaving.append(future) if self._ended is None else future.set_result(None))
         return future
 
     def close(self) -> None:
-        """End the thread and give everything back; whoever waits gets `MessengerClosedError`. Idempotent."""
+        """End the thread and free its resources. Pending operations raise `MessengerClosedError`. Idempotent."""
         self._thread.close()
         self._unsubscribe()
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
     def _turn(self, _: object) -> None:
-        self._work()
-        self._hear()
-        self._hear_answers()
-        self._ring()
+        self._run_calls()
+        self._receive_requests()
+        self._receive_answers()
+        self._run_timers()
         if self._leaving and self.outgoing.settled:
-            self._let_go()
+            self._complete_settled()
 
-    def _over(self, defect: BaseException | None) -> None:
+    def _thread_ended(self, defect: BaseException | None) -> None:
         error: Exception = MessengerClosedError(worker=self.name)
         if defect is not None:
-            _log.error("the messages of worker %s ended by a defect", self.name, exc_info=defect)
-            error = InternalError(what=f"the messages of worker {self.name} ended by a defect: {defect!r}")
-            self._directory.ask_end(Kind.WORKER, self.name, self.incarnation, why=f"its messages ended: {defect!r}")
+            _log.error("Worker %s: its message thread failed", self.name, exc_info=defect)
+            error = InternalError(what=f"the message thread of worker {self.name} failed: {defect!r}")
+            self._directory.ask_end(Kind.WORKER, self.name, self.incarnation, why=f"message thread failed: {defect!r}")
         self._ended = error = self._expelled or error
         self.outgoing.fail_all(error)
         self.incoming.fail_all(error)
         self._mappings.close()
         self._warm.drop()
         self._context.destroy(linger=LINGER_MS)
-        self._work()
-        self._let_go()
+        self._run_calls()
+        self._complete_settled()
 
-    def _let_go(self) -> None:
+    def _complete_settled(self) -> None:
         for future in self._leaving:
             future.set_result(None)
         self._leaving.clear()
 
-    def _work(self) -> None:
+    def _run_calls(self) -> None:
         while self._calls:
             try:
                 work = self._calls.popleft()
@@ -206,11 +207,11 @@ class IoThread:
             self._attempt(work)
 
     def _attempt(self, work: Callable[[], None]) -> Exception | None:
-        """A defect in one piece of work leaves the others as they are; what it was."""
+        """Call `work`. An exception is logged and returned, so that it does not affect other work."""
         try:
             work()
         except Exception as defect:
-            _log.exception("the messages of worker %s failed at one of them", self.name)
+            _log.exception("Worker %s: a message operation failed", self.name)
             return defect
         return None
 
@@ -218,7 +219,7 @@ class IoThread:
         moment = min(self._next_expiry, self._timers[0][0] if self._timers else math.inf)
         return None if moment == math.inf else poll_ms(moment - time.monotonic())
 
-    def _ring(self) -> None:
+    def _run_timers(self) -> None:
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             self._attempt(heapq.heappop(self._timers)[2])
@@ -250,7 +251,7 @@ class IoThread:
         self.outgoing.queue(sending)
         self.outgoing.contact(sending.to, sending.stream, sending.options)
         self._next_expiry = min(self._next_expiry, sending.deadline)
-        self._meet(sending.to, sending.deadline)
+        self._contact_peer(sending.to, sending.deadline)
 
     def _recv(self, posting: Posting) -> None:
         if self._ended is not None:
@@ -266,15 +267,15 @@ class IoThread:
         self._next_expiry = min(self._next_expiry, posting.deadline)
         lives = self._peer(posting.source).known is _Known.LIVES
         if self.incoming.post(posting, lives):
-            self._meet(posting.source, posting.deadline)
+            self._contact_peer(posting.source, posting.deadline)
 
     # --- peers ----------------------------------------------------------------------------------------------------
 
     def _peer(self, name: str) -> _Peer:
         return self._peers.setdefault(name, _Peer())
 
-    def _meet(self, name: str, deadline: float) -> None:
-        """See to it that the peer is known, and that this end is told of its death; then send what is for it."""
+    def _contact_peer(self, name: str, deadline: float) -> None:
+        """Look the peer up, so that its death is reported to this end. Then send the messages queued for it."""
         peer = self._peer(name)
         if peer.known is _Known.LIVES:
             self.outgoing.flush(name, self.incarnation, peer.incarnation, peer.endpoint)
@@ -282,19 +283,20 @@ class IoThread:
             wait_s = max(self._lookup_s, deadline - time.monotonic())
             asked = self._directory.ask(Kind.WORKER, name, wait_s)
             peer.known = _Known.ASKED
-            asked.add_done_callback(lambda future: self.call(lambda: self._look_at(name, future)))
+            asked.add_done_callback(lambda future: self.call(lambda: self._looked_up(name, future)))
 
-    def _look_at(self, name: str, future: Future[tuple[DirectoryEntry, ...]]) -> None:
+    def _looked_up(self, name: str, future: Future[tuple[DirectoryEntry, ...]]) -> None:
         defect = self._attempt(partial(self._found, name, future))
         if defect is not None:
             self._peer(name).known = _Known.NOTHING
             self._lose(name, InternalError(what=f"{self.name} found {name}: {defect!r}"))
 
     def _found(self, name: str, future: Future[tuple[DirectoryEntry, ...]]) -> None:
+        """Handle the directory's answer about a peer: send and match its messages, or fail them."""
         if self._ended is not None:
             return
         if not self.incarnation:
-            self._until_registered.append(partial(self._look_at, name, future))
+            self._until_registered.append(partial(self._looked_up, name, future))
             return
         peer = self._peer(name)
         error = future.exception()
@@ -309,19 +311,19 @@ class IoThread:
         self.outgoing.flush(name, self.incarnation, entry.incarnation, peer.endpoint)
         self.incoming.match(name)
 
-    def _told(self, entry: DirectoryEntry) -> None:
-        """The directory says what became of a worker."""
+    def _entry_changed(self, entry: DirectoryEntry) -> None:
+        """Handle a change of a worker's directory entry."""
         if entry.kind is Kind.WORKER:
-            self.call(lambda: self._expel(entry) if entry.name == self.name else self._bury(entry))
+            self.call(lambda: self._own_entry_changed(entry) if entry.name == self.name else self._peer_lost(entry))
 
-    def _bury(self, entry: DirectoryEntry) -> None:
+    def _peer_lost(self, entry: DirectoryEntry) -> None:
         peer = self._peers.get(entry.name)
         if self._ended is None and peer is not None and peer.incarnation == entry.incarnation:
             self._forget(entry.name, peer)
             self._lose(entry.name, WorkerLostError(worker=entry.name, why=entry.why))
 
-    def _expel(self, entry: DirectoryEntry) -> None:
-        """The directory gave this worker up, or has registered it anew."""
+    def _own_entry_changed(self, entry: DirectoryEntry) -> None:
+        """Handle a directory entry of this worker itself: it was declared lost, or registered again."""
         if self._ended is not None:
             return
         if entry.live:
@@ -342,16 +344,16 @@ class IoThread:
             self.incoming.fail_all(error)
 
     def _renew(self, name: str, peer: _Peer, incarnation: int) -> None:
-        """A peer of that incarnation lives: what is known of one before is over."""
+        """Record the incarnation of a peer, and discard the state of an earlier one."""
         if peer.incarnation == incarnation:
             return
         lived, peer.incarnation = peer.known is _Known.LIVES, incarnation
         self.incoming.outdate(name, incarnation)
         if lived:
             self._forget(name, peer)
-            self.outgoing.lose(name, WorkerLostError(worker=name, why="it was started anew"))
+            self.outgoing.lose(name, WorkerLostError(worker=name, why="it was restarted"))
             if self.incoming.waits_for(name):
-                self._meet(name, 0.0)
+                self._contact_peer(name, 0.0)
 
     def _forget(self, name: str, peer: _Peer) -> None:
         peer.known = _Known.NOTHING
@@ -372,32 +374,34 @@ class IoThread:
             send(self._router, (route, encode(answer), *([] if body is None else [frame(body)])))
 
     def _ask_relay(self, relay: Relay, want: WantMessage) -> bool:
-        """False where another has that worker's name by now, or its port, or it cannot be reached."""
+        """Send a request to a relay. Return False if another process has its name or port by now, or if it cannot be
+        reached."""
         peer = self._peer(relay.worker)
         if peer.known is _Known.LIVES and peer.incarnation != relay.incarnation:
             return False
         try:
             if self._links.others(relay.worker, relay.endpoint):
-                # The source's word may be older than this connection, on which something may be under way.
+                # The endpoint from the source may be older than this connection, which may be in use.
                 return False
             self._links.send(relay.worker, relay.endpoint, (encode(want),), self.outgoing.idle)
         except zmq.ZMQError as error:
-            _log.warning("worker %s cannot ask %s: %s", self.name, relay.worker, error)
+            _log.warning("Worker %s cannot reach relay %s: %s", self.name, relay.worker, error)
             return False
         return True
 
-    def _hear(self) -> None:
+    def _receive_requests(self) -> None:
         for route, request, frames in received(self._router, wire.decode_request, self._reader, wire.FOLLOWED):
             defect = self._attempt(partial(self._take, route, request, frames[1:]))
             if defect is not None and isinstance(request, PostMessage):
                 self._reply(route, wire.refused(request, InternalError(what=f"{self.name}: {defect!r}")))
 
     def _take(self, route: bytes, request: wire.Request, frames: list[zmq.Frame]) -> None:
+        """Handle a message from a peer."""
         match request:
             case PostMessage():
                 peer = self._peer(request.source)
                 if request.receiver > self.incarnation:
-                    # Its sender knows already that this worker is registered anew.
+                    # The sender has seen the new registration of this worker before this worker has.
                     self._until_registered.append(partial(self._take, route, request, frames))
                     return
                 if self._outdated(request):
@@ -412,7 +416,7 @@ class IoThread:
                 if request.receiver == self.incarnation:
                     self.incoming.wanted(route, request)
 
-    def _hear_answers(self) -> None:
+    def _receive_answers(self) -> None:
         for name, answer, frames in self._links.received(wire.decode_answer, self._reader, wire.FOLLOWED):
             match answer:
                 case Pull():
@@ -423,13 +427,14 @@ class IoThread:
                     self._attempt(partial(self.incoming.absent, answer))
                 case _:
                     self._attempt(partial(self.outgoing.answered, name, answer))
-        self._say_forgotten()
+        self._announce_closed_slabs()
 
     def _outdated(self, post: PostMessage) -> bool:
-        """Whether its source, or this worker, has been registered anew since."""
+        """Whether a message is from an earlier incarnation of its source, or for one of this worker."""
         return post.receiver != self.incarnation or post.incarnation < self._peer(post.source).incarnation
 
     def _serve(self, name: str, pull: Pull) -> None:
+        """Send the chunk that a receiver requested, unless the message is no longer kept."""
         sending = self.outgoing.asked(name, pull)
         if sending is None or sending.snapshot.slab is None:
             return
@@ -445,7 +450,7 @@ class IoThread:
         )
         self._links.send(name, peer.endpoint, (encode(data), frame(part)), self.outgoing.idle)
 
-    def _say_forgotten(self) -> None:
+    def _announce_closed_slabs(self) -> None:
         inodes = self._slabs.forgotten()
         if inodes:
             self._links.send_to_all((encode(ForgetMessage(inodes=inodes)),))

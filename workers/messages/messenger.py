@@ -1,25 +1,26 @@
-"""Messages between workers: point to point, and broadcasts among any of them.
+"""Messages between workers: point to point, and broadcasts among any set of workers.
 
 Transport. Each worker has a ZMQ port, and one socket from which it sends to the ports of all others. A message is a
-header, with its values if they are at most 64 KiB. Larger values, tensors and what is pickled, are copied once, during
-the call, into anonymous shared memory. Receivers on the same host copy them from there: a broadcast to three of them
-costs four copies and no system call that carries values. Receivers on other hosts fetch them over ZMQ, in chunks, once
-they have called `recv`. Tensors on a GPU are copied to host memory and then sent in the same way. In a broadcast to
-many hosts the first receiver of each host forwards the values that it fetches (`workers.messages.relays`).
+header, with its values if they are at most 64 KiB. Larger values, both tensors and pickles, are copied once, during
+the call, into anonymous shared memory. Receivers on the same host copy them from there: a broadcast to three
+receivers costs four copies and no system call that carries values. Receivers on other hosts fetch the values over
+ZMQ, in chunks, once they have called `recv`. Tensors on a GPU are copied to host memory and then sent in the same
+way. In a broadcast to many hosts the first receiver on each host forwards the values that it fetches
+(`workers.messages.relays`).
 
 Why not process groups of torch.distributed. With Gloo and NCCL a send waits for its receive, so two workers that both
-send first deadlock. A receive of another shape than the send gets wrong bytes, or aborts the group. A dead peer is
+send first deadlock. A receive whose shape differs from the send gets wrong bytes, or aborts the group. A dead peer is
 noticed only by a timeout. NCCL does not connect workers that share a GPU. Here a send copies its values and returns;
-both ends compare form, shape, dtype and options before a byte is written to the receiver's memory; and the directory of
-the job reports which worker died. A broadcast within a host takes a fraction of Gloo's time
+both ends compare form, shape, dtype and options before a byte is written to the receiver's memory; and the job's
+directory reports which worker died. A broadcast within a host takes a fraction of Gloo's time
 (`benchmarks/probes/messages.py`).
 
-When `send` returns. It waits until the process of the receiver knows of the message, not until `recv` is called there,
-so both workers of a pair may send first. If the message then meets a receive of another form, shape, dtype or options,
-it is dropped and both ends get an error. The sender gets it from `send`, or from the `wait` of its work, if that has
-not returned yet; otherwise from its next operation with that worker, and in its log. So that `send` itself finds most
-of these mistakes, it waits up to a second longer for the receive at the first contact of two workers and after a
-refusal, unless the receiver is known to wait for something else.
+When `send` returns. It waits until the receiver's process has the message's header, not until `recv` is called there,
+so both workers of a pair may send first. If the message then meets a receive with another form, shape, dtype or
+options, it is dropped and both ends get an error. The sender gets it from `send`, or from the `wait` of its work, if
+that has not returned yet; otherwise from its next operation with that worker, and in its log. So that `send` itself
+reports most of these mistakes, it waits up to a second longer for the receive at the first contact of two workers and
+after a refusal, unless the receiver is known to wait for something else.
 """
 
 from __future__ import annotations
@@ -56,47 +57,50 @@ from workers.transport import pickling
 from workers.transport.pickling import Packed
 
 TIMEOUT_S = 1800.0
-"""How long an operation may take, unless told otherwise."""
+"""Default timeout of an operation."""
 LINGER_S = 5.0
-"""How long `close` waits for what was sent to be where it outlives this worker."""
+"""How long `close` waits until the sent messages can outlive this worker."""
 INLINE_BYTES = 64 << 10
 MESSAGE_BYTES = 4 << 10
-"""What a message takes at each of its ends besides its values, about; counted with them."""
+"""Approximate bytes of a message at each of its ends besides its values; counted with them."""
 _PAIR = b""
 
 
 class WithPayload(NamedTuple):
-    """What `recv` returns where the sender sent a payload along: a pair of its own type, so that it differs from a
-    tuple that was sent."""
+    """The result of `recv` if the sender attached a payload. Its own type distinguishes it from a tuple that was
+    sent."""
 
     object: Any
     payload: Any
 
 
 class Messenger:
-    """The messages of one worker. Thread-safe; operations of one worker on one peer are matched in the order of calls.
+    """The messages of one worker. Thread-safe. Operations of one worker on one peer are matched in the order of
+    calls.
 
-    address: of this worker, which it registers in the directory and takes out in `close`; host: the address of this
-    host that the job's others reach; facts: for the directory; timeout_s: of operations that name none, finite;
-    backlog_bytes: what may be sent and not received yet (each message counts `MESSAGE_BYTES` more than its values, for
-    each receiver), with what is passed on of others' broadcasts, half of the host's memory if None; shared_memory:
-    whether receivers of this host may read this worker's memory. `NameInUseError` if another process is that worker;
-    `OpenFilesError`.
+    address: of this worker, which is registered in the directory until `close`; host: the address at which the other
+    workers of the job reach this host; facts: for the directory entry; timeout_s: default timeout of operations,
+    finite; backlog_bytes: limit of the bytes that are sent and not yet received (each message counts `MESSAGE_BYTES`
+    for itself and for each receiver, besides its values) or are forwarded for other broadcasts, half of the host's
+    memory if None; shared_memory: whether receivers on this host may map this worker's memory. `NameInUseError` if
+    another process is registered under the address; `OpenFilesError`.
 
-    Operations raise, from the call or from the `wait` of their work: `MessageTimeoutError` or `NameNotFoundError` when
-    their time is over; `WorkerLostError`, naming the peer, within seconds of its death or its group's end, also before
-    first contact (what had come whole is still received, and each message that had not is that error in its place);
-    `MessageMismatchError` and `GroupOptionsError` on both ends; `NotSerializableError`;
-    `MessageBacklogError`; `MessengerClosedError`; ValueError or TypeError for arguments that cannot be, such as a wait
-    without an end. After any of them the pair is as it was, but for a send whose time is over: its message may have
-    arrived, and is received. A worker that stood still for so long that the directory
-    gave it up (and told its peers) learns it when it goes on: what was under way raises `WorkerLostError` naming this
-    worker, and what comes after works, under another incarnation. What was delivered to it, or by it, and not received
-    is lost; where nothing was under way, the next operation on that pair says so by the same error.
+    Operations raise these errors, from the call or from the `wait` of their work. `MessageTimeoutError` or
+    `NameNotFoundError`: the timeout passed. `WorkerLostError`, which names the peer: within seconds after the peer
+    died or its group ended, also before first contact. Messages that arrived completely before can still be received;
+    each incomplete one raises this error in its place. `MessageMismatchError`, `GroupOptionsError`: on both ends.
+    `NotSerializableError`, `MessageBacklogError`, `MessengerClosedError`. ValueError or TypeError: invalid arguments,
+    such as an infinite timeout. After any of them the pair is unchanged, except after a send that timed out: its
+    message may still arrive and be received.
 
-    Descriptors: a connection per peer to which something was sent (the idlest of many are closed), one per peer that
-    sends here, and one per large message that waits to be received, up to a bound: those beyond it are sent by the
-    connection. This process may open as many as its hard limit allows from here on.
+    If a worker was paused until the directory declared it lost (and informed its peers), its pending operations raise
+    `WorkerLostError` with this worker's name when it resumes; later operations work, under a new incarnation.
+    Messages from and to it that were delivered and not received are lost. If no operation was pending, the next one
+    on that pair raises the same error.
+
+    File descriptors: a connection per peer to which a message was sent (idle ones of many are closed), one per peer
+    that sends here, and one per large message that waits to be received, up to a limit. Messages beyond that limit
+    are sent over the connection. The limit of open files of this process is raised to its hard limit.
     """
 
     def __init__(
@@ -144,18 +148,20 @@ class Messenger:
         piggyback_payload: Any = None,
         timeout_s: float | None = None,
     ) -> AsyncWork[None] | None:
-        """Send any Python object to `dst`, which takes it with `recv`. Its values are those of the call, whatever is
-        written afterwards. Tensors arrive without their history, those of a GPU on the receiver's current one. The
-        receiver gets the object, or with a `piggyback_payload` other than None a `WithPayload` of both.
+        """Send any Python object to `dst`, which receives it with `recv`. The values are copied during the call;
+        later writes do not affect the message. Tensors arrive without autograd history, those of a GPU on the
+        receiver's current GPU. The receiver gets the object, or with a `piggyback_payload` other than None a
+        `WithPayload` of both.
 
-        Blocks for the copy, and without `async_op` until the receiver's process knows of it (see the module's top).
+        Blocks for the copy, and without `async_op` until the receiver's process has the header (see the module's
+        docstring).
         """
         self._check(options, timeout_s, dst)
         if piggyback_payload is None:
             form, packed = ObjectForm(), pickling.pack(object)
         else:
             form, packed = ObjectForm(piggyback=True), pickling.pack((object, piggyback_payload))
-        return self._out(form, packed, dst, options, timeout_s, async_op)
+        return self._send(form, packed, dst, options, timeout_s, async_op)
 
     def recv(
         self,
@@ -165,12 +171,12 @@ class Messenger:
         options: CollectiveGroupOptions | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """The next object that `src` sends with `send`; a `WithPayload` if a payload came along. Blocks for it, unless
-        `async_op`: then the work's result is the object. What nobody has taken from the work when it is garbage is for
-        the next receive."""
+        """Return the next object that `src` sends with `send`, or a `WithPayload` if a payload is attached. Blocks
+        until it arrives, unless `async_op`: then the work's result is the object. If the work is garbage-collected
+        before its result is taken, the next receive gets the object."""
         self._check(options, timeout_s, src)
         what = f"{self._name}: recv from {src}"
-        return self._in(src, _PAIR, ObjectForm(), options, timeout_s, async_op, what, _load)
+        return self._receive(src, _PAIR, ObjectForm(), options, timeout_s, async_op, what, _load)
 
     def send_tensor(
         self,
@@ -181,9 +187,9 @@ class Messenger:
         options: CollectiveGroupOptions | None = None,
         timeout_s: float | None = None,
     ) -> AsyncWork[None] | None:
-        """Send one tensor, of any strides, for the `recv_tensor` of `dst`. As `send` otherwise."""
+        """Send one tensor, of any strides, for the `recv_tensor` of `dst`. Otherwise like `send`."""
         self._check(options, timeout_s, dst)
-        return self._out(_form_of(tensor), pickling.pack_tensor(tensor), dst, options, timeout_s, async_op)
+        return self._send(_form_of(tensor), pickling.pack_tensor(tensor), dst, options, timeout_s, async_op)
 
     def recv_tensor(
         self,
@@ -194,14 +200,16 @@ class Messenger:
         options: CollectiveGroupOptions | None = None,
         timeout_s: float | None = None,
     ) -> AsyncWork[None] | None:
-        """Write the next tensor that `src` sends with `send_tensor` into `tensor`, of the same shape and dtype, on any
-        device, of any strides that keep its elements apart. Blocks for it, unless `async_op`: then `tensor` is not to
-        be used until the work is done. Where it is garbage before anybody learned that it is done, nothing is written
-        from then on, and the message is for the next receive."""
+        """Write the next tensor that `src` sends with `send_tensor` into `tensor`, which has the same shape and
+        dtype, on any device, with any strides for which its elements do not overlap. Blocks until it arrives, unless
+        `async_op`: then do not use `tensor` until the work is done. If the work is garbage-collected before its end
+        was observed, `tensor` is not written from then on, and the next receive gets the message."""
         self._check(options, timeout_s, src)
         form, what = _form_of(tensor), f"{self._name}: recv_tensor from {src}"
         _check_target(tensor)
-        work: AsyncWork[None] | None = self._in(src, _PAIR, form, options, timeout_s, async_op, what, _nothing, tensor)
+        work: AsyncWork[None] | None = self._receive(
+            src, _PAIR, form, options, timeout_s, async_op, what, _nothing, tensor
+        )
         return work
 
     # --- broadcast ------------------------------------------------------------------------------------------------
@@ -216,30 +224,32 @@ class Messenger:
         options: CollectiveGroupOptions | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """The `object` of `src` (the first of `workers`, if None) on every one of them; what the others pass is
-        ignored. All of them have to call this, with the same `workers` and `src`, in the same order of calls.
+        """Return the `object` of `src` (the first of `workers`, if None) on all `workers`; the objects of the others
+        are ignored. Every one of these workers has to call this, with the same `workers` and `src`, in the same order
+        of calls.
 
-        Both ends number their calls among these workers, from the moment at which either began to live: the n-th call
-        of a receiver gets what the source's n-th sent, and never another's, however late it comes. A call that failed,
-        whose time was over or whose work is garbage has its number, too. What comes for it later is dropped, and to the
-        source it is as if it was received; where it was the source's, that of the receiver is a `SourceFailedError`, at
-        the latest when the next one comes. A worker that leaves a call out is behind for good. After a
-        `WorkerLostError` naming an end, both begin anew.
+        Both ends number their calls among these workers since the later of the two started. The n-th call of a
+        receiver gets the object of the source's n-th call, never another one, however late it arrives. Calls that
+        fail, time out or whose work is garbage-collected count, too. A message for such a call is dropped, and the
+        source treats it as received. If the source's call failed, the receiver's raises `SourceFailedError`, at the
+        latest when the next message arrives. A worker that omits a call stays one call behind. After a
+        `WorkerLostError` that names an end, both restart the numbering.
 
-        The source gets its own object back once all receivers know of it, and is told of one that died; the others
-        block for it. If the source cannot send, or dies, all raise: the source its error, the others
-        `SourceFailedError` or `WorkerLostError`. A receiver that dies, or stands still, keeps nobody else from it.
+        The source gets its own object back once all receivers have the header, or the error of a receiver that died;
+        the other workers block for the object. If the source cannot send, or dies, all raise: the source its error,
+        the others `SourceFailedError` or `WorkerLostError`. A receiver that dies or hangs does not delay other
+        receivers.
 
-        Large values reach many other hosts by way of each other. The first receiver of each keeps them for `KEEP_S`
-        (see `workers.messages.relays`) after it last passed them on, counted with its backlog; where that has no place
-        for them, it passes nothing on, and the source sends them to each.
+        Receivers on many other hosts forward large values to each other. The first receiver on each host keeps them
+        for `KEEP_S` (see `workers.messages.relays`) after their last use, counted in its backlog. If its backlog has
+        no space for them, it forwards nothing, and the source sends them to each receiver.
         """
         broadcast_members.check(workers)
         source = workers[0] if src is None else src
         for needed in (source, self.address):
             if needed not in workers:
                 names = broadcast_members.listed(workers)
-                raise ValueError(f"{needed} has to be among the workers of the broadcast, which are {names}")
+                raise ValueError(f"{needed} is not among the workers of the broadcast, which are {names}; add it")
         others = [worker for worker in workers if worker != source]
         stream = broadcast_members.stream_of(workers)
         if source == self.address:
@@ -250,8 +260,8 @@ class Messenger:
             self._engine.call(lambda: self._engine.incoming.skip((source.get_name(), stream)))
             raise
         among = broadcast_members.listed(workers)
-        what = f"{self._name}: broadcast from {source} among {among}, all of whom have to name these"
-        return self._in(source, stream, ObjectForm(), options, timeout_s, async_op, what, _load)
+        what = f"{self._name}: broadcast from {source} among {among} (all of these workers must pass the same list)"
+        return self._receive(source, stream, ObjectForm(), options, timeout_s, async_op, what, _load)
 
     def _spread(
         self,
@@ -262,6 +272,7 @@ class Messenger:
         timeout_s: float | None,
         async_op: bool,
     ) -> Any:
+        """Send `object` to `others`. If that fails, send them the error instead."""
         try:
             self._check(options, timeout_s, *others)
             snapshot = self._snapshot(ObjectForm(), pickling.pack(object), len(others), f"{self._name}: broadcast")
@@ -277,7 +288,8 @@ class Messenger:
     def _fault(
         self, error: BaseException, others: list[WorkerAddress], stream: bytes, options: CollectiveGroupOptions | None
     ) -> None:
-        """This call's number is used up: the others are told why it brings nothing, if there is place for that."""
+        """Send the other workers the reason why this call, whose number is used, brings no object, if the backlog has
+        space."""
         fault = FaultForm(f"{type(error).__name__}: {error}")
         try:
             nothing = self._snapshot(fault, pickling.NOTHING, len(others), "a fault")
@@ -288,11 +300,12 @@ class Messenger:
                 nothing, others, stream, options if isinstance(options, CollectiveGroupOptions) else None, None
             )
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- close ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Take this worker out of the directory and end its messages. What was sent is waited for, `LINGER_S` at most,
-        until it is where its receivers find it; receives that wait raise `MessengerClosedError`. Idempotent."""
+        """Remove this worker from the directory and close its connections. Waits at most `LINGER_S` until sent
+        messages are in memory that their receivers can read without this worker. Waiting receives raise
+        `MessengerClosedError`. Idempotent."""
         with self._guard:
             closed, self._closed = self._closed, True
         if closed:
@@ -310,25 +323,25 @@ class Messenger:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # --- how ------------------------------------------------------------------------------------------------------
+    # --- internals ------------------------------------------------------------------------------------------------
 
     def _wait_s(self, timeout_s: float | None) -> float:
         return self.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
 
     def _check(self, options: object, timeout_s: float | None, *peers: WorkerAddress) -> None:
-        """What an operation is given, before it begins."""
+        """Check the arguments of an operation before it begins."""
         if self._closed:
             raise MessengerClosedError(worker=self._name)
         checked(options)
         self._wait_s(timeout_s)
         for peer in peers:
             if not peer.rank_path:
-                raise ValueError(f"{peer} is a group: name one of its workers, by a rank or a path of ranks")
+                raise ValueError(f"{peer} is a worker group: name one of its workers, by a rank or a path of ranks")
             late = self._engine.outgoing.late_error(peer.get_name())
             if late is not None:
                 raise late
 
-    def _out(
+    def _send(
         self,
         form: Form,
         packed: Packed,
@@ -371,7 +384,7 @@ class Messenger:
         return [AsyncWork(sending.future, sending.what) for sending in sendings]
 
     def _snapshot(self, form: Form, packed: Packed, receivers: int, what: str) -> ValueSnapshot:
-        """The values as they are now."""
+        """Copy the values as they are now."""
         size = packed.nbytes + MESSAGE_BYTES * (1 + receivers)
         self._backlog.admit(size, what)
         try:
@@ -394,7 +407,7 @@ class Messenger:
 
         return ValueSnapshot(form, packed, slab, inline, receivers, free)
 
-    def _in(
+    def _receive(
         self,
         src: WorkerAddress,
         stream: bytes,
@@ -406,6 +419,7 @@ class Messenger:
         finish: Callable[[Delivery], Any],
         target: Tensor | None = None,
     ) -> Any:
+        """Submit a receive, and wait for it unless `async_op`. The receive is dropped if the wait fails."""
         now = time.monotonic()
         posting = Posting(
             source=src.get_name(),
@@ -433,21 +447,21 @@ class Messenger:
 
 
 def _form_of(tensor: Tensor) -> TensorForm:
-    """For send_tensor and recv_tensor. TypeError for anything that is not a plain tensor."""
+    """Return the form of a tensor for send_tensor and recv_tensor. TypeError for anything but a plain tensor."""
     if not isinstance(tensor, Tensor) or not pickling.is_plain(tensor):
-        raise TypeError(f"send_tensor and recv_tensor take a strided tensor, not {type(tensor).__name__}")
+        raise TypeError(f"send_tensor and recv_tensor expect a strided tensor, got {type(tensor).__name__}")
     return TensorForm(str(tensor.dtype), tuple(tensor.shape))
 
 
 def _check_target(tensor: Tensor) -> None:
-    """ValueError for one that has elements in the same place, such as an expanded one."""
+    """Raise ValueError for a tensor with overlapping elements, such as an expanded tensor."""
     span = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if tensor.numel() and size > 1:
             if stride <= span:
                 raise ValueError(
                     f"recv_tensor cannot write into a tensor of shape {tuple(tensor.shape)} and strides "
-                    f"{tensor.stride()}: several of its elements share a place in memory; give it a clone()"
+                    f"{tensor.stride()}: some of its elements overlap in memory; pass a clone()"
                 )
             span += stride * (size - 1)
 

@@ -1,4 +1,4 @@
-"""The options that operations between workers take, checked and compared; they change nothing else."""
+"""Options of operations between workers. They are validated and compared between peers, and have no other effect."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class CollectiveGroupOptions:
-    """Settings of NCCL that programs written for RLinf pass. They change nothing here: no message uses NCCL, those
-    of a GPU included.
+    """NCCL settings that programs written for RLinf pass. They have no effect on messages, which never use NCCL, also
+    not for tensors on a GPU.
 
-    accel_cluster_size, accel_max_ctas, accel_min_ctas, is_high_priority_stream: what `ProcessGroupNCCL.Options` calls
-    cluster size, most and fewest blocks, and a stream of high priority. use_ring_broadcast: RLinf's choice between
-    two ways to broadcast; here the receivers of a large value pass it on to each other in any case. No options means
-    these defaults. Only one thing is done with them: those that a pair of workers, or two of a broadcast, name at first
-    contact are compared, and `GroupOptionsError` is raised where they differ; later ones are ignored.
+    accel_cluster_size, accel_max_ctas, accel_min_ctas, is_high_priority_stream: cluster size, maximum and minimum
+    number of blocks, and a high-priority stream of `ProcessGroupNCCL.Options`. use_ring_broadcast: RLinf's choice
+    between two broadcast algorithms; here the receivers of a large value always forward it to each other. None
+    means these defaults. The options that two workers of a pair or of a broadcast pass at first contact are compared;
+    `GroupOptionsError` is raised if they differ. Later options are ignored.
 
-    TypeError for a number that is no integer and for a flag that is no bool, ValueError for a number below 0.
+    TypeError for a number that is not an integer and for a flag that is not a bool, ValueError for a negative number.
     """
 
     accel_cluster_size: int | None = None
@@ -37,14 +37,14 @@ class CollectiveGroupOptions:
 
 
 def checked(options: object) -> CollectiveGroupOptions | None:
-    """`options` as an operation may be given them. TypeError for anything else."""
+    """Return `options` if an operation accepts them. TypeError for anything else."""
     if options is None or isinstance(options, CollectiveGroupOptions):
         return options
     raise TypeError(f"options={options!r}: expected a CollectiveGroupOptions or None, got {type(options).__name__}")
 
 
 def _count(name: str, value: Any) -> int | None:
-    """Of any type of integers."""
+    """Return an integer of any type as an int, or None."""
     if value is None:
         return None
     if isinstance(value, bool) or not hasattr(value, "__index__"):

@@ -1,4 +1,4 @@
-"""Messages on their way out: each is kept until its receiver took or refused it. For the engine's thread."""
+"""Outgoing messages, each kept until its receiver took or refused it. For the I/O thread only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workers.transport.encoding import error_of
 from workers.transport.pickling import Packed
 
 SETTLE_S = 1.0
-"""At first contact a sender waits so long for the receiver to take, or refuse, what it has been told of."""
+"""At first contact a sender waits this long for the receiver to take or refuse the announced message."""
 
 _log = logging.getLogger(__name__)
 _DEFAULT = CollectiveGroupOptions()
@@ -32,10 +32,10 @@ _serials = itertools.count()
 
 
 class ValueSnapshot:
-    """A message's bytes as they were at the call, until everyone it goes to has them: in a slab, or in line.
+    """A message's bytes as they were at the call, kept in a slab or inline until all receivers have them.
 
-    inline: the frame of what is in line, made once for all receivers; tree: who pulls from whom, None where all pull
-    from here.
+    inline: the frame of the inline bytes, made once for all receivers; tree: the tree of relays, None if all
+    receivers pull from this worker.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ValueSnapshot:
             free(slab, False)
 
     def release(self, *, unsure: bool = False) -> None:
-        """One of the receivers needs it no more; unsure: that one was given up, and may be reading it."""
+        """Drop one receiver's reference. unsure: that receiver was given up and may still be reading."""
         with self._guard:
             self._unsure = self._unsure or unsure
             self._left -= 1
@@ -73,7 +73,7 @@ class ValueSnapshot:
 
 @dataclass(eq=False)
 class Sending:
-    """A message to one receiver. deadline: a moment of the engine's clock."""
+    """A message to one receiver. deadline: on the monotonic clock."""
 
     to: str
     stream: bytes
@@ -92,7 +92,7 @@ class Sending:
             self.future.set_result(None)
 
     def fail(self, error: Exception) -> bool:
-        """Whether somebody still waited for it."""
+        """Fail the message. Return whether it was still pending."""
         waited = not self.future.done()
         if waited:
             self.future.set_exception(error)
@@ -101,8 +101,8 @@ class Sending:
 
 @dataclass
 class Contact:
-    """What two workers agreed on: for the pair, or within one broadcast group. proven: the other end agreed, too;
-    waits: a message to it waits for its receive for `SETTLE_S`, as the last one was refused, or there was none."""
+    """The options of a pair of workers, or of two workers of a broadcast. proven: the other end agreed; waits: a
+    message to it waits `SETTLE_S` for its receive, because the last one was refused or there was none."""
 
     options: CollectiveGroupOptions
     proven: bool = False
@@ -110,11 +110,11 @@ class Contact:
 
 
 Transmit = Callable[[str, PostMessage, ValueSnapshot], None]
-"""Sends a post to a receiver that is known."""
+"""Sends a post to a receiver whose endpoint is known."""
 
 
 class OutgoingMessages:
-    """worker: this end's name. transmit, later: the engine's."""
+    """worker: this end's name. transmit, later: of the I/O thread."""
 
     def __init__(self, worker: str, transmit: Transmit, later: Later) -> None:
         self._worker = worker
@@ -128,35 +128,35 @@ class OutgoingMessages:
         self._late: dict[str, Exception] = {}
 
     def contact(self, peer: str, stream: bytes, options: CollectiveGroupOptions | None) -> Contact:
-        """Of this pair or group; `options` count if it is the first."""
+        """Return the contact of this pair or group; `options` apply if it is new."""
         return self.contacts.setdefault((peer, stream), Contact(options or _DEFAULT))
 
     def forget(self, peer: str, stream: bytes) -> None:
-        """Nothing was agreed on: the next contact is the first."""
+        """Forget a contact without an agreement: the next one is the first."""
         self.contacts.pop((peer, stream), None)
 
     def queue(self, sending: Sending) -> None:
-        """To be sent by `flush`, once its receiver is known. Its number is that of the call: one that is never sent has
-        its own, too."""
+        """Queue a message for `flush`, once its receiver is known. Its number is that of the call, so messages that
+        are never sent use up a number too."""
         sending.number = self._next_number(sending.to, sending.stream)
         self._queued.setdefault(sending.to, deque()).append(sending)
         self._waited_for += 1
         sending.future.add_done_callback(self._not_waited_for)
 
     def skip(self, peers: Sequence[WorkerAddress], stream: bytes) -> None:
-        """A call failed, and there is no place to say so: it has its number nevertheless."""
+        """Use up the number of a call that failed and that cannot be reported to the receivers."""
         for peer in peers:
             self._next_number(peer.get_name(), stream)
 
     def _next_number(self, peer: str, stream: bytes) -> int:
-        """Of the next message to that peer in this stream, counted since the peer started."""
+        """Return the number of the next message to that peer in this stream, counted since the peer started."""
         number = self._numbers.get((peer, stream), 0)
         self._numbers[peer, stream] = number + 1
         return number
 
     def flush(self, peer: str, ours: int, theirs: int, endpoint: str) -> None:
-        """Send what is queued for `peer`; ours, theirs: the incarnations of both ends; endpoint: where the peer is. A
-        message that cannot be sent is its own failure."""
+        """Send the messages queued for `peer`. ours, theirs: the incarnations of both ends; endpoint: of the peer. A
+        message that cannot be sent fails alone."""
         for sending in self._queued.pop(peer, ()):
             try:
                 self._send(peer, sending, ours, theirs, endpoint)
@@ -193,7 +193,7 @@ class OutgoingMessages:
         self._transmit(peer, post, snapshot)
 
     def answered(self, peer: str, answer: Held | Settled | MessageReceived | RefusedMessage) -> None:
-        """Of a message whose time is over, or that another run of this worker sent, nothing is to be done."""
+        """Handle an answer. Answers to messages that timed out, or of an earlier run of this worker, are ignored."""
         sending = self._found(peer, answer.stream, answer.number)
         if sending is None:
             return
@@ -222,34 +222,35 @@ class OutgoingMessages:
         sending.complete()
 
     def _refused(self, sending: Sending, error: DataPlaneError) -> None:
+        """Fail a refused message. If its `send` has returned, keep the error for the next operation with that
+        peer."""
         contact = self.contacts.get((sending.to, sending.stream))
         if contact is not None:
             contact.waits = True
         if isinstance(error, GroupOptionsError) and contact is not None and not contact.proven:
             del self.contacts[sending.to, sending.stream]
         if not sending.fail(error):
-            _log.error("%s was refused after it had been delivered: %s", sending.what, error)
+            _log.error("%s was refused after its delivery: %s", sending.what, error)
             self._late[sending.to] = error
 
     def asked(self, peer: str, pull: Pull) -> Sending | None:
-        """The message that a receiver wants a part of."""
+        """Return the message of which a receiver requests a chunk."""
         return self._found(peer, pull.stream, pull.number)
 
     def _found(self, peer: str, stream: bytes, number: int) -> Sending | None:
         return self._sent.get(peer, {}).get((stream, number))
 
     def late_error(self, peer: str) -> Exception | None:
-        """What became known of a message after its `send` had returned; once."""
+        """Return the error of a message that was reported after its `send` had returned, once."""
         return self._late.pop(peer, None)
 
     def expire(self, now: float) -> float:
-        """Nobody waits any more for those whose time is over; what is on its way may still arrive. When the next one's
-        time is over."""
+        """Fail the messages whose deadline passed; those already sent may still arrive. Return the next deadline."""
         late = [sending for queue in self._queued.values() for sending in queue if sending.deadline <= now]
         for sending in late:
             self._queued[sending.to].remove(sending)
             sending.snapshot.release()
-            what = f"{sending.what} (no such worker is known yet; was its group launched, and under this name?)"
+            what = f"{sending.what} (no such worker is registered; check that its group was launched under this name)"
             sending.fail(MessageTimeoutError(what=what, waited_s=now - sending.begun))
         for sending in [sending for sending in self._all_sent() if sending.deadline <= now]:
             sending.fail(MessageTimeoutError(what=sending.what, waited_s=now - sending.begun))
@@ -257,8 +258,8 @@ class OutgoingMessages:
         return min((sending.deadline for sending in waiting if not sending.future.done()), default=math.inf)
 
     def lose(self, peer: str, error: Exception) -> bool:
-        """Fail all that was to go to the peer, and forget what was agreed with it; after a `WorkerLostError`, as its
-        run is over, messages are counted anew. Whether somebody waited for any of it."""
+        """Fail all messages to the peer and forget its contacts. After a `WorkerLostError` the numbering restarts,
+        because the peer's process has ended. Return whether any of the messages was pending."""
         waited = False
         for sending in self._queued.pop(peer, []):
             waited |= sending.fail(error)
@@ -274,8 +275,8 @@ class OutgoingMessages:
         return waited
 
     def fail_all(self, error: Exception) -> None:
-        """Every peer is lost. Where something had been delivered, and nobody waited for anything, the next operation
-        with that peer fails: it may not be received any more."""
+        """Fail all messages: every peer is lost. If messages were delivered and none was pending, the next operation
+        with that peer raises the error, because those messages may be lost."""
         for peer in {*self._queued, *self._sent, *(peer for peer, _ in {*self.contacts, *self._numbers})}:
             delivered = peer in self._sent
             if not self.lose(peer, error) and delivered:
@@ -283,16 +284,16 @@ class OutgoingMessages:
 
     @property
     def waiting(self) -> bool:
-        """Whether somebody waits for one to be sent."""
+        """Whether any send is pending."""
         return self._waited_for > 0
 
     @property
     def settled(self) -> bool:
-        """Whether this end could go away without harm to what it sent."""
+        """Whether no receiver needs this worker for the messages it sent."""
         return not any(self._queued.values()) and all(sending.kept for sending in self._all_sent())
 
     def idle(self, peer: str) -> bool:
-        """Whether nothing is on its way to that peer, or waits there for its receive."""
+        """Whether no message to that peer is queued, in transit or waiting for its receive."""
         return peer not in self._sent and not self._queued.get(peer)
 
     def _all_sent(self) -> Iterator[Sending]:

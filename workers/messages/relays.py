@@ -1,10 +1,10 @@
-"""Large values of a broadcast to many hosts: its receivers pass them on, so that the source sends them to few.
+"""Large values of a broadcast to many hosts: receivers forward them, so that the source sends them to few.
 
-Only bytes take this way. That there is a message goes from the source to every receiver, as between any two workers,
-and so do its answers: order, deadlines and errors do not depend on a third worker. The first receiver of each host may
-pass on: `FAN_OUT` hosts pull the values from the source, each of the others from a host before it, and within a host
-all others from its first. Whoever gets nothing this way for a while, as the worker before it died, stands still or has
-no memory to spare, pulls what is missing from the source, which has it until everybody does.
+Only bytes are forwarded. The source sends the header to every receiver and gets its answers, as between any two
+workers, so order, deadlines and errors do not depend on a third worker. The first receiver on each host may forward:
+`FAN_OUT` hosts pull the values from the source, each further host pulls them from an earlier host, and the other
+receivers on a host pull them from its first. If a receiver gets no bytes for a while, because its relay died, hangs
+or has no free memory, it pulls the missing bytes from the source, which keeps them until all receivers have them.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from workers.messages.wire import Absent, Data, PostMessage, Relay, WantMessage
 from workers.transport.pickling import Bytes
 
 RECEIVERS_FROM = 8
-"""A broadcast to fewer is sent to each by the source."""
+"""The source sends a broadcast directly to each receiver if there are fewer."""
 FAN_OUT = 2
-"""So many hosts pull from the source, and from each host that passes on."""
+"""Number of hosts that pull from the source, and from each relay."""
 RELAY_S = 1.0
-"""Whoever pulls from a host at depth n gets a part within n times that, or turns to the source: so those next to what
-failed turn first, and go on to serve those behind them."""
+"""A receiver at depth n that gets no chunk within n times this pulls from the source. So the receivers next to a
+failed relay switch first, and continue to serve the receivers behind them."""
 KEEP_S = 5.0
-"""What was passed on is kept so long after it was last asked for."""
+"""Forwarded values are kept this long after their last use."""
 
 Reply = Callable[[bytes, Data | Absent, Bytes | None], None]
 Later = Callable[[float, Callable[[], None]], None]
 
 
 class Tree:
-    """Who pulls from whom in one broadcast, as the source sends it. here: the source's host."""
+    """The tree of receivers in one broadcast, built as the source sends. here: the source's host."""
 
     def __init__(self, here: str) -> None:
         self._here = here
         self._first: dict[str, Relay] = {}
 
     def place(self, worker: str, incarnation: int, endpoint: str) -> tuple[Relay | None, bool]:
-        """Whom the next receiver pulls from, None for the source; and whether others may pull from it."""
+        """Add the next receiver. Return the relay to pull from, None for the source, and whether others may pull from
+        it."""
         host = split_address(endpoint)[0]
         if host == self._here:
             return None, False
@@ -57,7 +58,8 @@ class Tree:
 
 @dataclass
 class _Kept:
-    """Values that are passed on. came: bytes of each part here, by its start; waiting: requests for other parts."""
+    """Values that are forwarded. came: bytes of each arrived chunk by its start; waiting: requests for other
+    chunks."""
 
     memory: Bytes
     used: float
@@ -73,7 +75,8 @@ Key = tuple[str, int, int]
 
 
 class Relays:
-    """What this worker passes on. For the engine's thread. backlog: counts it; reply, later: the engine's."""
+    """The values that this worker forwards. For the I/O thread only. backlog: counts them; reply, later: of the I/O
+    thread."""
 
     def __init__(self, backlog: Backlog, reply: Reply, later: Later) -> None:
         self._backlog = backlog
@@ -84,13 +87,13 @@ class Relays:
         self._early: dict[Key, list[tuple[bytes, WantMessage]]] = {}
 
     def arrived(self, post: PostMessage) -> list[tuple[bytes, WantMessage]]:
-        """A message whose values may be passed on is here: what was asked for of them before."""
+        """Record a message whose values may be forwarded. Return the requests for them that arrived earlier."""
         latest = post.incarnation, post.serial
         self._latest[post.source] = max(latest, self._latest.get(post.source, latest))
         return self._early.pop(_key(post), [])
 
     def is_early(self, route: bytes, want: WantMessage) -> bool:
-        """Whether its message may still come: the request then waits, for `RELAY_S`."""
+        """Whether the message of a request may still arrive. The request then waits for `RELAY_S`."""
         if (want.incarnation, want.serial) <= self._latest.get(want.source, (-1, -1)):
             return False
         if _key(want) not in self._early:
@@ -104,21 +107,21 @@ class Relays:
             self.refuse(route, want)
 
     def begin(self, post: PostMessage, memory: Bytes) -> bool:
-        """The values of `post` are about to come into `memory`: whether they are passed on, and so must stay as they
-        come."""
+        """Prepare to receive the values of `post` into `memory`. Return whether they are forwarded and so must stay
+        unchanged."""
         if not post.passes_on:
             return False
         try:
-            self._backlog.admit(memory.size, f"passing on a broadcast of {post.source}")
+            self._backlog.admit(memory.size, f"forwarding a broadcast of {post.source}")
         except MessageBacklogError:
             return False
         self.drop(_key(post))
         self._kept[_key(post)] = _Kept(memory, time.monotonic())
-        self._later(KEEP_S, partial(self._look_after, _key(post)))
+        self._later(KEEP_S, partial(self._check_idle, _key(post)))
         return True
 
     def came(self, post: PostMessage, start: int, nbytes: int) -> None:
-        """A part of them is there."""
+        """Record a chunk that has arrived, and serve the requests for it."""
         kept = self._kept.get(_key(post))
         if kept is not None:
             kept.came[start] = nbytes
@@ -127,7 +130,8 @@ class Relays:
                 self._serve(kept, route, want)
 
     def asked(self, route: bytes, want: WantMessage) -> bool:
-        """Answer, now or once it has come; False for what is not passed on here."""
+        """Answer a request now, or once its chunk has arrived. Return False for values that are not forwarded
+        here."""
         kept = self._kept.get(_key(want))
         if kept is None:
             return False
@@ -153,11 +157,11 @@ class Relays:
         self._reply(route, data, kept.memory[want.start : want.start + want.nbytes])
 
     def refuse(self, route: bytes, want: WantMessage) -> None:
-        """Whoever asked is to turn to the source."""
+        """Answer that the receiver has to pull from the source."""
         self._reply(route, Absent(stream=want.stream, number=want.number, source=want.source), None)
 
     def drop(self, key: Key) -> None:
-        """Pass it on no longer."""
+        """Stop forwarding these values."""
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._backlog.free(kept.memory.size)
@@ -165,7 +169,7 @@ class Relays:
                 self.refuse(route, want)
 
     def interrupted(self, post: PostMessage) -> None:
-        """No more of it comes."""
+        """Stop forwarding values that will not arrive completely."""
         kept = self._kept.get(_key(post))
         if kept is not None and not kept.whole:
             self.drop(_key(post))
@@ -175,7 +179,8 @@ class Relays:
         for key in list(self._kept):
             self.drop(key)
 
-    def _look_after(self, key: Key) -> None:
+    def _check_idle(self, key: Key) -> None:
+        """Stop forwarding complete values that were not used for `KEEP_S`, and check again later."""
         kept = self._kept.get(key)
         if kept is None:
             return
@@ -183,9 +188,9 @@ class Relays:
         if kept.whole and left_s <= 0:
             self.drop(key)
         else:
-            self._later(left_s if left_s > 0 else KEEP_S, partial(self._look_after, key))
+            self._later(left_s if left_s > 0 else KEEP_S, partial(self._check_idle, key))
 
 
 def _key(message: PostMessage | WantMessage) -> Key:
-    """Tells the values of one broadcast from any others."""
+    """Return the key that identifies the values of one broadcast."""
     return message.source, message.incarnation, message.serial

@@ -1,5 +1,5 @@
-"""Memory that the processes of one host share without a name: a sender copies its values in once, receivers copy them
-out. It goes when the last of them lets go of it, however they end."""
+"""Anonymous memory that the processes of one host share: a sender copies its values in once, and receivers copy them
+out. The kernel frees it when the last process unmaps it or exits."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from workers.messages.wire import Slab
 from workers.transport.pickling import Bytes
 
 IDLE_BYTES = 1 << 30
-"""Slabs that wait to be used again, at most; warm memory is several times as fast as fresh."""
+"""Most bytes of idle slabs that are kept for reuse. Reused memory is several times as fast as new memory."""
 IDLE_MOST = 256
-"""The same, counted."""
+"""Most idle slabs that are kept for reuse."""
 MAPPED_MOST = 32
-"""Mappings of others' slabs that are kept for the next message, at most."""
+"""Most mappings of other processes' slabs that are kept for the next message."""
 HELD_MOST = 1 << 14
-"""Mappings of others' slabs at a time, those of messages that wait to be received included, at most: a quarter of what
-the kernel allows a process by default (vm.max_map_count)."""
+"""Most mappings of other processes' slabs at a time, including those of messages that wait to be received: a quarter
+of the kernel's default limit for a process (vm.max_map_count)."""
 OPEN_MOST = 1 << 12
 OPEN_SHARE = 4
-"""A process's slabs have at most so many descriptors, and that part of what it may open."""
+"""A process's slabs have at most `OPEN_MOST` descriptors, and at most 1 / `OPEN_SHARE` of its limit of open files."""
 _STEPS = 8
 _LEAST_BYTES = 64 << 10
 _NO_FD = -1
@@ -41,10 +41,11 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class OwnSlab:
-    """A slab of this process. `memory` is at least as long as asked for."""
+    """A slab of this process. `memory` is at least as long as requested."""
 
     def __init__(self, host: str, nbytes: int) -> None:
-        """Shared with this host, by a descriptor. OSError where there is no descriptor, or no memory."""
+        """Create a slab that this host shares through a descriptor. OSError if there is no free descriptor or
+        memory."""
         fd = os.memfd_create("tq-message", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
@@ -56,20 +57,20 @@ class OwnSlab:
 
     @property
     def shared(self) -> bool:
-        """Whether other processes can look at it."""
+        """Whether other processes can map it."""
         return self.name.fd != _NO_FD
 
     def close(self) -> None:
-        """Let go of it; mappings, here and elsewhere, live on until they go."""
+        """Close its descriptor. Existing mappings, here and in other processes, stay valid."""
         if self.shared:
             os.close(self.name.fd)
 
 
 class PrivateSlab(OwnSlab):
-    """Memory of this process only: receivers have its bytes sent to them."""
+    """Memory of this process only, whose bytes are sent to the receivers."""
 
     def __init__(self, nbytes: int) -> None:
-        """MemoryError where there is none."""
+        """MemoryError if there is no memory."""
         self.memory = np.empty(nbytes, np.uint8)
         self.name = Slab("", os.getpid(), _NO_FD, 0, nbytes)
 
@@ -77,7 +78,7 @@ class PrivateSlab(OwnSlab):
 class Slabs:
     """This process's slabs, those in use and the idle ones. Thread-safe.
 
-    open_most: so many have a descriptor; None: `OPEN_MOST`, or less where this process may open few.
+    open_most: limit of the slabs with a descriptor; None: `OPEN_MOST`, or less if this process may open few files.
     """
 
     def __init__(self, host: str, *, idle_bytes: int = IDLE_BYTES, open_most: int | None = None) -> None:
@@ -92,8 +93,8 @@ class Slabs:
         self._closed = False
 
     def take(self, nbytes: int) -> OwnSlab:
-        """A slab of at least `nbytes`, at most about an eighth larger if it is new. One of this process only where it
-        may have no more descriptors. MemoryError if there is no memory."""
+        """Return a slab of at least `nbytes`; a new one is at most about an eighth larger. A `PrivateSlab` if the
+        limit of descriptors is reached. MemoryError if there is no memory."""
         with self._guard:
             fitting = [slab for slab in self._idle if nbytes <= slab.name.nbytes <= 2 * max(nbytes, _LEAST_BYTES)]
             if fitting:
@@ -102,7 +103,7 @@ class Slabs:
                 self._idle_bytes -= best.name.nbytes
                 return best
             if self._open >= self._open_most and self._idle:
-                self._let_go_of_the_oldest()
+                self._close_oldest()
             if self._open >= self._open_most:
                 return PrivateSlab(nbytes)
             self._open += 1
@@ -114,47 +115,49 @@ class Slabs:
             return PrivateSlab(nbytes)
 
     def give_back(self, slab: OwnSlab) -> None:
-        """Nobody reads it any more: keep it for the next message, or let go of the oldest idle ones."""
+        """Keep a slab that no receiver reads for the next message, and close the oldest idle slabs beyond the
+        limits."""
         if not slab.shared:
             return
         with self._guard:
             self._idle.append(slab)
             self._idle_bytes += slab.name.nbytes
             while self._idle and (self._closed or self._idle_bytes > self._most or len(self._idle) > IDLE_MOST):
-                self._let_go_of_the_oldest()
+                self._close_oldest()
 
     def abandon(self, slab: OwnSlab) -> None:
-        """Somebody who was given up may still read it: it is never used again, and goes when the last lets go of it."""
+        """Close a slab that a given-up receiver may still read. It is never reused; the kernel frees it with its last
+        mapping."""
         if slab.shared:
             with self._guard:
-                self._let_go_of(slab)
+                self._close_slab(slab)
 
-    def _let_go_of_the_oldest(self) -> None:
+    def _close_oldest(self) -> None:
         oldest = self._idle.pop(0)
         self._idle_bytes -= oldest.name.nbytes
-        self._let_go_of(oldest)
+        self._close_slab(oldest)
 
-    def _let_go_of(self, slab: OwnSlab) -> None:
+    def _close_slab(self, slab: OwnSlab) -> None:
         self._open -= 1
         self._forgotten.append(slab.name.inode)
         slab.close()
 
     def forgotten(self) -> tuple[int, ...]:
-        """The inodes of slabs that went since this was last asked."""
+        """Return the inodes of slabs that were closed since the last call."""
         with self._guard:
             inodes, self._forgotten = tuple(self._forgotten), []
         return inodes
 
     def close(self) -> None:
-        """Let go of the idle ones, and of the others as they come back. Idempotent."""
+        """Close the idle slabs, and the others as they are given back. Idempotent."""
         with self._guard:
             self._closed = True
             while self._idle:
-                self._let_go_of_the_oldest()
+                self._close_oldest()
 
 
 class Mappings:
-    """Others' slabs, mapped here. For one thread; what it opened may be dropped by any."""
+    """Slabs of other processes, mapped here. For one thread; any thread may drop a returned array."""
 
     def __init__(self, host: str, *, held_most: int = HELD_MOST) -> None:
         self._host = host
@@ -163,7 +166,8 @@ class Mappings:
         self._held: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def open(self, slab: Slab) -> Bytes | None:
-        """Its bytes. None if it is not of this host, if this process may not look at it, or maps too much already."""
+        """Return the bytes of a slab. None if it is on another host, this process may not map it, or has too many
+        mappings."""
         if slab.host != self._host:
             return None
         memory = self._mapped.get(slab.inode)
@@ -178,7 +182,7 @@ class Mappings:
         return memory
 
     def close(self) -> None:
-        """Let go of them all."""
+        """Drop all mappings."""
         self._mapped.clear()
 
     def forget(self, inodes: tuple[int, ...]) -> None:
@@ -198,7 +202,8 @@ class Mappings:
 
 
 class _Mapping:
-    """A descriptor's memory, for as long as an array refers to it. (Python's `mmap` keeps a descriptor of its own.)"""
+    """A descriptor's memory, mapped while an array refers to it. (Python's `mmap` would keep a duplicate of the
+    descriptor.)"""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE

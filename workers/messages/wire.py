@@ -1,22 +1,23 @@
-"""What two workers say to each other: a msgpack header frame per message, then frames of bytes.
+"""Messages between two workers: a msgpack header frame per message, then frames of bytes.
 
-A sender's messages go over its connection to the receiver's port; the answers come back over the same.
+A sender's messages go over its connection to the receiver's port; the answers return over the same connection.
 
     sender                                          receiver
-    Post + inline bytes  ------------------------>  queued, or met by a receive that waits
-    <-------------  Held                            queued; Settled follows where the sender waits for more
-    <-------------  Pull                            a part of the values, where they are not in memory both can see
+    PostMessage + inline bytes  ----------------->  queued, or matched with a waiting receive
+    <-------------  Held                            queued; Settled follows if the sender waits for more
+    <-------------  Pull                            a chunk of the values, if they are not in shared memory
     Data + bytes    ------------->
-    <-------------  Done or Refused                 taken, or met by a receive that expected something else
+    <-------------  MessageReceived                 taken by a receive
+    <-------------  RefusedMessage                  matched with a receive that expected something else
 
-Values of a broadcast to many may be pulled from another receiver (see `workers.messages.relays`):
+Values of a broadcast to many receivers may be pulled from another receiver (see `workers.messages.relays`):
 
-    receiver                                        receiver that passes on
-    Want  ------------------------------------->
+    receiver                                        receiver that forwards (relay)
+    WantMessage  ------------------------------>
     <-------------  Data + bytes, or Absent
 
-The bytes of a message are those of its tensors, then a pickle of the rest, the skeleton. Workers trust each other as
-those of one Ray job do.
+The bytes of a message are those of its tensors, then a pickle of the other values, the skeleton. Workers trust each
+other, as the workers of any Ray job do.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from workers.transport.pickling import Layout
 
 
 class ObjectForm(msgspec.Struct, frozen=True, tag="object"):
-    """What `send` sends and `recv` takes. piggyback: a payload came along."""
+    """A message of `send` for `recv`. piggyback: a payload is attached."""
 
     piggyback: bool = False
 
@@ -42,7 +43,7 @@ class ObjectForm(msgspec.Struct, frozen=True, tag="object"):
 
 
 class TensorForm(msgspec.Struct, frozen=True, tag="tensor"):
-    """What `send_tensor` sends and `recv_tensor` takes."""
+    """A message of `send_tensor` for `recv_tensor`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,8 +65,7 @@ Form = ObjectForm | TensorForm | FaultForm
 
 
 class Slab(msgspec.Struct, frozen=True, array_like=True):
-    """Anonymous shared memory of a process of this host, or another's: `inode` tells it from any other. host empty: of
-    that process only."""
+    """Anonymous shared memory of a process, identified by `inode`. host empty: not mappable by other processes."""
 
     host: str
     pid: int
@@ -75,7 +75,7 @@ class Slab(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Relay(msgspec.Struct, frozen=True, array_like=True):
-    """A receiver that passes values on. depth: through how many receivers they come, this one included."""
+    """A receiver that forwards values. depth: number of receivers on the way from the source, including this one."""
 
     worker: str
     incarnation: int
@@ -84,12 +84,12 @@ class Relay(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A message, whose bytes are in the last frame where `slab` is None.
+    """A message, whose bytes are in the last frame if `slab` is None.
 
-    stream: empty between a pair, else names the broadcast group; number: of this message, of this sender in this
-    stream to this receiver; serial: of its values, the same for all receivers of a broadcast; receiver: its
-    incarnation, as another may have its port by now; settling: the sender waits for more than Held; relay: whom to
-    pull from, None for the sender; passes_on: others may pull from this receiver.
+    stream: empty between a pair, otherwise the name of the broadcast group; number: of this message from this sender
+    in this stream to this receiver; serial: of its values, the same for all receivers of a broadcast; receiver: its
+    incarnation, because another process may have its port by now; settling: the sender waits for more than Held;
+    relay: the receiver to pull from, None for the sender; passes_on: others may pull from this receiver.
     """
 
     stream: bytes
@@ -107,10 +107,10 @@ class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     passes_on: bool
 
     def __post_init__(self) -> None:
-        """ValueError for values that are not among the bytes of the message."""
+        """Raise ValueError for values outside of the bytes of the message."""
         self.layout.check()
         if self.slab is not None and self.slab.nbytes < self.nbytes:
-            raise ValueError(f"{self.nbytes} bytes in a slab of {self.slab.nbytes}")
+            raise ValueError(f"message of {self.nbytes} bytes in a slab of {self.slab.nbytes} bytes")
 
     @property
     def nbytes(self) -> int:
@@ -118,8 +118,8 @@ class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Held(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """It is queued. kept: its bytes will outlive the sender; busy: the receiver waits for something else. Said again
-    once they do, where they had to be pulled and the receive that pulled them gave up."""
+    """The message is queued. kept: its bytes no longer depend on the sender; busy: the receiver waits for something
+    else. Sent again once kept becomes true, if the receive that pulled the bytes gave up."""
 
     stream: bytes
     number: int
@@ -128,7 +128,7 @@ class Held(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Settled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The receiver began to wait for something else; no answer may come soon."""
+    """The receiver began to wait for another operation, so its answer may take long."""
 
     stream: bytes
     number: int
@@ -140,7 +140,7 @@ class MessageReceived(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class RefusedMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The message was dropped. error, facts: the name of one of this package's errors and its keywords."""
+    """The message was dropped. error, facts: the name of one of this package's errors and its keyword arguments."""
 
     stream: bytes
     number: int
@@ -156,8 +156,9 @@ class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Data(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The bytes of a Pull or a Want follow in a frame. source: whose they are; incarnation, receiver: of both ends, as
-    in the Post; a connection that was cut may bring those of an earlier message of that number."""
+    """The bytes for a Pull or a WantMessage follow in a frame. source: whose values they are; incarnation, receiver:
+    of both ends, as in the PostMessage, because a broken connection may still deliver those of an earlier message
+    with that number."""
 
     stream: bytes
     number: int
@@ -168,14 +169,14 @@ class Data(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ForgetMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """These slabs are used no more: give their mappings back."""
+    """These slabs are closed: unmap them."""
 
     inodes: tuple[int, ...]
 
 
 class WantMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """To a receiver that passes on. source, incarnation, serial: whose values; stream, number: of the message they are
-    for, at the one that asks; asker, receiver: the incarnations of the one that asks and the one that is asked."""
+    """A request to a relay. source, incarnation, serial: identify the values; stream, number: of the requester's
+    message; asker, receiver: the incarnations of the requester and of the relay."""
 
     source: str
     incarnation: int
@@ -189,7 +190,7 @@ class WantMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Absent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """To a Want: these values are not passed on here, or no longer."""
+    """Answer to a WantMessage: this receiver does not forward these values."""
 
     source: str
     stream: bytes
@@ -199,7 +200,7 @@ class Absent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 Request = PostMessage | Data | ForgetMessage | WantMessage
 Answer = Held | Settled | MessageReceived | RefusedMessage | Pull | Data | Absent
 FOLLOWED = (PostMessage, Data)
-"""A frame of bytes follows the head of these."""
+"""A frame of bytes follows the header of these messages."""
 
 decode_request: Callable[[Any], Request] = decoder(Request)
 decode_answer: Callable[[Any], Answer] = decoder(Answer)

@@ -206,5 +206,5 @@ def test_what_is_never_confirmed_ends(
     work = far.get(async_op=True)
     following = work.then(pytest.fail, "called after an error")
     for each in (following, work):
-        with pytest.raises(ChannelLostError, match="it did not confirm"):
+        with pytest.raises(ChannelLostError, match="the broker did not confirm"):
             each.wait(60)

@@ -158,7 +158,7 @@ def test_an_item_that_cannot_be_built_takes_no_others_with_it(
         channel.put(item, weight=1)
     with pytest.raises(NotSerializableError, match="RuntimeError: no") as caught:
         finished(channel.get_batch(4, async_op=async_op))
-    assert caught.value.__notes__ == ["gone from its batch: 2; in the channel again: the other 2"]
+    assert caught.value.__notes__ == ["Items of this batch lost: 2; returned to the channel: 2"]
     one, twos, five = finished(channel.get_batch(3, async_op=async_op, timeout_s=60.0))
     assert (one, int(twos.sum()), five) == (1, 2 * size, 5)
     assert channel.empty()
@@ -340,7 +340,7 @@ def test_asynchronous_puts_that_wait_for_space_are_bounded(
     works = [channel.put(item, async_op=True) for _ in range(2)]
     works[0].wait()
     works.append(channel.put(item, async_op=True))
-    with pytest.raises(MemoryError, match="wait for space already"):
+    with pytest.raises(MemoryError, match="bytes of puts wait for space"):
         channel.put(item, async_op=True)
     for _ in range(3):
         channel.get()

@@ -53,7 +53,7 @@ def test_no_broker_is_a_named_error(client: DirectoryClient, monkeypatch: pytest
     broker(client, 2)
     with pytest.raises(NameNotFoundError) as raised:
         find_brokers(client, 1)
-    assert raised.value.__notes__ == ["it is the broker of channels on node 1; nodes [2] have one"]
+    assert raised.value.__notes__ == ["node 1 has no channel broker; nodes with a broker: [2]"]
 
 
 def test_brokers_that_stay_are_waited_for_until_then(client: DirectoryClient) -> None:

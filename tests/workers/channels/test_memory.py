@@ -67,5 +67,5 @@ def test_memory_that_is_not_there_is_an_error_or_no_space(
 
     monkeypatch.setattr(memory._arena, "grow", refuse)
     assert memory.take(MIB) is None
-    assert "have no more than" in caplog.text
+    assert "cannot grow beyond" in caplog.text
     memory.close()

@@ -81,7 +81,7 @@ def test_items_that_cannot_be_loaded_are_shown_as_such(make: Callable[..., Chann
 def test_a_handle_that_let_go_says_so(make: Callable[..., Channel]) -> None:
     channel = make()
     channel.disconnect()
-    assert "this handle let it go" in str(channel)
+    assert "this handle was disconnected" in str(channel)
     assert repr(channel).startswith("Channel('c'")
 
 
@@ -89,4 +89,4 @@ def test_a_broker_that_is_gone_is_named(make: Callable[..., Channel], broker: Ch
     channel = make()
     channel.put(1)
     broker.close()
-    assert "is gone" in str(channel)
+    assert "was lost" in str(channel)

@@ -162,7 +162,7 @@ def test_items_given_back_without_those_that_are_lost() -> None:
 
 def test_acknowledging_what_was_not_handed_out_is_refused() -> None:
     driver = QueueDriver()
-    with pytest.raises(ValueError, match="nothing was handed out"):
+    with pytest.raises(ValueError, match="holds no items"):
         driver.broker.apply(2, wire.AckItems(77))
 
 

@@ -59,7 +59,7 @@ def test_why_it_cannot_be_made_is_not_hidden(
     with pytest.raises(MemoryError, match="no place for the second part") as raised:
         Channel.create("c", distributed=True, directory=client, here=0)
     assert asked == brokers_of[:1]
-    assert "before could not all be closed: close of channel 'c'" in raised.value.__notes__[0]
+    assert "already created are still open: close of channel 'c'" in raised.value.__notes__[0]
 
 
 def test_why_it_has_no_name_is_not_hidden(
@@ -72,7 +72,7 @@ def test_why_it_has_no_name_is_not_hidden(
     with pytest.raises(DirectoryLostError, match="nowhere: it is gone") as raised:
         Channel.create("c", distributed=True, directory=client, here=0)
     assert len(asked) == 2
-    assert "before could not all be closed: close of channel 'c'" in raised.value.__notes__[0]
+    assert "already created are still open: close of channel 'c'" in raised.value.__notes__[0]
 
 
 def test_of_what_cannot_be_closed_all_parts_are_tried_and_the_name_is_free(

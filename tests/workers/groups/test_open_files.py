@@ -63,7 +63,7 @@ def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    with exhausted(monkeypatch, os, "eventfd"), pytest.raises(OpenFilesError, match="a broker of channels: "):
+    with exhausted(monkeypatch, os, "eventfd"), pytest.raises(OpenFilesError, match="a channel broker: "):
         ChannelBroker(capacity_bytes=CAPACITY)
     _refused(monkeypatch, socket, "socket", lambda: ChannelBroker(capacity_bytes=CAPACITY))
 

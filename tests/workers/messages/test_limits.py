@@ -366,7 +366,12 @@ def _once(real: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Incoming, "arrive"), (links.Links, "send"), (io_thread.IoThread, "_meet"), (io_thread.IoThread, "_found")],
+    [
+        (Incoming, "arrive"),
+        (links.Links, "send"),
+        (io_thread.IoThread, "_contact_peer"),
+        (io_thread.IoThread, "_found"),
+    ],
 )
 def test_a_defect_at_one_message_is_that_message_s(
     one_connection: Here, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
@@ -434,11 +439,11 @@ def test_the_end_of_an_engine_by_a_defect_is_known_to_its_peers(
 ) -> None:
     a, b = one_connection.workers(2)
     waiting = b.recv(A, async_op=True)
-    monkeypatch.setattr(a._engine, "_ring", _once(a._engine._ring))
+    monkeypatch.setattr(a._engine, "_run_timers", _once(a._engine._run_timers))
     a._engine.call(lambda: None)
-    with pytest.raises(WorkerLostError, match="g:0 is gone: its messages ended"):
+    with pytest.raises(WorkerLostError, match="g:0 is gone: message thread failed"):
         waiting.wait()
-    with pytest.raises(WorkerLostError, match="g:0 is gone: its messages ended"):
+    with pytest.raises(WorkerLostError, match="g:0 is gone: message thread failed"):
         b.send(1, A)
     with pytest.raises(InternalError, match="a defect"):
         a.recv(B)

@@ -251,7 +251,7 @@ def test_one_that_passes_nothing_on_is_gone_round(
     for got in _spread(hosts, workers, torch.arange(BIG)):
         assert torch.equal(got, torch.arange(BIG))
     assert asked.wait(60)
-    assert "g:1 passed on nothing of a message of g:0; it is pulled from there" in caplog.text
+    assert "Relay g:1 sent no bytes of a message of g:0; pulling from the source" in caplog.text
 
 
 def _receive_until_killed(messenger: Messenger, pipe: Any) -> None:

@@ -89,7 +89,9 @@ def test_no_operation_waits_without_a_bound(here: Here) -> None:
         b.recv(A, timeout_s=0.1)
     with pytest.raises(MessageTimeoutError, match="g:1: recv_tensor from g:0"):
         b.recv_tensor(torch.ones(1), A, timeout_s=0.1)
-    with pytest.raises(MessageTimeoutError, match=r"g:0: send to g:7 \(no such worker is known yet; was its group"):
+    with pytest.raises(
+        MessageTimeoutError, match=r"g:0: send to g:7 \(no such worker is registered; check that its group"
+    ):
         a.send(1, address(7), timeout_s=0.1)
     with pytest.raises(MessageTimeoutError, match="g:0: broadcast"):
         a.broadcast(1, [A, address(7)], timeout_s=0.1)
