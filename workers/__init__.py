@@ -1,8 +1,8 @@
 """The worker side of the data plane: policy workers on torch.distributed, worker groups and the service on Ray.
 
-Importing it makes addresses "actor:NAME[@NAMESPACE]" known to `dataplane`, the services that processes of a Ray job
-start for each other to `dataplane.compat`, and the Ray job itself to channels; it changes nothing else. Names are
-loaded when first used, so that the controller's actor never imports torch.
+The import registers addresses "actor:NAME[@NAMESPACE]" with `dataplane`, the rendezvous of a Ray job with
+`dataplane.compat`, and the Ray job with channels. It has no other effects. Names are imported on first use, so that the
+controller's actor never imports torch.
 """
 
 from __future__ import annotations

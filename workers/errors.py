@@ -1,30 +1,30 @@
-"""What goes wrong between workers, as errors.
+"""The errors of workers, worker groups, messages and channels.
 
     DataPlaneError
     ├── NotFoundError (KeyError)
-    │   └── NameNotFoundError           nobody registered the name within the wait
+    │   └── NameNotFoundError           the name was not registered within the wait
     ├── BadRequestError (ValueError)
-    │   ├── NameInUseError              a live group, worker or channel has the name
-    │   ├── MessageMismatchError        send met by recv_tensor, or another shape, dtype or form
-    │   ├── MessageBacklogError         too much was sent that nobody received
+    │   ├── NameInUseError              a running group, worker or channel has the name
+    │   ├── MessageMismatchError        send met recv_tensor, or shape, dtype or structure differ
+    │   ├── MessageBacklogError         sent messages that were not received exceed the limit
     │   ├── GroupOptionsError           the two ends made first contact with different options
-    │   ├── NoSuchRankError (IndexError)    a group was asked for a rank that it has not
+    │   ├── NoSuchRankError (IndexError)    the group does not have this rank
     │   ├── GroupEndedError             a call on a group that has ended
-    │   └── MessengerClosedError        this worker's messages were closed
+    │   └── MessengerClosedError        this worker's messenger was closed
     ├── NotSerializableError (TypeError)    an object that cannot be sent
-    ├── WorkerCallError (RuntimeError)  a worker raised what cannot be brought here; its type and message
-    │   └── WorkerExitError             a worker's method tried to end its process
+    ├── WorkerCallError (RuntimeError)  a worker's exception that cannot be unpickled here; its type and message
+    │   └── WorkerExitError             a worker's method tried to exit its process
     ├── WaitTimeoutError (TimeoutError)
-    │   ├── CallWaitTimeoutError        a call on a group was waited for, and not for as long as it takes
+    │   ├── CallWaitTimeoutError        a wait for a call on a group timed out; the call continues
     │   ├── DeviceLockTimeoutError      another worker held the same accelerators for too long
-    │   └── MessageTimeoutError         nothing came, or was taken, in time
+    │   └── MessageTimeoutError         no message was received, or taken by the receiver, in time
     └── ServiceError (ConnectionError)
-        ├── WorkerLostError             a worker's process died, or its group ended, while somebody needed it
-        ├── DirectoryLostError          the job's directory does not answer
-        ├── OpenFilesError              this process may have no more open files
+        ├── WorkerLostError             a worker's process or group ended during an operation
+        ├── DirectoryLostError          the job's directory does not respond
+        ├── OpenFilesError              this process reached its limit of open files
         └── SourceFailedError           the source of a broadcast could not send
 
-They carry their facts as attributes and pickle, as all errors of `dataplane.errors` do.
+They carry their facts as attributes and can be pickled, like all errors of `dataplane.errors`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dataplane.protocol.fd_limits import enough_or
 class NameNotFoundError(NotFoundError):
     def __init__(self, *, kind: str, name: str, waited_s: float) -> None:
         super().__init__(
-            f"no {kind} named {name!r} was registered within {waited_s:.1f} s; was it launched, and under this name?",
+            f"no {kind} named {name!r} was registered within {waited_s:.1f} s; check that it was launched by this name",
             kind=kind,
             name=name,
             waited_s=waited_s,
@@ -48,17 +48,17 @@ class NameNotFoundError(NotFoundError):
 class NameInUseError(BadRequestError):
     def __init__(self, *, kind: str, name: str) -> None:
         super().__init__(
-            f"the {kind} name {name!r} is in use; end the one that has it, or take another name", kind=kind, name=name
+            f"the {kind} name {name!r} is in use; end its owner, or choose another name", kind=kind, name=name
         )
 
 
 class MessageMismatchError(BadRequestError):
-    """sender, receiver: worker names; sent, expected: what each end named."""
+    """sender, receiver: worker names. sent, expected: descriptions of the message at each end."""
 
     def __init__(self, *, sender: str, receiver: str, sent: str, expected: str) -> None:
         super().__init__(
-            f"{sender} sent {sent}, but {receiver} expected {expected}; the message was dropped and nothing was "
-            "written. Pair send with recv and send_tensor with recv_tensor of the same shape and dtype.",
+            f"{sender} sent {sent}, but {receiver} expected {expected}; the message was dropped without a write. "
+            "Pair send with recv and send_tensor with recv_tensor of the same shape and dtype.",
             sender=sender,
             receiver=receiver,
             sent=sent,
@@ -69,8 +69,8 @@ class MessageMismatchError(BadRequestError):
 class GroupOptionsError(BadRequestError):
     def __init__(self, *, worker: str, peer: str, ours: str, theirs: str) -> None:
         super().__init__(
-            f"{worker} made first contact with {peer} under options {ours}, {peer} under {theirs}; give both ends the "
-            "same CollectiveGroupOptions",
+            f"{worker} made first contact with {peer} under options {ours}, {peer} under {theirs}; pass the same "
+            "CollectiveGroupOptions at both ends",
             worker=worker,
             peer=peer,
             ours=ours,
@@ -81,7 +81,7 @@ class GroupOptionsError(BadRequestError):
 class NoSuchRankError(BadRequestError, IndexError):
     def __init__(self, *, group: str, rank: object, size: int) -> None:
         super().__init__(
-            f"rank {rank!r} of worker group {group!r} was named; it has {size} workers, counted from 0",
+            f"rank {rank!r} of worker group {group!r} does not exist; it has {size} workers, counted from 0",
             group=group,
             rank=rank,
             size=size,
@@ -90,7 +90,7 @@ class NoSuchRankError(BadRequestError, IndexError):
 
 class GroupEndedError(BadRequestError):
     def __init__(self, *, group: str) -> None:
-        super().__init__(f"worker group {group!r} has ended: it has no workers to call", group=group)
+        super().__init__(f"worker group {group!r} has ended and has no workers to call; launch it again", group=group)
 
 
 class MessageBacklogError(BadRequestError):
@@ -98,8 +98,8 @@ class MessageBacklogError(BadRequestError):
 
     def __init__(self, *, what: str, nbytes: int, waiting_bytes: int, limit_bytes: int) -> None:
         super().__init__(
-            f"{what}: {nbytes:,} bytes, beside the {waiting_bytes:,} that were sent but not received yet, are more "
-            f"than the {limit_bytes:,} that this worker keeps. Let the receivers catch up.",
+            f"{what}: {nbytes:,} bytes, in addition to {waiting_bytes:,} bytes sent but not received yet, exceed this "
+            f"worker's limit of {limit_bytes:,} bytes. Let the receivers catch up.",
             what=what,
             nbytes=nbytes,
             waiting_bytes=waiting_bytes,
@@ -109,11 +109,11 @@ class MessageBacklogError(BadRequestError):
 
 class MessengerClosedError(BadRequestError):
     def __init__(self, *, worker: str) -> None:
-        super().__init__(f"the messages of worker {worker} were closed", worker=worker)
+        super().__init__(f"the messenger of worker {worker} was closed", worker=worker)
 
 
 class NotSerializableError(DataPlaneError, TypeError):
-    """verb: what cannot be done with it, "sent" or "loaded"."""
+    """verb: the operation that failed, "sent" or "loaded"."""
 
     def __init__(self, *, what: str, why: str, verb: str = "sent") -> None:
         super().__init__(f"{what} cannot be {verb}: {why}", what=what, why=why, verb=verb)
@@ -125,21 +125,21 @@ class WorkerCallError(DataPlaneError, RuntimeError):
 
 
 class WorkerExitError(WorkerCallError):
-    """The worker lives on: failures of this kind are caught in it."""
+    """The worker keeps running: it catches attempts of its methods to exit."""
 
 
 class CallWaitTimeoutError(WaitTimeoutError):
     def __init__(self, *, what: str, waited_s: float) -> None:
-        super().__init__(f"{what}: not done within {waited_s:.1f} s; it goes on", what=what, waited_s=waited_s)
+        super().__init__(f"{what}: not done within {waited_s:.1f} s; the call continues", what=what, waited_s=waited_s)
 
 
 class DeviceLockTimeoutError(WaitTimeoutError):
-    """holder: the worker that holds it, as far as that is known."""
+    """holder: the worker that holds the lock, or a description if its name is unknown."""
 
     def __init__(self, *, worker: str, device: str, holder: str, waited_s: float) -> None:
         super().__init__(
             f"worker {worker} waited {waited_s:.1f} s for accelerator {device}, which {holder} holds; "
-            "let that one release its device_lock, or wait longer",
+            "release that worker's device_lock, or wait longer",
             worker=worker,
             device=device,
             holder=holder,
@@ -164,12 +164,12 @@ class DirectoryLostError(ServiceError):
 
 class OpenFilesError(ServiceError):
     def __init__(self, *, what: str, why: str) -> None:
-        super().__init__(f"{what}: {why}; allow it more", what=what, why=why)
+        super().__init__(f"{what}: {why}; raise the limit of open files", what=what, why=why)
 
     @classmethod
     def of(cls, what: str, *, least: int = 0) -> AbstractContextManager[None]:
-        """This error, of `what`, in place of one of the system's or of ZMQ's that says the same; and where, to begin
-        with, fewer than `least` are left."""
+        """Convert the system's or ZMQ's error about open files to this error, about `what`. Also raise it on entry if
+        fewer than `least` file descriptors are left."""
         return enough_or(lambda why: cls(what=what, why=why), least=least)
 
 

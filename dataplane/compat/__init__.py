@@ -1,6 +1,6 @@
-"""Other packages' interfaces over this service, for frameworks that were written for those.
+"""Interfaces of other packages, implemented on this service for frameworks that were written for those packages.
 
-`transfer_queue`: the module of that name. `nemo_rl`: NeMo-RL's data plane client. `discovery`: how their processes
-find the service. `switch`: those modules in the place of the originals, in code that is not edited; `starting`: the
-command that turns it on.
+`transfer_queue` implements the module of that name. `nemo_rl` implements NeMo-RL's data plane client. `discovery`
+finds the service from other processes. `switch` replaces the original modules in unedited code. `starting` is the
+command that turns the switch on.
 """

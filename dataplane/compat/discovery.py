@@ -1,7 +1,7 @@
-"""How processes that were not told an address find the service that one of them started.
+"""Find the service that another process started, without a configured address.
 
-A rendezvous is a place that they share, such as a Ray job. `workers` registers one for Ray when it is imported; a
-process that has imported ray without it gets it by the entry point group `dataplane.rendezvous`.
+A rendezvous is a place that several processes share, such as a Ray job. Importing `workers` registers the rendezvous
+for Ray. A process that imports only ray gets it from the entry point group `dataplane.rendezvous`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ GROUP = "dataplane.rendezvous"
 
 
 Prepare = Callable[[DataPlaneConfig, str], None]
-"""Is told how to attach to a service, and the "host:port" where it answers HTTP, or ""."""
+"""Called with the configuration that attaches to a service, and its HTTP "host:port" ("" without HTTP)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """A service that was found or started. config: how to attach to it. close: leave it; one that was `started` here
-    ends. Idempotent."""
+    """A service that was found or started.
+
+    config: attaches to the service. started: whether this process started it. close: leaves the service, and stops
+    it if it was `started` here; idempotent."""
 
     config: DataPlaneConfig
     started: bool
@@ -32,34 +34,35 @@ class Meeting:
 
 
 class Rendezvous(Protocol):
-    """A place where one process leaves the address of a service and others find it: those of the same job, or of any
-    job that gives the same name."""
+    """A place where one process publishes the address of a service. Other processes of the same job find it there, or
+    processes of any job that uses the same name."""
 
     def find(self, name: str | None = None) -> DataPlaneConfig | None:
-        """How to attach to the service of this name, or of this process's job; waits for one that is starting. None:
-        there is none, or this process has no part in the place."""
+        """Return the configuration of the service of this name, or by default of this process's job. Wait for a service
+        that is starting. Return None without a service, or if this process does not belong to the rendezvous."""
 
     def meet(self, config: DataPlaneConfig, prepare: Prepare, *, name: str | None = None) -> Meeting | None:
-        """Find it as `find` does; where there is none, start one, `prepare` it, then let others find it. With a name,
-        it is found by the other processes of this job without one, too, until this process leaves it. None: this
-        process has no part in the place."""
+        """Find a service as `find` does. Without one, start a service, call `prepare` for it and publish it. A named
+        service is also the service of this job for processes that give no name, until this process leaves it. Return
+        None if this process does not belong to the rendezvous."""
 
     def share(self, config: DataPlaneConfig) -> Callable[[], None] | None:
-        """Let the other processes of this job find the service that `config` attaches to, until what is returned is
-        called or this process ends. None: they find one already, or this process has no part in the place."""
+        """Publish the service that `config` attaches to, for the other processes of this job. Return a function that
+        withdraws it; the end of this process does so too. Return None if the job already has a service, or if this
+        process does not belong to the rendezvous."""
 
 
 _made: dict[str, Callable[[], Rendezvous]] = {}
 
 
 def register_rendezvous(name: str, make: Callable[[], Rendezvous]) -> None:
-    """From now on `known` has what `make()` makes, once per name."""
+    """Register a rendezvous: `known` returns the result of `make()`. A later call for the same name replaces it."""
     _made[name] = make
 
 
 def known() -> list[Rendezvous]:
-    """All that are registered; in a process that has imported a package which an entry point is named after, also the
-    one of that entry point."""
+    """Return every registered rendezvous. An entry point is registered here if this process has imported the package
+    that the entry point is named after."""
     for entry in importlib.metadata.entry_points(group=GROUP):
         if entry.name in sys.modules and entry.name not in _made:
             _made[entry.name] = entry.load()

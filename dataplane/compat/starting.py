@@ -1,4 +1,4 @@
-"""`python -m dataplane.compat.transfer_queue ...`: what Python does with the same arguments, with the switch on."""
+"""`python -m dataplane.compat.transfer_queue ...`: run Python with the remaining arguments and the switch on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from dataplane.compat.switch import HOOK, VARIABLE, names_in
 
 
 def start(name: str) -> NoReturn:
-    """Become the interpreter that this process was started as, with the same options, the arguments behind
-    `-m NAME` as its own, and `name` of the table of modules in the environment's TQ_REPLACE.
+    """Replace this process by the same interpreter with the same options and the arguments after `-m NAME`, and with
+    `name` (a module of the switch's table) added to TQ_REPLACE.
 
-    SystemExit where the hook is not installed, so that the variable would do nothing, and for a wrong value of it.
+    Raises SystemExit if the hook is not installed, because the variable then has no effect, and for an invalid value of
+    the variable.
     """
     if not any((Path(place) / HOOK).is_file() for place in sys.path):
-        raise SystemExit(f"{HOOK} is in no directory of sys.path: install the package with `pip install rl-dataplane`")
+        raise SystemExit(f"{HOOK} was not found on sys.path: install the package with `pip install rl-dataplane`")
     try:
         before = names_in(os.environ.get(VARIABLE, ""))
     except ValueError as error:
@@ -29,9 +30,9 @@ def start(name: str) -> NoReturn:
 
 
 def command_without_us(full: Sequence[str], own: Sequence[str]) -> list[str]:
-    """The options and arguments for Python, without `-m` and the module that was started.
+    """Return the options and arguments for Python, without `-m` and the name of the started module.
 
-    full: the command that Python was started with (`sys.orig_argv`). own: what the module sees of it (`sys.argv`).
+    full: the command line of this process (`sys.orig_argv`). own: the arguments of the module (`sys.argv`).
     """
     arguments = list(own[1:])
     options = list(full[1 : len(full) - len(arguments)])

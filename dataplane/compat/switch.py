@@ -1,8 +1,8 @@
-"""The switch: code that is not edited gets this project's modules where it imports those of other packages.
+"""The switch: unedited code that imports modules of other packages gets this project's modules instead.
 
-It is on in a process whose environment has TQ_REPLACE. `rl_dataplane_switch.pth`, which lies beside the installed
-packages, has Python call `install` at its start if the variable is set, and imports nothing if it is not. A Ray job
-carries the variable to its workers. This module is imported before all others, so it needs the standard library only.
+The environment variable TQ_REPLACE turns the switch on. `rl_dataplane_switch.pth`, installed in site-packages, makes
+Python call `install` at startup if the variable is set, and imports nothing otherwise. A Ray job passes the variable to
+its workers. This module is imported before all others, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -25,49 +25,49 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "TQ_REPLACE"
 HOOK = "rl_dataplane_switch.pth"
-"""The file beside the installed packages that calls `install`."""
+"""The file in site-packages that calls `install`."""
 ALL = "all"
 MODULES: Mapping[str, str] = {
     "transfer_queue": "dataplane.compat.transfer_queue",
     "nemo_rl.data_plane.adapters.transfer_queue": "dataplane.compat.nemo_rl.adapter",
     "rlinf.scheduler": "workers.rlinf",
 }
-"""Modules of other packages, and those of this project that can be imported in their place, submodules included."""
+"""Modules of other packages, each with the module of this project that can replace it. Submodules are included."""
 
 _RAY_JOB = "ray.job_config"
 
 
 def names_in(value: str) -> tuple[str, ...]:
-    """The modules that a value of the variable means. ValueError for an unknown one."""
+    """Return the modules that a value of the variable names. ValueError for an unknown module."""
     names = [name.strip() for name in value.split(",") if name.strip()]
     if ALL in names:
         return tuple(MODULES)
     unknown = [name for name in names if name not in MODULES]
     if unknown:
-        raise ValueError(f"{VARIABLE}={value!r}: expected {ALL!r}, or names out of {', '.join(MODULES)}")
+        raise ValueError(f"{VARIABLE}={value!r}: expected {ALL!r}, or names from {', '.join(MODULES)}")
     return tuple(names)
 
 
 def install() -> None:
-    """Replace the modules that the variable names, in this process from now on. Where its value is wrong, importing any
-    module of the table raises ValueError. Once per process."""
+    """Replace the modules that the variable names, for later imports in this process. If its value is invalid,
+    importing any module of the table raises ValueError. Further calls have no effect."""
     value = os.environ.get(VARIABLE, "")
     if not any(isinstance(finder, Replacement) for finder in sys.meta_path):
         sys.meta_path.insert(0, Replacement(value))
 
 
 def replaced(*names: str) -> bool:
-    """Whether one of `names`, modules of the table, is this project's in this process."""
+    """Whether this process replaces one of `names`, modules of the table."""
     on = [finder for finder in sys.meta_path if isinstance(finder, Replacement) and not finder.wrong]
     return any(name in finder.table for finder in on for name in names)
 
 
 class Replacement:
-    """Finds the modules that a value of the variable names, as this project's: the same module objects under two names.
+    """Import this project's modules under the names in the variable: one module object under two names.
 
-    A finder of `sys.meta_path`, and the loader of what it finds. (`importlib.abc` has base classes for both, and takes
-    longer to import than the rest of this module.) table: those modules, out of `MODULES`. wrong: what is wrong with
-    the value, or "".
+    The class is a finder for `sys.meta_path` and the loader of the modules that it finds. (It does not use the base
+    classes of `importlib.abc`, which takes longer to import than the rest of this module.) table: the entries of
+    `MODULES` that are replaced. wrong: the error in the value, or "".
     """
 
     def __init__(self, value: str) -> None:
@@ -81,14 +81,14 @@ class Replacement:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`. ModuleNotFoundError where a part is imported that a replaced module may
-        have and this project's lacks; None where `importlib.util.find_spec` looks for one."""
+        """See `importlib.abc.MetaPathFinder`. ModuleNotFoundError for a submodule of a replaced module that this
+        project does not have; None if `importlib.util.find_spec` is the caller."""
         if fullname == _RAY_JOB:
-            return self._with_carrying(PathFinder.find_spec(fullname, path))
+            return self._patch_job_config(PathFinder.find_spec(fullname, path))
         for name, ours in self.table.items():
             if fullname == name or fullname.startswith(f"{name}."):
                 rest = fullname.removeprefix(name)
-                found = self._same(fullname, ours + rest)
+                found = self._spec_for(fullname, ours + rest)
             elif fullname.startswith(f"{ours}."):
                 rest = fullname.removeprefix(ours)
                 found = PathFinder.find_spec(fullname, path)
@@ -96,27 +96,27 @@ class Replacement:
                 continue
             if found is None and sys._getframe(2).f_code is not importlib.util.find_spec.__code__:
                 raise ModuleNotFoundError(
-                    f"No module named '{name}{rest}': {VARIABLE}={self.value} makes {name!r} {ours!r}, which has no "
-                    f"{rest[1:]!r}; without {VARIABLE} it is the installed package's",
+                    f"No module named '{name}{rest}': {VARIABLE}={self.value} replaces {name!r} by {ours!r}, which has "
+                    f"no {rest[1:]!r}; unset {VARIABLE} to import it from the installed package",
                     name=name + rest,
                 )
             return found
         return None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Leaves it to Python to make a module, whose place `exec_module` gives to this project's."""
+        """Let Python create an empty module, which `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Puts this project's module in the place of the new one."""
+        """Put this project's module into `sys.modules` in place of the new one."""
         spec = module.__spec__
         assert spec is not None
         ours = importlib.import_module(spec.loader_state)
         sys.modules[spec.name] = ours
         if spec.name in self.table:
-            log.warning("import %s is %s in this process: %s=%s", spec.name, ours.__name__, VARIABLE, self.value)
+            log.warning("import %s is replaced by %s: %s=%s", spec.name, ours.__name__, VARIABLE, self.value)
 
-    def _same(self, fullname: str, ours: str) -> ModuleSpec | None:
-        """How to import this project's module under another name."""
+    def _spec_for(self, fullname: str, ours: str) -> ModuleSpec | None:
+        """Return the spec that imports this project's module `ours` under the name `fullname`."""
         if self.wrong:
             raise ValueError(self.wrong)
         found = importlib.util.find_spec(ours)
@@ -126,8 +126,8 @@ class Replacement:
         spec.submodule_search_locations = found.submodule_search_locations
         return spec
 
-    def _with_carrying(self, spec: ModuleSpec | None) -> ModuleSpec | None:
-        """Has Ray's `JobConfig` carry the variable from its first import on."""
+    def _patch_job_config(self, spec: ModuleSpec | None) -> ModuleSpec | None:
+        """Make the loader call `carry` for Ray's `JobConfig` when its module is imported."""
         loader = spec.loader if spec is not None else None
         if loader is not None:
             run = loader.exec_module
@@ -141,10 +141,10 @@ class Replacement:
 
 
 def carry(job_config: Any, value: str) -> None:
-    """Has every runtime environment that a `ray.job_config.JobConfig` gets set the variable in the job's workers.
+    """Patch `ray.job_config.JobConfig` so that every runtime environment sets the variable in the job's workers.
 
-    All jobs of a process pass there: by `ray.init` with whatever arguments, called or implied, by Ray's client, by a
-    submitted job. Tasks and actors inherit it, those with a runtime environment of their own as well.
+    Every job of a process uses this class: explicit and implicit `ray.init`, Ray's client, and submitted jobs. Tasks
+    and actors inherit the variable, even those with their own runtime environment.
     """
     set_runtime_env = job_config.set_runtime_env
 
@@ -156,9 +156,9 @@ def carry(job_config: Any, value: str) -> None:
 
 
 def with_variable(runtime_env: Any, value: str) -> Any:
-    """A copy of a Ray runtime environment (None: an empty one) that sets the variable, unless it does already."""
+    """Return a copy of a Ray runtime environment (None: empty) with the variable set. An existing value is kept."""
     merged: Any = {} if runtime_env is None else copy.copy(runtime_env)
     variables = merged.get("env_vars") or {}
-    if isinstance(variables, Mapping):  # Ray says what is wrong with anything else
+    if isinstance(variables, Mapping):  # Ray reports the error for any other type
         merged["env_vars"] = {VARIABLE: value, **variables}
     return merged

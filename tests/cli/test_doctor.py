@@ -305,5 +305,5 @@ def test_the_switch_that_replaces_modules(monkeypatch: pytest.MonkeyPatch) -> No
     assert found().ok
     assert found().found == "transfer_queue is dataplane.compat.transfer_queue (TQ_REPLACE=transfer_queue)"
     monkeypatch.setenv("TQ_REPLACE", "transferqueue")
-    assert "expected 'all', or names out of" in found().found
+    assert "expected 'all', or names from" in found().found
     assert found().mend == "mended so"

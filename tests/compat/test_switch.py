@@ -135,7 +135,7 @@ def test_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
         importlib.import_module(name)
     (said,) = caplog.records
     assert said.levelno == logging.WARNING
-    assert said.getMessage() == f"import their_tq is ours_tq in this process: {VARIABLE}=their_tq, their_whole.part"
+    assert said.getMessage() == f"import their_tq is replaced by ours_tq: {VARIABLE}=their_tq, their_whole.part"
 
 
 @pytest.mark.usefixtures("on")
@@ -160,7 +160,7 @@ def test_a_wrong_value_is_an_error_that_no_fallback_swallows(monkeypatch: pytest
     install()
     assert not replaced("their_tq")
     for name in ("their_tq", "their_tq.inner", "their_whole.part"):
-        with pytest.raises(ValueError, match=f"^{VARIABLE}='their_tq,thier_whole': expected 'all', or names out of"):
+        with pytest.raises(ValueError, match=f"^{VARIABLE}='their_tq,thier_whole': expected 'all', or names from"):
             importlib.import_module(name)
     assert importlib.import_module("ours_tq").Thing
 
@@ -269,13 +269,13 @@ def test_the_name_is_added_to_the_variable(
 def test_a_wrong_value_starts_nothing(started: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / HOOK).touch()
     monkeypatch.setenv(VARIABLE, "thier_tq")
-    with pytest.raises(SystemExit, match="expected 'all', or names out of"):
+    with pytest.raises(SystemExit, match="expected 'all', or names from"):
         start("their_tq")
     assert not started
 
 
 def test_an_installation_without_the_hook_starts_nothing(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["/nowhere"])
-    with pytest.raises(SystemExit, match=f"{HOOK} is in no directory of sys.path"):
+    with pytest.raises(SystemExit, match=f"{HOOK} was not found on sys.path"):
         start("transfer_queue")
     assert not started

@@ -205,7 +205,7 @@ def test_a_switched_job_pickles_unless_it_says_otherwise(
     assert native.objects_with(None) == native.objects_with(secret) == "pickle"
     assert refusing.objects_with(None) == native.objects_with(bare) == "refuse"
     (said,) = caplog.messages
-    assert said.startswith("TQ_REPLACE is set, so objects that no column carries are pickled")
+    assert said.startswith("TQ_REPLACE is set, so objects that no column can store are pickled")
     monkeypatch.setenv("TQ_TOKEN", "secret")
     assert native.objects_with(bare) == "pickle"
 

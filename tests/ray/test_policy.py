@@ -256,7 +256,7 @@ def test_what_is_no_meta_is_told(policy: TQPolicy, given: Any) -> None:
         lambda: policy.write_to_dataplane(given, {}),
         lambda: policy.finish_step(given),
     ):
-        with pytest.raises(TypeError, match=f"expected a KVBatchMeta, got {type(given).__name__}: pass what"):
+        with pytest.raises(TypeError, match=f"expected a KVBatchMeta, got {type(given).__name__}: pass the result"):
             call()
 
 
@@ -340,7 +340,7 @@ def test_a_stage_reads_the_fields_it_needs(policy: TQPolicy, monkeypatch: pytest
     assert read() == sorted([*given, "prev_logprobs", "reference_policy_logprobs"])
     with pytest.raises(TypeError, match="train_fields='input_ids': pass a list"):
         policy.train_from_meta(meta, "loss", train_fields="input_ids")
-    with pytest.raises(ValueError, match=r"none is one that a forward pass.*fields=\[\.\.\.\]"):
+    with pytest.raises(ValueError, match=r"is a default field of a forward pass.*fields=\[\.\.\.\]"):
         policy.get_logprobs_from_meta(meta.with_fields(["images"]))
     policy.finish_step(meta)
 
@@ -431,7 +431,7 @@ def test_one_step_at_a_time(policy: TQPolicy, batch: KVBatchMeta) -> None:
         with pytest.raises(RuntimeError, match="no train step is open"):
             call()
     policy.begin_train_step("loss")
-    with pytest.raises(RuntimeError, match="a train step is open already"):
+    with pytest.raises(RuntimeError, match="a train step is already open"):
         policy.begin_train_step("loss")
     with pytest.raises(RuntimeError, match="a train step is open"):
         policy.train_from_meta(batch, "loss")
@@ -495,6 +495,6 @@ def test_a_policy_needs_named_axes(service: LaunchedService) -> None:
     with (
         RayVirtualCluster([1], use_gpus=False) as cluster,
         RayWorkerGroup(cluster, RayWorkerBuilder("tests.ray.starters.Starter")) as group,
-        pytest.raises(ValueError, match="give the worker group sharding_annotations"),
+        pytest.raises(ValueError, match="set sharding_annotations of the worker group"),
     ):
         TQPolicy(group, dp_cfg=service.config, cfg={})

@@ -163,12 +163,12 @@ def test_a_unit_whose_process_dies_is_dropped_and_another_is_started() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"capacity": 1 << 30}, TypeError, "launch_service.. knows no capacity; settings of the service are address, "),
+        ({"capacity": 1 << 30}, TypeError, "launch_service.. has no setting capacity; settings are address, "),
         ({"storage": "everywhere"}, TypeError, 'expected "per_node", "driver_node" or a number'),
-        ({"storage": 2, "units": 2}, ValueError, "storage=2 is how many units there are"),
-        ({"capacity_per_node": 1 << 20, "units": 2}, ValueError, "capacity_per_node=1048576: an arena has at least"),
-        ({"capacity_per_node": 1 << 20, "capacity_bytes": 1 << 20}, ValueError, "say one"),
-        ({"nodes": "head"}, TypeError, "nodes='head': expected ids of nodes"),
+        ({"storage": 2, "units": 2}, ValueError, "storage=2 is the total number of units"),
+        ({"capacity_per_node": 1 << 20, "units": 2}, ValueError, "capacity_per_node=1048576: each unit needs at least"),
+        ({"capacity_per_node": 1 << 20, "capacity_bytes": 1 << 20}, ValueError, "set one of them"),
+        ({"nodes": "head"}, TypeError, "nodes='head': expected node ids"),
     ],
 )
 def test_what_cannot_be_launched(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
@@ -179,11 +179,11 @@ def test_what_cannot_be_launched(arguments: dict[str, Any], kind: type[Exception
 
 
 def test_nodes_that_cannot_be_added_drained_or_dropped(service: LaunchedService) -> None:
-    with pytest.raises(ValueError, match="no node 'nowhere' is in the Ray cluster"):
+    with pytest.raises(ValueError, match="the Ray cluster has no node 'nowhere'"):
         service.add_node("nowhere")
     with pytest.raises(ValueError, match="node 'nowhere' has no storage unit of this service"):
         service.drain_node("nowhere")
-    with pytest.raises(ValueError, match="lives: drain_node moves its rows elsewhere"):
+    with pytest.raises(ValueError, match="is running: use drain_node, which moves its rows"):
         service.drop_unit(service.units()[0].name)
 
 
@@ -210,7 +210,7 @@ def test_attaching_where_no_controller_runs_is_an_error(service: LaunchedService
 def test_a_second_service_needs_another_name(service: LaunchedService, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'tq-controller' is in namespace 'tests' already: attach to actor:"):
         launch_service(SMALL)
-    with pytest.raises(ValueError, match="attach there"):
+    with pytest.raises(ValueError, match="attach to it"):
         launch_service({"address": service.address})
     with launch_service({**SMALL, "arena_dir": str(tmp_path)}, name="another") as other:
         assert other.token != service.token
@@ -228,7 +228,7 @@ def test_a_service_whose_controller_died_is_not_found_and_another_has_its_name()
         try:
             LaunchedService.find("dead")
         except ServiceUnavailableError as error:
-            return "its controller is gone, so it is over; launch_service(name='dead')" in str(error)
+            return "its controller has ended; start another service with launch_service(name='dead')" in str(error)
         return False
 
     first = launch_service(SMALL, name="dead")
@@ -252,7 +252,7 @@ def test_names_that_cannot_be(name: Any, kind: type[Exception]) -> None:
 
 @pytest.mark.parametrize("nodes", [[], ["nowhere"], {"pool": "typo"}, lambda node: False])
 def test_nodes_that_there_are_not_are_named(nodes: Any) -> None:
-    with pytest.raises(ServiceStartError, match=f"takes none of node {ray.nodes()[0]['NodeID']}"):
+    with pytest.raises(ServiceStartError, match=f"matches none of node {ray.nodes()[0]['NodeID']}"):
         launch_service(SMALL, name="nowhere", nodes=nodes)
     with pytest.raises(ServiceUnavailableError):
         resolve_actor("nowhere@tests")

@@ -101,4 +101,4 @@ def disagree(rank: int, address: str, partition: str) -> str:
 def test_siblings_stream_the_same_way(pair: Ranks, server: Server, client: DataPlaneClient, partition: str) -> None:
     put(client, partition, range(3))
     for message in pair.run(disagree, server.address, partition):
-        assert "other than that of the leader" in str(message)
+        assert "that differs from the meta of the leader" in str(message)

@@ -181,7 +181,7 @@ def test_components_are_placed_on_nodes() -> None:
     [
         ({"a": "0-1", "b,a": "2"}, "'a' twice"),
         ({"a": "0-1,1"}, "ascending order"),
-        ({"a": "0-1:1-2"}, "from 0 on"),
+        ({"a": "0-1:1-2"}, "from 0 without gaps"),
         ({"a": "0-1:0-2"}, "3 processes cannot share 2 accelerators"),
         ({"a": "8"}, "do not exist"),
         ({"a": ""}, "names no accelerator"),
@@ -209,8 +209,8 @@ def test_configurations(caplog: pytest.LogCaptureFixture) -> None:
     assert configured({"num_nodes": 2, "profiling": {"enabled": False}}, 2) == 2
     assert not caplog.text
     assert configured({"num_nodes": 2, "tracer": {"enabled": True}}, None) == 2
-    assert "cluster.tracer is not used" in caplog.text
-    with pytest.raises(ValueError, match="configuration says 2"):
+    assert "cluster.tracer is ignored" in caplog.text
+    with pytest.raises(ValueError, match="num_nodes=3 conflicts with"):
         configured({"num_nodes": 2}, 3)
     with pytest.raises(ValueError, match=r"cluster\.node_groups is not supported"):
         configured({"num_nodes": 2, "node_groups": [{"label": "a800"}]}, None)

@@ -1,7 +1,7 @@
-"""RLinf's `rlinf.scheduler` over `workers`: what RLinf's own workers, channels and collectives import from it.
+"""RLinf's `rlinf.scheduler`, implemented on `workers`: the names that RLinf's code imports from it.
 
-`Worker` and `Cluster` are those of `workers`, and have beside them what only RLinf's code uses. The switch puts this
-package in the place of `rlinf.scheduler` (docs/compat.md); it can be imported by its own name, too.
+`Worker` and `Cluster` extend those of `workers` by members that only RLinf's code uses. The switch replaces
+`rlinf.scheduler` by this package (docs/compat.md). It can also be imported as `workers.rlinf`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from workers.rlinf.worker.routing import merge_batches as merge_batches
 from workers.rlinf.worker.routing import split_batch as split_batch
 from workers.rlinf.worker.routing import split_channel_message as split_channel_message
 
-_ROBOTS = "descriptions of robots in `cluster.node_groups` do not exist here"
+_ROBOTS = "descriptions of robots in `cluster.node_groups` are not supported"
 _DEVICES = "accelerators are those that torch.cuda sees: use `Worker.torch_platform` and `Worker.torch_device_type`"
-_QUEUES = "channels are not workers here: use `Channel`"
+_QUEUES = "channels are not implemented by workers here: use `Channel`"
 
 MISSING = {
     "AcceleratorUtil": _DEVICES,
@@ -51,7 +51,7 @@ MISSING = {
     "WeightedItem": _QUEUES,
     "ClusterConfig": "pass the configuration to `Cluster(cluster_cfg=...)`",
 }
-"""What `rlinf.scheduler` exports and this package lacks, and what to do."""
+"""Names that `rlinf.scheduler` exports and this package does not, with the alternative."""
 
 __all__ = [
     "AcceleratorType",
@@ -84,10 +84,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """ImportError for what is missing, AttributeError for what is unknown."""
+    """Raise ImportError for a name of `rlinf.scheduler` that this package lacks, AttributeError for other names."""
     if name in MISSING:
         raise ImportError(
             f"cannot import {name!r} from rlinf.scheduler, which {__name__} replaces: {MISSING[name]}. "
-            "Code that needs it runs on RLinf's own scheduler, without TQ_REPLACE."
+            "To use it, run on RLinf's own scheduler, without TQ_REPLACE."
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m workers.rlinf -m MODULE ...`, or SCRIPT: runs it where this is `rlinf.scheduler`."""
+"""`python -m workers.rlinf -m MODULE ...` (or SCRIPT): run it with `rlinf.scheduler` replaced by this package."""
 
 from dataplane.compat.starting import start
 

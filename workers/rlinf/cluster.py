@@ -1,4 +1,4 @@
-"""`rlinf.scheduler.cluster`: a cluster made from RLinf's configuration."""
+"""`rlinf.scheduler.cluster`: a cluster that is created from RLinf's configuration."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from workers.placement.ports import HIGHEST, PortKeeper
 
 EXTENSION_VARIABLE = "RLINF_EXT_MODULE"
 UNSUPPORTED = ("node_groups",)
-"""Parts of the configuration without which a job would not run as it says."""
+"""Blocks of the configuration that raise an error, because a job would not run as configured without them."""
 UNUSED = ("profiling", "tracer", "net_emulation")
 
 log = logging.getLogger(__name__)
 
 
 class Cluster(PlainCluster):
-    """`workers.Cluster`, of as many nodes as the configuration says; without arguments, of as many as the process's
-    first one has, or as the worker's own group was launched on.
+    """`workers.Cluster` with the configured number of nodes. Without arguments, it has as many nodes as the first
+    `Cluster` of this process, or as the cluster on which this worker's group was launched.
 
-    cluster_cfg: RLinf's `cluster` block; `num_nodes` of it is used. ValueError for `node_groups` in it: all nodes are
-    alike here. distributed_log_dir, and `profiling`, `tracer` and `net_emulation` of the configuration, are not used,
-    with a line in the log.
+    cluster_cfg: RLinf's `cluster` block, of which `num_nodes` is used. ValueError if it has `node_groups`, because all
+    nodes are alike here. distributed_log_dir, and `profiling`, `tracer` and `net_emulation` of the configuration, are
+    ignored and logged.
     """
 
     _wanted: ClassVar[int | None] = None
@@ -40,7 +40,7 @@ class Cluster(PlainCluster):
         if cluster_cfg is not None:
             num_nodes = _configured(cluster_cfg, num_nodes)
         if distributed_log_dir is not None:
-            log.warning("distributed_log_dir=%r is not used: workers log to the driver", distributed_log_dir)
+            log.warning("distributed_log_dir=%r is ignored: workers log to the driver", distributed_log_dir)
         if num_nodes is None and self.has_initialized():
             num_nodes = Cluster._wanted
         if num_nodes is None and NODES_VARIABLE in os.environ:
@@ -50,12 +50,12 @@ class Cluster(PlainCluster):
 
     @classmethod
     def has_initialized(cls) -> bool:
-        """Whether this process has made one."""
+        """Whether this process has created a cluster."""
         return bool(PlainCluster._links)
 
     @classmethod
     def find_free_port(cls, max_port_num: int | None = None) -> int:
-        """A port that is free now on this node; `Worker.acquire_free_port` keeps it so."""
+        """Return a port that is currently free on this node. `Worker.acquire_free_port` also reserves it."""
         keeper = PortKeeper()
         try:
             return keeper.hold(1, HIGHEST if max_port_num is None else max_port_num)[0]
@@ -64,7 +64,7 @@ class Cluster(PlainCluster):
 
     @property
     def accelerator_ranks(self) -> list[list[int]]:
-        """The accelerators of each node, numbered over the whole cluster."""
+        """The numbers of the accelerators of each node. Numbers are unique in the cluster."""
         found, first = [], 0
         for count in self.accelerators_per_node:
             found.append(list(range(first, first + count)))
@@ -72,12 +72,12 @@ class Cluster(PlainCluster):
         return found
 
     def get_node_ip(self, node_rank: int) -> str:
-        """The address of a node."""
+        """Return the address of a node."""
         return self.nodes[node_rank].host
 
 
 def _configured(cluster_cfg: Mapping[str, Any], num_nodes: int | None) -> int:
-    """The number of nodes that RLinf's configuration says."""
+    """Return the number of nodes in RLinf's configuration. Check the configuration and log ignored blocks."""
     for name in UNSUPPORTED:
         if cluster_cfg.get(name):
             raise ValueError(
@@ -87,16 +87,16 @@ def _configured(cluster_cfg: Mapping[str, Any], num_nodes: int | None) -> int:
     for name in UNUSED:
         part = cluster_cfg.get(name)
         if part and not (isinstance(part, Mapping) and part.get("enabled", True) is False):
-            log.warning("cluster.%s is not used by this scheduler", name)
-    told = int(cluster_cfg["num_nodes"])
-    if num_nodes not in (None, told):
-        raise ValueError(f"num_nodes={num_nodes}, but the configuration says {told}")
-    return told
+            log.warning("cluster.%s is ignored by this scheduler", name)
+    configured = int(cluster_cfg["num_nodes"])
+    if num_nodes not in (None, configured):
+        raise ValueError(f"num_nodes={num_nodes} conflicts with cluster_cfg.num_nodes={configured}; pass one of them")
+    return configured
 
 
 def load_user_extension_module(logger: logging.Logger | None = None) -> None:
-    """Import the module that RLINF_EXT_MODULE names, if any, and call its `register()`, if it has one. What goes wrong
-    is logged."""
+    """Import the module that RLINF_EXT_MODULE names, if set, and call its `register()`, if defined. Exceptions are
+    logged, not raised."""
     name = os.environ.get(EXTENSION_VARIABLE)
     if not name:
         return
@@ -105,14 +105,14 @@ def load_user_extension_module(logger: logging.Logger | None = None) -> None:
         if register is not None:
             register()
     except Exception:
-        (logger or log).exception("the extension module %r (%s) could not be loaded", name, EXTENSION_VARIABLE)
+        (logger or log).exception("loading the extension module %r (%s) failed", name, EXTENSION_VARIABLE)
 
 
 def parse_rank_config(
     rank_config: str | int, available_ranks: list[int] | None = None, rank_type: str | None = None
 ) -> list[int]:
-    """Ranks that a text such as "0-3,5" or "all" names, in order. ValueError for one that names none, or others than
-    are available."""
+    """Parse a text such as "0-3,5" or "all" into sorted ranks. ValueError for a text without ranks, and for ranks that
+    are not in `available_ranks`."""
     text = str(rank_config).strip()
     kind = rank_type or "rank"
     if text.lower() == "all":
@@ -127,7 +127,7 @@ def parse_rank_config(
         except ValueError:
             raise ValueError(f"{part!r} in {text!r}: expected a {kind}, FIRST-LAST, or 'all'") from None
         if not ranks:
-            raise ValueError(f"{part!r} in {text!r} names no {kind}: the last one comes before the first")
+            raise ValueError(f"{part!r} in {text!r} names no {kind}: the last rank is below the first")
         found.update(ranks)
     if not found:
         raise ValueError(f"{text!r} names no {kind}")

@@ -1,4 +1,4 @@
-"""`rlinf.scheduler.collective`: work under way, and options of messages."""
+"""`rlinf.scheduler.collective`: handles of asynchronous messages, and message options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rlinf.scheduler.hardware`: the kinds of accelerators that RLinf's code asks about."""
+"""`rlinf.scheduler.hardware`: the types of accelerators that RLinf's code compares with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class AcceleratorType(StrEnum):
-    """A worker here has `NV_GPU` or `NO_ACCEL`; the others are never true."""
+    """A worker of this package has `NV_GPU` or `NO_ACCEL`, never another type."""
 
     NV_GPU = "NV_GPU"
     AMD_GPU = "AMD_GPU"

@@ -1,4 +1,4 @@
-"""`rlinf.scheduler.placement`: strategies, and those that a configuration gives to components."""
+"""`rlinf.scheduler.placement`: placement strategies, and the strategies that a configuration assigns to components."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from workers.placement.strategies import WorkerPlacement as WorkerPlacement
 from workers.rlinf.cluster import parse_rank_config
 
 WHOLE = ("cluster", "node")
-"""Node groups that RLinf has without a configuration: all nodes with, or without, their accelerators."""
+"""RLinf's predefined node groups: all nodes, with ranks of accelerators ("cluster") or of nodes ("node")."""
 
 RankMap = dict[tuple[int, ...], list[int]]
-"""Ranks of accelerators (or nodes), and the processes that are on them."""
+"""Maps ranks of accelerators (or nodes) to the ranks of the processes on them."""
 
 
 class PackedPlacementStrategy(PlainPackedPlacementStrategy):
-    """`workers.PackedPlacementStrategy`, which remembers its arguments."""
+    """`workers.PackedPlacementStrategy` with RLinf's attributes for its arguments."""
 
     def __init__(
         self, start_hardware_rank: int, end_hardware_rank: int, num_hardware_per_process: int = 1, stride: int = 1
@@ -34,15 +34,15 @@ class PackedPlacementStrategy(PlainPackedPlacementStrategy):
 
 
 class ComponentPlacement:
-    """Where `config.cluster.component_placement` puts each component.
+    """The placement of components by `config.cluster.component_placement`.
 
-    config: each key names components ("actor,rollout"), each value says "RESOURCES" or "RESOURCES:PROCESSES", or
-    several of them with commas: ranks of accelerators (of nodes, in a cluster without any) as FIRST-LAST or "all", and
-    the ranks of the processes that share them evenly, by default one for each. A value may be a block with `placement`
-    and `node_group`, which is "cluster" or "node" (ranks of nodes).
+    config: each key names components ("actor,rollout"). Each value is a comma-separated list of "RESOURCES" or
+    "RESOURCES:PROCESSES". RESOURCES are ranks of accelerators (of nodes, in a cluster without accelerators), as
+    FIRST-LAST or "all". PROCESSES are ranks of the processes that share them evenly; the default is one process per
+    resource. A value can also be a block with `placement` and `node_group`, "cluster" or "node" (ranks of nodes).
 
-    ValueError for components, resources or processes that come twice, processes that are not numbered from 0 on, a
-    number of processes that does not fit the resources, and other node groups.
+    ValueError for duplicate components, resources or processes, processes that are not numbered consecutively from 0, a
+    number of processes that cannot share the resources evenly, and other node groups.
     """
 
     def __init__(self, config: Any, cluster: Cluster) -> None:
@@ -66,24 +66,24 @@ class ComponentPlacement:
 
     @property
     def placement_mode(self) -> Any:
-        """What a subclass says."""
+        """The mode that a subclass sets, by default None."""
         return self._placement_mode
 
     @property
     def components(self) -> list[str]:
-        """Their names, as configured."""
+        """The names of the components, in the order of the configuration."""
         return self._components
 
     def get_hardware_ranks(self, component_name: str) -> list[int]:
-        """The accelerators (or nodes) of a component. ValueError for an unknown one."""
+        """Return the ranks of a component's accelerators (or nodes). ValueError for an unknown component."""
         return [rank for ranks in self._component_rank_map[self._known(component_name)] for rank in ranks]
 
     def get_world_size(self, component_name: str) -> int:
-        """Its number of processes. ValueError for an unknown one."""
+        """Return a component's number of processes. ValueError for an unknown component."""
         return self._component_world_size[self._known(component_name)]
 
     def get_strategy(self, component_name: str) -> PlacementStrategy:
-        """What to launch its group with. ValueError for an unknown one."""
+        """Return the placement strategy of a component's group. ValueError for an unknown component."""
         if component_name not in self._placements:
             self._known(component_name)
         return self._placements[component_name]
@@ -95,7 +95,7 @@ class ComponentPlacement:
 
 
 def _block(value: Any) -> tuple[bool, str]:
-    """Whether ranks are of nodes, and the text."""
+    """Return whether ranks are ranks of nodes, and the placement text."""
     if not isinstance(value, Mapping):
         return False, str(value)
     group = str(value.get("node_group") or WHOLE[0])
@@ -105,6 +105,7 @@ def _block(value: Any) -> tuple[bool, str]:
 
 
 def _placed(text: str, cluster: Cluster, by_nodes: bool) -> tuple[RankMap, PlacementStrategy]:
+    """Return the rank map and the strategy of a placement text. by_nodes: ranks are ranks of nodes."""
     count = cluster.num_nodes if by_nodes else cluster.num_accelerators
     rank_map = _parsed(text, list(range(count)), "node" if by_nodes else "accelerator")
     of_process: dict[int, list[int]] = {}
@@ -123,7 +124,7 @@ def _placed(text: str, cluster: Cluster, by_nodes: bool) -> tuple[RankMap, Place
 
 
 def _parsed(text: str, available: list[int], kind: str) -> RankMap:
-    """The parts of a placement, each "RESOURCES" or "RESOURCES:PROCESSES"."""
+    """Parse a placement text of "RESOURCES" or "RESOURCES:PROCESSES" parts."""
     found: RankMap = {}
     used: list[int] = []
     processes = 0
@@ -131,12 +132,12 @@ def _parsed(text: str, available: list[int], kind: str) -> RankMap:
         resource_text, _, process_text = part.partition(":")
         resources = parse_rank_config(resource_text, available, kind)
         if used and resources[0] <= used[-1]:
-            raise ValueError(f"component_placement {text!r}: {kind}s are named once each, in ascending order")
+            raise ValueError(f"component_placement {text!r}: name each {kind} once, in ascending order")
         ranks = list(range(processes, processes + len(resources)))
         if process_text:
             ranks = parse_rank_config(process_text, rank_type="process")
         if ranks != list(range(processes, processes + len(ranks))):
-            raise ValueError(f"component_placement {text!r}: processes are numbered from 0 on, without a gap")
+            raise ValueError(f"component_placement {text!r}: processes must be numbered from 0 without gaps")
         if len(ranks) % len(resources) and len(resources) % len(ranks):
             raise ValueError(
                 f"component_placement {part!r}: {len(ranks)} processes cannot share {len(resources)} {kind}s"

@@ -1,4 +1,4 @@
-"""The service as Ray actors."""
+"""Run the service as Ray actors."""
 
 from workers.service.launch import launch_service as launch_service
 from workers.service.nodes import RayNode as RayNode

@@ -1,4 +1,4 @@
-"""The actors that a service is made of, its supervisor aside."""
+"""The actors of a service, except its supervisor: the controller and the storage units."""
 
 from __future__ import annotations
 
@@ -23,37 +23,39 @@ ASK_AGAIN_S = 1.0
 
 
 class EndsWithItsPart:
-    """An actor's process ends when what it runs did so by itself: it is started again, or its users learn of it."""
+    """An actor whose process exits when its component fails. Ray then restarts the actor, or its callers get errors."""
 
     def __init__(self) -> None:
         self._stopping = False
 
     def alive(self) -> None:
-        """Nothing: an answer is enough."""
+        """Do nothing: the response shows that the actor runs."""
 
     def _end_with(self, ended: threading.Event, what: str) -> None:
+        """Exit the process when `ended` is set, unless the actor is stopping. what: the component, for the log."""
+
         def wait() -> None:
             ended.wait()
             if not self._stopping:
-                log.error("%s cannot go on: its actor ends", what)
+                log.error("Actor of %s exits: its component failed", what)
                 os._exit(1)
 
         threading.Thread(target=wait, name="tq-end", daemon=True).start()
 
 
 class ControllerActor(EndsWithItsPart):
-    """The controller in a process of its own. One that Ray started again goes on by itself."""
+    """The controller in a separate process. After a restart of the actor by Ray, it starts the controller at once."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         super().__init__()
         self._config = config
         self._controller: Controller | None = None
-        self._told: tuple[list[str], list[str]] = ([], [])
+        self._node_choices: tuple[list[str], list[str]] = ([], [])
         if started_again():
             self.start()
 
     def start(self) -> str:
-        """Listen on this node's address; returns "host:port"."""
+        """Listen on this node's address. Return "host:port"."""
         self._controller = Controller(replace(self._config, host=ray.util.get_node_ip_address())).start()
         self._end_with(self._controller.ended, "the controller")
         return self._controller.address
@@ -63,11 +65,11 @@ class ControllerActor(EndsWithItsPart):
         return self._controller.address
 
     def remember(self, asked: list[str], drained: list[str]) -> None:
-        """Which nodes the supervisor was told to take and to leave, for its next run."""
-        self._told = asked, drained
+        """Store the nodes that `add_node` added and that were drained, for a restarted supervisor."""
+        self._node_choices = asked, drained
 
     def remembered(self) -> tuple[list[str], list[str]]:
-        return self._told
+        return self._node_choices
 
     def http_url(self) -> str:
         assert self._controller is not None, "start comes first"
@@ -83,10 +85,10 @@ class ControllerActor(EndsWithItsPart):
 
 
 class StorageUnitActor(EndsWithItsPart):
-    """A storage unit in a process of its own, on the node whose memory it serves.
+    """A storage unit in a separate process, on the node whose memory it serves.
 
-    supervisor: name and namespace of the actor that it belongs to. It outlives that actor's process, but not the actor:
-    when there is none any more, the unit stops and its process ends.
+    supervisor: name and namespace of the service's supervisor actor. The unit survives a restart of the supervisor's
+    process. When the supervisor actor has ended, the unit stops and its process exits.
     """
 
     def __init__(
@@ -94,31 +96,32 @@ class StorageUnitActor(EndsWithItsPart):
     ) -> None:
         super().__init__()
         self._config = config
-        self._where = controller_address
+        self._controller_address = controller_address
         self._name = name
         self._unit: StorageUnit | None = None
-        self._stopped = threading.Lock()
+        self._stop_lock = threading.Lock()
         threading.Thread(target=self._end_with_supervisor, args=supervisor, name="tq-supervised", daemon=True).start()
 
     def start(self) -> None:
-        """Make the arena, listen on this node's address, register with the controller. Once."""
+        """Create the arena, listen on this node's address, and register with the controller. Further calls have no
+        effect."""
         if self._unit is None:
             here = replace(self._config, host=ray.util.get_node_ip_address())
-            self._unit = StorageUnit(here, self._where, name=self._name).start()
+            self._unit = StorageUnit(here, self._controller_address, name=self._name).start()
             self._end_with(self._unit.lost, f"storage unit {self._name}")
 
     def number(self) -> int:
-        """What the controller calls it; another if it had to begin anew."""
+        """Return the unit's number at the controller. It changes if the unit had to register again without its rows."""
         assert self._unit is not None, "start comes first"
         return self._unit.number
 
     def drain(self, timeout_s: float, *, for_good: bool) -> None:
-        """Move every row to other units, and take no new ones, as `DataPlaneClient.drain`. Where that fails, it
-        takes new rows again, unless it is to end `for_good`."""
+        """Move every row to other units and accept no new rows, as `DataPlaneClient.drain`. If that fails, accept new
+        rows again, unless the node leaves `for_good`."""
         from dataplane.client.client import DataPlaneClient  # noqa: PLC0415 (torch, only when a unit is drained)
 
         number = self.number()
-        with DataPlaneClient(replace(self._config, address=self._where)) as client:
+        with DataPlaneClient(replace(self._config, address=self._controller_address)) as client:
             try:
                 client.drain(number, timeout_s, force=for_good)
             except BaseException:
@@ -127,13 +130,13 @@ class StorageUnitActor(EndsWithItsPart):
                 raise
 
     def where(self) -> tuple[str, str]:
-        """The unit's name, and the id of its node."""
+        """Return the unit's name and the id of its node."""
         return self._name, ray.get_runtime_context().get_node_id()
 
     def stop(self, *, for_good: bool = False) -> None:
         """See `StorageUnit.stop`."""
         self._stopping = True
-        with self._stopped:
+        with self._stop_lock:
             if self._unit is not None:
                 self._unit.stop(for_good=for_good)
 
@@ -141,22 +144,23 @@ class StorageUnitActor(EndsWithItsPart):
         self.stop()
 
     def _end_with_supervisor(self, name: str, namespace: str) -> None:
+        """Wait for the end of the supervisor actor, then stop the unit and exit the process."""
         while not self._stopping:
             try:
                 ray.get(ray.get_actor(name, namespace=namespace).until_end.remote())
             except ActorUnavailableError:
-                time.sleep(ASK_AGAIN_S)  # Ray starts it again
+                time.sleep(ASK_AGAIN_S)  # Ray restarts the supervisor
             except (RayError, ValueError):
                 break
         if not self._stopping:
-            log.warning("storage unit %s ends, as its service has", self._name)
+            log.warning("Storage unit %s stops: its service has ended", self._name)
             with suppress(Exception):
                 self.stop()
             os._exit(0)
 
 
 def started_again() -> bool:
-    """Whether Ray made this actor anew after its process had ended."""
+    """Whether Ray restarted this actor after its process had ended."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, on the way there
+        warnings.simplefilter("ignore", DeprecationWarning)  # raised by Ray itself during this call
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)

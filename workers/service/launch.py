@@ -1,4 +1,4 @@
-"""Starting the service as Ray actors: a named controller, its supervisor, and storage units on the nodes."""
+"""Start the service as Ray actors: a named controller, its supervisor, and storage units on the nodes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from workers.service.supervisor import SUPERVISOR_CALLS, SupervisorActor
 
 DEFAULT_NAME = "tq-controller"
 START_TIMEOUT_S = 180.0
-"""Actors of a busy machine may take a minute until they have imported what they need."""
+"""On a busy machine, the imports of an actor can take a minute."""
 LATE_S = 5.0
-"""The supervisor, which knows what is late, is waited for a little longer."""
+"""Additional wait for the supervisor, whose own timeout error names the units that are late."""
 
 
 def launch_service(
@@ -42,48 +42,48 @@ def launch_service(
     timeout_s: float = START_TIMEOUT_S,
     **settings: Any,
 ) -> LaunchedService:
-    """Start a service in the Ray cluster that this process is connected to: a controller, the actor `name` of this
-    driver's namespace, on the driver's node; and storage units, which a supervisor beside it starts. All take no CPU
-    slot.
+    """Start a service in the Ray cluster that this process is connected to. Its controller is the actor `name` in this
+    driver's namespace, on the driver's node. A supervisor on the same node starts the storage units. None of them takes
+    a CPU slot.
 
-    config, settings: those of `DataPlaneConfig`, `launch_service(capacity_bytes=4 << 30)`; `settings` go over `config`.
-    storage: "per_node" has `units` storage units (1) on every node of the cluster, also on those that join later;
-    "driver_node" on the driver's alone; a number is how many there are in all, dealt to the nodes in turn, and others
-    are started for those whose node goes. `capacity_bytes` is each unit's; capacity_per_node what those of a node have
-    together, instead. nodes: which nodes to take: their ids; or a mapping of labels to their values and resources to
-    the least of them, all of which a node must have (`{"pool": "rollout", "GPU": 1}`); or a function of a `RayNode`
-    that is sent to the supervisor. detached: it outlives this driver, until someone shuts it down
-    (`LaunchedService.find`).
+    config, settings: settings of `DataPlaneConfig`, e.g. `launch_service(capacity_bytes=4 << 30)`; `settings` override
+    `config`. storage: "per_node" starts `units` storage units (1) on every node of the cluster, including nodes that
+    join later; "driver_node" on the driver's node only; a number is the total, distributed over the nodes, with
+    replacements for the units of nodes that leave. `capacity_bytes` is the capacity of each unit; alternatively,
+    capacity_per_node is that of all units of a node together. nodes: the nodes to use: ids; or a mapping of labels to
+    values and of resources to minimum amounts, all of which a node must match (`{"pool": "rollout", "GPU": 1}`); or a
+    function of a `RayNode`, which is sent to the supervisor. detached: the service keeps running after this driver's
+    end, until it is shut down (`LaunchedService.find`).
 
-    Nodes that Ray says will leave are drained: their rows move to other units. See `docs/ray.md`.
+    When Ray announces that a node will leave, it is drained: its rows move to other units. See `docs/ray.md`.
 
-    Files of TLS have to be on every node, and certificates be for the nodes' addresses or for `tls_server_name`. With
-    `http_port` the controller answers there, and the units of each node at the ports that follow. `host` is not looked
-    at, each actor listens on its node's address; a token is made unless one is set. With `state_dir`, a path that is
-    local on every node, actors that die are started again on their nodes and go on with what they held.
+    TLS files must exist on every node, with certificates for the nodes' addresses or for `tls_server_name`. With
+    `http_port`, the controller serves HTTP on that port, and the units of each node on the following ports. `host` is
+    ignored: each actor listens on its node's address. A token is generated unless one is set. With `state_dir`, a local
+    path on every node, actors that die are restarted on their nodes with their data.
 
-    Blocks until every part is ready, up to `timeout_s`. `ServiceStartError` naming what did not start in time, or why
-    it could not, such as `nodes` that take none of those there are; ValueError if a controller of that name runs
-    already, or an address is set; TypeError for settings that there are not. What is left of a service of that name
-    whose controller is gone is ended first.
+    Blocks until all actors are ready, up to `timeout_s`. `ServiceStartError`, naming the actors that did not start in
+    time or the reason, such as `nodes` that match no node. ValueError if a controller of that name is running, or an
+    address is set. TypeError for unknown settings. The remaining actors of a service of that name whose controller has
+    ended are ended first.
     """
     timeout_s = seconds("timeout_s", timeout_s)
     _check_name(name)
-    told = _settings(config, settings)
-    check_storage(storage, told.units)
-    capacity = capacity_of_each(storage, capacity_per_node, told.capacity_bytes, told.units)
+    merged = _settings(config, settings)
+    check_storage(storage, merged.units)
+    capacity = capacity_of_each(storage, capacity_per_node, merged.capacity_bytes, merged.units)
     if capacity is not None and capacity < MIB:
-        raise ValueError(f"capacity_per_node={capacity_per_node}: an arena has at least {MIB} bytes (1 MiB)")
+        raise ValueError(f"capacity_per_node={capacity_per_node}: each unit needs at least {MIB} bytes (1 MiB)")
     taker(nodes)
     namespace, here = ray.get_runtime_context().namespace, ray.get_runtime_context().get_node_id()
-    token = told.secret() or secrets.token_urlsafe(32)
-    told = replace(told, token=token, token_file=None, capacity_bytes=capacity)
-    reached = ServiceConfig(**{**vars(told), "address": actor_address(name, namespace)})
+    token = merged.secret() or secrets.token_urlsafe(32)
+    merged = replace(merged, token=token, token_file=None, capacity_bytes=capacity)
+    reached = ServiceConfig(**{**vars(merged), "address": actor_address(name, namespace)})
     plan = ServicePlan(
         name=name, namespace=namespace, config=reached, storage=storage, nodes=nodes, driver=here, detached=detached
     )
     end = time.monotonic() + timeout_s
-    controller = _controller(plan, told)
+    controller = _controller(plan, merged)
     supervisor = None
     try:
         _end_leftovers(plan, end)
@@ -98,20 +98,21 @@ def launch_service(
 
 
 def _settings(config: DataPlaneConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> DataPlaneConfig:
+    """Merge `settings` into `config`. TypeError for unknown settings, ValueError if an address is set."""
     known = {setting.name for setting in fields(DataPlaneConfig)}
     unknown = sorted(set(settings) - known)
     if unknown:
         raise TypeError(
-            f"launch_service() knows no {', '.join(unknown)}; settings of the service are {', '.join(sorted(known))}"
+            f"launch_service() has no setting {', '.join(unknown)}; settings are {', '.join(sorted(known))}"
         )
-    told = replace(DataPlaneConfig.of(config), **settings)
-    if told.address is not None:
-        raise ValueError(f"config.address is {told.address!r}: attach there, or leave it out to start a service")
-    return told
+    merged = replace(DataPlaneConfig.of(config), **settings)
+    if merged.address is not None:
+        raise ValueError(f"config.address is {merged.address!r}: attach to it, or omit it to start a service")
+    return merged
 
 
 def _options(plan: ServicePlan, name: str, *, lasting: bool) -> dict[str, Any]:
-    """Of an actor beside the driver. lasting: Ray starts it again, there, when its process dies."""
+    """Return the Ray options of an actor on the driver's node. lasting: Ray restarts it there if its process dies."""
     return {
         "name": name,
         "namespace": plan.namespace,
@@ -123,13 +124,14 @@ def _options(plan: ServicePlan, name: str, *, lasting: bool) -> dict[str, Any]:
 
 
 def _controller(plan: ServicePlan, config: DataPlaneConfig) -> ActorHandle:
+    """Create the controller's actor. ValueError if its name is in use."""
     options = _options(plan, plan.name, lasting=config.state_dir is not None)
     try:
         return ray.remote(ControllerActor).options(**options).remote(config)
     except ValueError as error:
         raise ValueError(
-            f"an actor {plan.name!r} is in namespace {plan.namespace!r} already: attach to {plan.config.address}, or "
-            "shut it down first, or launch under another name"
+            f"an actor {plan.name!r} is in namespace {plan.namespace!r} already: attach to {plan.config.address}, shut "
+            "it down first, or launch with another name"
         ) from error
 
 
@@ -137,16 +139,16 @@ def _check_name(name: object) -> None:
     if not isinstance(name, str):
         raise TypeError(f"name={name!r}: expected the name of the controller's actor, a str")
     if not name or "@" in name:
-        raise ValueError(f"name={name!r}: the name of the controller's actor is not empty, and has no '@'")
+        raise ValueError(f"name={name!r}: the name of the controller's actor must not be empty or contain '@'")
 
 
 def _end_leftovers(plan: ServicePlan, end: float) -> None:
-    """End the supervisor and the storage units of a service whose controller had this one's name, and is gone."""
+    """End the supervisor and the storage units of an earlier service of this name whose controller has ended."""
     name = supervisor_name(plan.name)
     while (left := living_actor(name, plan.namespace)) is not None:
         end_service(plan.name, plan.namespace, left, None)
         if time.monotonic() > end:
-            raise ServiceStartError(f"{name!r} is left of a service whose controller is gone, and does not end")
+            raise ServiceStartError(f"supervisor {name!r} of an ended service did not end in time; kill that actor")
         time.sleep(ASK_AGAIN_S)
 
 
@@ -156,7 +158,7 @@ def _supervisor(plan: ServicePlan) -> ActorHandle:
 
 
 def _started(what: str, starting: ObjectRef, end: float, timeout_s: float) -> None:
-    """Wait for it up to `end`. `ServiceStartError` if it raised, or is late."""
+    """Wait for a start until `end`. `ServiceStartError` if it fails or times out."""
     try:
         ray.get(starting, timeout=max(end - time.monotonic(), 0.0))
     except GetTimeoutError as error:

@@ -1,4 +1,4 @@
-"""Which nodes of a Ray cluster get storage units, how many, and what these are called. No Ray."""
+"""The selection of nodes for storage units, and the number and names of the units. No Ray."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Storage = Literal["per_node", "driver_node"] | int
-"""Where a service has storage units: on every node it takes, on the driver's alone, or so many in all."""
+"""Where a service has storage units: on every selected node, on the driver's node only, or a total number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayNode:
-    """A node as Ray tells of it. ident: its id, in hex; host: its address; name: its host's name; labels, resources: as
-    it was started with."""
+    """A node of the Ray cluster. ident: id in hex. host: address. name: host name. labels, resources: those that the
+    node was started with."""
 
     ident: str
     host: str
@@ -26,11 +26,11 @@ class RayNode:
 
 
 Nodes = Collection[str] | Mapping[str, str | float] | Callable[[RayNode], bool]
-"""Which nodes to take: ids; or labels with their values and resources with the least there must be; or a function."""
+"""The nodes to use: ids; or labels with values and resources with minimum amounts; or a function."""
 
 
 def node_of(entry: Mapping[str, Any]) -> RayNode:
-    """One of `ray.nodes()`."""
+    """Convert an entry of `ray.nodes()`."""
     return RayNode(
         ident=entry["NodeID"],
         host=entry["NodeManagerAddress"],
@@ -41,7 +41,7 @@ def node_of(entry: Mapping[str, Any]) -> RayNode:
 
 
 def taker(nodes: Nodes | None) -> Callable[[RayNode], bool]:
-    """Whether a node is taken. TypeError for what says nothing about nodes."""
+    """Return a function that selects nodes. TypeError for an invalid `nodes`."""
     if nodes is None:
         return lambda node: True
     if callable(nodes):
@@ -51,12 +51,12 @@ def taker(nodes: Nodes | None) -> Callable[[RayNode], bool]:
         for name, value in wanted.items():
             if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, str | int | float):
                 raise TypeError(
-                    f"nodes={{{name!r}: {value!r}}}: expected a label and its value, a str, or a resource and the "
-                    "least of it, a number"
+                    f"nodes={{{name!r}: {value!r}}}: expected a label and its value, a str, or a resource and its "
+                    "minimum amount, a number"
                 )
         return lambda node: all(_has(node, name, value) for name, value in wanted.items())
     if isinstance(nodes, str | bytes) or not all(isinstance(ident, str) for ident in nodes):
-        raise TypeError(f"nodes={nodes!r}: expected ids of nodes, a mapping of labels and resources, or a function")
+        raise TypeError(f"nodes={nodes!r}: expected node ids, a mapping of labels and resources, or a function")
     idents = frozenset(nodes)
     return lambda node: node.ident in idents
 
@@ -68,33 +68,33 @@ def _has(node: RayNode, name: str, value: str | float) -> bool:
 
 
 def check_storage(storage: Storage, units: int) -> None:
-    """TypeError or ValueError for what says not where `units` (of each node) are to be."""
+    """Raise TypeError or ValueError for an invalid `storage`, or one that conflicts with `units` (per node)."""
     if storage in ("per_node", "driver_node"):
         return
     if isinstance(storage, bool) or not isinstance(storage, int):
         raise TypeError(f'storage={storage!r}: expected "per_node", "driver_node" or a number of storage units')
     if storage < 1:
-        raise ValueError(f"storage={storage}: a service has at least one storage unit")
+        raise ValueError(f"storage={storage}: a service needs at least one storage unit")
     if units != 1:
         raise ValueError(
-            f"storage={storage} is how many units there are, units={units} how many each node has: say one"
+            f"storage={storage} is the total number of units, units={units} the number per node: set one of them"
         )
 
 
 def capacity_of_each(
     storage: Storage, capacity_per_node: int | None, capacity_bytes: int | None, units: int
 ) -> int | None:
-    """The capacity of each unit where nodes have `capacity_per_node` together; as it was without. ValueError where the
-    two contradict each other, or nodes do not have the same number of units."""
+    """Return the capacity of each unit if the units of a node share `capacity_per_node`; without it, return
+    `capacity_bytes`. ValueError if both are set, or if the number of units per node is not fixed."""
     if capacity_per_node is None:
         return capacity_bytes
     if capacity_bytes is not None:
         raise ValueError(
-            f"capacity_per_node={capacity_per_node} is for the units of a node together, "
-            f"capacity_bytes={capacity_bytes} for each: say one"
+            f"capacity_per_node={capacity_per_node} is for all units of a node, "
+            f"capacity_bytes={capacity_bytes} for each unit: set one of them"
         )
     if storage not in ("per_node", "driver_node"):
-        raise ValueError(f"storage={storage} counts units, not nodes: say capacity_bytes, which each unit has")
+        raise ValueError(f"storage={storage} is a number of units: set capacity_bytes, the capacity of each unit")
     return capacity_per_node // units
 
 
@@ -107,11 +107,11 @@ def missing(
     driver: str,
     asked: Collection[str] = (),
 ) -> dict[str, int]:
-    """How many units to start on which nodes.
+    """Return the number of units to start, by node.
 
-    nodes: ids of those that may have some, in order of preference; running: how many they have. each: units of a node.
-    asked: nodes that get theirs whatever `storage` says. A number of units in all is dealt to the nodes with the
-    fewest; none is ever moved to even them out.
+    nodes: ids of the usable nodes, in order of preference. running: their numbers of units. each: units per node.
+    asked: nodes that get units for any `storage`. A total number of units is distributed to the nodes with the fewest
+    units; running units are never moved for balance.
     """
     lacking: dict[str, int] = {}
     for ident in nodes:
@@ -128,10 +128,10 @@ def missing(
 
 
 def next_unit(host: str, taken: Iterable[str]) -> tuple[str, int]:
-    """The name of the next unit on a host, and its number there: the first of "unit-HOST-0", "unit-HOST-1", ... that is
-    not taken.
+    """Return the name of the next unit on a host, and its number there: the first free name of "unit-HOST-0",
+    "unit-HOST-1", ...
 
-    So a node that comes back, with another id, has units of the same names, which find their state.
+    So a node that rejoins with another id has units of the same names, which find their state.
     """
     names = set(taken)
     number = 0

@@ -1,4 +1,4 @@
-"""What a service is to be, and what it tells of itself."""
+"""The specification of a service, and the descriptions of its nodes and units."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataplane.config import DataPlaneConfig
 from workers.service.nodes import Nodes, Storage
 
 STOP_TIMEOUT_S = 30.0
-"""How long a part of a service may take to stop. One that is killed leaves its memory behind, so that a busy machine's
-has the time."""
+"""Timeout for an actor of a service to stop. It is long enough for busy machines, because an actor that is killed does
+not free its memory."""
 
 State = Literal["starting", "serving", "draining"]
 
 
 class ServiceStartError(RuntimeError):
-    """A part of the service did not start; the message names it. Nothing of the service is left running."""
+    """An actor of the service did not start; the message names it. All actors of the service were ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceUnit:
-    """A storage unit as its service sees it. name: also in `client.stats()`; node: Ray's id of its node; host: that
-    node's address; state: "starting", "serving" or "draining"."""
+    """A storage unit of a service. name: also in `client.stats()`. node: Ray's id of its node. host: address of that
+    node. state: "starting", "serving" or "draining"."""
 
     name: str
     node: str
@@ -32,8 +32,8 @@ class ServiceUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceNode:
-    """A node of a service. units: names. state: "serving"; "draining" while its rows move to others; "drained", without
-    units until `add_node`."""
+    """A node of a service. units: names of its units. state: "serving"; "draining" while its rows move to other nodes;
+    "drained", without units until `add_node`."""
 
     ident: str
     host: str
@@ -43,9 +43,9 @@ class ServiceNode:
 
 @dataclass(frozen=True, kw_only=True)
 class ServicePlan:
-    """What a service is to be. name, namespace: of its controller. driver: the id of the node with the controller.
-    config: with address and token. detached: it outlives its driver. drain_s: how long draining may take where nobody
-    says."""
+    """The specification of a service. name, namespace: of its controller. driver: the id of the node with the
+    controller. config: includes address and token. detached: the service outlives its driver. drain_s: timeout of a
+    drain without a deadline."""
 
     name: str
     namespace: str
@@ -66,6 +66,6 @@ def unit_actor_name(service: str, unit: str) -> str:
 
 
 def units_namespace(service_namespace: str) -> str:
-    """Where the actors of storage units have their names: beside the service's own namespace, because Ray warns of
-    detached actors in one that has no name."""
+    """Return the namespace of the actors of storage units. It differs from the service's namespace, because Ray warns
+    about detached actors in an anonymous namespace."""
     return f"{service_namespace}.units"

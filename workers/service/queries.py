@@ -1,4 +1,4 @@
-"""What the supervisor, and whoever ends a service, asks of Ray and of the controller."""
+"""Requests to Ray and to the controller, for the supervisor and for ending a service."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def living_nodes() -> list[RayNode]:
 
 
 def leaving_nodes() -> dict[str, float | None]:
-    """The nodes that Ray has been told will leave (a spot instance's notice, an autoscaler, `ray drain-node`), and when
-    (None: not said), in seconds since 1970. Ray has no public way to ask: none where it does not answer this one."""
+    """Return the nodes that will leave the cluster according to Ray (a spot instance's notice, an autoscaler, `ray
+    drain-node`), with the time in seconds since 1970 (None: unknown). Empty if this private Ray function is missing."""
     try:
         found = ray._private.state.state.get_draining_nodes()
     except AttributeError:
@@ -35,8 +35,8 @@ def leaving_nodes() -> dict[str, float | None]:
 
 
 def forget_units(config: DataPlaneConfig, outdated: Mapping[str, int], who: str) -> None:
-    """Have the controller forget every unit of such a name with a number below, and the rows that were there. Blocks;
-    raises as a client does."""
+    """Make the controller drop every unit whose number is below that of its name in `outdated`, with the unit's rows.
+    Blocks; raises the errors of a client. who: the client name."""
     channel = ControllerChannel.open(replace(config, client_name=who))
     try:
         _, report = channel.call(c.Stats())
@@ -44,17 +44,17 @@ def forget_units(config: DataPlaneConfig, outdated: Mapping[str, int], who: str)
         for unit in report.units:
             if unit.unit >= outdated.get(unit.name, 0):
                 continue
-            with suppress(InvalidRequestError):  # somebody else was faster
+            with suppress(InvalidRequestError):  # another client dropped it first
                 channel.call(c.Forget(unit=unit.unit, force=True))
                 log.warning(
-                    "storage unit %d (%s) is dropped, and %d bytes of rows", unit.unit, unit.name, unit.live_bytes
+                    "Storage unit %d (%s) dropped, with %d bytes of rows", unit.unit, unit.name, unit.live_bytes
                 )
     finally:
         channel.close()
 
 
 def living_actor(name: str, namespace: str) -> ActorHandle | None:
-    """The actor of that name, if Ray has one that did not end for good."""
+    """Return the actor of that name if it is running or restarting, otherwise None."""
     try:
         actor: ActorHandle = ray.get_actor(name, namespace=namespace)
     except ValueError:
@@ -63,11 +63,11 @@ def living_actor(name: str, namespace: str) -> ActorHandle | None:
 
 
 def unit_actors(service: str, namespace: str) -> list[ActorHandle]:
-    """Those of the storage units of a service, which is in `namespace`, that Ray knows and did not give up."""
+    """Return the running or restarting storage unit actors of the service in `namespace`."""
     there, prefix = units_namespace(namespace), unit_actor_name(service, "unit-")
     found = []
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == there and actor["name"].startswith(prefix):
-            with suppress(ValueError):  # it has ended meanwhile
+            with suppress(ValueError):  # the actor ended after the listing
                 found.append(ray.get_actor(actor["name"], namespace=there))
     return found

@@ -1,4 +1,4 @@
-"""A service of Ray actors, as who launched or found it holds it."""
+"""The handle of a service of Ray actors, for the process that launched or found it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from dataplane import DataPlaneClient
 
 ANSWER_S = 180.0
-"""How long the supervisor may take beside what a call waits for: its first drain imports torch, on a busy machine."""
+"""Timeout of the supervisor in addition to a call's own wait: its first drain imports torch, on a busy machine."""
 
 
 class ServiceConfig(DataPlaneConfig):
-    """A `DataPlaneConfig` whose address is an actor's. A process that unpickles it imports `workers`, and so can find
-    the actor, without its code having to import it."""
+    """A `DataPlaneConfig` with the address of an actor. Unpickling it imports `workers`, which registers the resolver
+    of actor addresses, so that the process can find the actor."""
 
 
 class LaunchedService:
-    """A running service of Ray actors. Shut it down, or use it as a context manager; it ends with its driver, too,
-    unless it was launched with `detached=True`.
+    """A running service of Ray actors. Call `shutdown`, or use it as a context manager. Unless it was launched with
+    `detached=True`, it also ends with its driver.
 
     address: "actor:NAME@NAMESPACE", for any process of the Ray cluster that has imported `workers`. token: its secret.
-    config: address and token in what `build_data_plane_client(config, bootstrap=False)`, `setup_data_plane` and
-    `TQPolicy(dp_cfg=...)` take.
+    config: address and token, as an argument of `build_data_plane_client(config, bootstrap=False)`, `setup_data_plane`
+    and `TQPolicy(dp_cfg=...)`.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class LaunchedService:
 
     @classmethod
     def find(cls, name: str = "tq-controller", namespace: str | None = None) -> LaunchedService:
-        """The service that some driver of this Ray cluster launched under that name, in that namespace (None: this
-        driver's). `ServiceUnavailableError` where there is none, or its controller or supervisor is gone, or does not
-        answer."""
+        """Return the service that any driver of this Ray cluster launched with that name, in that namespace (None: this
+        driver's). `ServiceUnavailableError` without such a service, or if its controller or supervisor has ended or
+        does not respond."""
         namespace = namespace or ray.get_runtime_context().namespace
         address = actor_address(name, namespace)
         try:
             supervisor = ray.get_actor(supervisor_name(name), namespace=namespace)
         except ValueError as error:
-            why = "no service was launched under that name"
+            why = "no service was launched with that name"
             raise ServiceUnavailableError(address=address, why=why) from error
         try:
             config = ray.get(supervisor.config.remote(), timeout=ANSWER_S)
@@ -76,7 +76,7 @@ class LaunchedService:
             controller = ray.get_actor(name, namespace=namespace)
             ray.get(controller.address.remote(), timeout=ANSWER_TIMEOUT_S)
         except (ValueError, ActorDiedError) as error:
-            why = f"its controller is gone, so it is over; launch_service(name={name!r}) starts another in its place"
+            why = f"its controller has ended; start another service with launch_service(name={name!r})"
             raise ServiceUnavailableError(address=address, why=why) from error
         except RayError as error:
             why = f"its controller does not answer ({error})"
@@ -84,57 +84,60 @@ class LaunchedService:
         return cls(config, name, namespace, supervisor, controller)
 
     def connect(self, **settings: Any) -> DataPlaneClient:
-        """A client of this service, connected; settings: those of `DataPlaneConfig`. Raises as `dataplane.connect`."""
+        """Return a connected client of this service. settings: those of `DataPlaneConfig`. Raises the errors of
+        `dataplane.connect`."""
         return dataplane.build_data_plane_client(replace(self.config, **settings), bootstrap=False)
 
     @property
     def http_url(self) -> str:
-        """Where the controller answers browsers and Prometheus; "" without `http_port` in its config."""
+        """The controller's URL for browsers and Prometheus; "" without `http_port` in its config."""
         return str(ray.get(self._controller.http_url.remote()))
 
     def units(self) -> list[ServiceUnit]:
-        """The storage units there are, by name."""
+        """Return the storage units, sorted by name."""
         found: list[ServiceUnit] = self._ask("units")
         return found
 
     def nodes(self) -> list[ServiceNode]:
-        """The nodes that have storage units, or had and were drained, by address."""
+        """Return the nodes with storage units and the drained nodes, sorted by address."""
         found: list[ServiceNode] = self._ask("nodes")
         return found
 
     def add_node(self, node: str, *, timeout_s: float = 60.0) -> list[str]:
-        """Give the node with this id its storage units, whatever `storage` and `nodes` say; the units' names, once they
-        serve. ValueError for a node that is not there, `ServiceStartError` where a unit does not start in time."""
+        """Start the storage units of the node with this id, even if `storage` and `nodes` exclude it. Return the names
+        of the units once they serve. ValueError for an unknown node, `ServiceStartError` if a unit does not start in
+        time."""
         timeout_s = seconds("timeout_s", timeout_s)
         names: list[str] = self._ask("add_node", node, timeout_s, within_s=timeout_s)
         return names
 
     def drain_node(self, node: str, *, timeout_s: float = 300.0) -> None:
-        """Move every row from the storage units of this node to others, then end them; the node gets none again until
-        `add_node`. Clients notice nothing but that their bytes are elsewhere.
+        """Move every row from the storage units of this node to other units, then end these units. The node gets no
+        units until `add_node`. Clients keep running; only the location of the bytes changes.
 
-        Blocks up to about `timeout_s`. Where rows cannot be moved in time, because others have no space or somebody
-        holds on to them, all is as before and the error says why. ValueError for a node without storage units.
+        Blocks up to about `timeout_s`. If rows cannot be moved in time, because other units have no space or a client
+        still uses the rows, the units stay in service and the error names the reason. ValueError for a node without
+        storage units.
         """
         timeout_s = seconds("timeout_s", timeout_s)
         self._ask("drain_node", node, timeout_s, within_s=timeout_s)
 
     def drop_unit(self, unit: str) -> None:
-        """Give up a storage unit whose node is gone for good: its rows are lost. Only a service with a state directory
-        waits for such units by itself. ValueError for a unit that lives."""
+        """Drop a storage unit whose node will not return: its rows are lost. Only a service with a state directory
+        keeps waiting for such units. ValueError for a running unit."""
         self._ask("drop_unit", unit)
 
     def shutdown(self) -> None:
-        """End the units, which gives their memory back, then the controller. Idempotent; takes seconds at most."""
+        """End the units, which frees their memory, then the controller. Idempotent; takes seconds at most."""
         if self._over or not ray.is_initialized():
             return
         self._over = True
         if living_actor(self.name, self.namespace) not in (None, self._controller):
-            return  # this one was over before, and another has its name
+            return  # this service ended earlier, and another service has its name
         end_service(self.name, self.namespace, self._supervisor, self._controller)
 
     def _ask(self, method: str, *arguments: Any, within_s: float = 0.0) -> Any:
-        """What the supervisor answers. Raises what it raises."""
+        """Call a method of the supervisor. Return its result or raise its error."""
         try:
             return ray.get(getattr(self._supervisor, method).remote(*arguments), timeout=within_s + ANSWER_S)
         except RayTaskError as error:
@@ -152,8 +155,8 @@ class LaunchedService:
 
 
 def end_service(name: str, namespace: str, supervisor: ActorHandle | None, controller: ActorHandle | None) -> None:
-    """Stop supervisor, units and controller, those that there are, giving each a moment, then kill them, whatever they
-    did."""
+    """Stop the supervisor, the units and the controller, if they exist, with a timeout for each; then kill
+    them in any case."""
     if supervisor is not None:
         with suppress(RayError):
             ray.get(supervisor.stop.remote(), timeout=2 * STOP_TIMEOUT_S)

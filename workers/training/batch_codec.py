@@ -1,9 +1,9 @@
-"""A batch of columns as one small header and one flat buffer of bytes, and back. No sockets, no collectives.
+"""Encode a batch of columns as a small header and one flat buffer of bytes, and decode it. No sockets, no collectives.
 
-The buffer holds each column's jagged bytes as they are, never padded: columns start on multiples of 64 bytes and their
-rows lie one after another. Tensors go as their bytes; values of object columns in the codec of
-`dataplane.data.object_codec`; nothing is pickled. The header (msgpack) says how to read the buffer; row lengths are in
-it once per set of columns that share them.
+The buffer holds the jagged bytes of each column without padding of rows. Columns start at multiples of 64 bytes; their
+rows are contiguous. Tensors are stored as their bytes, values of object columns in the codec of
+`dataplane.data.object_codec`. There are no pickles. The header (msgpack) describes the buffer. It stores row lengths
+once per set of columns that share them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Dense(msgspec.Struct, frozen=True, tag="dense", array_like=True):
 
 
 class _Jagged(msgspec.Struct, frozen=True, tag="jagged", array_like=True):
-    """A jagged nested tensor; `lengths` is the place of its row lengths in the header's list."""
+    """A jagged nested tensor. `lengths` is the index of its row lengths in the header's list."""
 
     name: str
     start: int
@@ -61,7 +61,7 @@ class _Ragged(msgspec.Struct, frozen=True, tag="ragged", array_like=True):
 
 
 class _Value(msgspec.Struct, frozen=True, tag="value", array_like=True):
-    """One Python value for the whole batch, in the object codec."""
+    """One Python value for the whole batch, encoded by the object codec."""
 
     name: str
     start: int
@@ -69,7 +69,7 @@ class _Value(msgspec.Struct, frozen=True, tag="value", array_like=True):
 
 
 class _Objects(msgspec.Struct, frozen=True, tag="objects", array_like=True):
-    """Python values in the object codec; `sizes` are int64 bytes per value, `form` the container they came in."""
+    """Python values, encoded by the object codec. `sizes`: int64 bytes per value. `form`: their original container."""
 
     name: str
     start: int
@@ -81,7 +81,7 @@ _Column = _Dense | _Jagged | _Ragged | _Objects | _Value
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """How to read a payload. `lengths` are int64 row lengths as bytes, one entry per distinct set."""
+    """The description of a payload. `lengths` are int64 row lengths as bytes, one entry per distinct set."""
 
     payload_bytes: int
     columns: tuple[_Column, ...]
@@ -97,13 +97,13 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class PackedBatch:
-    """A header and the pieces that make its payload: (start, bytes [n] uint8), ascending, gaps between them unread."""
+    """A header and the pieces of its payload: (start, uint8 [n]), in ascending order. Readers ignore gaps."""
 
     header: Header
     pieces: list[tuple[int, Tensor]]
 
     def flat(self) -> Tensor:
-        """The payload, uint8 [payload_bytes] on the CPU: one copy of every piece."""
+        """Copy the pieces into one payload, uint8 [payload_bytes] on the CPU."""
         flat = torch.empty(self.header.payload_bytes, dtype=torch.uint8)
         end = 0
         for start, piece in self.pieces:
@@ -114,12 +114,11 @@ class PackedBatch:
 
 
 def pack(batch: Mapping[str, Any]) -> PackedBatch:
-    """The columns of `batch`, in its order.
+    """Encode the columns of `batch`, in its order.
 
-    Takes tensors (any strides, device, dtype), jagged nested tensors, lists of tensors of one dtype, object arrays,
-    lists of values, `NonTensorStack`, and as one value for the whole batch (a string, a dict, a number) what the codec
-    of `dataplane.data.object_codec` takes. Raises `UnsupportedValueError` (a TypeError) naming the column for anything
-    else.
+    Supported are tensors (any strides, device, dtype), jagged nested tensors, lists of tensors of one dtype, object
+    arrays, lists of values, `NonTensorStack`, and single values for the whole batch (a string, a dict, a number) that
+    `dataplane.data.object_codec` supports. `UnsupportedValueError` (a TypeError), naming the column, for other values.
     """
     packer = _Packer()
     for name, value in batch.items():
@@ -173,7 +172,7 @@ class _Packer:
     def _ragged(self, name: str, rows: Sequence[Tensor]) -> _Ragged:
         dtypes = {row.dtype for row in rows}
         if len(dtypes) > 1:
-            raise TypeError(f"column {name!r}: its rows have several dtypes: {', '.join(map(str, dtypes))}")
+            raise TypeError(f"column {name!r}: rows must have one dtype, got {', '.join(map(str, dtypes))}")
         start = self._begin()
         for row in rows:
             self._append(as_bytes(row))
@@ -194,17 +193,17 @@ class _Packer:
 
 
 def unpack(header: Header, flat: Tensor) -> dict[str, Any]:
-    """The columns that `pack` was given, on the device of `flat` (uint8 [payload_bytes]).
+    """Decode the columns of a payload, on the device of `flat` (uint8 [payload_bytes]).
 
-    Jagged columns are views of `flat`, and columns with equal lengths share one offsets tensor; all others are copies,
-    so that holding a small one does not hold the payload.
+    Jagged columns are views of `flat`, and columns with equal lengths share one offsets tensor. All others are copies,
+    so that a reference to a small column does not keep the payload in memory.
     """
     rows = [_Rows(np.frombuffer(lengths, dtype=np.int64), flat.device) for lengths in header.lengths]
     return {column.name: _read(column, flat, rows) for column in header.columns}
 
 
 class _Rows:
-    """Row lengths [N] that columns share, and their one offsets tensor."""
+    """Row lengths [N] that several columns share, and their offsets tensor."""
 
     def __init__(self, lengths: np.ndarray[Any, np.dtype[np.int64]], device: torch.device) -> None:
         self.offsets = offsets_of(torch.tensor(lengths)).to(device)
@@ -264,7 +263,7 @@ def _take(flat: Tensor, start: int, dtype: str, shape: Sequence[int]) -> Tensor:
 
 
 def _values_and_lengths(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """(values [T, *inner] without holes, row lengths [N] int64 on the CPU) of a nested tensor."""
+    """Return (values [T, *inner] without holes, row lengths [N] int64 on the CPU) of a nested tensor."""
     jagged: Any = nested
     if is_jagged(jagged) and jagged.lengths() is None:
         offsets = jagged.offsets()
@@ -275,5 +274,5 @@ def _values_and_lengths(nested: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of `tensor` in row-major order as uint8 [nbytes] on the CPU; a view where it can be one."""
+    """Return the elements of `tensor` in row-major order as uint8 [nbytes] on the CPU, as a view if possible."""
     return flat_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())

@@ -1,4 +1,4 @@
-"""Which columns a step has, which of them each of its stages reads, and how a caller names them."""
+"""The columns of a train step, the columns that each stage reads, and checks of field names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP_FIELDS = (
     REFERENCE_POLICY_LOGPROBS,
     ADVANTAGES,
 )
-"""Columns that `prepare_step` declares; rollouts and stages may add others."""
+"""Columns that `prepare_step` declares. Rollouts and stages can add others."""
 FORWARD_FIELDS = frozenset(
     {
         INPUT_IDS,
@@ -40,13 +40,14 @@ FORWARD_FIELDS = frozenset(
         "loss_mask",
     }
 )
-"""Columns that a forward pass for log-probs reads unless it is told which: of those of the meta, these."""
+"""Columns that a forward pass for log-probs reads by default, if the meta has them."""
 ROUTED_EXPERTS = "routed_experts"
-"""What a forward pass with the policy's weights reads besides where cfg's "router_replay" is enabled."""
+"""Column that a forward pass with the policy's weights also reads if cfg's "router_replay" is enabled."""
 
 
 def forward_fields(meta: KVBatchMeta, given: Sequence[str] | None, known: Collection[str]) -> list[str]:
-    """The fields that a forward pass reads: those given, else of the meta's those in `known`."""
+    """Return the fields that a forward pass reads: `given`, or by default the meta's fields in `known`. ValueError if
+    no field is left."""
     if given is not None:
         a_meta(meta)
         return field_names("fields", given)
@@ -54,32 +55,32 @@ def forward_fields(meta: KVBatchMeta, given: Sequence[str] | None, known: Collec
     found = [name for name in fields if name in known]
     if not found:
         raise ValueError(
-            f"of this meta's fields ({', '.join(fields)}) none is one that a forward pass is known to read "
-            f"({', '.join(sorted(known))}): name those that it reads, fields=[...]"
+            f"none of this meta's fields ({', '.join(fields)}) is a default field of a forward pass "
+            f"({', '.join(sorted(known))}): pass the fields to read, fields=[...]"
         )
     return found
 
 
 def a_meta(meta: KVBatchMeta) -> KVBatchMeta:
-    """`meta` itself; TypeError if it is none."""
+    """Return `meta`. TypeError if it is not a `KVBatchMeta`."""
     if not isinstance(meta, KVBatchMeta):
         raise TypeError(
-            f"expected a KVBatchMeta, got {type(meta).__name__}: pass what put_samples, list_samples or claim_meta "
-            "of the data plane's client returned"
+            f"expected a KVBatchMeta, got {type(meta).__name__}: pass the result of put_samples, list_samples or "
+            "claim_meta of the data plane's client"
         )
     return meta
 
 
 def fields_of(meta: KVBatchMeta) -> list[str]:
-    """The fields that the meta names; ValueError if it names none."""
+    """Return the fields that the meta names. ValueError if it names none."""
     fields = a_meta(meta).fields
     if not fields:
-        raise ValueError("this meta does not say which fields the workers are to read: use meta.with_fields([...])")
+        raise ValueError("this meta names no fields for the workers to read: use meta.with_fields([...])")
     return list(fields)
 
 
 def field_names(argument: str, given: Sequence[str]) -> list[str]:
-    """Names of fields, given as the argument `argument`, each once."""
+    """Return the field names in `given` without duplicates. TypeError, naming `argument`, for other values."""
     if isinstance(given, str) or not all(isinstance(name, str) and name for name in given):
-        raise TypeError(f"{argument}={given!r}: pass a list of names of fields")
+        raise TypeError(f"{argument}={given!r}: pass a list of field names")
     return list(dict.fromkeys(given))

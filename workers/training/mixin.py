@@ -1,7 +1,7 @@
-"""What makes a policy worker a worker of the data plane: it fetches its shard by meta and writes its results back.
+"""The data plane mixin for policy workers, which fetches a rank's shard by meta and writes results back.
 
-Mix `TQWorkerMixin` into a worker class that has `train`, `get_logprobs` and `get_reference_policy_logprobs` on
-batches; it gains `*_presharded` methods that take a `KVBatchMeta` instead.
+Mix `TQWorkerMixin` into a worker class whose `train`, `get_logprobs` and `get_reference_policy_logprobs` take batches.
+It adds `*_presharded` methods that take a `KVBatchMeta` instead.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from workers.training.shared_loader import SharedStream
 from workers.training.stages import Stage, packing_arguments, stage_of
 
 TOKEN_ID_FIELDS = (INPUT_IDS, "prompts", "responses", "prompt_ids_for_adv")
-"""Columns of token ids, by the names that NeMo-RL and verl give them: padded with the tokenizer's pad id."""
+"""Columns of token ids, by their names in NeMo-RL and verl. They are padded with the tokenizer's pad id."""
 Preprocess = Callable[[Any, BatchedDataDict[Any]], BatchedDataDict[Any]]
 
 
 class PolicyWorker(Protocol):
-    """The host that `TQWorkerMixin` is mixed into: the three methods its `*_presharded` ones end in.
+    """The host class that `TQWorkerMixin` is mixed into: the three methods that the `*_presharded` methods call.
 
-    Each takes a batch of this rank's samples, padded `[N, S]` per-token columns. The results of the log-prob methods
-    are mappings with a per-token tensor `[N, S]` under "logprobs" and "reference_logprobs".
+    Each takes a batch of this rank's samples with padded per-token columns `[N, S]`. The log-prob methods return
+    mappings with a per-token tensor `[N, S]` under "logprobs" and "reference_logprobs".
     """
 
     def train(
@@ -72,14 +72,14 @@ class PolicyWorker(Protocol):
 
 
 class SplitStepWorker(Protocol):
-    """What a host has besides, if its driver makes steps in parts: `begin_train_step`, `train_microbatch` for each part
-    as it comes, then `finish_train_step` or `abort_train_step`.
+    """The additional methods of a host whose driver splits train steps into parts: `begin_train_step`, one
+    `train_microbatch` per part, then `finish_train_step` or `abort_train_step`.
 
-    The host keeps the open step's state: at most one is open, and a second `begin_train_step` raises.
-    `train_microbatch` adds up gradients and counts of a batch of this rank's samples, and reduces nothing over
-    data-parallel ranks. `finish_train_step` reduces, divides by what the whole step counted, steps the optimizer and
-    returns what `train` does. `abort_train_step` drops what was added up, steps nothing, and does nothing without an
-    open step.
+    The host keeps the state of the open step. At most one is open; a second `begin_train_step` raises.
+    `train_microbatch` accumulates gradients and counts of a batch of this rank's samples, without a reduction over
+    data-parallel ranks. `finish_train_step` reduces, divides by the counts of the whole step, steps the optimizer and
+    returns the same as `train`. `abort_train_step` drops the accumulated values without an optimizer step; it has no
+    effect without an open step.
     """
 
     def begin_train_step(self, *, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None: ...
@@ -95,7 +95,7 @@ SPLIT_STEP = ("begin_train_step", "train_microbatch", "finish_train_step", "abor
 
 
 class _Hosted(PolicyWorker, SplitStepWorker, Protocol):
-    """The mixin on its host, as the entrypoints see it."""
+    """The type of `self` in the entrypoints: the mixin together with its host."""
 
     def _fetch(self, meta: KVBatchMeta) -> BatchedDataDict[Any]: ...
 
@@ -113,31 +113,31 @@ class _Hosted(PolicyWorker, SplitStepWorker, Protocol):
 class TQWorkerMixin:
     """Per-rank fetch and write-back through the data plane.
 
-    The host overrides `_local_coords` always, `_get_replica_group` where it has siblings, and may set `cfg` (settings
-    as `workers.training.stages` reads them), `tokenizer` (see `_pad_value_dict`) and `fetch_timeout_s`.
+    The host must override `_local_coords`, and `_get_replica_group` if it has siblings. It can set `cfg` (the settings
+    of `workers.training.stages`), `tokenizer` (see `_pad_value_dict`) and `fetch_timeout_s`.
 
-    Batches that its methods get carry their micro-batches where packing or dynamic batching made some: they are what
-    `data.get_batch(number)` (of a global batch) and its `make_microbatch_iterator_for_packable_sequences` or
-    `make_microbatch_iterator_with_dynamic_shapes` give.
+    The batches that its methods get contain the micro-batches of packing or dynamic batching, if enabled. Iterate over
+    them with `data.get_batch(number)` (a global batch) and its `make_microbatch_iterator_for_packable_sequences` or
+    `make_microbatch_iterator_with_dynamic_shapes`.
     """
 
     _dp_client: DataPlaneClient | None = None
     _replicas: ReplicaGroup | None = None
     fetch_timeout_s: float = FETCH_TIMEOUT_S
-    """How long a fetch through siblings may take. A host that raises its client's `reconnect_s` raises this, too."""
+    """Timeout of a fetch through siblings. A host that raises its client's `reconnect_s` must raise this, too."""
 
     # --- the data plane -----------------------------------------------------------------------------------------
 
     def setup_data_plane(self, cfg: DataPlaneConfig | Mapping[str, Any]) -> None:
-        """Attach to the running service that `cfg` names. Called by the driver once; later calls change nothing.
+        """Attach to the running service that `cfg` names. The driver calls this once; later calls have no effect.
 
-        Never starts a service: ValueError without an address, `ServiceUnavailableError` where nothing answers.
+        It never starts a service: ValueError without an address, `ServiceUnavailableError` without a response.
         """
         if self._dp_client is None:
             self._dp_client = build_data_plane_client(cfg, bootstrap=False)
 
     def data_plane_host(self) -> str:
-        """The host that this worker fetches on, as the service names hosts (`UnitStats.host`)."""
+        """Return the host of this worker, in the service's notation of hosts (`UnitStats.host`)."""
         return boot_id()
 
     def close_data_plane(self) -> None:
@@ -149,46 +149,45 @@ class TQWorkerMixin:
     def _require_dp_client(self) -> DataPlaneClient:
         if self._dp_client is None:
             raise RuntimeError(
-                f"{type(self).__name__} has no data plane client: the driver calls setup_data_plane(cfg) on every "
+                f"{type(self).__name__} has no data plane client: the driver must call setup_data_plane(cfg) on every "
                 "worker before the first *_presharded call"
             )
         return self._dp_client
 
-    # --- what the host knows ------------------------------------------------------------------------------------
+    # --- the host's place in the parallel layout ----------------------------------------------------------------
 
     def _get_replica_group(self) -> Any | None:
-        """The process group of this rank's siblings: the ranks along the replicated axes that share its data-parallel
-        rank. None where it has none (TP = CP = PP = 1). A host with siblings overrides this."""
+        """Return the process group of this rank's siblings: the ranks along the replicated axes with the same
+        data-parallel rank. None without siblings (TP = CP = PP = 1). A host with siblings must override this."""
         return None
 
     def _local_coords(self) -> dict[str, int]:
-        """This rank's place on each axis (`workers.REPLICATED_AXES`, "data_parallel"); an axis left out counts as 0
-        (`stream` with `dp_world` needs "data_parallel").
+        """Return this rank's position on each axis (`workers.REPLICATED_AXES`, "data_parallel"). A missing axis means 0
+        (`stream` with `dp_world` requires "data_parallel").
 
-        A host must override it. There is no default: with one, every rank would take itself for the leader and all
-        would write the same rows.
+        A host must override this. A default would make every rank a leader, and all ranks would write the same rows.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} must override _local_coords() and return its place on each parallel axis, e.g. "
-            "{'data_parallel': 0, 'tensor_parallel': 1}; without it every rank would write back as if it led"
+            f"{type(self).__name__} must override _local_coords() and return its position on each parallel axis, e.g. "
+            "{'data_parallel': 0, 'tensor_parallel': 1}; without it every rank would write back as a leader"
         )
 
     def _is_replica_leader(self) -> bool:
-        """Whether this rank is at 0 on every replicated axis: it fetches for its siblings and alone writes back."""
+        """Whether this rank, at 0 on every replicated axis, leads: only leaders fetch for siblings and write back."""
         return NamedSharding.is_axis_zero(self._local_coords(), REPLICATED_AXES)
 
     def _pad_value_dict(self) -> dict[str, Any]:
-        """Pad value of each per-token field, 0 where not named.
+        """Return the pad value of each per-token field. Fields without an entry are padded with 0.
 
-        By default fields of token ids (`TOKEN_ID_FIELDS`) get the `pad_token_id` of the host's `tokenizer`, if it has
-        one. A host that overrides this replaces the whole mapping.
+        By default, fields of token ids (`TOKEN_ID_FIELDS`) get the `pad_token_id` of the host's `tokenizer`, if set. An
+        override in the host replaces the whole mapping.
         """
         pad_id = getattr(getattr(self, "tokenizer", None), "pad_token_id", None)
         return {} if pad_id is None else dict.fromkeys(TOKEN_ID_FIELDS, pad_id)
 
     def _forward_pad_seqlen(self, meta: KVBatchMeta) -> int:
-        """The length that every data-parallel rank pads to, from `meta.extra_info`; 0 (this rank's longest row) if the
-        driver stamped none."""
+        """Return the length that every data-parallel rank pads to, from `meta.extra_info`. Return 0 (pad to this rank's
+        longest row) if the driver set none."""
         return int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0))
 
     # --- fetch --------------------------------------------------------------------------------------------------
@@ -202,22 +201,22 @@ class TQWorkerMixin:
         preprocess: Preprocess | None = None,
         dp_aligned_seq_len: bool = True,
     ) -> BatchedDataDict[Any]:
-        """This rank's samples: the fields of `meta`, the same on all its siblings.
+        """Fetch the fields of `meta` for this rank's samples. All siblings get the same batch.
 
-        layout: "padded" gives `[N, S, ...]` per-token columns, "jagged" nested ones. S is the pad length that the
-        driver stamped, the same on all data-parallel ranks; with `dp_aligned_seq_len=False` it is this rank's longest
-        row. Jagged columns that are not per-token, such as images, are padded to their own longest row here (see
-        `materialize`). fetch_policy: "auto" lets the leader fetch and one broadcast feed its siblings where there are
-        any; "leader_broadcast" does the same, and is a ValueError where `_get_replica_group` gives no group (the rank
-        of a group of one fetches); with "independent" every rank fetches. preprocess: `(worker, batch) -> batch`, run
-        on every rank on the batch about to be returned.
+        layout: "padded" returns per-token columns `[N, S, ...]`, "jagged" returns nested ones. S is the pad length that
+        the driver set, the same on all data-parallel ranks; with `dp_aligned_seq_len=False` it is this rank's longest
+        row. Jagged columns that are not per-token, such as images, are padded to their own longest row (see
+        `materialize`). fetch_policy: with "auto" the leader fetches and broadcasts to its siblings, if any.
+        "leader_broadcast" does the same, but raises ValueError if `_get_replica_group` returns None (the rank of a
+        group of one fetches). With "independent" every rank fetches. preprocess: `(worker, batch) -> batch`, called on
+        every rank with the batch before it is returned.
 
-        After a broadcast the tensors are on the device that the group's backend wants (NCCL: CUDA, Gloo: CPU), else on
-        the CPU. Blocks for the data plane, and for its siblings up to `fetch_timeout_s`; if one rank of a replica group
-        fails, all raise: see `ReplicaGroup.fetch`. Raises what `DataPlaneClient.get_batch` does.
+        After a broadcast, the tensors are on the device of the group's backend (NCCL: CUDA, Gloo: CPU), otherwise on
+        the CPU. Blocks for the data plane, and for siblings up to `fetch_timeout_s`. If one rank of a replica group
+        fails, all raise (see `ReplicaGroup.fetch`). Raises the errors of `DataPlaneClient.get_batch`.
         """
         if fetch_policy not in POLICIES:
-            raise ValueError(f"fetch_policy is one of {', '.join(POLICIES)}, got {fetch_policy!r}")
+            raise ValueError(f"fetch_policy must be one of {', '.join(POLICIES)}, got {fetch_policy!r}")
 
         def width() -> int:
             return self._forward_pad_seqlen(meta) if dp_aligned_seq_len and layout == "padded" else 0
@@ -239,7 +238,7 @@ class TQWorkerMixin:
         )
         replicas = self._replica_channel()
         if fetch_policy == "leader_broadcast" and self._get_replica_group() is None:
-            raise ValueError("fetch_policy='leader_broadcast' needs a replica group; _get_replica_group() gave none")
+            raise ValueError("fetch_policy='leader_broadcast' needs a replica group; _get_replica_group() gave None")
         if replicas is not None and fetch_policy != "independent":
             return replicas.fetch(part, fetch_policy, finish)
         if replicas is not None:
@@ -250,7 +249,7 @@ class TQWorkerMixin:
         return batch if preprocess is None else preprocess(self, batch)
 
     def _replica_channel(self) -> ReplicaGroup | None:
-        """This rank's replica group; None without siblings. Made anew when the host's process group is another."""
+        """Return this rank's replica group, or None without siblings. A new process group of the host replaces it."""
         group = self._get_replica_group()
         if group is None:
             return None
@@ -262,12 +261,12 @@ class TQWorkerMixin:
     def stream(
         self, partition_id: str, task_name: str, fields: Sequence[str], *, timeout_s: float = 60.0, **options: Any
     ) -> StreamingDataLoader:
-        """Micro-batches (data, meta) for this rank as they get ready, the same on all its siblings: the leader claims
-        and reads ahead, and each is broadcast when the ranks ask for it. See `StreamingDataLoader` for `options`.
+        """Stream micro-batches (data, meta) for this rank as they become ready. All siblings get the same: the leader
+        claims and reads ahead, and broadcasts each when the ranks request it. See `StreamingDataLoader` for `options`.
 
-        Pad values are `_pad_value_dict` unless given; with `dp_world` this rank's share is that of its place on
-        "data_parallel" (ValueError where `_local_coords` has none), unless `dp_rank` says another. Siblings stream with
-        the same arguments, and ask and close in step.
+        Pad values default to `_pad_value_dict`. With `dp_world`, `dp_rank` defaults to this rank's position on
+        "data_parallel" (ValueError if `_local_coords` lacks it). Siblings must stream with the same arguments, and
+        iterate and close in step.
         """
         timeout_s = seconds("timeout_s", timeout_s)
         dp_world = options.get("dp_world")
@@ -276,7 +275,7 @@ class TQWorkerMixin:
             if dp_world > 1 and DATA_PARALLEL_AXIS not in coords:
                 raise ValueError(
                     f"{type(self).__name__}._local_coords() returned no {DATA_PARALLEL_AXIS!r}, so all ranks would "
-                    f"stream one share of dp_world={dp_world}: return this rank's place there, or pass dp_rank"
+                    f"stream the same share of dp_world={dp_world}: return this rank's position, or pass dp_rank"
                 )
             options["dp_rank"] = coords.get(DATA_PARALLEL_AXIS, 0)
         options.setdefault("pad_value_dict", self._pad_value_dict())
@@ -301,12 +300,13 @@ class TQWorkerMixin:
     # --- packing ------------------------------------------------------------------------------------------------
 
     def _in_micro_batches(self, meta: KVBatchMeta, stage: Stage) -> KVBatchMeta:
-        """`meta` with micro-batches in its `extra_info`, its samples in their order: as the driver shipped them, else
-        worked out here where `self.cfg` asks for some, with the stage's budget. Else `meta` itself.
+        """Return `meta` with micro-batches in its `extra_info` and its samples in their order. The driver's
+        micro-batches are used if present. Otherwise they are computed with the stage's budget, if `self.cfg` configures
+        them; else `meta` is returned unchanged.
 
-        Done before the fetch, so that whatever is computed from the batch is written back to the right samples. A meta
-        that does not know its lengths stays as it is, for `_apply_packing_prep`, if it is to be trained on; ValueError
-        if results are to be written back. ValueError also for a sample over the budget.
+        This precedes the fetch, so that results are written back to the right samples. A meta without lengths is
+        returned unchanged for training, where `_apply_packing_prep` follows; for a write-back it raises ValueError.
+        ValueError also for a sample over the budget.
         """
         info = meta.extra_info
         if MICRO_BATCH_INDICES in info or MICRO_BATCH_LENGTHS in info:
@@ -319,9 +319,9 @@ class TQWorkerMixin:
         return metas[0]
 
     def _apply_packing_prep(self, data: BatchedDataDict[Any], *, stage: Stage = "train") -> BatchedDataDict[Any]:
-        """`data` cut into the micro-batches that `self.cfg` asks for, with the stage's budget, by the lengths among its
-        own columns; each of its global batches (`elem_counts_per_gb`, else one) has its rows in the order of the
-        micro-batches. `data` itself where it asks for none.
+        """Split `data` into the micro-batches that `self.cfg` configures, with the stage's budget, by its column of
+        lengths. The rows of each global batch (`elem_counts_per_gb`, else one batch) are in the order of the
+        micro-batches. Return `data` unchanged without such settings.
 
         KeyError without the column of lengths ("input_lengths" unless the settings name another).
         """
@@ -330,16 +330,16 @@ class TQWorkerMixin:
             return data
         how: dict[str, Any] = {"batch_size": _rows_per_batch(data.elem_counts_per_gb), **arguments}
         sharded = data.shard_by_batch_size(1, **how)
-        assert isinstance(sharded, tuple)  # shards and their order, where there are micro-batches
+        assert isinstance(sharded, tuple)  # with micro-batches: shards and their order
         return sharded[0][0]
 
     def _attach_or_repack_pack_metadata(self, data: BatchedDataDict[Any], meta: KVBatchMeta) -> BatchedDataDict[Any]:
-        """`data` with its micro-batches: those in `meta.extra_info`, else `_apply_packing_prep` for the stage of the
-        meta's task.
+        """Attach the micro-batches in `meta.extra_info` to `data`. Without any, apply `_apply_packing_prep` for the
+        stage of the meta's task.
 
-        What the driver ships is trusted: it balanced all data-parallel ranks alike, and a rank that packed again could
-        end with another number of micro-batches than the others and wait for them for ever. ValueError if it ships
-        indices without lengths or the other way round.
+        The driver's micro-batches are not recomputed: the driver balanced all data-parallel ranks together. A rank that
+        packs again can get another number of micro-batches than the others and deadlock. ValueError for indices without
+        lengths or lengths without indices.
         """
         info = meta.extra_info
         if ELEM_COUNTS_PER_GB in info:
@@ -348,7 +348,7 @@ class TQWorkerMixin:
             return self._apply_packing_prep(data, stage=stage_of(meta.task_name))
         for key in (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS):
             if key not in info:
-                raise ValueError(f"meta.extra_info has packing metadata without {key!r}")
+                raise ValueError(f"meta.extra_info has packing metadata without {key!r}; it needs indices and lengths")
         data.micro_batch_indices = info[MICRO_BATCH_INDICES]
         data.micro_batch_lengths = info[MICRO_BATCH_LENGTHS]
         return data
@@ -356,13 +356,13 @@ class TQWorkerMixin:
     # --- write-back ---------------------------------------------------------------------------------------------
 
     def _write_back(self, meta: KVBatchMeta, fields: dict[str, torch.Tensor]) -> None:
-        """Store new columns of the meta's samples; on the leader only, elsewhere nothing happens.
+        """Store new columns of the meta's samples on the leader. On other ranks, do nothing.
 
-        Per-token tensors `[N, S, ...]` are cut to the samples' lengths, so that they are stored as jagged as the first
-        put was: those whose S is the length that the batch was padded to, whatever their name, and those of a name of
-        `schema.TOKEN_ALIGNED_FIELDS`. A `FieldSpec("dense")` of the partition decides otherwise. TypeError for anything
-        but tensors, ValueError for another number of rows or rows narrower than their sample, naming the field and its
-        shape; `StaleSampleError` (a KeyError) if a sample was cleared since the meta was made: nothing is stored.
+        Per-token tensors `[N, S, ...]` are cut to the samples' lengths and stored as jagged. These are all tensors
+        whose S is the pad length of the batch, and those with a name in `schema.TOKEN_ALIGNED_FIELDS`. A
+        `FieldSpec("dense")` of the partition takes precedence. TypeError for values other than tensors. ValueError for
+        another number of rows or rows narrower than their sample; it names the field and its shape. `StaleSampleError`
+        (a KeyError) if a sample was cleared since the meta was made; then no column is stored.
         """
         if not self._is_replica_leader():
             return
@@ -382,17 +382,16 @@ class TQWorkerMixin:
         write_columns(self._require_dp_client(), meta, fields, token_aligned_fields=names)
 
     def _write_back_result_field(self, meta: KVBatchMeta, result: Any, *, result_key: str, tq_field: str) -> None:
-        """Store `result[result_key]` of a worker method as column `tq_field`; on the leader only.
+        """Store `result[result_key]` of a worker method as column `tq_field`, on the leader only.
 
-        TypeError if `result` is no mapping or the value no tensor, KeyError if it lacks `result_key`, ValueError for a
-        wrong number of rows or rows narrower than their sample; each names the key, the type and the shapes.
+        TypeError if `result` is not a mapping or the value is not a tensor. KeyError if it lacks `result_key`.
+        ValueError for a wrong number of rows or rows narrower than their sample. Each error names the key, the type and
+        the shapes.
         """
         if not self._is_replica_leader():
             return
         if not isinstance(result, Mapping):
-            raise TypeError(
-                f"a result with {result_key!r} was expected, got {type(result).__name__}, which is no mapping"
-            )
+            raise TypeError(f"expected a mapping of results with {result_key!r}, got {type(result).__name__}")
         if result_key not in result:
             raise KeyError(f"the result has no {result_key!r}; it has {', '.join(map(str, result)) or 'nothing'}")
         value = result[result_key]
@@ -415,15 +414,15 @@ class TQWorkerMixin:
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> Any:
-        """Fetch this rank's samples and train on them: what `train` returns."""
+        """Fetch this rank's samples and train on them. Return the result of `train`."""
         meta = self._in_micro_batches(meta, "train")
         data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
         return self.train(data, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
 
     def get_logprobs_presharded(self: _Hosted, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
-        """Fetch, run `get_logprobs`, write `result["logprobs"]` back as "prev_logprobs".
+        """Fetch, call `get_logprobs`, and write `result["logprobs"]` back as "prev_logprobs".
 
-        Returns None: the tensor is in the data plane, and no reference to it is kept.
+        Return None: the tensor is in the data plane, and this worker keeps no reference to it.
         """
         meta = self._in_micro_batches(meta, "logprob")
         data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
@@ -433,52 +432,52 @@ class TQWorkerMixin:
     def get_reference_policy_logprobs_presharded(
         self: _Hosted, meta: KVBatchMeta, micro_batch_size: int | None = None
     ) -> None:
-        """The same for `get_reference_policy_logprobs`: `result["reference_logprobs"]` becomes
+        """Fetch, call `get_reference_policy_logprobs`, and write `result["reference_logprobs"]` back as
         "reference_policy_logprobs"."""
         meta = self._in_micro_batches(meta, "logprob")
         data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
         result = self.get_reference_policy_logprobs(data=data, micro_batch_size=micro_batch_size)
         self._write_back_result_field(meta, result, result_key="reference_logprobs", tq_field=REFERENCE_POLICY_LOGPROBS)
 
-    # --- a train step in parts: the host needs what `SplitStepWorker` declares ----------------------------------
+    # --- a train step in parts: the host needs the methods of `SplitStepWorker` ---------------------------------
 
     def begin_train_step_presharded(
         self: _Hosted, loss_fn: Any, gbs: int | None = None, mbs: int | None = None
     ) -> None:
-        """Open a step: `begin_train_step`. Fetches nothing. TypeError for a host that is no `SplitStepWorker`."""
+        """Open a step with `begin_train_step`, without a fetch. TypeError if the host is not a `SplitStepWorker`."""
         missing = [name for name in SPLIT_STEP if not hasattr(self, name)]
         if missing:
             raise TypeError(
-                f"{type(self).__name__} lacks {', '.join(missing)}: a host of train steps in parts has "
+                f"{type(self).__name__} lacks {', '.join(missing)}: train steps in parts require "
                 f"{', '.join(SPLIT_STEP)} (see SplitStepWorker)"
             )
         self.begin_train_step(loss_fn=loss_fn, gbs=gbs, mbs=mbs)
 
     def train_microbatch_presharded(self: _Hosted, meta: KVBatchMeta) -> None:
-        """Fetch this rank's part of some samples and add it to the open step: `train_microbatch`.
+        """Fetch this rank's part of the samples and add it to the open step with `train_microbatch`.
 
-        Returns None: what it measured comes out of `finish_train_step_presharded`.
+        Return None: `finish_train_step_presharded` returns the results of the whole step.
         """
         meta = self._in_micro_batches(meta, "train")
         data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
         self.train_microbatch(data=data)
 
     def finish_train_step_presharded(self: _Hosted) -> dict[str, Any]:
-        """Close the open step: what `finish_train_step` returns, and "is_replica_leader", by which whoever calls every
-        rank can leave out the copies that siblings return. TypeError if it returns no mapping."""
+        """Close the open step. Return the result of `finish_train_step`, and "is_replica_leader", so that the caller
+        can ignore the copies of siblings. TypeError if the result is not a mapping."""
         result = self.finish_train_step()
         if not isinstance(result, Mapping):
             raise TypeError(f"finish_train_step() must return a mapping of results, got {type(result).__name__}")
         return {**result, IS_REPLICA_LEADER: self._is_replica_leader()}
 
     def abort_train_step_presharded(self: _Hosted) -> None:
-        """Drop the open step, if there is one: `abort_train_step`. The worker is ready for the next."""
-        if hasattr(self, "abort_train_step"):  # else none was begun
+        """Drop the open step, if any, with `abort_train_step`. The worker can then begin another step."""
+        if hasattr(self, "abort_train_step"):  # a host without it cannot have an open step
             self.abort_train_step()
 
 
 def _rows_per_batch(counts: Sequence[int] | None) -> int | None:
-    """Rows of each global batch, None for one of all rows. ValueError where they differ: they were packed before."""
+    """Return the rows of each global batch, or None for one batch of all rows. ValueError if the sizes differ."""
     if not counts:
         return None
     if len(set(counts)) > 1:
@@ -487,8 +486,8 @@ def _rows_per_batch(counts: Sequence[int] | None) -> int | None:
 
 
 def meta_digest(meta: KVBatchMeta, shape: str) -> bytes:
-    """16 bytes that are equal for metas that name the same samples (generations included) and fields, and equal
-    `shape`."""
+    """Return a digest of 16 bytes, equal for metas with the same samples (generations included) and fields, and for an
+    equal `shape`."""
     digest = hashlib.blake2b(digest_size=16)
     for part in (meta.partition_id, shape, *(meta.fields or ()), "", *meta.sample_ids):
         data = part.encode()

@@ -1,4 +1,4 @@
-"""The driver's side of policy workers: steps, and calls that carry metas instead of tensors."""
+"""The driver's side of policy workers: training steps, and calls that pass metas instead of tensors."""
 
 from __future__ import annotations
 
@@ -56,27 +56,27 @@ from workers.training.timing import Timed, Timer
 
 SETUP_TIMEOUT_S = 120.0
 ABORT_TIMEOUT_S = 120.0
-"""How long workers may take to drop a train step, with what they are still busy with."""
+"""Timeout for workers to drop a train step, including the calls that they still run."""
 _MINTED = "global_forward_pad_minted"
-"""Key of `extra_info`: the pad length as it was minted here; one that differs was set by someone else and stays."""
+"""Key of `extra_info`: the pad length that this policy computed. If the current one differs, a caller set it."""
 
 
 class TQPolicy:
-    """Policy workers as a driver sees them. It hands them metas; samples go between them and the data plane.
+    """The driver's handle of the policy workers. It sends them metas; the workers exchange samples with the data plane.
 
-    worker_group: workers with `TQWorkerMixin`, whose `sharding_annotations` have an axis "data_parallel" (without one
-    they are one data-parallel rank). dp_cfg: the data plane; with an address it is attached to, without one a service
-    is started in this process, which ends with `close`. cfg: a mapping or an object with the policy's settings; read
-    are train_global_batch_size, train_micro_batch_size, logprob_batch_size (each may be missing), what cuts
+    worker_group: workers with `TQWorkerMixin`, whose `sharding_annotations` have an axis "data_parallel" (without it,
+    they are one data-parallel rank). dp_cfg: the data plane. With an address, the policy attaches to it; without one,
+    it starts a service in this process, which ends with `close`. cfg: a mapping or an object with the settings
+    train_global_batch_size, train_micro_batch_size, logprob_batch_size (each is optional), the settings of
     micro-batches (see `workers.training.stages`), router_replay (whether it is "enabled", see
-    `get_logprobs_from_meta`), and prefer_local_samples: whether samples go to data-parallel ranks on the host that
-    their bytes are on, where that costs no balance (see `shard_meta_for_dp`). tq_partition_id: the partition of each
-    step's samples. ValueError where `cfg` has a batch size below 1 or that is no integer, or asks for micro-batches
-    that no stage can be cut into.
+    `get_logprobs_from_meta`), and prefer_local_samples: whether samples go to data-parallel ranks on the host of their
+    bytes, if that keeps the balance (see `shard_meta_for_dp`). tq_partition_id: the partition of each step's samples.
+    ValueError if a batch size of `cfg` is not an integer of at least 1, or if its micro-batches are possible for no
+    stage.
 
-    Blocks until every worker is attached. Each method raises what a failing worker raised, as soon as it does, and
-    returns results of replica leaders only. A `timer` measures how long it took to split the samples, to send the
-    calls and to wait for them. One call at a time: not thread-safe.
+    The constructor blocks until every worker is attached. If a worker fails, the method raises its error at once.
+    Methods return the results of replica leaders only. A `timer` measures splitting the samples, sending the calls and
+    waiting for the results. Not thread-safe: one call at a time.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TQPolicy:
         tq_partition_id: str = "train",
     ) -> None:
         if worker_group.sharding_annotations is None:
-            raise ValueError("TQPolicy splits samples along named axes: give the worker group sharding_annotations")
+            raise ValueError("TQPolicy splits samples along named axes: set sharding_annotations of the worker group")
         check_settings(cfg)
         self.worker_group = worker_group
         self.sharding_annotations = worker_group.sharding_annotations
@@ -107,14 +107,14 @@ class TQPolicy:
             raise
 
     def close(self) -> None:
-        """Close the driver's client, and the service if this policy started one. Idempotent; the workers live on."""
+        """Close the driver's client, and the service if this policy started it. Workers keep running. Idempotent."""
         self.dp_client.close()
 
     def shutdown(self, cleanup_method: str | None = "close_data_plane", timeout: float | None = 30.0) -> bool:
-        """End the workers, then `close`; whether all went well. Idempotent.
+        """End the workers, then call `close`. Return whether every cleanup succeeded. Idempotent.
 
-        Every worker gets `cleanup_method` first, by default to leave the data plane while it is there, and up to
-        `timeout` seconds for it and what it is busy with; then it is killed. A step that is open is lost.
+        Every worker first runs `cleanup_method`, which by default detaches it from the data plane. After at most
+        `timeout` seconds for its running calls and the cleanup, it is killed. An open train step is lost.
         """
         timeout = seconds_if_any("timeout", timeout)
         self._step_open, self._step_failed = False, None
@@ -134,7 +134,7 @@ class TQPolicy:
     # --- a step -------------------------------------------------------------------------------------------------
 
     def prepare_step(self, num_samples: int, group_size: int | None = None) -> None:
-        """Register the step's partition: its columns, `num_samples` to come, the tasks "prev_lp", "ref_lp" and "train".
+        """Register the step's partition, with its columns, `num_samples`, and tasks "prev_lp", "ref_lp" and "train".
 
         group_size: responses per prompt, for claims of whole groups.
         """
@@ -148,26 +148,26 @@ class TQPolicy:
         )
 
     def prepare_val_partition(self, num_samples: int, *, partition_id: str = "val") -> None:
-        """Register a partition for a batch of `num_samples` to validate on: the step's columns, one task that is named
-        as the partition is, no groups. `finish_step` clears it, too."""
+        """Register a partition for a validation batch of `num_samples`: the step's columns, one task with the name of
+        the partition, no groups. `finish_step` clears its samples, too."""
         self._written.pop(partition_id, None)
         self.dp_client.register_partition(partition_id, list(STEP_FIELDS), num_samples, [partition_id])
 
     def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
-        """Clear these samples and no others; ids that are not there are ignored."""
+        """Clear exactly these samples. Unknown ids are ignored."""
         self.dp_client.clear_samples(list(sample_ids), partition_id)
 
     def finish_step(self, meta: KVBatchMeta) -> None:
-        """Clear the step's samples, and never others of the same ids: the counterpart of `prepare_step`."""
+        """Clear the step's samples, but not newer samples with the same ids. The counterpart of `prepare_step`."""
         self.dp_client.clear_samples(a_meta(meta), meta.partition_id)
         self._written.pop(meta.partition_id, None)
 
     def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
-        """Write into `meta.extra_info` the length that all data-parallel ranks pad to: the longest sample, rounded up
+        """Write the length that all data-parallel ranks pad to into `meta.extra_info`: the longest sample, rounded up
         to `pad_to_multiple` and to dynamic batching's `sequence_length_round`.
 
-        A length that was written here before is worked out anew, since a meta that was filtered or joined brings that
-        of other samples along; one that somebody else wrote stays.
+        A length that this method wrote earlier is recomputed, because filtering or joining metas copies the length of
+        other samples. A length that a caller wrote stays.
         """
         info = a_meta(meta).extra_info
         mine = info.get(_MINTED)
@@ -188,7 +188,7 @@ class TQPolicy:
         select_fields: Sequence[str],
         pad_value_dict: Mapping[str, Any] | None = None,
     ) -> BatchedDataDict[Any]:
-        """Columns of the samples, per-token ones padded to the length that the workers pad to."""
+        """Return columns of the samples. Per-token columns are padded to the same length as in the workers."""
         self._stamp_pad_seqlen(meta)
         return read_columns(
             self.dp_client,
@@ -199,7 +199,7 @@ class TQPolicy:
         )
 
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
-        """Store columns that the driver computed, for samples that live; `train_from_meta` reads them from now on."""
+        """Store columns that the driver computed, for existing samples. `train_from_meta` reads them from now on."""
         write_columns(self.dp_client, a_meta(meta), fields)
         self._note_written(meta, fields)
 
@@ -213,11 +213,11 @@ class TQPolicy:
         *,
         fields: Sequence[str] | None = None,
     ) -> None:
-        """Have the workers compute the policy's log-probs of the samples and write them back as "prev_logprobs".
+        """Compute the policy's log-probs of the samples on the workers, which write them back as "prev_logprobs".
 
-        They read `fields`; by default those of the meta that are in `FORWARD_FIELDS`, and "routed_experts" where cfg's
-        router_replay is enabled. A model that looks at images names their columns in `fields`. ValueError where no
-        field is left.
+        The workers read `fields`. The default is those fields of the meta that are in `FORWARD_FIELDS`, and
+        "routed_experts" if cfg's router_replay is enabled. For a model with image inputs, `fields` must name their
+        columns. ValueError if no field is left.
         """
         replays = enabled(self.cfg, "router_replay") is not None
         fields = forward_fields(meta, fields, {*FORWARD_FIELDS, ROUTED_EXPERTS} if replays else FORWARD_FIELDS)
@@ -232,8 +232,8 @@ class TQPolicy:
         *,
         fields: Sequence[str] | None = None,
     ) -> None:
-        """The same for the reference policy, as "reference_policy_logprobs"; it never replays routed experts unless
-        `fields` names them."""
+        """Like `get_logprobs_from_meta`, for the reference policy and "reference_policy_logprobs". It replays routed
+        experts only if `fields` names them."""
         fields = forward_fields(meta, fields, FORWARD_FIELDS)
         method, timed = "get_reference_policy_logprobs_presharded", Timed(timer, "get_reference_policy_logprobs")
         self._logprobs(meta, fields, method, REF_LP_TASK, REFERENCE_POLICY_LOGPROBS, micro_batch_size, timed)
@@ -251,16 +251,16 @@ class TQPolicy:
         timer: Timer | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call a method of the workers, by its name, with the samples: for critics, teachers, and whatever else is
-        neither log-probs nor the policy's train step.
+        """Call a method of the workers by name, with the samples: for critics, teachers and other work besides
+        log-probs and the policy's train step.
 
         Each worker's `method(meta=..., **kwargs)` gets the meta of its data-parallel rank: its part of each global
-        batch of `batch_size` samples (None: of all at once), in micro-batches with the budget of `stage` where cfg asks
-        for some. The method fetches with `_fetch(meta)` and stores results with `_write_back_result_field`.
+        batch of `batch_size` samples (None: one batch of all), in micro-batches with the budget of `stage` if cfg
+        configures them. The method fetches with `_fetch(meta)` and stores results with `_write_back_result_field`.
 
-        fields: what the workers fetch, by default the meta's. writes: columns that the method writes back, which
-        `train_from_meta` reads from then on. task_name: of the metas, by default the given one's. Returns what the
-        replica leaders returned, in data-parallel order. AttributeError where the workers lack the method.
+        fields: the fields to fetch, by default the meta's. writes: columns that the method writes back, which
+        `train_from_meta` reads from then on. task_name: the task of the metas, by default that of `meta`. Return the
+        results of the replica leaders, in data-parallel order. AttributeError if the workers lack the method.
         """
         given = replace(meta, fields=fields_of(meta) if fields is None else field_names("fields", fields))
         noted = field_names("writes", writes)
@@ -282,14 +282,14 @@ class TQPolicy:
         timer: Timer | None = None,
         train_fields: Sequence[str] | None = None,
     ) -> dict[str, Any]:
-        """Have the workers train on the samples, in global batches of `gbs` (default: cfg's, else all of them).
+        """Train on the samples on all workers, in global batches of `gbs` (default: cfg's, otherwise all samples).
 
-        They read `train_fields`; by default the fields of the meta and those written through this policy since
-        `prepare_step`. Returns what `aggregate_train_results` makes of the workers' results. RuntimeError while a train
+        The workers read `train_fields`, by default the fields of the meta and those written through this policy since
+        `prepare_step`. Return the workers' results, combined by `aggregate_train_results`. RuntimeError while a train
         step is open.
         """
         if self._step_open:
-            raise RuntimeError("a train step is open: finish_train_step() or abort_train_step() before another")
+            raise RuntimeError("a train step is open: call finish_train_step() or abort_train_step() first")
         gbs, mbs = self._batch_sizes(gbs, mbs)
         timed = Timed(timer, "policy_training", "submit_training_futures")
         common = {
@@ -304,13 +304,13 @@ class TQPolicy:
     # --- a train step in parts ----------------------------------------------------------------------------------
 
     def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
-        """Open a train step on every worker: samples are added with `train_microbatches_from_meta` as they come, then
-        `finish_train_step` makes the optimizer step, or `abort_train_step` drops it all. gbs: samples of the step.
+        """Open a train step on every worker. `train_microbatches_from_meta` adds samples as they become ready. Then
+        `finish_train_step` makes the optimizer step, or `abort_train_step` drops the step. gbs: samples of the step.
 
-        RuntimeError if one is open. Where a worker fails, those that began are told to abort, and none is open.
+        RuntimeError if a step is open. If a worker fails, all workers abort, and no step is open.
         """
         if self._step_open:
-            raise RuntimeError("a train step is open already: finish_train_step() or abort_train_step() first")
+            raise RuntimeError("a train step is already open: call finish_train_step() or abort_train_step() first")
         gbs, mbs = self._batch_sizes(gbs, mbs)
         try:
             self._call("begin_train_step_presharded", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
@@ -318,7 +318,7 @@ class TQPolicy:
             try:
                 self.abort_train_step()
             except Exception as second:
-                error.add_note(f"and the workers that had begun could not abort: {second}")
+                error.add_note(f"Additionally, the abort of the train step failed: {second}")
             raise
         except BaseException:
             self._step_open, self._step_failed = True, "begin_train_step"
@@ -328,11 +328,11 @@ class TQPolicy:
     def train_microbatches_from_meta(
         self, meta: KVBatchMeta, timer: Timer | None = None, train_fields: Sequence[str] | None = None
     ) -> None:
-        """Add samples to the open step: each data-parallel rank fetches its part and adds up gradients.
+        """Add samples to the open step: each data-parallel rank fetches its part and accumulates gradients.
 
-        Reads the fields that `train_from_meta` would. RuntimeError without an open step. ValueError for a meta that
-        cannot be split: the step goes on. Once a worker has failed, others may have added their part already: the step
-        can only be aborted.
+        The workers read the same fields as for `train_from_meta`. RuntimeError without an open step. ValueError for a
+        meta that cannot be split; the step stays usable. After the failure of a worker, the step can only be aborted,
+        because other workers may have added their parts.
         """
         self._require_step()
         timed = Timed(timer, "policy_training", "submit_microbatch_futures")
@@ -341,9 +341,9 @@ class TQPolicy:
             self._call("train_microbatch_presharded", timed, metas)
 
     def finish_train_step(self) -> dict[str, Any]:
-        """Make the open step's optimizer step; returns what `train_from_meta` does. RuntimeError without an open step.
+        """Make the optimizer step of the open step. Return the same as `train_from_meta`. RuntimeError without one.
 
-        Where a worker fails, others may have made theirs: abort the step, and load the weights of all from one place.
+        If a worker fails, others may have made their optimizer step: abort the step, and load the same weights on all.
         """
         self._require_step()
         with self._failing_the_step("finish_train_step"):
@@ -352,21 +352,19 @@ class TQPolicy:
         return aggregate_train_results(results)
 
     def abort_train_step(self) -> None:
-        """Have every worker drop the open step, if there is one: no optimizer step, and all are ready for the next.
+        """Drop the open step, if any, on every worker, without an optimizer step. The workers can then begin a step.
 
-        A step that another `TQPolicy` left open on these workers is dropped too. Waits up to `ABORT_TIMEOUT_S` for what
-        they are still busy with, then TimeoutError; may be called again.
+        A step that another `TQPolicy` left open on these workers is dropped, too. Wait up to `ABORT_TIMEOUT_S` for
+        running calls, then raise TimeoutError; the caller can retry.
         """
         self._call_all("abort_train_step_presharded", timeout_s=ABORT_TIMEOUT_S)
         self._step_open, self._step_failed = False, None
 
     def _require_step(self) -> None:
         if not self._step_open:
-            raise RuntimeError("no train step is open: begin_train_step(loss_fn) first")
+            raise RuntimeError("no train step is open: call begin_train_step(loss_fn) first")
         if self._step_failed is not None:
-            raise RuntimeError(
-                f"{self._step_failed} failed in this train step: it can only be dropped, by abort_train_step()"
-            )
+            raise RuntimeError(f"{self._step_failed} failed in this train step; drop the step with abort_train_step()")
 
     @contextmanager
     def _failing_the_step(self, method: str) -> Iterator[None]:
@@ -394,7 +392,8 @@ class TQPolicy:
         self._note_written(meta, [column])
 
     def _to_train_on(self, meta: KVBatchMeta, given: Sequence[str] | None) -> KVBatchMeta:
-        """`meta` of the task "train", with the fields given, else its own and all written since `prepare_step`."""
+        """Return `meta` for the task "train", with the given fields, by default its own and all written since
+        `prepare_step`."""
         if given is not None:
             fields = field_names("train_fields", given)
         else:
@@ -402,8 +401,8 @@ class TQPolicy:
         return replace(meta, fields=fields, task_name=TRAIN_TASK)
 
     def _shards(self, meta: KVBatchMeta, stage: Stage, batch_size: int | None, timed: Timed) -> list[KVBatchMeta]:
-        """A meta per data-parallel rank: its part of each global batch of `batch_size` samples (None: of all at once),
-        padded alike, in micro-batches where `cfg` asks for them."""
+        """Return one meta per data-parallel rank: its part of each global batch of `batch_size` samples (None: one
+        batch of all). All get the same pad length, and micro-batches if `cfg` configures them."""
         with timed("shard_meta"):
             self._stamp_pad_seqlen(meta)
             split = DATA_PARALLEL_AXIS in self.sharding_annotations.names
@@ -416,7 +415,8 @@ class TQPolicy:
             return metas
 
     def _locality(self, meta: KVBatchMeta) -> dict[str, Any]:
-        """What `shard_meta_for_dp` is told of hosts; nothing unless `cfg` wants it and there is a choice."""
+        """Return the host arguments of `shard_meta_for_dp`. They are empty unless `cfg` enables prefer_local_samples
+        and the ranks are on several hosts."""
         if not setting(self.cfg, "prefer_local_samples") or not meta.size:
             return {}
         if self._hosts is None:
@@ -428,8 +428,8 @@ class TQPolicy:
     def _call(
         self, method: str, timed: Timed | None = None, metas: Sequence[KVBatchMeta] | None = None, **common: Any
     ) -> list[Any]:
-        """Call `method` on every worker with `common` and its data-parallel rank's meta; the replica leaders' results,
-        in data-parallel order."""
+        """Call `method` on every worker with `common` and the meta of its data-parallel rank. Return the results of the
+        replica leaders, in data-parallel order."""
         timed = timed or Timed(None, "")
         names = self.sharding_annotations.names
         sharded = [name for name in names if name == DATA_PARALLEL_AXIS]
@@ -448,16 +448,16 @@ class TQPolicy:
             return self.worker_group.get_all_worker_results(futures)
 
     def _call_all(self, method: str, *, timeout_s: float, **common: Any) -> None:
-        """Call `method` on every worker and wait for all; TimeoutError after `timeout_s`."""
+        """Call `method` on every worker and wait for all calls. TimeoutError after `timeout_s`."""
         futures = self.worker_group.run_all_workers_single_data(method, **common)
         MultiWorkerFuture(futures).get_results(self.worker_group, timeout_s=timeout_s)
 
     def _batch_sizes(self, gbs: int | None, mbs: int | None) -> tuple[int | None, int | None]:
-        """The samples of a global batch and of a micro-batch: those given, else cfg's."""
+        """Return the samples of a global batch and of a micro-batch: the given values, by default cfg's."""
         return self._chosen("gbs", gbs, "train_global_batch_size"), self._chosen("mbs", mbs, "train_micro_batch_size")
 
     def _chosen(self, name: str, given: int | None, default: str | None) -> int | None:
-        """A number of samples: that given as the argument `name`, else cfg's `default`, else None."""
+        """Return a number of samples: the argument `name`, by default cfg's setting `default`, otherwise None."""
         if given is None and default is not None:
             name, given = f"cfg's {default}", setting(self.cfg, default)
         check_number(name, given)

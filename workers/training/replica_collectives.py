@@ -1,4 +1,4 @@
-"""Collectives of one replica group with a deadline, and errors that travel between its ranks."""
+"""Collectives of one replica group with a deadline, and the transfer of errors between its ranks."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from dataplane import errors
 from dataplane.core.durations import seconds
 
 _COMPLETE = "all present"
-"""The verdict in the store on connections for which all ranks were there; a rank that gave up leaves its number."""
+"""Value in the store if all ranks joined these connections. A rank that gave up stores its number instead."""
 _UNUSED_TAG = 2**31 - 1
 
 
 class ReplicaGroupError(RuntimeError):
-    """The ranks of a replica group disagree, or one of them failed in a way that has no type on the others."""
+    """The ranks of a replica group disagree, or one of them raised an error whose type the others cannot construct."""
 
 
 class ReplicaLostError(ReplicaGroupError, ConnectionError):
-    """A rank of the replica group died or closed its connections. The group is of no more use; make a new one."""
+    """A rank of the replica group died or closed its connections. The group is unusable; create a new one."""
 
 
 class Deadline:
-    """A moment by which all of one fetch is to be over."""
+    """The deadline of one fetch, for all its collectives together."""
 
     def __init__(self, timeout_s: float) -> None:
-        """ValueError for a wait without an end."""
+        """`timeout_s` must be finite, otherwise ValueError."""
         self.timeout_s = seconds("timeout_s", timeout_s)
         self._end = time.monotonic() + self.timeout_s
 
@@ -48,21 +48,21 @@ class Deadline:
 
     @property
     def left(self) -> timedelta:
-        """What is left, never less than a millisecond (zero would mean no limit)."""
+        """The remaining time, at least one millisecond (zero would mean no limit)."""
         return timedelta(seconds=max(self.left_s, 0.001))
 
 
 class Siblings:
-    """One process group's all-gather and broadcast of bytes, each bounded by a deadline and counted.
+    """All-gather and broadcast of bytes in one process group, each with a deadline and counted.
 
-    group: a torch.distributed process group. Ranks here are ranks within it. counts: `collectives` and `bytes` say how
-    many collectives this rank took part in and how many bytes their buffers had, by purpose ("control", "payload").
+    group: a torch.distributed process group. Ranks here are ranks within it. `collectives` and `bytes` count this
+    rank's collectives and the bytes of their buffers, by purpose ("control", "payload").
 
-    A rank that dies ends the group: with Gloo every later collective on it fails at once. A deadline that passes does
-    not, where the collectives are Gloo's: it ends the connections that they used, on every rank, and `join` makes new
-    ones. Every rank raises `CallTimeoutError` once for each set of connections that ends, so that all are in step again
-    at their next call: the rank that gave up, those that wait with it (at the latest when their own deadline passes),
-    and the late one as soon as it comes. With NCCL a deadline that passes ends the group: give the workers another.
+    The death of a rank ends the group: with Gloo, every later collective fails at once. A timeout does not end a Gloo
+    group: it closes the current connections on every rank, and `join` opens new ones. Every rank raises
+    `CallTimeoutError` once per set of closed connections, so that all ranks are in step at their next call: the rank
+    that gave up, the ranks that wait with it (at the latest at their own deadline), and the late rank in its next
+    collective. With NCCL, a timeout ends the group: create a new one for the workers.
     """
 
     def __init__(self, group: Any) -> None:
@@ -76,10 +76,10 @@ class Siblings:
         self._ended = False
 
     def join(self, deadline: Deadline) -> None:
-        """Make new connections among the ranks, where the last ones have ended by a deadline that passed.
+        """Open new connections among the ranks if a timeout closed the previous ones.
 
-        Blocks for the siblings, which do the same in their next call. CallTimeoutError where one does not come, or the
-        others have given up waiting for this rank.
+        Blocks for the siblings, which do the same in their next call. CallTimeoutError if a sibling does not take part,
+        or if the others gave up waiting for this rank.
         """
         if not self._ended:
             return
@@ -95,29 +95,29 @@ class Siblings:
         self._ended = False
 
     def _meet(self, deadline: Deadline) -> None:
-        """Wait until all ranks are here; where one gives up before, it and all that wait raise at once.
+        """Wait until all ranks take part. If one gives up earlier, it and all waiting ranks raise at once.
 
-        Without it a rank could connect to siblings one after another, each for as long as its deadline allows.
+        Without this step, a rank could connect to its siblings one after another and use its full deadline for each.
         """
         store = _store_of(self.group)
         if store.add(f"replica group {self._turn} present", 1) == self.size:
             store.compare_set(self._key, "", _COMPLETE)
-        with contextlib.suppress(RuntimeError):  # the deadline passes
+        with contextlib.suppress(RuntimeError):  # timeout
             store.wait([self._key], deadline.left)
-        verdict = store.compare_set(self._key, "", f"{self.rank}").decode()  # the first one holds
+        verdict = store.compare_set(self._key, "", f"{self.rank}").decode()  # the first value stays
         if verdict == f"{self.rank}":
             raise self._late(deadline)
         self._raise_if_given_up(deadline)
 
     @property
     def device(self) -> torch.device:
-        """Where the group's backend wants its buffers: this process's CUDA device for NCCL, else the CPU."""
+        """The device for the buffers of the group's backend: this process's CUDA device for NCCL, otherwise the CPU."""
         if "nccl" in str(dist.get_backend_config(self.group)).lower():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     def all_gather(self, mine: bytes, deadline: Deadline) -> list[bytes]:
-        """Every rank's `mine`, in rank order; all must be equally long."""
+        """Return every rank's `mine`, in rank order. All must have the same length."""
         device = self.device
         source = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
         gathered = [torch.empty_like(source) for _ in range(self.size)]
@@ -128,7 +128,7 @@ class Siblings:
         return [bytes(record.cpu().numpy()) for record in gathered]
 
     def broadcast(self, buffer: Tensor, root: int, deadline: Deadline, *, purpose: str = "control") -> None:
-        """Fill `buffer` (uint8, on `device`) on every rank with the root's."""
+        """Copy the root's `buffer` (uint8, on `device`) into the buffer of every rank."""
         options = BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
@@ -137,7 +137,7 @@ class Siblings:
         self._count(purpose, buffer.numel())
 
     def broadcast_bytes(self, mine: bytes, size: int, root: int, deadline: Deadline) -> bytes:
-        """The root's `mine` on every rank; all know its `size`. What the others pass is ignored."""
+        """Return the root's `mine` on every rank. All ranks pass its `size`. The `mine` of other ranks is ignored."""
         if self.rank == root:
             buffer = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
         else:
@@ -146,7 +146,7 @@ class Siblings:
         return bytes(buffer.cpu().numpy())
 
     def name(self, rank: int) -> str:
-        """A rank of the group for a message, with its global number."""
+        """Return a description of a rank for messages, with its global rank."""
         return f"rank {rank} (global rank {dist.get_global_rank(self.group, rank)})"
 
     def _count(self, purpose: str, size: int) -> None:
@@ -154,11 +154,12 @@ class Siblings:
         self.bytes[purpose] += size
 
     def _limit(self, deadline: Deadline) -> timedelta:
-        """How long a collective may take by its own clock. Gloo closes all connections when it is over, so it is longer
-        than the wait for it: first the siblings are told why (`_give_up`)."""
+        """Return the timeout of the collective itself. When it expires, Gloo closes all connections. So for Gloo it is
+        longer than the wait, so that `_give_up` can first publish the reason."""
         return deadline.left if self.device.type != "cpu" else deadline.left + timedelta(days=1)
 
     def _run(self, start: Callable[[], Any], deadline: Deadline) -> None:
+        """Run a collective. `CallTimeoutError` at the deadline, `ReplicaLostError` if a rank is lost."""
         try:
             start().wait(deadline.left)
         except RuntimeError as error:
@@ -168,25 +169,25 @@ class Siblings:
             self._raise_if_given_up(deadline)
             self._hang_up()
             raise ReplicaLostError(
-                f"rank {self.rank} of a replica group of {self.size} lost a sibling: {error}. Look for the rank that "
-                "died or gave up first; the process group has to be made again."
+                f"rank {self.rank} of a replica group of {self.size} lost a sibling: {error}. Find the rank that "
+                "died or gave up first, and create the process group again."
             ) from error
 
     def _late(self, deadline: Deadline) -> errors.CallTimeoutError:
-        what = "fetch through a replica group (a sibling did not take part; is it running the same method?)"
+        what = "fetch through a replica group (a sibling did not take part; check that all run the same method)"
         return errors.CallTimeoutError(what=what, waited_s=deadline.timeout_s, peer=f"its {self.size} ranks")
 
     def _give_up(self) -> None:
-        """End these connections. The siblings learn why, and later who comes late to them."""
+        """Close these connections. Store the reason for the siblings, including those that join late."""
         store = _store_of(self.group)
         if store is not None and self.device.type == "cpu":
-            with contextlib.suppress(RuntimeError):  # a store that is gone went with the process that had it
+            with contextlib.suppress(RuntimeError):  # the store ended with the process that served it
                 store.set(self._key, f"{self.rank}")
                 self._ended = True
         self._hang_up()
 
     def _raise_if_given_up(self, deadline: Deadline) -> None:
-        """CallTimeoutError where a sibling has ended these connections because its deadline passed."""
+        """Raise CallTimeoutError if a sibling closed these connections after a timeout."""
         store, rank = _store_of(self.group), None
         with contextlib.suppress(RuntimeError):
             if store is not None and store.check([self._key]):
@@ -198,7 +199,7 @@ class Siblings:
         self._ended = True
         self._hang_up()
         raise errors.CallTimeoutError(
-            what=f"fetch through a replica group ({who} gave up waiting for this rank or another one; fetch again)",
+            what=f"fetch through a replica group ({who} gave up waiting for this rank or another rank; fetch again)",
             waited_s=deadline.timeout_s - deadline.left_s,
             peer=who,
         )
@@ -208,11 +209,11 @@ class Siblings:
         return f"replica group {self._turn} given up by"
 
     def _hang_up(self) -> None:
-        """Close this rank's Gloo connections, so that siblings that wait for it, not for the rank that died, learn too.
+        """Close this rank's Gloo connections, so that the siblings that wait for this rank fail, too.
 
-        Gloo has no call for that; but it closes them all when an operation times out, so one is made to: a receive of
-        what no rank sends. One from each sibling: a connection that is closed already fails at once, and closes no
-        other. NCCL siblings do not wait for one another, and have their own deadlines.
+        Gloo has no call for that, but it closes all connections when an operation times out. So this starts receives
+        that no rank sends to, one from each sibling, because a receive on a closed connection fails at once and closes
+        no other connection. NCCL siblings do not wait for one another, and have their own deadlines.
         """
         if self.device.type != "cpu":
             return
@@ -224,14 +225,14 @@ class Siblings:
 
 
 def _store_of(group: Any) -> Any:
-    """The store that the ranks of a group made by torch.distributed met at; None for any other group."""
+    """Return the rendezvous store of a group made by torch.distributed, or None for any other group."""
     with contextlib.suppress(KeyError):
         return _get_process_group_store(group)
     return None
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):
-    """An exception on its way to the siblings of the rank that raised it. `facts` only for errors of the data plane."""
+    """An exception in transfer to the siblings of the rank that raised it. `facts`: only for data plane errors."""
 
     rank: int
     name: str
@@ -255,7 +256,8 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.msgpack.decode(data, type=cls)
 
     def error(self, who: str) -> Exception:
-        """The same error: ours with its facts, a builtin with its text, any other as `ReplicaGroupError`."""
+        """Return the error: a data plane error with its facts, a builtin with its text, any other as
+        `ReplicaGroupError`."""
         builtin = getattr(builtins, self.name, None)
         error: Exception
         if self.facts is not None:
@@ -264,7 +266,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
             error = builtin(self.text)
         else:
             error = ReplicaGroupError(f"{who} raised {self.name}: {self.text}")
-        error.add_note(f"raised by {who} of this replica group, whose fetch all its ranks share")
+        error.add_note(f"raised by {who} of this replica group; all its ranks share one fetch")
         return error
 
 

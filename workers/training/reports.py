@@ -1,4 +1,4 @@
-"""What a driver makes of the results of a train step."""
+"""Combine the workers' results of a train step in the driver."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 IS_REPLICA_LEADER = "is_replica_leader"
-"""Key of what `finish_train_step_presharded` returns: by it who calls every rank leaves out the siblings' copies."""
+"""Key in the result of `finish_train_step_presharded`. Callers of every rank ignore results in which it is False."""
 
 
 def aggregate_train_results(results: Sequence[Any]) -> dict[str, Any]:
-    """One mapping from those of the replica leaders, in data-parallel order.
+    """Merge the results of the replica leaders, in data-parallel order, into one mapping.
 
-    "all_mb_metrics" (name -> values per micro-batch or step) are joined, leader after leader. All else is the first
-    leader's: workers reduce over data-parallel ranks what is one value for all. A "global_loss" is "loss" too.
-    TypeError unless each result is a mapping.
+    The values of "all_mb_metrics" (name -> values per micro-batch or step) are concatenated in that order. All other
+    entries are the first leader's: workers reduce global values over data-parallel ranks. "loss" defaults to
+    "global_loss". TypeError unless each result is a mapping.
     """
     for result in results:
         if not isinstance(result, Mapping):

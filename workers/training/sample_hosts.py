@@ -1,4 +1,4 @@
-"""Which host the bytes of samples are on."""
+"""Find the hosts that store the bytes of samples."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataplane import DataPlaneClient, KVBatchMeta
 
 
 def hosts_of_samples(client: DataPlaneClient, meta: KVBatchMeta) -> list[str | None]:
-    """The host with most bytes of each sample's fields, those that `meta` names; None for a sample without any.
+    """Return, for each sample, the host with the most bytes of the fields that `meta` names; None without any bytes.
 
-    Two calls of the service. What is put again, or moved, may be elsewhere by the time it is read. Raises as a read.
+    It makes two requests to the service. Later puts and moves can change the hosts. Raises the errors of a read.
     """
     places = client.locate(meta).places
     host_of = {unit.unit: unit.host for unit in client.stats().units}
     names = list(dict.fromkeys(host_of.values()))
     numbers = {unit: names.index(host) for unit, host in host_of.items()}
-    nbytes = np.zeros((meta.size, len(names) + 1), np.int64)  # the last column: on units that were dropped since
+    nbytes = np.zeros((meta.size, len(names) + 1), np.int64)  # the last column: units dropped after `locate`
     rows = np.arange(meta.size)
     for cells in places.values():
         hosts = np.array([numbers.get(unit, len(names)) for unit in cells.units.tolist()], np.int64)

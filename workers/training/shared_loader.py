@@ -1,4 +1,4 @@
-"""One stream of micro-batches for a whole replica group: the leader claims and reads, its siblings get a broadcast."""
+"""One stream of micro-batches for a replica group: the leader claims, reads and broadcasts them to its siblings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dataplane.training.data_loader import Form, MicroBatch, Take
 from workers.training.replica_fetch import FetchedPart, ReplicaGroup
 
 _META = "\0meta"
-"""The column that brings the meta: one object."""
+"""Name of the column that transports the meta, as one object."""
 
 
 class SharedStream:
-    """A stream's `Replicas`: each micro-batch is one `ReplicaGroup.fetch`, made where a rank asks for the next.
+    """A stream's `Replicas`. Each micro-batch is one `ReplicaGroup.fetch`, made when a rank requests the next one.
 
-    leads: whether this rank claims. digest: 16 bytes that are equal where the streams' arguments are. replicas: its
-    timeout covers the leader's wait for a micro-batch.
+    leads: whether this rank claims. digest: 16 bytes, equal for equal arguments of the streams. replicas: its timeout
+    covers the leader's wait for a micro-batch.
     """
 
     def __init__(self, replicas: ReplicaGroup, *, leads: bool, digest: bytes) -> None:
@@ -31,8 +31,8 @@ class SharedStream:
         return self._leads
 
     def share(self, take: Take, form: Form) -> MicroBatch | None:
-        """See `dataplane.training.data_loader.Replicas`. Collective calls: in the thread, and in the order, of all
-        others on the replica group. Raises as `ReplicaGroup.fetch` does."""
+        """See `dataplane.training.data_loader.Replicas`. This makes collective calls: use the same thread and the same
+        order as for all others on the replica group. Raises the errors of `ReplicaGroup.fetch`."""
 
         def read() -> Mapping[str, Any]:
             taken = take()
@@ -49,7 +49,7 @@ class SharedStream:
 
 
 def _plain(meta: KVBatchMeta) -> dict[str, Any]:
-    """A meta as values that the object codec takes."""
+    """Convert a meta to values that the object codec supports."""
     return {
         "partition_id": meta.partition_id,
         "task_name": meta.task_name,

@@ -1,9 +1,9 @@
-"""The stages of a training step: their tasks, and what cuts the samples of each into micro-batches.
+"""The stages of a training step: their tasks, and the settings that split their samples into micro-batches.
 
-Settings are those of a policy, by the names that trainers give them: a mapping or an object with "sequence_packing" or
-"dynamic_batching", which are mappings or objects in turn: "enabled", the budgets "train_mb_tokens", "logprob_mb_tokens"
-and "max_tokens_per_microbatch" (of each stage that has none of its own), and what `dataplane.data.packing.plan_shards`
-takes besides, such as "algorithm" and "sequence_length_round".
+The settings are those of a policy, with the names that trainers use: a mapping or an object with "sequence_packing" or
+"dynamic_batching". Each of these is a mapping or an object with "enabled", the budgets "train_mb_tokens",
+"logprob_mb_tokens" and "max_tokens_per_microbatch" (for stages without a separate budget), and the other arguments of
+`dataplane.data.packing.plan_shards`, such as "algorithm" and "sequence_length_round".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataplane import KVBatchMeta, shard_meta_for_dp
 PREV_LP_TASK, REF_LP_TASK, TRAIN_TASK = "prev_lp", "ref_lp", "train"
 
 Stage = Literal["train", "logprob"]
-"""Which budget of tokens holds: "train_mb_tokens" or "logprob_mb_tokens". A forward pass alone has space for more."""
+"""Selects the token budget: "train_mb_tokens" or "logprob_mb_tokens". A forward pass alone fits more tokens."""
 
 STAGES: tuple[Stage, ...] = ("train", "logprob")
 BATCH_SIZES = ("train_global_batch_size", "train_micro_batch_size", "logprob_batch_size")
@@ -27,28 +27,28 @@ _DYNAMIC_KEYS = ("input_key", "input_lengths_key", "sequence_length_round")
 
 
 def stage_of(task_name: str | None) -> Stage:
-    """The stage that a task belongs to."""
+    """Return the stage of a task."""
     return "logprob" if task_name in (PREV_LP_TASK, REF_LP_TASK) else "train"
 
 
 def setting(settings: Any, name: str) -> Any:
-    """A setting by name, None where there is none (or no settings)."""
+    """Return a setting by name, or None if it or `settings` is missing."""
     return settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None)
 
 
 def enabled(cfg: Any, name: str) -> Any:
-    """The settings under `name`, None unless they say that they are enabled."""
+    """Return the settings under `name` if their "enabled" is true, otherwise None."""
     settings = setting(cfg, name)
     return settings if setting(settings, "enabled") else None
 
 
 def packing_arguments(cfg: Any, stage: Stage) -> dict[str, Any]:
-    """What `shard_meta_for_dp` and `shard_by_batch_size` take for a stage: "sequence_packing_args" where sequence
-    packing is enabled, "dynamic_batching_args" where dynamic batching is, nothing where neither is.
+    """Return the arguments of `shard_meta_for_dp` and `shard_by_batch_size` for a stage: "sequence_packing_args" if
+    sequence packing is enabled, "dynamic_batching_args" if dynamic batching is enabled, otherwise none.
 
-    The budget is the stage's own, else "max_tokens_per_microbatch"; ValueError without either, and where both kinds of
-    cutting are enabled. A packed sequence is rounded up to "sequence_length_pad_multiple", else to the policy's
-    "make_sequence_length_divisible_by".
+    The budget is the stage's own, by default "max_tokens_per_microbatch". ValueError without either, and if packing and
+    dynamic batching are both enabled. Packed sequences are rounded up to "sequence_length_pad_multiple", by default to
+    the policy's "make_sequence_length_divisible_by".
     """
     arguments = {}
     packing, dynamic = enabled(cfg, "sequence_packing"), enabled(cfg, "dynamic_batching")
@@ -66,15 +66,14 @@ def packing_arguments(cfg: Any, stage: Stage) -> dict[str, Any]:
 
 
 def check_number(name: str, value: Any) -> None:
-    """ValueError unless it is a number of samples, or None."""
+    """Raise ValueError unless `value` is a number of samples, at least 1, or None."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1):
         raise ValueError(f"{name}: expected an integer of 1 or more, or None, got {value!r}")
 
 
 def check_settings(cfg: Any) -> None:
-    """ValueError where `cfg` has a batch size that is no number of samples, or asks for micro-batches that no stage
-    could be cut into, or that a stage whose budget it gives could not. A stage without a budget is looked at when it
-    runs."""
+    """Raise ValueError if `cfg` has an invalid batch size, or if its settings of micro-batches are invalid for every
+    stage, or for a stage with a budget. A stage without a budget is checked when it runs."""
     for name in BATCH_SIZES:
         check_number(f"cfg's {name}", setting(cfg, name))
     nothing = KVBatchMeta("", None, [], sequence_lengths=[])
@@ -84,11 +83,12 @@ def check_settings(cfg: Any) -> None:
 
 
 def _given(what: str, settings: Any, keys: tuple[str, ...], stage: Stage) -> dict[str, Any]:
+    """Return the settings under `keys` and the stage's token budget. ValueError without a budget."""
     name = _budget_name(settings, stage)
     if name is None:
         raise ValueError(
-            f"{what} is enabled, but its settings have neither '{stage}_mb_tokens' nor {MAX_TOKENS!r}: how many tokens "
-            "may a micro-batch have?"
+            f"{what} is enabled, but its settings have neither '{stage}_mb_tokens' nor {MAX_TOKENS!r}: set the number "
+            "of tokens that a micro-batch may have"
         )
     values = {key: setting(settings, key) for key in keys}
     return {
@@ -99,6 +99,6 @@ def _given(what: str, settings: Any, keys: tuple[str, ...], stage: Stage) -> dic
 
 
 def _budget_name(settings: Any, stage: Stage) -> str | None:
-    """The setting that holds the stage's budget of tokens."""
+    """Return the name of the setting with the stage's token budget, or None."""
     names = (f"{stage}_mb_tokens", MAX_TOKENS)
     return next((name for name in names if setting(settings, name) is not None), None)

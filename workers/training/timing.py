@@ -1,4 +1,4 @@
-"""How long the parts of a driver's call take, measured by a timer that the caller may give."""
+"""Time the parts of a driver's call with an optional timer of the caller."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 
 class Timer(Protocol):
-    """What measures the parts of a call: `time` gives a context manager around each. For `nemo_rl.utils.timer.Timer`
-    and its like; the labels are those that NeMo-RL uses."""
+    """A timer such as `nemo_rl.utils.timer.Timer`: `time` returns a context manager that measures one part of a call.
+    The labels are those of NeMo-RL."""
 
     def time(self, label: str) -> AbstractContextManager[Any]: ...
 
 
 class Timed:
-    """A timer's labels within one call, or nothing without a timer. submit: what sending the calls is called."""
+    """Measure the parts of one call, if there is a timer. submit: the label for sending the calls."""
 
     def __init__(self, timer: Timer | None, prefix: str, submit: str = "submit_futures") -> None:
         self._timer, self._prefix, self.submit = timer, prefix, submit

@@ -1,4 +1,4 @@
-"""`python -m dataplane.compat.nemo_rl -m MODULE ...`, or SCRIPT: runs it where NeMo-RL's adapter is this package's."""
+"""`python -m dataplane.compat.nemo_rl -m MODULE ...` (or SCRIPT): run it with NeMo-RL's adapter replaced by ours."""
 
 from dataplane.compat.nemo_rl.factory import ADAPTER
 from dataplane.compat.starting import start

@@ -1,5 +1,5 @@
-"""What stands in for `nemo_rl.data_plane.adapters.transfer_queue` under the switch: NeMo-RL's own
-`build_data_plane_client` then makes clients of this service for `impl: transfer_queue`."""
+"""Replacement for `nemo_rl.data_plane.adapters.transfer_queue` under the switch. NeMo-RL's own
+`build_data_plane_client` then creates clients of this service for `impl: transfer_queue`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["TQDataPlaneClient"]
 
 
 class TQDataPlaneClient(DataPlaneClient):
-    """The client of the service that `cfg` describes, as `build_data_plane_client` makes it. An instance of NeMo-RL's
-    own `DataPlaneClient`, where NeMo-RL is installed."""
+    """A client of the service that `cfg` describes, equal to the result of `build_data_plane_client`. If NeMo-RL is
+    installed, it is an instance of NeMo-RL's own `DataPlaneClient`."""
 
     def __init__(self, cfg: Mapping[str, Any], *, bootstrap: bool = True) -> None:
         abstract = framework_type("DataPlaneClient")
@@ -28,6 +28,6 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise ImportError(
-        f"{name!r} of NeMo-RL's TransferQueue adapter does not exist in {__name__}, which replaces it. "
+        f"{__name__} replaces NeMo-RL's TransferQueue adapter and does not define {name!r}. "
         "Use the methods of the client, or run without the switch."
     )

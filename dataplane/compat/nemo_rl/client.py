@@ -1,4 +1,4 @@
-"""NeMo-RL's `DataPlaneClient` over this service."""
+"""NeMo-RL's `DataPlaneClient` on this service."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ SCALARS = frozenset({"input_lengths", "sample_mask", "total_reward"})
 
 
 class DataPlaneClient:
-    """The methods of NeMo-RL's class of that name, as its TransferQueue adapter does them. Made by
-    `build_data_plane_client`. Thread-safe.
+    """The methods of NeMo-RL's class of the same name, with the behaviour of NeMo-RL's TransferQueue adapter. Create it
+    with `build_data_plane_client`. Thread-safe.
 
-    Samples are named by ids. The first put makes a partition. If tasks were registered for a partition, only these can
-    claim from it; otherwise the first claim makes the task. What is not there is a `StorageKeyNotFoundError` (a
-    KeyError and a ValueError); other errors are those of `dataplane.errors`.
+    Samples are named by ids. The first put creates a partition. If tasks were registered for a partition, only these
+    can claim from it; otherwise the first claim creates the task. A missing sample, field, task or partition raises
+    `StorageKeyNotFoundError` (a KeyError and a ValueError); other errors are those of `dataplane.errors`.
 
-    `meta_type`: the class of metas, made with the arguments of `KVBatchMeta`. It is NeMo-RL's own `KVBatchMeta` where
-    NeMo-RL is installed, and this package's elsewhere. Any object with its attributes is accepted as an argument.
+    `meta_type`: the class of metas, constructed with the arguments of `KVBatchMeta`. It is NeMo-RL's own `KVBatchMeta`
+    if NeMo-RL is installed, otherwise this package's. Methods accept any object with the same attributes.
     """
 
     def __init__(self, session: Session) -> None:
@@ -60,9 +60,9 @@ class DataPlaneClient:
         grpo_group_size: int | None = None,
         enums: dict[str, list[str]] | None = None,
     ) -> None:
-        """Make the partition, or add fields and tasks to it; nothing that it has is lost. From then on only registered
-        tasks can claim from it, unless `consumer_tasks` was always empty. num_samples, grpo_group_size and enums are
-        taken and not used: batches are always whole, whatever was expected."""
+        """Create the partition, or add fields and tasks to it; existing data stays. Afterwards only registered tasks
+        can claim from it, unless `consumer_tasks` was empty in every call. num_samples, grpo_group_size and enums are
+        accepted and ignored: a batch always has its full size, for any expected number of samples."""
         del num_samples, grpo_group_size, enums
         self._performer.do(_register, partition_id, list(fields), list(consumer_tasks))
 
@@ -76,24 +76,24 @@ class DataPlaneClient:
         blocking: bool = True,
         timeout_s: float = 60.0,
     ) -> Any:
-        """Claim the oldest `batch_size` samples that have the fields and that the task has not claimed; each goes to
-        one claim of a task only. Lengths are those of the tag `input_lengths`.
+        """Claim the oldest `batch_size` samples that have the fields and that the task has not claimed. A task claims
+        each sample once. `sequence_lengths` are the values of the tag `input_lengths`.
 
-        Waits on the service until there are so many; TimeoutError after `timeout_s`, having claimed nothing.
-        `blocking=False` answers at once, with an empty meta if there are fewer. dp_rank is taken and not used.
-        `StorageKeyNotFoundError` at once, if tasks were registered for the partition and this is not one of them.
+        Block until that many samples are ready; raise TimeoutError after `timeout_s` without a claim.
+        `blocking=False` returns at once, with an empty meta if fewer are ready. dp_rank is accepted and ignored.
+        `StorageKeyNotFoundError` at once if tasks were registered for the partition and this task is not one of them.
         """
         if (partition_id, task_name) not in self._known_tasks:
             self._performer.do(_check_task, partition_id, task_name)
             self._known_tasks.add((partition_id, task_name))
-        asked = fetching.Asked(
+        request = fetching.Asked(
             partition=partition_id,
             task=task_name,
             fields=tuple(required_fields),
             batch_size=int(batch_size),
             config={},
         )
-        ids, tags = self._performer.do(_claim, asked, blocking, seconds("timeout_s", timeout_s))
+        ids, tags = self._performer.do(_claim, request, blocking, seconds("timeout_s", timeout_s))
         known = any(INPUT_LENGTHS in tag for tag in tags)
         return self.meta_type(
             partition_id=partition_id,
@@ -105,14 +105,14 @@ class DataPlaneClient:
         )
 
     def get_data(self, meta: Any, select_fields: list[str] | None = None) -> TensorDict:
-        """`get_samples` of the meta's samples. ValueError where neither `select_fields` nor the meta names fields."""
+        """Call `get_samples` for the meta's samples. ValueError if no fields are named, here or in the meta."""
         fields = meta.fields if select_fields is None else select_fields
         if fields is None:
             raise ValueError("get_data: name the fields, in select_fields or in the meta")
         return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        """Whether there are samples, and each task has claimed all of them."""
+        """Whether the partition has samples and each task has claimed all of them."""
         return all(self._session.client.check_consumption_status(task, partition_id) for task in task_names)
 
     # --- by id
@@ -124,27 +124,27 @@ class DataPlaneClient:
         fields: TensorDict | None = None,
         tags: list[dict[str, Any]] | None = None,
     ) -> Any:
-        """Store fields and tags of N samples, visible all at once or not at all; having a field is what claims wait
-        for. Returns their meta, with these fields and tags."""
+        """Store fields and tags of N samples atomically. Claims wait for fields, not for samples. Return the meta of
+        the samples, with these fields and tags."""
         ids = list(sample_ids)
         if not ids:
             return self.meta_type(partition_id=partition_id, task_name=None, sample_ids=[], fields=None)
-        told = [dict(tag) for tag in tags] if tags is not None else [{} for _ in ids]
-        self._performer.do(mine.put, ids, partition_id, fields, tag_columns(told, len(ids)))
+        tag_list = [dict(tag) for tag in tags] if tags is not None else [{} for _ in ids]
+        self._performer.do(mine.put, ids, partition_id, fields, tag_columns(tag_list, len(ids)))
         names = None if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118  # not a dict
-        return self.meta_type(partition_id=partition_id, task_name=None, sample_ids=ids, fields=names, tags=told)
+        return self.meta_type(partition_id=partition_id, task_name=None, sample_ids=ids, fields=names, tags=tag_list)
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        """These fields of exactly these samples, in this order: dense `[N, ...]` where all rows have one shape, else
-        nested; objects in a NonTensorStack. The fields of `SCALARS` are `[N]`, also where they were put as `[N, 1]`,
-        and a ValueError where their rows have another shape. No task's claims change."""
+        """Return these fields of exactly these samples, in this order: dense `[N, ...]` if all rows have one shape,
+        otherwise nested; objects in a NonTensorStack. The fields of `SCALARS` are `[N]`, even if they were put as
+        `[N, 1]`; rows of any other shape raise ValueError. Claims do not change."""
         if not len(sample_ids):
             return TensorDict({}, batch_size=(0,))
         return self._performer.do(_get, list(sample_ids), partition_id, list(select_fields))
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
-        """Drop those of these samples that are there; None: all, with a RuntimeWarning where there are none. What the
-        partition has registered stays."""
+        """Drop these samples; ids that do not exist are ignored. None: drop all samples, with a RuntimeWarning if the
+        partition has none. The partition keeps its registered fields and tasks."""
         names = list(sample_ids) if sample_ids is not None else [*self._keys(partition_id)]
         if names:
             self._performer.do(mine.clear_keys, names, partition_id)
@@ -158,19 +158,18 @@ class DataPlaneClient:
     # --- lifecycle
 
     def save_checkpoint(self, checkpoint_dir: str | Path, *, metadata: dict[str, Any] | None = None) -> None:
-        """Save all partitions as they are together at one instant, and what the caller adds."""
+        """Save a consistent snapshot of all partitions, and the caller's `metadata`."""
         save_from(self._session.client, checkpoint_dir, metadata)
 
     def load_checkpoint(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Bring back what was saved, in place of what is there; returns the `metadata` that was saved with it.
-        FileNotFoundError where there is no checkpoint, `CheckpointError` (a ValueError) for a damaged one; then nothing
-        has changed."""
+        """Replace all partitions by the saved ones. Return the `metadata` of the checkpoint. FileNotFoundError without
+        a checkpoint, `CheckpointError` (a ValueError) for a damaged one; both leave the partitions unchanged."""
         load_into(self._session.client, checkpoint_dir)
-        said = json.loads((Path(checkpoint_dir) / METADATA).read_text(encoding="utf-8"))
-        return dict(said["user_metadata"])
+        saved = json.loads((Path(checkpoint_dir) / METADATA).read_text(encoding="utf-8"))
+        return dict(saved["user_metadata"])
 
     def close(self) -> None:
-        """Leave the service, which ends if it was started here. Idempotent."""
+        """Leave the service, and stop it if this process started it. Idempotent."""
         self._session.close()
 
 
@@ -182,17 +181,17 @@ def _register(
 ) -> Operation[None]:
     yield mine.extend(session_state, partition, tasks=tasks)
     if tasks:
-        # After the tasks themselves: a claim between the two steps makes its task, as before the registration.
+        # After the tasks themselves: a claim between the two steps creates its task, as before the registration.
         yield from mine.put(session_state, [_registration(partition)], mine.ADAPTER, None)
 
 
 def _registration(partition: str) -> str:
-    """The id of the sample whose existence says that tasks were registered for a partition, by any client."""
+    """Return the id of the sample that exists once any client has registered tasks for the partition."""
     return f"tasks of {partition}"
 
 
 def _check_task(session_state: SessionState, partition: str, task: str) -> Operation[None]:
-    """`TaskNotFoundError` if tasks were registered for the partition, and it does not have this one."""
+    """Raise `TaskNotFoundError` if tasks were registered for the partition, but not this one."""
     try:
         tasks = (yield Send(c.Describe(partition=partition))).result.tasks
         if task not in tasks:
@@ -203,10 +202,10 @@ def _check_task(session_state: SessionState, partition: str, task: str) -> Opera
 
 
 def _claim(
-    session_state: SessionState, asked: fetching.Asked, blocking: bool, timeout_s: float
+    session_state: SessionState, request: fetching.Asked, blocking: bool, timeout_s: float
 ) -> Operation[tuple[list[str], list[dict[str, Any]]]]:
     found: c.Claimed | None = yield from fetching.claim_in_order(
-        session_state, asked, polling=not blocking, wait_s=timeout_s
+        session_state, request, polling=not blocking, wait_s=timeout_s
     )
     if found is None:
         return [], []
@@ -223,6 +222,7 @@ def _get(
 
 
 def _as_read(name: str, value: Any) -> Any:
+    """Convert a field to NeMo-RL's form: dense if possible, `[N]` for the fields of `SCALARS`."""
     value = dense_if_even(value)
     if name not in SCALARS:
         return value
@@ -236,7 +236,7 @@ def _as_read(name: str, value: Any) -> Any:
 
 
 def dense_if_even(value: Any) -> Any:
-    """A nested tensor whose rows have one shape as a dense one; anything else as it is."""
+    """Return a nested tensor whose rows all have the same shape as a dense tensor. Return other values unchanged."""
     if not isinstance(value, Tensor) or not value.is_nested:
         return value
     rows = value.unbind()

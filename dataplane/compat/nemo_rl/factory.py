@@ -1,4 +1,4 @@
-"""The client that a NeMo-RL configuration describes."""
+"""Create the client that a NeMo-RL configuration describes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 IMPLEMENTATIONS = ("transfer_queue", "rl_dataplane")
 BACKENDS = ("simple", "mooncake_cpu")
 ADAPTER = "nemo_rl.data_plane.adapters.transfer_queue"
-"""NeMo-RL's module that the switch can replace."""
+"""The module of NeMo-RL that the switch can replace."""
 UNUSED = (
     "storage_capacity",
     "num_storage_units",
@@ -28,39 +28,39 @@ UNUSED = (
 
 
 def build_data_plane_client(cfg: Mapping[str, Any] | None, *, bootstrap: bool = True) -> DataPlaneClient:
-    """The client of the service that `cfg` describes.
+    """Return a client of the service that `cfg` describes.
 
-    bootstrap: the driver's way, which starts a service unless one is found; False is a worker's, which attaches, and is
-    a `NotInitializedError` (a RuntimeError) where there is none. Where the service is looked for and started is as
-    `dataplane.compat.transfer_queue.init` says.
+    bootstrap: True in the driver, which starts a service if none is found. False in a worker, which only attaches;
+    `NotInitializedError` (a RuntimeError) without a service. `dataplane.compat.transfer_queue.init` documents where a
+    service is found and started.
 
-    cfg: `enabled` has to be true; `impl` one of "transfer_queue" (so that a configuration can stay) and "rl_dataplane";
-    `controller_address` the service's address, or `controller_name` its name, as `controller.name` of `init`;
-    `ack_timeout_ms` how long a command may take; `dataplane` further settings of `DataPlaneConfig`; `objects` as of
-    `init`, by default "pickle" where the switch put this package in the place of NeMo-RL's adapter. `backend` and its
-    block, `claim_meta_poll_interval_s` and `observability` are not used, which one warning of the driver says.
-    ValueError for a configuration that is off, or an `impl` or `backend` that NeMo-RL does not have.
+    cfg: `enabled` must be true; `impl` is "transfer_queue" (for existing configurations) or "rl_dataplane";
+    `controller_address` is the service's address, or `controller_name` its name (`controller.name` of `init`);
+    `ack_timeout_ms` is the timeout of a command; `dataplane` has further settings of `DataPlaneConfig`; `objects` is
+    that of `init`, by default "pickle" if the switch replaces NeMo-RL's adapter by this package. `backend` and its
+    block, `claim_meta_poll_interval_s` and `observability` are ignored; the driver logs one warning about them.
+    ValueError for a configuration that is not enabled, and for an `impl` or `backend` that NeMo-RL does not have.
     """
     if cfg is None or not cfg.get("enabled"):
-        raise ValueError("build_data_plane_client: the data plane is off in this configuration (enabled)")
+        raise ValueError("build_data_plane_client: the data plane is off in this configuration; set enabled=True")
     if (cfg.get("observability") or {}).get("enabled"):
-        log.warning("observability.enabled is not used: NeMo-RL's own MetricsDataPlaneClient can wrap this client")
+        log.warning("observability.enabled is ignored: wrap this client in NeMo-RL's own MetricsDataPlaneClient")
     return DataPlaneClient(session_of(cfg, bootstrap=bootstrap))
 
 
 def session_of(cfg: Mapping[str, Any], *, bootstrap: bool) -> Session:
-    """The session of the service that `cfg` describes, as `build_data_plane_client` says."""
+    """Open a session of the service that `cfg` describes; see `build_data_plane_client`."""
     _check(cfg, "impl", IMPLEMENTATIONS)
     if cfg.get("backend") is not None:
         _check(cfg, "backend", BACKENDS)
-    told = {**(cfg.get("dataplane") or {})}
+    dataplane_settings = {**(cfg.get("dataplane") or {})}
     if cfg.get("controller_address"):
-        told["address"] = cfg["controller_address"]
+        dataplane_settings["address"] = cfg["controller_address"]
     if cfg.get("ack_timeout_ms"):
-        told["call_timeout_s"] = _milliseconds(cfg["ack_timeout_ms"]) / 1000
+        dataplane_settings["call_timeout_s"] = _milliseconds(cfg["ack_timeout_ms"]) / 1000
     conf: dict[str, Any] = {
         "controller": {"polling_mode": True, "name": cfg.get("controller_name")},
-        "dataplane": told,
+        "dataplane": dataplane_settings,
     }
     objects = cfg.get("objects") or ("pickle" if replaced(ADAPTER) else None)
     if objects is not None:
@@ -76,8 +76,8 @@ def _warn_of_unused(cfg: Mapping[str, Any]) -> None:
         unused.append(f"backend={BACKENDS[1]!r}")
     if unused:
         warn_once(
-            f"not used: {', '.join(unused)}. Samples are in this package's storage units, whose settings are under "
-            "`dataplane` (capacity_bytes, bulk_transport, ...); claims wait on the service"
+            f"not used: {', '.join(unused)}. Samples are in this package's storage units; configure these under "
+            "`dataplane` (capacity_bytes, bulk_transport, ...). Claims wait on the service without polling"
         )
 
 

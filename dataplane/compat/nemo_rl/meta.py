@@ -1,4 +1,4 @@
-"""NeMo-RL's `KVBatchMeta`: plain and mutable, samples named by id."""
+"""NeMo-RL's `KVBatchMeta`: a mutable dataclass that names samples by id."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ log = logging.getLogger(__name__)
 
 FRAMEWORK = "nemo_rl"
 INTERFACES = "nemo_rl.data_plane.interfaces"
-"""NeMo-RL's own module of `KVBatchMeta` and `DataPlaneClient`."""
+"""The module of NeMo-RL that defines `KVBatchMeta` and `DataPlaneClient`."""
 
 
 @dataclass
 class KVBatchMeta:
-    """N samples and what is known of them without their data.
+    """The metadata of N samples, without their data.
 
-    partition_id: where they live. task_name: who claimed them, if anybody. sample_ids `[N]`. fields: columns that it
-    speaks of. sequence_lengths `[N]`: tokens of each. extra_info: of the batch. tags `[N]`: small scalars of each.
-    ValueError for tags that do not align.
+    partition_id: the partition of the samples. task_name: the task that claimed them, or None. sample_ids `[N]`.
+    fields: names of columns. sequence_lengths `[N]`: tokens per sample. extra_info: metadata of the batch. tags `[N]`:
+    scalars per sample. ValueError if there are not N tags.
 
-    The methods that make other metas leave this one alone; `stamp_tags` changes it.
+    `stamp_tags` changes this meta. The other methods return new metas.
     """
 
     partition_id: str
@@ -38,7 +38,7 @@ class KVBatchMeta:
 
     def __post_init__(self) -> None:
         if self.tags is not None and len(self.tags) != len(self.sample_ids):
-            raise ValueError(f"KVBatchMeta: {len(self.tags)} tags for {len(self.sample_ids)} samples")
+            raise ValueError(f"KVBatchMeta: got {len(self.tags)} tags for {len(self.sample_ids)} samples")
 
     @property
     def size(self) -> int:
@@ -46,7 +46,7 @@ class KVBatchMeta:
         return len(self.sample_ids)
 
     def stamp_tags(self, scalars: Mapping[str, Sequence[Any]]) -> None:
-        """Set tags here, one value per sample of each name. ValueError for other numbers of values."""
+        """Set tags in this meta, one value per sample for each name. ValueError for another number of values."""
         wrong = [name for name, values in scalars.items() if len(values) != self.size]
         if wrong:
             raise ValueError(f"stamp_tags: {wrong[0]!r} has {len(scalars[wrong[0]])} values for {self.size} samples")
@@ -56,7 +56,7 @@ class KVBatchMeta:
                 tag[name] = value
 
     def subset(self, indices: Sequence[int]) -> KVBatchMeta:
-        """The samples at these places, in that order."""
+        """Return the samples at these positions, in that order."""
         return self._with(
             [self.sample_ids[place] for place in indices],
             None if self.sequence_lengths is None else [self.sequence_lengths[place] for place in indices],
@@ -64,17 +64,17 @@ class KVBatchMeta:
         )
 
     def slice(self, start: int, stop: int) -> KVBatchMeta:
-        """Samples [start, stop)."""
+        """Return the samples at positions [start, stop)."""
         return self.subset(range(self.size)[start:stop])
 
     def drop(self, indices: Sequence[int]) -> KVBatchMeta | None:
-        """All samples but those at these places; None if there are no others."""
+        """Return all samples except those at these positions, or None if no sample is left."""
         kept = [place for place in range(self.size) if place not in set(indices)]
         return self.subset(kept) if kept else None
 
     def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
-        """These samples and those of the others; lengths and tags where all metas have them. ValueError for another
-        partition."""
+        """Return these samples followed by those of the others, with lengths and tags if all metas have them.
+        ValueError for a meta of another partition."""
         if any(other.partition_id != self.partition_id for other in others):
             raise ValueError(f"KVBatchMeta.concat: all metas must be of partition {self.partition_id!r}")
         metas = (self, *others)
@@ -87,7 +87,7 @@ class KVBatchMeta:
         )
 
     def with_fields(self, field_names: Sequence[str]) -> KVBatchMeta:
-        """Speaking of these fields, too."""
+        """Return a copy with these fields added to `fields`."""
         copied = self.subset(range(self.size))
         copied.fields = list(dict.fromkeys([*(self.fields or ()), *field_names]))
         copied.tags = None if self.tags is None else [dict(tag) for tag in self.tags]
@@ -99,16 +99,16 @@ class KVBatchMeta:
 
 
 def framework_type(name: str) -> type[Any] | None:
-    """NeMo-RL's own class of that name; None where NeMo-RL is not installed, or cannot be imported (which is logged).
+    """Return NeMo-RL's own class of that name, or None if NeMo-RL is not installed or its import fails.
 
-    A module that is imported already is used as it is; else NeMo-RL is imported here.
+    An already imported module is used; otherwise NeMo-RL is imported here. A failed import is logged.
     """
     module = sys.modules.get(INTERFACES)
     if module is None and _is_installed():
         try:
             module = importlib.import_module(INTERFACES)
         except Exception as error:
-            log.warning("%s cannot be imported, this package's %s is used: %s", INTERFACES, name, error)
+            log.warning("Import of %s failed, this package's %s is used instead: %s", INTERFACES, name, error)
     found = getattr(module, name, None)
     return found if isinstance(found, type) else None
 

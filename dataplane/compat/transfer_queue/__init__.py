@@ -1,5 +1,6 @@
-"""The interface of the TransferQueue package (0.1.11) over this service: `import dataplane.compat.transfer_queue as tq`
-in place of `import transfer_queue as tq`. docs/compat.md says what differs."""
+"""The interface of the TransferQueue package (0.1.11) on this service. Write
+`import dataplane.compat.transfer_queue as tq` instead of `import transfer_queue as tq`. docs/compat.md lists the
+differences. "The original" in this package means TransferQueue 0.1.11."""
 
 from dataplane.compat.transfer_queue.checkpoints import load_checkpoint as load_checkpoint
 from dataplane.compat.transfer_queue.checkpoints import save_checkpoint as save_checkpoint
@@ -36,7 +37,7 @@ from dataplane.compat.transfer_queue.streaming import StreamingDataLoader as Str
 from dataplane.compat.transfer_queue.streaming import StreamingDataset as StreamingDataset
 
 __version__ = "0.1.11"
-"""Of the package whose interface this is, for callers that look."""
+"""The version of TransferQueue whose interface this is, for callers that check it."""
 
 __all__ = [
     "AsyncTransferQueueClient",

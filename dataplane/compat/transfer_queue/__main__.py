@@ -1,4 +1,4 @@
-"""`python -m dataplane.compat.transfer_queue -m MODULE ...`, or SCRIPT: runs it where this is `transfer_queue`."""
+"""`python -m dataplane.compat.transfer_queue -m MODULE ...` (or SCRIPT): run it with ours as `transfer_queue`."""
 
 from dataplane.compat.starting import start
 

@@ -1,5 +1,5 @@
-"""Checkpoints: a directory with `metadata.json`, which has what the caller adds, and `samples`, a checkpoint of this
-project's."""
+"""Checkpoints: a directory with `metadata.json`, which has the caller's metadata, and `samples`, a native checkpoint of
+this project."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ SAMPLES = "samples"
 def save_checkpoint(
     checkpoint_dir: str | Path, include_storage: bool = True, metadata: Mapping[str, Any] | None = None
 ) -> None:
-    """Save all partitions as they are together at one instant: samples, tags, and what each task has claimed for good.
+    """Save a consistent snapshot of all partitions: samples, tags, and the samples that each task has consumed.
 
-    checkpoint_dir: on a disk of this process, made for this user only; an older checkpoint there is replaced when this
-    one is whole. include_storage: False is not looked at, samples are always saved. metadata: what JSON can hold.
-    RuntimeError before `init()`, `CheckpointWriteError` (an OSError) where the disk fails.
+    checkpoint_dir: a path on this machine, created with permissions for this user only. An older checkpoint there is
+    replaced when this one is complete. include_storage: False is ignored, samples are always saved. metadata: values
+    that JSON can represent. RuntimeError before `init()`, `CheckpointWriteError` (an OSError) if the disk fails.
     """
     client = get_client()
     if not include_storage:
-        log.warning("include_storage=False is not looked at: without samples a checkpoint could not be loaded")
+        log.warning("include_storage=False is ignored: a checkpoint without samples could not be loaded")
     save_from(client, checkpoint_dir, metadata)
 
 
 def save_from(client: TransferQueueClient, directory: str | Path, metadata: Mapping[str, Any] | None) -> None:
-    """What `save_checkpoint` does."""
+    """Implement `save_checkpoint` for this client."""
     place = Path(directory).absolute()
     aside, old = _beside(place, "tmp"), _beside(place, "old")
     shutil.rmtree(aside, ignore_errors=True)
@@ -63,24 +63,24 @@ def save_from(client: TransferQueueClient, directory: str | Path, metadata: Mapp
 
 
 def load_checkpoint(checkpoint_dir: str | Path) -> None:
-    """Bring back what was saved, in place of all partitions that are there. Samples get new global indexes: metas from
-    before are refused; batches that ranks shared are drawn anew.
+    """Replace all partitions by the saved ones. Samples get new global indexes: older metas are rejected, and batches
+    that ranks share are drawn again.
 
-    Every checksum is verified first (`CheckpointError`, a ValueError, names the file that differs), and what was saved
-    comes back all or none; then partitions that were not saved go. FileNotFoundError where there is no checkpoint,
-    RuntimeError before `init()`.
+    All checksums are verified first (`CheckpointError`, a ValueError, names the damaged file). The saved partitions are
+    restored atomically; then all other partitions are dropped. FileNotFoundError without a checkpoint, RuntimeError
+    before `init()`.
     """
     load_into(get_client(), checkpoint_dir)
 
 
 def load_into(client: TransferQueueClient, directory: str | Path) -> None:
-    """What `load_checkpoint` does."""
+    """Implement `load_checkpoint` for this client."""
     place = Path(directory).absolute()
     if not place.exists() and _beside(place, "old").exists():
-        log.warning("a save to %s was interrupted: the checkpoint before it is taken", place)
+        log.warning("a save to %s was interrupted: the previous checkpoint is loaded", place)
         _beside(place, "old").rename(place)
     if not (place / METADATA).exists():
-        raise FileNotFoundError(f"there is no checkpoint in {place}: it has no {METADATA}")
+        raise FileNotFoundError(f"no checkpoint was found in {place}: {METADATA} is missing")
     saved: set[str] = set()
     if (place / SAMPLES).exists():
         saved = set(client._performer.client.restore(place / SAMPLES, replace=True).partitions)

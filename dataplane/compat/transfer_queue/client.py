@@ -1,4 +1,4 @@
-"""The client of the low-level interface: batches of samples by meta."""
+"""The client of the low-level interface, which addresses batches of samples by `BatchMeta`."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONFIG = "config"
-"""Id and field of the settings that the service keeps."""
+"""Id and field of the sample in which the service stores the settings."""
 
 
 class AsyncTransferQueueClient:
-    """A client of one service, to be awaited from any event loop. Thread-safe.
+    """An async client of one service, usable from any event loop. Thread-safe.
 
-    controller_info: the service's address, or what `init()` returned as `controller.zmq_info`. zmq_io_threads and
-    zmq_max_sockets are taken and not used.
+    controller_info: the service's address, or the `controller.zmq_info` that `init()` returned. zmq_io_threads and
+    zmq_max_sockets are accepted and ignored.
 
-    What is not there is a `StorageKeyNotFoundError`; other errors are those of `dataplane.errors`.
+    A missing key, sample, field or partition raises `StorageKeyNotFoundError`; other errors are those of
+    `dataplane.errors`.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class AsyncTransferQueueClient:
     ) -> None:
         for name, value in (("zmq_io_threads", zmq_io_threads), ("zmq_max_sockets", zmq_max_sockets)):
             if value is not None:
-                warn_once(f"{name}={value!r} is not used: a client has one thread of its own, and few sockets")
+                warn_once(f"{name}={value!r} is not used: a client has one background thread and few sockets")
         self.client_id = client_id
         self.config = attach_config(controller_info)
         self._performer = Performer(self.config)
@@ -59,11 +60,11 @@ class AsyncTransferQueueClient:
         self._kept: dict[str, Any] | None = None
 
     def initialize_storage_manager(self, manager_type: str, config: Any) -> None:
-        """There is none to be initialised: storage units are found through the service."""
+        """Do nothing: the service provides the addresses of the storage units."""
         log.debug("initialize_storage_manager(%r) does nothing", manager_type)
 
     def close(self) -> None:
-        """Wait for copies in flight and say good-bye. Idempotent."""
+        """Wait for copies in flight and end the sessions. Idempotent."""
         self._performer.close()
 
     # --- awaited
@@ -159,7 +160,7 @@ class AsyncTransferQueueClient:
     async def async_load_storage_checkpoint(self, checkpoint_dir: str) -> None:
         _refuse("async_load_storage_checkpoint", checkpoint_dir)
 
-    # --- what both do
+    # --- operations of both clients
 
     def _get_meta(
         self,
@@ -182,7 +183,7 @@ class AsyncTransferQueueClient:
         if not task:
             raise RefusedCallError("get_meta: name the task that claims the samples (task_name)")
         if batch_size is None or batch_size < 1:
-            raise RefusedCallError(f"batch_size={batch_size}: ask for at least one sample")
+            raise RefusedCallError(f"batch_size={batch_size}: expected at least 1")
         kept = yield from self.settled(session_state, None)
         asked = fetching.Asked(
             partition=partition,
@@ -198,18 +199,18 @@ class AsyncTransferQueueClient:
 
     @property
     def strict_reads(self) -> bool:
-        """Whether a read by key of what is not there is an error; the service keeps it, with its other settings."""
+        """Whether a read of a missing key or field is an error. The service stores this with its other settings."""
         return bool((self._kept or {}).get("strict_reads"))
 
     def settled(
         self, session_state: SessionState, wished: Mapping[str, Any] | None
     ) -> Operation[dict[str, Any] | None]:
-        """The settings that the service keeps; `wished` are kept if it has none yet."""
+        """Return the settings that the service stores (None without any). Store `wished` if it has none yet."""
         if self._kept is None and wished is not None:
             try:
                 yield from mine.put(session_state, [CONFIG], mine.ADAPTER, {CONFIG: [dict(wished)]}, mode="create")
             except SampleExistsError:
-                log.info("the service has settings already; those passed to init() are not looked at")
+                log.info("the service already has settings; those passed to init() are ignored")
         if self._kept is None:
             try:
                 found = yield from get.get(session_state, [CONFIG], mine.ADAPTER, [CONFIG], True)
@@ -228,17 +229,17 @@ class AsyncTransferQueueClient:
     ) -> Operation[BatchMeta]:
         if metadata is None:
             if partition is None:
-                raise ValueError("put: name the partition_id of new samples, or pass the metadata of old ones")
+                raise ValueError("put: name the partition_id of new samples, or pass the metadata of existing ones")
             metadata = yield from mine.insert(session_state, int(data.batch_size[0]), partition, _parsed(data, parse))
         elif not metadata:
-            raise ValueError("put: the metadata is empty, it names no samples")
+            raise ValueError("put: the metadata is empty; it must name at least one sample")
         else:
             yield from mine.put_batch(session_state, metadata, _parsed(data, parse))
         return metadata.add_fields(data)
 
     def _get_data(self, session_state: SessionState, metadata: BatchMeta) -> Operation[TensorDict]:
         if not metadata or not metadata.field_names:
-            log.warning("get_data: the meta has no samples or no fields; there is nothing to read")
+            log.warning("get_data: the meta has no samples or no fields; an empty TensorDict is returned")
             return TensorDict({}, batch_size=0)
         return (yield from reads.get_batch(session_state, metadata))
 
@@ -258,7 +259,7 @@ class AsyncTransferQueueClient:
 
 
 class TransferQueueClient(AsyncTransferQueueClient):
-    """The same, with every method also for callers that block."""
+    """A client that has every method in a blocking form, too."""
 
     def get_meta(
         self,
@@ -269,15 +270,15 @@ class TransferQueueClient(AsyncTransferQueueClient):
         task_name: str | None = None,
         sampling_config: dict[str, Any] | None = None,
     ) -> BatchMeta:
-        """The meta of `batch_size` samples that have all `data_fields`, claimed for the task, as the sampler says.
+        """Claim `batch_size` samples that have all `data_fields` for the task. The sampler chooses them. Return their
+        meta.
 
-        Where there are too few: with `polling_mode` an empty meta at once; else waits on the service, and is a
+        If too few samples are ready: with `polling_mode`, return an empty meta at once. Otherwise block, and raise
         `FetchTimeoutError` (a RuntimeError and a TimeoutError) after TQ_CONTROLLER_GET_METADATA_TIMEOUT or
-        TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL seconds, whichever is more. Partitions that do not exist are waited
-        for.
+        TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL seconds, whichever is more. This includes unknown partitions.
 
-        mode: "fetch"; "force_fetch": all samples, ready or not, and nothing is claimed; "insert": new samples without
-        keys and data.
+        mode: "fetch". "force_fetch": return all samples, ready or not, without a claim. "insert": create samples
+        without keys and data.
         """
         return self._performer.do(
             self._get_meta, data_fields, batch_size, partition_id, mode, task_name, sampling_config
@@ -294,39 +295,40 @@ class TransferQueueClient(AsyncTransferQueueClient):
         partition_id: str | None = None,
         data_parser: Parser | None = None,
     ) -> BatchMeta:
-        """Store fields of the meta's samples, with its tags, or without a meta of new samples in `partition_id`;
-        visible whole or not at all. `data_parser` gets a dict of the fields first, in this process, and returns it with
-        other values.
+        """Store fields and the meta's tags for the meta's samples, or, without a meta, for new samples in
+        `partition_id`. The put is atomic. `data_parser` first maps the dict of fields to one with other values, in this
+        process.
 
-        Returns the meta, which knows the new fields. Samples that were cleared meanwhile are a
-        `StorageKeyNotFoundError`. A partition is made by the first put into it.
+        Return the meta, with the new fields added. `StorageKeyNotFoundError` for samples that were cleared since. The
+        first put into a partition creates it.
         """
         return self._performer.do(self._put, data, metadata, partition_id, data_parser)
 
     def get_data(self, metadata: BatchMeta) -> TensorDict:
-        """The meta's fields of its samples: rows of tensors nested, scalars `[N]`, objects in a NonTensorStack.
-        `StorageKeyNotFoundError` where one is missing."""
+        """Return the meta's fields of its samples: tensor rows nested, scalars `[N]`, objects in a NonTensorStack.
+        `StorageKeyNotFoundError` if a sample or field is missing."""
         return self._performer.do(self._get_data, metadata)
 
     def clear_partition(self, partition_id: str) -> None:
-        """Drop it with all samples; whoever waits on it gets a `PartitionDroppedError`."""
+        """Drop the partition with all samples. Callers that wait on it get a `PartitionDroppedError`."""
         self._performer.do(self._clear_partition, partition_id)
 
     def clear_samples(self, metadata: BatchMeta) -> None:
-        """Drop those samples of the meta that still are there."""
+        """Drop the samples of the meta. Samples that no longer exist are ignored."""
         self._performer.do(mine.clear_batch, metadata)
 
     def get_consumption_status(self, task_name: str, partition_id: str) -> tuple[Tensor | None, Tensor | None]:
-        """Indexes of the samples and 1 for those that the task has claimed; (None, None) for an unknown partition."""
+        """Return the samples' indexes `[N]`, and 1 for each sample that the task has claimed. (None, None) for an
+        unknown partition."""
         return self._performer.do(self._consumption, task_name, partition_id)
 
     def get_production_status(self, data_fields: list[str], partition_id: str) -> tuple[Tensor | None, Tensor | None]:
-        """Indexes of the samples and `[N, F]` ones where they have the field; (None, None) for an unknown partition or
-        field."""
+        """Return the samples' indexes `[N]`, and `[N, F]` with 1 where the sample has the field. (None, None) for an
+        unknown partition or field."""
         return self._performer.do(mine.production, data_fields, partition_id)
 
     def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Whether there are samples, as many as expected, and the task has claimed all."""
+        """Whether the partition has as many samples as expected, at least one, and the task has claimed all of them."""
         return _all_one(self.get_consumption_status(task_name, partition_id)[1], empty=False)
 
     def check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
@@ -334,23 +336,24 @@ class TransferQueueClient(AsyncTransferQueueClient):
         return _all_one(self.get_production_status(data_fields, partition_id)[1], empty=True)
 
     def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """Let the task (None: every task) claim all samples again."""
+        """Reset the claims of the task (None: of every task), so that it can claim all samples again."""
         return self._performer.do(mine.reset, partition_id, task_name)
 
     def get_partition_list(self) -> list[str]:
-        """All partitions."""
+        """Return the names of all partitions."""
         return self._performer.do(mine.partitions)
 
     def kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
-        """The samples of these keys with the fields that all have. Unknown keys are left out, or with `create` made."""
+        """Return the meta of these keys, with the fields that all of them have. Unknown keys are omitted, or created
+        with `create`."""
         return self._performer.do(mine.of_keys, _key_list(keys), partition_id, create)
 
     def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
-        """The key of each sample, None for one without."""
+        """Return the key of each sample, or None for a sample without a key."""
         return self._performer.do(mine.keys_of, _index_list(global_indexes), partition_id)
 
     def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
-        """The tags of every key, by partition."""
+        """Return the tags of every key, by partition (None: of all partitions)."""
         return self._performer.do(mine.list_keys, partition_id)
 
     def save_controller_checkpoint(self, path: str) -> None:
@@ -397,10 +400,10 @@ def _index_list(indexes: Any) -> list[int]:
 
 
 def _refuse(name: str, place: str) -> NoReturn:
-    """Of the controller and the storage units, saved one after the other, neither is of use without the other, and the
-    two would not be of the same instant."""
+    """Reject a checkpoint of the controller or of the storage units alone: neither is usable without the other, and two
+    separate checkpoints would not be of the same instant."""
     verb = "load" if "load" in name else "save"
     raise NotImplementedError(
-        f"{name}({place!r}): there are no halves of a checkpoint here; call the module's {verb}_checkpoint, which "
-        "has the samples and what is known of them, as they were at one instant"
+        f"{name}({place!r}): separate checkpoints of controller and storage are not supported; call the module's "
+        f"{verb}_checkpoint, whose checkpoint has the samples and their metadata at one instant"
     )

@@ -1,8 +1,9 @@
-"""Fields as the original package has them, to and from columns of this service.
+"""Convert fields of the original package to and from columns of this service.
 
-There every row is a tensor of its own. Here a field has a kind: `[N]` is dense; rows of one dimension are jagged, also
-when all of them are equally long, so that the next put may have other lengths; rows of more dimensions are ragged, as
-any of these may differ (position ids `[4, L]`, images); anything else is objects, arrays among them.
+In the original, every row is a separate tensor. Here a field has a kind. `[N]` is dense. Rows of one dimension are
+jagged, even if all have the same length, so that the next put may have other lengths. Rows of more dimensions are
+ragged, because any dimension may differ (position ids `[4, L]`, images). All other values, NumPy arrays included, are
+objects.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ FieldSchema = dict[str, Any]
 Parser = Callable[[dict[str, Any]], Any]
 
 JAGGED_DIMENSIONS = 2
-"""A tensor `[N, L]` is N jagged rows."""
+"""Number of dimensions of a tensor `[N, L]`, which is stored as N jagged rows."""
 
 
 def extract_field_schema(data: TensorDict) -> dict[str, FieldSchema]:
-    """What `BatchMeta.field_schema` says of these values; nothing for no rows. ValueError where a field has other than
+    """Return the `BatchMeta.field_schema` of these values; empty without rows. ValueError if a field does not have
     `batch_size` rows."""
     rows = int(data.batch_size[0])
     return {str(name): _schema_of(str(name), value, rows) for name, value in data.items()} if rows else {}
 
 
 def _schema_of(name: str, value: Any, rows: int) -> FieldSchema:
+    """Return the schema of one field. ValueError unless it has `rows` rows."""
     if isinstance(value, Tensor) and value.is_nested:
         shapes = [tuple(row.shape) for row in value.unbind()]
         count, shape = len(shapes), torch.Size(shapes[0]) if shapes else None
@@ -48,7 +50,7 @@ def _schema_of(name: str, value: Any, rows: int) -> FieldSchema:
     else:
         shapes, count, shape = [], len(value), None
     if count != rows:
-        raise ValueError(f"field {name!r} has {count} rows, in a TensorDict of {rows}")
+        raise ValueError(f"field {name!r} has {count} rows, but the batch_size of its TensorDict is {rows}")
     tensor = isinstance(value, Tensor)
     known: FieldSchema = {
         "dtype": value.dtype if tensor else None,
@@ -60,7 +62,7 @@ def _schema_of(name: str, value: Any, rows: int) -> FieldSchema:
 
 
 def unknown_schema() -> FieldSchema:
-    """What `BatchMeta.field_schema` says of a field before its first put."""
+    """Return the `BatchMeta.field_schema` entry of a field before its first put."""
     return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": False}
 
 
@@ -68,31 +70,32 @@ def unknown_schema() -> FieldSchema:
 
 
 def to_columns(fields: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
-    """What to put for these fields. Nothing is copied."""
+    """Return the column values to put for these fields. No data is copied."""
     return {str(name): _column(value) for name, value in fields.items()}
 
 
 def _column(value: Any) -> Any:
+    """Convert one field to a value for `put`: rows of one dimension become jagged, arrays in NonTensorData lists."""
     if isinstance(value, NonTensorData) and isinstance(value.data, np.ndarray | list | tuple):
         return list(value.data)
     if not isinstance(value, Tensor) or value.is_nested:
         return value
     rows = value.detach() if value.requires_grad else value
     if rows.dim() == JAGGED_DIMENSIONS and len(rows):
-        return [rows[0]] if len(rows) == 1 else _as_jagged(rows)  # a nested tensor of one row costs more than its copy
+        return [rows[0]] if len(rows) == 1 else _as_jagged(rows)  # a nested tensor of one row costs more than a copy
     return rows
 
 
 def _as_jagged(dense: Tensor) -> Tensor:
-    """`[N, L, *inner]` as N rows of L."""
+    """Return `[N, L, *inner]` as a jagged tensor of N rows of length L."""
     count, length = dense.shape[:2]
     offsets = torch.arange(count + 1, dtype=torch.int64, device=dense.device) * length
     return jagged_from_values(dense.reshape(count * length, *dense.shape[2:]), offsets, span=(length, length))
 
 
 def to_other_column(columns: dict[str, Any], refused: SchemaError) -> bool:
-    """Have the field that does not fit its column go to the hidden one, or into its own as objects if those are what
-    it holds; whether that can help."""
+    """Move the field that does not fit its column to the hidden column, or encode it as objects if its column holds
+    objects. Modifies `columns`. Return whether a retry can succeed."""
     name = refused.facts["field"]
     if name not in columns or name != field_of(name) or refused.facts["got"] == UNDECLARED:
         return False
@@ -101,18 +104,19 @@ def to_other_column(columns: dict[str, Any], refused: SchemaError) -> bool:
         columns[name] = rows
     else:
         del columns[name]
-        # A tuple is never taken for a tensor or a number: these rows are objects whatever they are.
+        # A tuple is never encoded as a tensor or a number, so these rows are objects for any type of value.
         columns[variants_of(name)] = [(row,) for row in rows]
     return True
 
 
 def declared_fields(columns: Mapping[str, Any]) -> dict[str, FieldSpec]:
-    """The kinds of fields that their first values alone would not tell, to be declared before these are put."""
+    """Return the specs of fields whose kind cannot be inferred from their first values. Declare them before the put."""
     kinds = {name: _kind_of(value) for name, value in columns.items()}
     return {name: FieldSpec(kind) for name, kind in kinds.items() if kind is not None}
 
 
 def _kind_of(value: Any) -> FieldKind | None:
+    """Return the kind to declare for a field, or None if `put` infers it correctly."""
     if isinstance(value, Tensor):
         return FieldKind.RAGGED if value.dim() > JAGGED_DIMENSIONS else None
     if not isinstance(value, NonTensorStack | list):
@@ -129,8 +133,8 @@ def _is_tensor(row: Any) -> bool:
 
 
 def parsed(fields: Mapping[str, Any] | TensorDictBase, parse: Parser) -> dict[str, Any]:
-    """The fields that `parse` returns, given a dict of tensors, and of lists where rows are nested tensors or objects.
-    TypeError where it returns no dict, ValueError where it adds, removes or resizes fields."""
+    """Call `parse` with a dict of tensors (lists for nested tensors and objects) and return its fields. TypeError if it
+    does not return a dict, ValueError if it adds, removes or resizes fields."""
     given: dict[str, Any] = {str(name): _as_parser_wants(value) for name, value in fields.items()}
     counts = {name: len(value) for name, value in given.items()}
     made = parse(given)
@@ -138,7 +142,7 @@ def parsed(fields: Mapping[str, Any] | TensorDictBase, parse: Parser) -> dict[st
         raise TypeError(f"data_parser must return the dict of fields, got {type(made).__name__}")
     after = {name: len(value) for name, value in made.items()}
     if after != counts:
-        raise ValueError(f"data_parser may neither add nor remove fields or values: {counts} became {after}")
+        raise ValueError(f"data_parser may neither add nor remove fields or values: got {after}, expected {counts}")
     return {name: value if isinstance(value, Tensor) else _stacked(value) for name, value in made.items()}
 
 
@@ -156,8 +160,8 @@ def _stacked(values: Sequence[Any]) -> Any:
 
 
 def from_columns(data: TensorDict) -> TensorDict:
-    """What was read, as the original returns it: rows of tensors nested, also when they are equally long, scalars
-    `[N]`, objects in a NonTensorStack."""
+    """Convert read values to the form of the original: tensor rows nested, even with equal lengths; scalars `[N]`;
+    objects in a NonTensorStack."""
     made: TensorDict = TensorDict._new_unsafe(
         {name: _returned(value) for name, value in data.items()}, batch_size=data.batch_size
     )
@@ -168,13 +172,13 @@ def _returned(value: Any) -> Any:
     if type(value) is Tensor:
         return _as_jagged(value) if value.dim() > 1 and len(value) else value
     if isinstance(value, Tensor):
-        return value  # a nested one, any attribute of which would cost more than looking at its type
+        return value  # nested; the type check above is cheaper than any attribute of a nested tensor
     rows = value.tolist() if hasattr(value, "tolist") else list(value)
     return packed_rows(rows) if rows and all(isinstance(row, Tensor) for row in rows) else value
 
 
 def packed_rows(rows: Sequence[Any]) -> Any:
-    """Row tensors as one value: stacked scalars, a jagged tensor, else one of strided layout, else a stack of them."""
+    """Join rows into one value: stacked scalars, a jagged tensor, a strided nested tensor, or else a NonTensorStack."""
     if all(isinstance(row, Tensor) for row in rows):
         if all(row.dim() == 0 for row in rows):
             return torch.stack(list(rows))
@@ -182,12 +186,12 @@ def packed_rows(rows: Sequence[Any]) -> Any:
             try:
                 return torch.nested.as_nested_tensor(list(rows), layout=layout)
             except (RuntimeError, TypeError) as error:
-                log.debug("rows are not nested with layout %s: %s", layout, error)
+                log.debug("rows cannot be nested with layout %s: %s", layout, error)
     return NonTensorStack(*rows)
 
 
 def rows_of(value: Any) -> list[Any]:
-    """The rows of a field."""
+    """Return the rows of a field as a list."""
     if isinstance(value, np.ndarray):
         return list(torch.as_tensor(value).unbind() if value.dtype.kind in "biufc" else value)
     if isinstance(value, Tensor):
@@ -196,20 +200,20 @@ def rows_of(value: Any) -> list[Any]:
 
 
 def rows_at(data: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """Some rows of each field."""
+    """Return the rows of each field at these positions."""
     picked = {str(name): rows_of(value) for name, value in data.items()}
     return {name: packed_rows([rows[place] for place in places]) for name, rows in picked.items()}
 
 
 def located_schema(located: Sequence[c.FieldLocations]) -> dict[str, FieldSchema]:
-    """What `BatchMeta.field_schema` says of the fields that at least one of the samples has."""
+    """Return the `BatchMeta.field_schema` of the fields that at least one of the samples has."""
     found = {each.name: each for each in located if (each.lengths >= 0).any()}
     names = dict.fromkeys(map(field_of, found))
     return {name: _joined_schema(found.get(name), found.get(variants_of(name))) for name in names}
 
 
 def _joined_schema(own: c.FieldLocations | None, other: c.FieldLocations | None) -> FieldSchema:
-    """Of a field that may have rows in its hidden column, of which no shape is known here."""
+    """Join the schemas of a field's own column and its hidden column. The latter does not record shapes."""
     if own is None:
         return {**unknown_schema(), "is_non_tensor": True}
     known = _schema_from(own)
@@ -241,13 +245,13 @@ def _schema_from(found: c.FieldLocations) -> FieldSchema:
 
 
 def known_fields(located: Sequence[c.FieldLocations], fields: Sequence[str]) -> list[str]:
-    """Those of the fields that the partition knows."""
+    """Return those of `fields` that the partition has."""
     known = {field_of(found.name) for found in located if found.spec.kind is not None}
     return [name for name in fields if name in known]
 
 
 def produced(located: Sequence[c.FieldLocations], count: int, fields: Sequence[str]) -> np.ndarray[Any, Any]:
-    """Which samples have which fields: `[N, F]` of 0 and 1."""
+    """Return `[N, F]` with 1 where the sample has the field, otherwise 0."""
     there = {found.name: found.lengths >= 0 for found in located}
     none = np.zeros(count, np.bool_)
     columns = [there.get(name, none) | there.get(variants_of(name), none) for name in fields]

@@ -1,5 +1,5 @@
-"""The settings of the original package with their defaults (config.yaml has the same), and which of them nothing uses
-here."""
+"""The settings of the original package with their defaults (the same as in config.yaml), and warnings for settings that
+this package ignores."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ _INSTEAD = {
 
 
 def defaults() -> dict[str, Any]:
-    """All settings, as they are where nobody says otherwise."""
+    """Return a copy of all settings with their default values."""
     return copy.deepcopy(_DEFAULTS)
 
 
 def warn_of_unused(conf: Mapping[str, Any]) -> None:
-    """Say once of each setting of `backend` that differs from its default that it is not used, and what is instead.
-    Those of a backend that was not chosen the original does not use either."""
+    """Warn once about each ignored setting of `backend` that differs from its default, and name its replacement.
+    Settings of a backend that is not selected get no warning, because the original ignores them, too."""
     backend = conf.get("backend") or {}
     chosen = backend.get("storage_backend") or _BACKEND["storage_backend"]
     given = {name: value for name, value in backend.items() if name == chosen or name not in BACKENDS}
@@ -112,10 +112,10 @@ def _differing(given: Any, default: Any, path: str) -> Iterator[tuple[str, Any]]
 def _instead(path: str) -> str:
     while path and path not in _INSTEAD:
         path = path.rpartition(".")[0]
-    return _INSTEAD.get(path, "the storage units of this project are set up by `dataplane`")
+    return _INSTEAD.get(path, "configure the storage units of this project in `dataplane`")
 
 
 @functools.lru_cache(maxsize=256)
 def warn_once(text: str) -> None:
-    """Log the warning, unless it is among those logged last in this process."""
+    """Log the warning, unless it is among the last 256 that this process logged."""
     log.warning("%s", text)

@@ -1,28 +1,28 @@
-"""Errors of the adapter. Each is also what callers of the original package catch; everything else is raised as
-`dataplane.errors` has it."""
+"""Errors of the adapter. Each is also an instance of the classes that callers of the original package catch. All other
+errors are those of `dataplane.errors`."""
 
 from __future__ import annotations
 
 
 class TransferQueueError(RuntimeError):
-    """The original reports what its controller refuses as a RuntimeError; so is this."""
+    """A rejected request. It is a RuntimeError, like the errors of the original's controller."""
 
 
 class NotInitializedError(TransferQueueError, AssertionError):
-    """There is no service to use yet: call `init()` first."""
+    """The process uses no service yet: call `init()` first."""
 
 
 class FetchTimeoutError(TransferQueueError, TimeoutError):
-    """`get_meta` found too few samples in time, and claimed none."""
+    """`get_meta` timed out with too few ready samples; it claimed none."""
 
 
 class RefusedCallError(TransferQueueError, ValueError):
-    """A call that the controller of the original refuses, for its arguments or for what a sampler says of them."""
+    """A call whose arguments the original's controller, or a sampler, rejects."""
 
 
 class StorageKeyNotFoundError(TransferQueueError, KeyError, ValueError):
-    """A call names something that is not there (any more): a key, a partition, a sample, or a field of one. The
-    original reports these as KeyError, ValueError or RuntimeError, depending on who noticed."""
+    """A call names a key, partition, sample or field that does not exist, or no longer exists. The original reports
+    these as KeyError, ValueError or RuntimeError, depending on the component that detects it."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""

@@ -1,5 +1,5 @@
-"""Batches for tasks: the service says what is ready, a sampler chooses, and the service lets that very choice be
-claimed, or not if somebody was faster; then it is made anew."""
+"""Claim batches for tasks. The service lists the ready samples, a sampler chooses among them, and the service claims
+exactly that choice. If another process claimed one of these samples first, the choice is repeated."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from dataplane.errors import (
 from dataplane.ledger import commands as c
 
 DRAW = "draw"
-"""The field of a draw that is kept."""
+"""The field of a sample that stores a draw."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a service samples. wait_s: how long `get_meta` waits for enough samples; polling: it does not, and returns
-    an empty meta."""
+    """How `get_meta` samples. wait_s: how long it waits for enough samples. polling: return an empty meta instead of
+    waiting."""
 
     sampler: BaseSampler = field(default_factory=SequentialSampler)
     polling: bool = False
@@ -55,7 +55,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a task asks for."""
+    """The request of a task for a batch."""
 
     partition: str
     task: str
@@ -65,19 +65,19 @@ class Asked:
 
 
 class PartitionView:
-    """What a sampler sees of the partition: the tags of what is ready."""
+    """A sampler's view of the partition: the tags of the ready samples."""
 
     def __init__(self, partition: str, found: c.Claimed) -> None:
         self.partition_id = partition
         self._tags = dict(zip(found.generations.tolist(), tags_of(found.tags, len(found.ids)), strict=True))
 
     def get_custom_meta(self, global_indices: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """The tags of those of the samples that have some."""
+        """Return the tags by sample index. Samples without tags have no entry."""
         return {index: self._tags[index] for index in global_indices if self._tags.get(index)}
 
 
 def fetch(session_state: SessionState, asked: Asked, sampling: Sampling) -> Operation[BatchMeta]:
-    """A batch, claimed. `FetchTimeoutError` where there are too few samples in time, or an empty meta in polling."""
+    """Claim a batch. With too few samples, return an empty meta when polling, else raise `FetchTimeoutError`."""
     try:
         return (yield from _fetch(session_state, asked, sampling))
     except ClaimTimeoutError as error:
@@ -85,25 +85,29 @@ def fetch(session_state: SessionState, asked: Asked, sampling: Sampling) -> Oper
 
 
 def _fetch(session_state: SessionState, asked: Asked, sampling: Sampling) -> Operation[BatchMeta]:
+    """Select the implementation for the sampler: sequential, shared draws, or user-defined."""
     sampler = sampling.sampler
     if type(sampler) not in NAMED.values():
-        return (yield from _sampled(session_state, asked, sampling))
+        return (yield from _claim_by_sampler(session_state, asked, sampling))
     if isinstance(sampler, SequentialSampler):
         claimed = yield from claim_in_order(session_state, asked, polling=sampling.polling, wait_s=sampling.wait_s)
         return BatchMeta.empty() if claimed is None else (yield from _meta(session_state, asked, claimed))
     assert isinstance(sampler, DrawingSampler)
-    return (yield from _drawn(session_state, asked, sampling, sampler))
+    return (yield from _claim_by_draw(session_state, asked, sampling, sampler))
 
 
 def claim_in_order(
     session_state: SessionState, asked: Asked, *, polling: bool, wait_s: float
 ) -> Operation[c.Claimed | None]:
-    """The oldest `batch_size` samples, all or none (in polling None; else ClaimTimeoutError after `wait_s`)."""
+    """Claim the oldest `batch_size` samples, all or none. With too few: None when polling, otherwise ClaimTimeoutError
+    after `wait_s`."""
     if not polling:
-        return (yield from _asked(session_state, asked, _claim(asked, batch_size=asked.batch_size, timeout_s=wait_s)))
+        return (
+            yield from _send_claim(session_state, asked, _claim(asked, batch_size=asked.batch_size, timeout_s=wait_s))
+        )
     while True:
         look = _claim(asked, batch_size=asked.batch_size, blocking=False, peek=True)
-        ready = yield from _asked(session_state, asked, look)
+        ready = yield from _send_claim(session_state, asked, look)
         if len(ready.ids) < asked.batch_size:
             return None
         claimed = yield from _claim_exactly(session_state, asked, ready, ready.generations.tolist())
@@ -111,20 +115,20 @@ def claim_in_order(
             return claimed
 
 
-def _drawn(
+def _claim_by_draw(
     session_state: SessionState, asked: Asked, sampling: Sampling, sampler: DrawingSampler
 ) -> Operation[BatchMeta]:
-    """A share of a draw: of the one that was made, or of one made now."""
-    with _choosing(sampler):
+    """Return a share of the stored draw. Make and store a draw if none exists."""
+    with _sampler_errors(sampler):
         key, share = sampler.draw_key(asked.config), sampler.share_of(asked.config)
     wanted, end = sampler.wanted(asked.batch_size), time.monotonic() + sampling.wait_s
     while True:
-        made = None if key is None else (yield from _made_before(session_state, asked, key))
+        made = None if key is None else (yield from _stored_draw(session_state, asked, key))
         if made is None:
             ready = yield from _ready(
                 session_state, asked, sampling, wanted, end, most=wanted if sampler.first_only else EVERY
             )
-            with _choosing(sampler):
+            with _sampler_errors(sampler):
                 draw = sampler.draw(ready.generations.tolist(), asked.batch_size, _lengths(ready))
             if len(ready.ids) < wanted or draw is None:
                 if sampling.polling:
@@ -132,14 +136,16 @@ def _drawn(
                 wanted = len(ready.ids) + 1
                 continue
             claimed = yield from _claim_exactly(session_state, asked, ready, draw.samples)
-            if claimed is None or not (key is None or (yield from _tell(session_state, asked, key, claimed, draw))):
+            if claimed is None or not (
+                key is None or (yield from _store_draw(session_state, asked, key, claimed, draw))
+            ):
                 continue
-            made = _Made.of(claimed, draw)
+            made = _StoredDraw.of(claimed, draw)
         return (yield from _meta_of(session_state, asked, made.share(share)))
 
 
-def _sampled(session_state: SessionState, asked: Asked, sampling: Sampling) -> Operation[BatchMeta]:
-    """What a sampler of the user's chooses, be it one that inherits from those here."""
+def _claim_by_sampler(session_state: SessionState, asked: Asked, sampling: Sampling) -> Operation[BatchMeta]:
+    """Claim the choice of a user-defined sampler, which may be a subclass of the samplers here."""
     sampler, wanted, end = sampling.sampler, asked.batch_size, time.monotonic() + sampling.wait_s
     while True:
         known = sampling.polling or sampler.has_cached_result(asked.partition, asked.task, asked.config)
@@ -149,7 +155,7 @@ def _sampled(session_state: SessionState, asked: Asked, sampling: Sampling) -> O
             return BatchMeta.empty()
         indexes = ready.generations.tolist()
         view = PartitionView(asked.partition, ready)
-        with _choosing(sampler):
+        with _sampler_errors(sampler):
             given, consumed = sampler(list(indexes), asked.batch_size, partition=view, **asked.config)
         if len(given):
             new = set(indexes).intersection(consumed)
@@ -166,23 +172,23 @@ def _sampled(session_state: SessionState, asked: Asked, sampling: Sampling) -> O
 
 
 @contextlib.contextmanager
-def _choosing(sampler: BaseSampler) -> Iterator[None]:
-    """What a sampler raises is what `get_meta` refuses, as where it runs in the original's controller."""
+def _sampler_errors(sampler: BaseSampler) -> Iterator[None]:
+    """Convert a sampler's exception to `RefusedCallError`, as in the original, whose controller runs the sampler."""
     try:
         yield
     except Exception as error:
         raise RefusedCallError(f"{type(sampler).__name__}: {error}") from error
 
 
-# --- what the service is asked
+# --- requests to the service
 
 
 def _claim(asked: Asked, **more: Any) -> c.Claim:
     return c.Claim(partition=asked.partition, task=asked.task, fields=asked.fields, **more)
 
 
-def _asked(session_state: SessionState, asked: Asked, claim: c.Claim) -> Operation[c.Claimed]:
-    """The answer to a claim, for which partition and task are made if they are not there."""
+def _send_claim(session_state: SessionState, asked: Asked, claim: c.Claim) -> Operation[c.Claimed]:
+    """Send a claim and return its result. A missing partition or task is created."""
     try:
         return (yield Send(claim)).result  # type: ignore[no-any-return]
     except (PartitionNotFoundError, TaskNotFoundError):
@@ -193,7 +199,7 @@ def _asked(session_state: SessionState, asked: Asked, claim: c.Claim) -> Operati
 def _ready(
     session_state: SessionState, asked: Asked, sampling: Sampling, wanted: int, end: float, *, most: int
 ) -> Operation[c.Claimed]:
-    """The oldest `most` samples that the task may claim, when there are `wanted`; in polling what there is now."""
+    """Return the oldest `most` claimable samples once `wanted` are ready. When polling, return those ready now."""
     waits_s = max(end - time.monotonic(), 0.0)
     least = 1 if sampling.polling else wanted
     look = _claim(
@@ -204,20 +210,20 @@ def _ready(
         timeout_s=waits_s,
         peek=True,
     )
-    return (yield from _asked(session_state, asked, look))
+    return (yield from _send_claim(session_state, asked, look))
 
 
 def _claim_exactly(
     session_state: SessionState, asked: Asked, ready: c.Claimed, indexes: Sequence[int]
 ) -> Operation[c.Claimed | None]:
-    """The claim of exactly these of the samples that were ready; None where somebody was faster."""
+    """Claim exactly these of the ready samples. Return None if another claim took one of them first."""
     places = {generation: place for place, generation in enumerate(ready.generations.tolist())}
     chosen = [places[index] for index in indexes]
     samples = c.Samples(rows=ready.rows[chosen], generations=ready.generations[chosen])
     if not chosen:
         return msgspec.structs.replace(ready, ids=(), rows=samples.rows, generations=samples.generations, tags=())
     claim = _claim(asked, batch_size=len(chosen), blocking=False, samples=samples)
-    claimed: c.Claimed = yield from _asked(session_state, asked, claim)
+    claimed: c.Claimed = yield from _send_claim(session_state, asked, claim)
     return claimed if len(claimed.ids) else None
 
 
@@ -241,11 +247,11 @@ def _lengths(ready: c.Claimed) -> Lengths:
     return lengths
 
 
-# --- draws that are shared, kept in the service
+# --- shared draws, stored in the service
 
 
 @dataclass(frozen=True)
-class _Made:
+class _StoredDraw:
     """A draw whose samples are claimed."""
 
     rows: list[int]
@@ -253,7 +259,7 @@ class _Made:
     shares: list[list[int]]
 
     @classmethod
-    def of(cls, claimed: c.Claimed, draw: Draw) -> _Made:
+    def of(cls, claimed: c.Claimed, draw: Draw) -> _StoredDraw:
         return cls(claimed.rows.tolist(), claimed.generations.tolist(), draw.shares)
 
     def share(self, number: int) -> c.Samples:
@@ -266,18 +272,19 @@ def _draw_id(partition: str, task: str, key: str) -> str:
     return json.dumps([partition, task, key])
 
 
-def _made_before(session_state: SessionState, asked: Asked, key: str) -> Operation[_Made | None]:
-    """The draw that somebody made for this key."""
+def _stored_draw(session_state: SessionState, asked: Asked, key: str) -> Operation[_StoredDraw | None]:
+    """Return the draw that a process stored for this key, or None."""
     try:
         kept = yield from get.get(session_state, [_draw_id(asked.partition, asked.task, key)], ADAPTER, [DRAW], True)
     except NotFoundError:
         return None
-    return _Made(**kept[DRAW][0])
+    return _StoredDraw(**kept[DRAW][0])
 
 
-def _tell(session_state: SessionState, asked: Asked, key: str, claimed: c.Claimed, draw: Draw) -> Operation[bool]:
-    """Keep the draw for whoever shares it. False where another was kept meanwhile: then this one is given back."""
-    made = _Made.of(claimed, draw)
+def _store_draw(session_state: SessionState, asked: Asked, key: str, claimed: c.Claimed, draw: Draw) -> Operation[bool]:
+    """Store the draw for the callers that share it. If another draw was stored first, release this claim and return
+    False."""
+    made = _StoredDraw.of(claimed, draw)
     try:
         kept = {DRAW: [vars(made)]}
         yield from put(session_state, [_draw_id(asked.partition, asked.task, key)], ADAPTER, kept, mode="create")
@@ -290,7 +297,7 @@ def _tell(session_state: SessionState, asked: Asked, key: str, claimed: c.Claime
 
 
 def forget_draws(session_state: SessionState, partition: str) -> Operation[None]:
-    """The draws of a partition that is cleared are of no use any more."""
+    """Delete the stored draws of a partition that is cleared."""
     try:
         kept = yield from listed(session_state, ADAPTER)
     except PartitionNotFoundError:

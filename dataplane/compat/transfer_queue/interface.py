@@ -1,4 +1,4 @@
-"""The high-level interface: samples by key, each function once for callers that block and once to be awaited."""
+"""The high-level interface, which addresses samples by key. Each function has a blocking and an async form."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ def kv_put(
     tag: Tag | None = None,
     data_parser: Parser | None = None,
 ) -> KVBatchMeta:
-    """Store fields and tags of one sample; what it had otherwise stays. The partition is made if it is not there.
+    """Store fields and tags of one sample. Its other fields and tags stay. A missing partition is created.
 
-    fields: a TensorDict of one row, or a mapping of the sample's own values, without a batch dimension. data_parser
-    gets a dict of the fields first, in this process, and returns it with other values. Returns the sample with all its
-    tags and fields.
-    ValueError without fields and tag, and for nested tensors.
+    fields: a TensorDict of one row, or a mapping of the sample's values without a batch dimension. data_parser first
+    maps the dict of fields to one with other values, in this process. Return the meta of the sample, with all its tags
+    and fields. ValueError without fields and tag, and for nested tensors.
     """
     return current_client()._performer.do(_put, [key], partition_id, _one_row(fields, tag), _tag_list(tag), data_parser)
 
@@ -46,8 +45,8 @@ async def async_kv_put(
     data_parser: Parser | None = None,
 ) -> KVBatchMeta:
     """See `kv_put`."""
-    asked = [key], partition_id, _one_row(fields, tag), _tag_list(tag), data_parser
-    return await current_client()._performer.later(_put, *asked)
+    arguments = [key], partition_id, _one_row(fields, tag), _tag_list(tag), data_parser
+    return await current_client()._performer.later(_put, *arguments)
 
 
 def kv_batch_put(
@@ -57,10 +56,10 @@ def kv_batch_put(
     tags: Sequence[Tag] | None = None,
     data_parser: Parser | None = None,
 ) -> KVBatchMeta:
-    """Store fields and tags of N samples, visible all at once or not at all; see `kv_put`.
+    """Store fields and tags of N samples atomically; see `kv_put`.
 
-    fields: of N rows. tags: one mapping per key, of small scalars. Returns the samples with all their tags and the
-    fields that all of them have. ValueError without both, and for other numbers of rows or tags than keys.
+    fields: N rows each. tags: one mapping of scalars per key. Return the meta of the samples, with all their tags and
+    the fields that all of them have. ValueError without both, and for a number of rows or tags other than N.
     """
     _check_batch(keys, fields, tags)
     return current_client()._performer.do(_put, keys, partition_id, fields, tags, data_parser)
@@ -79,16 +78,16 @@ async def async_kv_batch_put(
 
 
 def kv_batch_get(keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None) -> TensorDict:
-    """The fields (None: those that all have) of these keys, in this order: rows of tensors nested, scalars `[N]`,
-    objects in a NonTensorStack.
+    """Return the fields (None: those that all keys have) of these keys, in this order: tensor rows nested, scalars
+    `[N]`, objects in a NonTensorStack.
 
-    Keys that are not there are left out, and fields that not all of the others have: with a warning, once for each
-    name. `StorageKeyNotFoundError` (a KeyError and a ValueError) where no key is there, or they have no field in
-    common; with `strict_reads` where any key or field is missing.
+    Missing keys are omitted, as are fields that not all of the other keys have. Each omitted name is logged once, as a
+    warning. `StorageKeyNotFoundError` (a KeyError and a ValueError) if no key exists or the keys have no field in
+    common; with `strict_reads`, if any key or field is missing.
     """
     client = current_client()
-    asked = _key_list(keys), partition_id, _field_list(select_fields), client.strict_reads
-    return client._performer.do(reads.get_keys, *asked)
+    arguments = _key_list(keys), partition_id, _field_list(select_fields), client.strict_reads
+    return client._performer.do(reads.get_keys, *arguments)
 
 
 async def async_kv_batch_get(
@@ -96,13 +95,13 @@ async def async_kv_batch_get(
 ) -> TensorDict:
     """See `kv_batch_get`."""
     client = current_client()
-    asked = _key_list(keys), partition_id, _field_list(select_fields), client.strict_reads
-    return await client._performer.later(reads.get_keys, *asked)
+    arguments = _key_list(keys), partition_id, _field_list(select_fields), client.strict_reads
+    return await client._performer.later(reads.get_keys, *arguments)
 
 
 def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: list[str] | str | None = None) -> TensorDict:
-    """`kv_batch_get` of the meta's keys; `select_fields` are to be among its fields (ValueError), which are the
-    default."""
+    """Call `kv_batch_get` for the meta's keys. `select_fields` defaults to the meta's fields. ValueError if it names
+    other fields."""
     return kv_batch_get(meta.keys, *_of_meta(meta, select_fields))
 
 
@@ -112,7 +111,7 @@ async def async_kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: list[str]
 
 
 def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
-    """The tags of every key, by partition (None: all). An unknown partition is not in it."""
+    """Return the tags of every key, by partition (None: of all partitions). An unknown partition has no entry."""
     return current_client().kv_list(partition_id)
 
 
@@ -122,7 +121,7 @@ async def async_kv_list(partition_id: str | None = None) -> dict[str, dict[str, 
 
 
 def kv_clear(keys: list[str] | str, partition_id: str) -> None:
-    """Drop these keys; those that are not there are ignored."""
+    """Drop the samples of these keys. Unknown keys are ignored."""
     current_client()._performer.do(mine.clear_keys, _key_list(keys), partition_id)
 
 
@@ -143,22 +142,22 @@ def _put(
     keys = list(keys)
     now, names = yield from mine.put_keys(session_state, keys, partition, given, tags)
     meta = KVBatchMeta(partition_id=partition, fields=names)
-    meta.keys, meta.tags = keys, now  # which nobody else has, so that they need not be copied
+    meta.keys, meta.tags = keys, now  # assigned, because __post_init__ would copy the tags, which are not shared
     return meta
 
 
 def _one_row(fields: Fields | None, tag: Tag | None) -> Fields | None:
-    """The fields of one sample, as a batch of one."""
+    """Return the fields of one sample as a batch of one row."""
     if fields is None and tag is None:
         raise ValueError("kv_put: pass fields, a tag, or both")
     if fields is None or isinstance(fields, TensorDict):
         return fields
     if not isinstance(fields, Mapping):
-        raise ValueError(f"kv_put: fields is a TensorDict or a mapping, got {type(fields).__name__}")
+        raise ValueError(f"kv_put: fields must be a TensorDict or a mapping, got {type(fields).__name__}")
     if any(isinstance(value, Tensor) and value.is_nested for value in fields.values()):
-        raise ValueError("kv_put: a nested tensor is a batch; use kv_batch_put")
+        raise ValueError("kv_put: a nested tensor is a batch of rows; use kv_batch_put")
     if any(type(name) is not str for name in fields):
-        raise ValueError(f"kv_put: names of fields are strings, got {list(fields)}")
+        raise ValueError(f"kv_put: field names must be strings, got {list(fields)}")
     return {
         name: value.unsqueeze(0) if isinstance(value, Tensor) else NonTensorStack(value)
         for name, value in fields.items()
@@ -174,9 +173,9 @@ def _check_batch(keys: Sequence[str], fields: Fields | None, tags: Sequence[Tag]
     if fields is None and tags is None:
         raise ValueError("kv_batch_put: pass fields, tags, or both")
     if isinstance(fields, TensorDictBase) and fields.batch_size[0] != len(keys):
-        raise ValueError(f"kv_batch_put: fields of batch_size {list(fields.batch_size)} for {len(keys)} keys")
+        raise ValueError(f"kv_batch_put: got fields of batch_size {list(fields.batch_size)} for {len(keys)} keys")
     if tags is not None and len(tags) != len(keys):
-        raise ValueError(f"kv_batch_put: {len(tags)} tags for {len(keys)} keys; pass one mapping per key")
+        raise ValueError(f"kv_batch_put: got {len(tags)} tags for {len(keys)} keys; pass one mapping per key")
 
 
 def _field_list(fields: list[str] | str | None) -> list[str] | None:
@@ -184,9 +183,9 @@ def _field_list(fields: list[str] | str | None) -> list[str] | None:
 
 
 def _of_meta(meta: KVBatchMeta, select_fields: list[str] | str | None) -> tuple[str, list[str] | None]:
-    """Partition and fields to read."""
+    """Return the partition and the fields to read."""
     if meta.partition_id is None:
-        raise ValueError("kv_batch_get_by_meta: the meta does not say of which partition it is")
+        raise ValueError("kv_batch_get_by_meta: the meta has no partition_id; set it to the partition of its keys")
     chosen = _field_list(select_fields)
     if chosen is None:
         return meta.partition_id, meta.fields

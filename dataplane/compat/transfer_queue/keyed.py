@@ -1,4 +1,4 @@
-"""What names samples by key, without holding their data."""
+"""`KVBatchMeta`, which names samples by key and does not hold their data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class KVBatchMeta:
-    """N samples by key, with their tags. ValueError for lists that do not align and for names that come twice."""
+    """The keys and tags of N samples. ValueError for lists of different lengths and for duplicate names."""
 
     keys: list[str] = field(default_factory=list)
     tags: list[dict[str, Any]] = field(default_factory=list)
@@ -23,12 +23,12 @@ class KVBatchMeta:
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.tags):
             raise ValueError(
-                f"KVBatchMeta: keys and tags must have same length, one mapping per key: got {len(self.keys)} keys and "
+                f"KVBatchMeta: keys and tags must have same length, one mapping per key; got {len(self.keys)} keys and "
                 f"{len(self.tags)} tags"
             )
         for what, names in (("key", self.keys), ("field", self.fields or ())):
             if len(set(names)) != len(names):
-                raise ValueError(f"KVBatchMeta: Got duplicated {what}s, each may come once")
+                raise ValueError(f"KVBatchMeta: Got duplicated {what}s; each must be unique")
         self.tags = copy.deepcopy(self.tags)
         self.extra_info = copy.deepcopy(self.extra_info)
 
@@ -48,9 +48,9 @@ class KVBatchMeta:
         return KVBatchMeta(keys, tags, self.partition_id, self.fields, self.extra_info)
 
     def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
-        """These keys, in this order. ValueError for one named twice, RuntimeError for one that is not here."""
+        """Return these keys, in this order. ValueError for duplicates, RuntimeError for a key that the meta lacks."""
         if len(set(keys_to_select)) != len(keys_to_select):
-            raise ValueError("select_keys: Contain duplicate keys, each may come once")
+            raise ValueError("select_keys: Contain duplicate keys; each must be unique")
         places = {key: place for place, key in enumerate(self.keys)}
         unknown = [key for key in keys_to_select if key not in places]
         if unknown:
@@ -58,22 +58,22 @@ class KVBatchMeta:
         return self._picked([places[key] for key in keys_to_select])
 
     def reorder(self, indexes: Sequence[int]) -> None:
-        """Put the samples into this order, in place. ValueError unless each place is named once."""
+        """Reorder the samples in place. ValueError unless `indexes` names each position once."""
         if len(indexes) != self.size:
             raise ValueError(f"reorder: {len(indexes)} indexes, which does not match the {self.size} samples")
         if len(set(indexes)) != len(indexes):
-            raise ValueError("reorder: Contain duplicate indexes, each place may come once")
+            raise ValueError("reorder: Contain duplicate indexes; each must be unique")
         picked = self._picked(indexes)
         self.keys, self.tags = picked.keys, picked.tags
 
     def chunk(self, chunks: int) -> list[KVBatchMeta]:
-        """In `chunks` parts as equal as can be, the first ones longer, the last ones possibly empty."""
+        """Split into `chunks` parts whose sizes differ by at most one, longer parts first. Parts can be empty."""
         return [self._picked(part) for part in parts_of(self.size, chunks)]
 
     @classmethod
     def concat(cls, data: Sequence[KVBatchMeta]) -> KVBatchMeta:
-        """The samples of all, in order; those without samples are left out. ValueError where partitions, fields or
-        entries of extra_info differ."""
+        """Join the samples of all metas, in order. Empty metas are ignored. ValueError if partitions, fields or entries
+        of extra_info differ."""
         parts = [part for part in data if part]
         if not parts:
             return cls()
@@ -95,7 +95,7 @@ class KVBatchMeta:
 
 
 def joined_info(infos: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
-    """All entries of all. ValueError where two differ."""
+    """Merge the entries of all mappings. ValueError if two values of a key differ."""
     joined: dict[str, Any] = {}
     for info in infos:
         for key, value in info.items():
@@ -114,6 +114,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def parts_of(size: int, chunks: int) -> list[range]:
+    """Split the positions 0..size-1 into `chunks` ranges of nearly equal length. ValueError for `chunks` below 1."""
     if isinstance(chunks, bool) or not isinstance(chunks, Integral) or chunks < 1:
         raise ValueError(f"chunks={chunks!r}: expected an integer of 1 or more")
     each, longer = divmod(size, chunks)

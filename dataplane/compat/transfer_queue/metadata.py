@@ -1,4 +1,4 @@
-"""What names samples by global index, without holding their data."""
+"""`BatchMeta`, which names samples by global index and does not hold their data."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Int8s = npt.NDArray[np.int8]
 
 
 class BatchMeta:
-    """N samples and what is known of them.
+    """The metadata of N samples.
 
-    global_indexes `[N]`: the number of each sample, never used again. partition_ids `[N]`. field_schema: of each field
-    "dtype", "shape" of a row (None where rows differ), "is_nested", "is_non_tensor", and where rows differ
-    "per_sample_shapes" `[N]`. production_status `[N]`: 1 where all fields are there. extra_info: of the batch.
-    custom_meta `[N]`: the tags of each sample.
+    global_indexes `[N]`: the number of each sample, never reused. partition_ids `[N]`. field_schema: per field,
+    "dtype", "shape" of a row (None if rows differ), "is_nested", "is_non_tensor", and "per_sample_shapes" `[N]` if rows
+    differ. production_status `[N]`: 1 if the sample has all fields. extra_info: metadata of the batch. custom_meta
+    `[N]`: the tags of each sample.
 
-    Metas that the service made know which very samples they mean: used after those were cleared, they are refused.
-    ValueError for lists that do not align.
+    A meta that the service returned identifies exact samples. It is rejected once these samples were cleared.
+    ValueError for lists of different lengths.
     """
 
     __slots__ = (
@@ -77,13 +77,13 @@ class BatchMeta:
             given[f"per_sample_shapes of field {name!r}"] = shapes
         for what, values in given.items():
             if len(values) != size:
-                raise ValueError(f"BatchMeta: {len(values)} {what} for {size} global_indexes")
+                raise ValueError(f"BatchMeta: got {len(values)} {what} for {size} global_indexes")
 
     def _shapes(self) -> dict[str, list[Any]]:
         found = {name: known.get("per_sample_shapes") for name, known in self.field_schema.items()}
         return {name: shapes for name, shapes in found.items() if shapes is not None}
 
-    # --- what it says
+    # --- properties
 
     @property
     def size(self) -> int:
@@ -95,32 +95,32 @@ class BatchMeta:
 
     @property
     def field_names(self) -> list[str]:
-        """The fields, sorted."""
+        """The names of the fields, sorted."""
         return sorted(self.field_schema)
 
     @property
     def is_ready(self) -> bool:
-        """Whether there are samples, all with all fields."""
+        """Whether the meta has samples and all of them have all fields."""
         return self.size > 0 and bool((self.production_status == 1).all())
 
     @property
     def samples(self) -> SampleViews:
-        """Each sample, to look at."""
+        """A read-only view of each sample."""
         return SampleViews(self)
 
     def get_dtypes(self, field_name: str) -> list[Any]:
-        """The field's dtype, N times. KeyError for an unknown field."""
+        """Return the field's dtype N times. KeyError for an unknown field."""
         return [self._schema_of(field_name).get("dtype")] * self.size
 
     def get_shapes(self, field_name: str) -> list[Any]:
-        """The shape of each row. KeyError for an unknown field."""
+        """Return the shape of each row. KeyError for an unknown field."""
         known = self._schema_of(field_name)
         shapes = known.get("per_sample_shapes")
         return [known.get("shape")] * self.size if shapes is None else list(shapes)
 
     def _schema_of(self, name: str) -> FieldSchema:
         if name not in self.field_schema:
-            raise KeyError(f"this BatchMeta has no field {name!r}, only {self.field_names}")
+            raise KeyError(f"BatchMeta has no field {name!r}; its fields are {self.field_names}")
         return self.field_schema[name]
 
     # --- extra_info and custom_meta
@@ -132,14 +132,14 @@ class BatchMeta:
         self.extra_info[key] = value
 
     def get_all_extra_info(self) -> dict[str, Any]:
-        """A deep copy."""
+        """Return a deep copy of `extra_info`."""
         return copy.deepcopy(self.extra_info)
 
     def update_extra_info(self, info_dict: Mapping[str, Any]) -> None:
         self.extra_info.update(info_dict)
 
     def remove_extra_info(self, key: str) -> Any:
-        """The value that was there, or None."""
+        """Remove an entry. Return its value, or None if it did not exist."""
         return self.extra_info.pop(key, None)
 
     def clear_extra_info(self) -> None:
@@ -149,29 +149,29 @@ class BatchMeta:
         return key in self.extra_info
 
     def get_all_custom_meta(self) -> list[dict[str, Any]]:
-        """A deep copy of the tags, one mapping per sample."""
+        """Return a deep copy of the tags, one mapping per sample."""
         return copy.deepcopy(self.custom_meta)
 
     def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]] | None) -> None:
-        """Merge one mapping per sample into the tags here; `set_custom_meta` or `put` tell the service."""
+        """Merge one mapping per sample into this meta's tags. `set_custom_meta` or `put` send them to the service."""
         if custom_meta is None:
             return
         if len(custom_meta) != self.size:
-            raise ValueError(f"custom_meta: {len(custom_meta)} mappings for {self.size} samples")
+            raise ValueError(f"custom_meta: got {len(custom_meta)} mappings for {self.size} samples")
         for mine, new in zip(self.custom_meta, custom_meta, strict=True):
             mine.update(new)
 
     def clear_custom_meta(self) -> None:
-        """Forget the tags here; the service keeps them."""
+        """Remove the tags from this meta; the service keeps them."""
         self.custom_meta = [{} for _ in range(self.size)]
 
-    # --- other fields, other samples
+    # --- selecting fields and samples
 
     def add_fields(self, tensor_dict: TensorDict, set_all_ready: bool = True) -> BatchMeta:
-        """Know the fields of `tensor_dict` `[N]`, too, and by default be ready; changes and returns this meta."""
+        """Add the fields of `tensor_dict` `[N]` and, by default, mark all samples ready. Return this meta."""
         count = int(tensor_dict.batch_size[0])
         if count and count != self.size:
-            raise ValueError(f"add_fields: a TensorDict of {count} rows for {self.size} samples")
+            raise ValueError(f"add_fields: got a TensorDict of {count} rows for {self.size} samples")
         if count:
             self.field_schema.update(extract_field_schema(tensor_dict))
             if set_all_ready:
@@ -179,7 +179,7 @@ class BatchMeta:
         return self
 
     def select_fields(self, field_names: Sequence[str]) -> BatchMeta:
-        """Of these fields only; those that it has not are left out."""
+        """Return a copy with these fields only. Unknown fields are ignored."""
         made = self.copy()
         made.field_schema = {name: made.field_schema[name] for name in field_names if name in made.field_schema}
         made._custom_backend_meta = [
@@ -189,15 +189,15 @@ class BatchMeta:
         return made
 
     def select_samples(self, sample_indices: Sequence[int]) -> BatchMeta:
-        """The samples at these places, in that order. ValueError for places outside [0, N)."""
+        """Return the samples at these positions, in that order. ValueError for positions outside [0, N)."""
         if any(not 0 <= place < self.size for place in sample_indices):
-            raise ValueError(f"select_samples: places must be in [0, {self.size})")
+            raise ValueError(f"select_samples: sample_indices must be in [0, {self.size})")
         return self._picked(list(sample_indices))
 
     def reorder(self, indices: Sequence[int]) -> None:
-        """Put the samples into this order, a permutation of 0..N-1, in place."""
+        """Reorder the samples in place. `indices` is a permutation of 0..N-1, otherwise ValueError."""
         if sorted(indices) != list(range(self.size)):
-            raise ValueError(f"reorder: expected every place of {self.size} samples once, got {len(indices)} places")
+            raise ValueError(f"reorder: expected a permutation of {self.size} positions, got {len(indices)} positions")
         picked = self._picked(list(indices))
         for name in self.__slots__:
             setattr(self, name, getattr(picked, name))
@@ -218,29 +218,29 @@ class BatchMeta:
         )
 
     def _named(self, names: list[str] | None, rows: list[int] | None) -> BatchMeta:
-        """With what finds the samples: the id and the row of each."""
+        """Set the id and the row of each sample, by which the service finds them. Return this meta."""
         self._names, self._rows = names, rows
         return self
 
     def copy(self) -> BatchMeta:
-        """A deep copy."""
+        """Return a deep copy."""
         return copy.deepcopy(self)
 
     def __getitem__(self, item: int | slice) -> BatchMeta:
         if isinstance(item, slice):
             return self._picked(list(range(*item.indices(self.size))))
         if not isinstance(item, int | np.integer):
-            raise TypeError(f"a BatchMeta is indexed by an integer or a slice, not by {type(item).__name__}")
+            raise TypeError(f"BatchMeta indexes must be integers or slices, not {type(item).__name__}")
         if not -self.size <= item < self.size:
-            raise IndexError(f"sample {item} of a BatchMeta of {self.size}")
+            raise IndexError(f"index {item} is out of range for a BatchMeta of {self.size} samples")
         return self._picked([int(item) % self.size])
 
     def chunk(self, chunks: int) -> list[BatchMeta]:
-        """In `chunks` parts as equal as can be, the first ones longer, the last ones possibly empty."""
+        """Split into `chunks` parts whose sizes differ by at most one, longer parts first. Parts can be empty."""
         return [self._picked(list(part)) for part in parts_of(self.size, chunks)]
 
     def chunk_by_partition(self) -> list[BatchMeta]:
-        """One meta for each partition."""
+        """Split into one meta per partition."""
         places: dict[str, list[int]] = {}
         for place, partition in enumerate(self.partition_ids):
             places.setdefault(partition, []).append(place)
@@ -249,13 +249,13 @@ class BatchMeta:
     # --- joining
 
     def union(self, other: BatchMeta) -> BatchMeta:
-        """The same samples with the fields of both; where both say something, `other` is right. Ready where both are.
-        ValueError for other samples. A side without samples changes nothing."""
+        """Return the same samples with the fields of both metas. Entries of `other` take precedence. A sample is ready
+        if it is ready in both. ValueError if the samples differ. An empty meta on either side is ignored."""
         if not other or not self:
             return (other if other else self).copy()
         for name in ("global_indexes", "partition_ids"):
             if getattr(self, name) != getattr(other, name):
-                raise ValueError(f"BatchMeta.union: {name} do not match, expected the same samples in the same order")
+                raise ValueError(f"BatchMeta.union: {name} do not match; pass the same samples in the same order")
         made = self.copy()
         made.field_schema |= copy.deepcopy(other.field_schema)
         made.production_status &= other.production_status
@@ -267,7 +267,7 @@ class BatchMeta:
 
     @classmethod
     def concat(cls, data: Sequence[BatchMeta], validate: bool = True) -> BatchMeta:
-        """The samples of all, in order; those without samples are left out. ValueError where fields, their dtypes or
+        """Join the samples of all metas, in order. Empty metas are ignored. ValueError if fields, their dtypes or
         entries of extra_info differ."""
         parts = [part for part in data if part]
         if not parts:
@@ -291,7 +291,7 @@ class BatchMeta:
 
     @classmethod
     def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:
-        """No samples."""
+        """Return a meta without samples."""
         return cls([], [], extra_info=extra_info)
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -300,7 +300,7 @@ class BatchMeta:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         for name, value in zip(self.__slots__, state, strict=True):
             setattr(self, name, value)
-        self.production_status = np.array(self.production_status)  # whoever unpickles may give memory to read only
+        self.production_status = np.array(self.production_status)  # unpickled arrays can be read-only
 
     def __repr__(self) -> str:
         return (
@@ -310,7 +310,7 @@ class BatchMeta:
 
 
 class SampleView:
-    """One sample of a `BatchMeta`, to look at."""
+    """A read-only view of one sample of a `BatchMeta`."""
 
     __slots__ = ("_batch", "_place")
 
@@ -336,7 +336,7 @@ class SampleView:
 
     @property
     def fields(self) -> MappingProxyType[str, MappingProxyType[str, Any]]:
-        """Of each field what is known of this sample's row."""
+        """The schema of this sample's row, by field."""
         found = {}
         for name, known in self._batch.field_schema.items():
             mine = _picked_schema(known, [self._place])
@@ -349,7 +349,7 @@ class SampleView:
 
 
 class SampleViews(Sequence[SampleView]):
-    """The samples of a `BatchMeta`."""
+    """A read-only view of the samples of a `BatchMeta`."""
 
     def __init__(self, batch: BatchMeta) -> None:
         self._batch = batch
@@ -374,7 +374,7 @@ def _check_alike(parts: Sequence[BatchMeta]) -> None:
     first = parts[0]
     for part in parts[1:]:
         if part.field_names != first.field_names:
-            raise ValueError(f"BatchMeta.concat: fields {first.field_names} and {part.field_names}")
+            raise ValueError(f"BatchMeta.concat: fields do not match: {first.field_names} and {part.field_names}")
         for name, known in first.field_schema.items():
             dtype, other = known.get("dtype"), part.field_schema[name].get("dtype")
             if dtype != other:
@@ -382,7 +382,7 @@ def _check_alike(parts: Sequence[BatchMeta]) -> None:
 
 
 def _joined_schema(name: str, parts: Sequence[BatchMeta]) -> FieldSchema:
-    """What is known of the field's rows in all parts."""
+    """Join the field's schemas of all parts."""
     known = [part.field_schema.get(name, {}) for part in parts]
     nested = any(schema.get("is_nested") for schema in known)
     joined = {**known[0], "is_nested": nested, "shape": None if nested else known[0].get("shape")}

@@ -1,5 +1,5 @@
-"""What the adapter does with the service, each once: generators of steps, which the sync and the async client perform
-like the client's own operations."""
+"""The adapter's operations on the service, each written once: generators of steps, which the sync and the async client
+perform like the native client's operations."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from dataplane.ledger.state.limits import Limits
 log = logging.getLogger(__name__)
 
 UNNAMED = "_unnamed/"
-"""Ids of samples that were put without keys begin so."""
+"""Prefix of the ids of samples that were put without keys."""
 
 ADAPTER = "dataplane.compat.transfer_queue"
-"""The partition of what the adapter itself keeps in the service."""
+"""The partition in which the adapter stores its own data."""
 
 EVERY = Limits().samples
 TRIES = 8
@@ -51,7 +51,7 @@ Found = c.Claimed | c.Listed
 def extend(
     session_state: SessionState, partition: str, *, tasks: Sequence[str] = (), fields: Mapping[str, Any] | None = None
 ) -> Send:
-    """The step that makes the partition, or adds to it."""
+    """Return the step that creates the partition, or adds tasks and fields to it."""
     if fields:
         session_state.schemas.forget(partition)
     return Send(
@@ -60,7 +60,7 @@ def extend(
 
 
 def is_key(name: str) -> bool:
-    """Whether a sample's id is a key that somebody gave it."""
+    """Whether a sample's id is a key that a caller chose."""
     return not name.startswith(UNNAMED)
 
 
@@ -70,7 +70,7 @@ def is_key(name: str) -> bool:
 def batch_of(
     session_state: SessionState, partition: str, found: Found, fields: Sequence[str], status: int | None = None
 ) -> Operation[BatchMeta]:
-    """The meta of samples that the service named; status: what is known already of all of them."""
+    """Build the meta of samples that the service returned. status: the production status of all of them, if known."""
     located = yield from _located(session_state, partition, found, fields)
     count = len(found.ids)
     known = columns.known_fields(located, fields)
@@ -98,12 +98,12 @@ def _located(
 
 
 def listed(session_state: SessionState, partition: str, samples: c.Samples | None = None) -> Operation[c.Listed]:
-    """All samples, oldest first, or these."""
+    """List all samples, oldest first, or these samples."""
     return (yield Send(c.List(partition=partition, samples=samples))).result  # type: ignore[no-any-return]
 
 
 def named(session_state: SessionState, meta: BatchMeta) -> Operation[list[tuple[list[int], Meta]]]:
-    """The samples of a meta as the service knows them, by partition: their places in the meta, and a meta of ours."""
+    """Resolve the samples of a meta, by partition: their positions in the meta, and a native meta of them."""
     parts: dict[str, list[int]] = {}
     for place, partition in enumerate(meta.partition_ids):
         parts.setdefault(partition, []).append(place)
@@ -122,12 +122,12 @@ def named(session_state: SessionState, meta: BatchMeta) -> Operation[list[tuple[
 def _by_index(
     session_state: SessionState, partition: str, indexes: Sequence[int]
 ) -> Operation[tuple[list[str], list[int]]]:
-    """Ids and rows of samples of which only the global indexes are known."""
+    """Look up ids and rows by global index. `StorageKeyNotFoundError` for unknown indexes."""
     every = yield from listed(session_state, partition)
     places = {generation: place for place, generation in enumerate(every.generations.tolist())}
     missing = [index for index in indexes if index not in places]
     if missing:
-        raise StorageKeyNotFoundError(f"partition {partition!r} has no samples of indexes {first_few(missing)}")
+        raise StorageKeyNotFoundError(f"partition {partition!r} has no samples with indexes {first_few(missing)}")
     chosen = [places[index] for index in indexes]
     return [every.ids[place] for place in chosen], every.rows[chosen].tolist()
 
@@ -136,8 +136,8 @@ def _by_index(
 
 
 def of_keys(session_state: SessionState, keys: Sequence[str], partition: str, create: bool) -> Operation[BatchMeta]:
-    """The samples of these keys that are there, with the fields that all of them have; `create` makes the missing
-    ones, without fields."""
+    """Return the meta of the samples with these keys, with the fields that all of them have. `create` adds missing
+    samples, without fields."""
     try:
         if create:
             yield from put(session_state, keys, partition, None)
@@ -147,12 +147,12 @@ def of_keys(session_state: SessionState, keys: Sequence[str], partition: str, cr
             log.warning("partition %r: the keys %s were not found", partition, first_few(missing))
         return (yield from batch_of(session_state, partition, found, found.fields))
     except PartitionNotFoundError:
-        log.warning("there is no partition %r", partition)
+        log.warning("partition %r was not found; an empty meta is returned", partition)
         return BatchMeta.empty()
 
 
 def living(session_state: SessionState, keys: Sequence[str], partition: str) -> Operation[c.Listed]:
-    """The samples of those of these keys that are there, one that comes twice twice."""
+    """List the samples of these keys. Missing keys are omitted; a repeated key gets repeated entries."""
     samples = c.Samples(ids=tuple(keys))
     for _ in range(TRIES):
         try:
@@ -163,7 +163,9 @@ def living(session_state: SessionState, keys: Sequence[str], partition: str) -> 
             yield Post(c.Release(located=sent.number))
             there = sent.result.rows >= 0
             samples = c.Samples(rows=sent.result.rows[there], generations=sent.result.generations[there])
-    raise TransferQueueError(f"partition {partition!r}: its samples change faster than they can be looked up")
+    raise TransferQueueError(
+        f"partition {partition!r}: keys were cleared during every lookup; retry, or clear less often"
+    )
 
 
 def put_keys(
@@ -173,21 +175,21 @@ def put_keys(
     fields: Mapping[str, Any] | TensorDictBase | None,
     tags: Sequence[Mapping[str, Any]] | None,
 ) -> Operation[tuple[list[dict[str, Any]], list[str]]]:
-    """Put by key; the tags and fields that the samples have then."""
+    """Put by key. Return all tags of each sample, and the fields that all of them have, after the put."""
     committed = yield from put(session_state, keys, partition, fields, tag_columns(tags, len(keys)), listed=True)
     return tags_of(committed.tags, len(keys)), sorted(committed.fields)
 
 
 def clear_keys(session_state: SessionState, keys: Sequence[str], partition: str) -> Operation[None]:
-    """Drop those of these keys that are there."""
+    """Drop the samples of these keys. Unknown keys are ignored."""
     try:
         yield Send(c.Clear(partition=partition, samples=c.Samples(ids=tuple(keys))))
     except PartitionNotFoundError:
-        log.warning("there is no partition %r to clear keys of", partition)
+        log.warning("partition %r was not found; no keys were cleared", partition)
 
 
 def list_keys(session_state: SessionState, partition: str | None) -> Operation[dict[str, dict[str, Any]]]:
-    """The tags of every key, by partition; an unknown partition has none."""
+    """Return the tags of every key, by partition. An unknown partition has no entry."""
     names = (yield from partitions(session_state)) if partition is None else [partition]
     info: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -203,7 +205,7 @@ def list_keys(session_state: SessionState, partition: str | None) -> Operation[d
 
 
 def keys_of(session_state: SessionState, indexes: Sequence[int], partition: str) -> Operation[list[str | None]]:
-    """The key of each sample; None for one that has none, or is not there."""
+    """Return the key of each sample, or None if the sample has no key or does not exist."""
     try:
         found = yield from listed(session_state, partition)
     except PartitionNotFoundError:
@@ -225,8 +227,8 @@ def put(
     *,
     listed: bool = False,
 ) -> Operation[c.Committed]:
-    """Put into a partition that is made if it is not there. Values of a field that do not fit its live rows go to its
-    hidden column, as objects; those of these rows that are in the other column go with the same commit."""
+    """Put into a partition, which is created if missing. Values of a field that do not fit its live rows go to its
+    hidden column, as objects. The same commit removes these rows' values from the other column."""
     ids, encoded = ids_of(names), None if fields is None else columns.to_columns(fields)
     declared = columns.declared_fields(encoded or {})
     known = session_state.schemas.get(partition) or Schema()
@@ -257,9 +259,9 @@ def insert(
     fields: Mapping[str, Any] | None = None,
     coming: Sequence[str] = (),
 ) -> Operation[BatchMeta]:
-    """New samples without keys, with these fields if any; `coming` are fields that will be put later."""
+    """Create samples without keys, with these fields if any. coming: fields that will be put later."""
     if count < 1:
-        raise ValueError(f"{count} new samples: put at least one")
+        raise ValueError(f"{count} new samples: expected at least 1")
     batch = uuid4().hex
     names = [f"{UNNAMED}{batch}/{row}" for row in range(count)]
     made = yield from put(session_state, names, partition, fields, mode="create")
@@ -270,7 +272,7 @@ def insert(
 
 
 def put_batch(session_state: SessionState, meta: BatchMeta, data: Mapping[str, Any]) -> Operation[None]:
-    """Fields and tags of the samples of a meta."""
+    """Put fields and the meta's tags for the samples of a meta."""
     parts = yield from named(session_state, meta)
     for places, names in parts:
         tags = [meta.custom_meta[place] for place in places]
@@ -280,7 +282,7 @@ def put_batch(session_state: SessionState, meta: BatchMeta, data: Mapping[str, A
 
 
 def clear_batch(session_state: SessionState, meta: BatchMeta) -> Operation[None]:
-    """Drop those samples of a meta that still are there."""
+    """Drop the samples of a meta. Samples that no longer exist are ignored."""
     for part in meta.chunk_by_partition():
         partition = part.partition_ids[0]
         try:
@@ -292,11 +294,11 @@ def clear_batch(session_state: SessionState, meta: BatchMeta) -> Operation[None]
             samples = c.Samples(rows=np.array(rows, np.int64), generations=np.array(generations, np.int64))
             yield Send(c.Clear(partition=partition, samples=samples))
         except PartitionNotFoundError:
-            log.info("there is no partition %r to clear samples of", partition)
+            log.info("partition %r was not found; no samples were cleared", partition)
 
 
 def set_tags(session_state: SessionState, meta: BatchMeta) -> Operation[None]:
-    """Merge the meta's tags into those of its samples. A partition that is not there is ignored."""
+    """Merge the meta's tags into those of its samples. An unknown partition is ignored."""
     for part in meta.chunk_by_partition():
         try:
             for places, names in (yield from named(session_state, part)):
@@ -304,11 +306,11 @@ def set_tags(session_state: SessionState, meta: BatchMeta) -> Operation[None]:
                 told = c.SetTags(partition=names.partition_id, samples=samples_of(names), tags=tags)
                 yield from naming(names.sample_ids, told)
         except PartitionNotFoundError:
-            log.warning("there is no partition %r: its custom_meta is ignored", part.partition_ids[0])
+            log.warning("partition %r was not found; its custom_meta is ignored", part.partition_ids[0])
 
 
 def whole_partition(session_state: SessionState, partition: str, fields: Sequence[str]) -> Operation[BatchMeta]:
-    """Every sample, ready or not, claimed or not."""
+    """Return the meta of every sample, ready or not, claimed or not."""
     found = yield from listed(session_state, partition)
     return (yield from batch_of(session_state, partition, found, fields))
 
@@ -317,7 +319,7 @@ def whole_partition(session_state: SessionState, partition: str, fields: Sequenc
 
 
 def partitions(session_state: SessionState) -> Operation[list[str]]:
-    """All but the adapter's own."""
+    """Return the names of all partitions except the adapter's own."""
     report = yield from stats(session_state)
     return [found.partition for found in report.partitions if found.partition != ADAPTER]
 
@@ -325,8 +327,8 @@ def partitions(session_state: SessionState) -> Operation[list[str]]:
 def consumption(
     session_state: SessionState, task: str, partition: str, expected: int
 ) -> Operation[tuple[Tensor | None, Tensor | None]]:
-    """Indexes of the samples, and 1 for those that the task has claimed. Until `expected` samples were born, an index
-    of -1 stands for each that is to come."""
+    """Return the indexes of the samples, and 1 for each sample that the task has claimed. Each of the `expected`
+    samples that has not been created yet has the index -1."""
     try:
         every = yield from listed(session_state, partition)
     except PartitionNotFoundError:
@@ -353,7 +355,8 @@ def consumption(
 def production(
     session_state: SessionState, fields: Sequence[str], partition: str
 ) -> Operation[tuple[Tensor | None, Tensor | None]]:
-    """Indexes of the samples, and for each field 1 where it was put, `[N, F]`; (None, None) for what is unknown."""
+    """Return the indexes of the samples `[N]`, and 1 for each field that was put, `[N, F]`. (None, None) for an unknown
+    partition or field."""
     try:
         described = (yield Send(c.Describe(partition=partition))).result
         if not fields or any(name not in described.fields for name in fields):
@@ -367,7 +370,7 @@ def production(
 
 
 def reset(session_state: SessionState, partition: str, task: str | None) -> Operation[bool]:
-    """Nothing counts as claimed any more, by the task or by all of them."""
+    """Reset the claims of the task (None: of all tasks). Return False if samples changed during every try."""
     for _ in range(TRIES):
         try:
             tasks = (yield Send(c.Describe(partition=partition))).result.tasks
@@ -376,7 +379,7 @@ def reset(session_state: SessionState, partition: str, task: str | None) -> Oper
             for name in tasks if task is None else [found for found in tasks if found == task]:
                 yield Send(c.Nack(partition=partition, task=name, samples=samples))
         except PartitionNotFoundError:
-            log.warning("there is no partition %r to reset", partition)
+            log.warning("partition %r was not found; no claims were reset", partition)
         except StaleSampleError:
             continue
         return True

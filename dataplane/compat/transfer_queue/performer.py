@@ -1,4 +1,4 @@
-"""Operations performed for callers: in their own thread, or awaited from whatever event loop they run."""
+"""Perform operations for callers, either in the calling thread or awaited from any event loop."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class Performer:
-    """Two sessions of one service, each opened when first used: one for callers that block, and one for those that
-    await, which lives on an event loop of its own, so that theirs may come and go. In a forked child both are new."""
+    """Two sessions of one service, each opened on first use: one for blocking callers and one for async callers. The
+    latter runs on a separate event loop, so that it outlives the callers' loops. A forked child opens new sessions."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self.client = DataPlaneClient(config)
         self._awaited = ForkLocal(lambda: _Background(config))
 
     def do(self, operation: Callable[..., Operation[T]], *args: Any) -> T:
-        """Perform it in this thread."""
+        """Perform the operation in this thread."""
         with translated():
             return self.client.perform(operation, *args)
 
     async def later(self, operation: Callable[..., Operation[T]], *args: Any) -> T:
-        """Perform it and await the outcome. Cancelling detaches as `AsyncDataPlaneClient` says."""
+        """Perform the operation and await its result. `AsyncDataPlaneClient` documents the effect of a cancellation."""
         with translated():
             return await asyncio.wrap_future(self._awaited.get().submit(operation, *args))
 
     def close(self) -> None:
-        """End both. Idempotent."""
+        """Close both sessions. Idempotent."""
         self._awaited.close()
         self.client.close()
 
 
 class _Background:
-    """A thread with an event loop, and an async client on it."""
+    """A background thread with an event loop that runs an async client."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self._client = AsyncDataPlaneClient(config)
@@ -69,7 +69,7 @@ class _Background:
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """What is not there is the error that callers of the original know."""
+    """Convert `NotFoundError` to `StorageKeyNotFoundError`, which callers of the original can catch."""
     try:
         yield
     except NotFoundError as error:

@@ -1,5 +1,4 @@
-"""What the adapter reads of samples: by key, where it leaves out what is not there as the original does, and by meta,
-where it does not."""
+"""Reads of samples. A read by key omits missing keys and fields, as in the original. A read by meta does not."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ log = logging.getLogger(__name__)
 def get_keys(
     session_state: SessionState, keys: Sequence[str], partition: str, fields: Sequence[str] | None, strict: bool
 ) -> Operation[TensorDict]:
-    """The fields (None: all that all of them have) of these keys, one that comes twice twice. Keys that are not there
-    and fields that only some of the keys have are left out; strict: they are an error."""
+    """Return the fields (None: those that all keys have) of these keys; a repeated key gets repeated rows. Missing keys
+    and fields that only some keys have are omitted, or an error if strict."""
     distinct = list(dict.fromkeys(keys))
     if strict:
         found, data = distinct, (yield from _all(session_state, distinct, partition, fields))
@@ -53,11 +52,12 @@ def _all(
 def _strictly(
     session_state: SessionState, names: Names, partition: str, fields: Sequence[str]
 ) -> Operation[TensorDict]:
-    """Exactly these fields of these samples. `NotFoundError` names what is missing."""
+    """Return exactly these fields of these samples. `NotFoundError` names a missing sample or field."""
     try:
         data: TensorDict = yield from get.get(session_state, names, partition, fields, True)
     except (FieldNotFoundError, FieldNotProducedError):
-        places, data = yield from get.get_present(session_state, names, partition, fields)  # some rows may be variants
+        # Some rows can be in the field's hidden column, which `get` does not read.
+        places, data = yield from get.get_present(session_state, names, partition, fields)
         if len(places) < len(ids_of(names)) or any(name not in data for name in fields):
             raise
     return columns.from_columns(data)
@@ -66,7 +66,7 @@ def _strictly(
 def _present(
     session_state: SessionState, keys: Sequence[str], partition: str, fields: Sequence[str] | None
 ) -> Operation[tuple[list[str], TensorDict]]:
-    """The keys that are there, and what they have."""
+    """Return the keys that exist, and their fields. Missing keys and fields are logged."""
     try:
         wanted = list(
             dict.fromkeys((yield from living(session_state, keys, partition)).fields if fields is None else fields)
@@ -97,18 +97,17 @@ def _nothing() -> TensorDict:
 
 def _no_fields(partition: str, keys: Sequence[str]) -> StorageKeyNotFoundError:
     return StorageKeyNotFoundError(
-        f"some fields are not ready: the keys {first_few(keys)} of partition {partition!r} have no field that all of "
-        "them have"
+        f"some fields are not ready: the keys {first_few(keys)} of partition {partition!r} have no field in common"
     )
 
 
 def _left_out(session_state: SessionState, what: str, partition: str, names: Iterable[str]) -> None:
-    """Say so once for each name."""
+    """Log each omitted name once."""
     new = session_state.warned.first(f"read {what}", partition, names)
     if new:
         log.warning(
-            "partition %r: a read leaves out the %s %s, which are not there for all that it names (with "
-            "strict_reads=True this is an error)",
+            "partition %r: a read omitted the %s %s, which do not exist for all its keys and fields; set "
+            "strict_reads=True to make this an error",
             partition,
             what,
             first_few(new),
@@ -116,7 +115,7 @@ def _left_out(session_state: SessionState, what: str, partition: str, names: Ite
 
 
 def get_batch(session_state: SessionState, meta: BatchMeta) -> Operation[TensorDict]:
-    """The fields of the samples of a meta, of one that is in it twice twice."""
+    """Return the fields of the samples of a meta. A repeated sample gets repeated rows."""
     samples = list(zip(meta.partition_ids, meta.global_indexes, strict=True))
     distinct = list(dict.fromkeys(samples))
     if len(distinct) < meta.size:
@@ -138,6 +137,6 @@ def get_batch(session_state: SessionState, meta: BatchMeta) -> Operation[TensorD
 
 
 def _repeated(data: TensorDict, there: Sequence[Any], wanted: Sequence[Any]) -> TensorDict:
-    """The rows of `there`, one after another as they are `wanted`."""
+    """Return the rows of `data`, which are those of `there`, in the order of `wanted`."""
     places = {sample: place for place, sample in enumerate(there)}
     return TensorDict(columns.rows_at(data, [places[sample] for sample in wanted]), batch_size=[len(wanted)])

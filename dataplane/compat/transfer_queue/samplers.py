@@ -1,5 +1,5 @@
-"""Which ready samples a task gets. The samplers here decide wherever `get_meta` is called; what ranks are to share is
-kept in the service, so that it does not matter which process asks."""
+"""Samplers, which choose the ready samples that a task gets. A sampler runs in the process that calls `get_meta`. Draws
+that ranks share are stored in the service, so that any process can request them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 from dataplane.data.packing.balance import deal
 
 Lengths = Callable[[Sequence[int]], Sequence[int]]
-"""The length of each of these samples."""
+"""Returns the length of each of these samples."""
 
 LENGTH_TAG = "total_lengths"
 
 
 class BaseSampler(ABC):
-    """Subclasses choose: `sample` gets the global indexes of the samples that are ready and unclaimed, oldest first,
-    and returns those to give and those that count as consumed. It is called in the process that asks for a batch, with
-    `partition=` a view of the tags (`get_custom_meta(indexes)`) and the entries of `sampling_config`. What it keeps in
-    itself (`_states`) stays in that process."""
+    """Base class of samplers. `sample` gets the global indexes of the ready and unclaimed samples, oldest first. It
+    returns the samples to give and the samples that count as consumed. It is called in the process that requests a
+    batch, with `partition=` a view of the tags (`get_custom_meta(indexes)`) and the entries of `sampling_config`. Its
+    state (`_states`) stays in that process."""
 
     def __init__(self) -> None:
         self._states: dict[Any, Any] = {}
@@ -30,7 +30,7 @@ class BaseSampler(ABC):
     def sample(
         self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
     ) -> tuple[list[int], list[int]]:
-        """(given, consumed); nothing where there are too few."""
+        """Return (given, consumed), both empty if too few samples are ready."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[list[int], list[int]]:
         return self.sample(*args, **kwargs)
@@ -38,17 +38,17 @@ class BaseSampler(ABC):
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: Mapping[str, Any] | None = None
     ) -> bool:
-        """Whether `_states[partition][task][dp_rank]` has this `batch_index`."""
+        """Whether `_states[partition][task][dp_rank]` has the `batch_index` of `sampling_config`."""
         config = sampling_config or {}
         rank, batch = config.get("dp_rank"), config.get("batch_index")
         return rank is not None and batch in self._states.get(partition_id, {}).get(task_name, {}).get(rank, {})
 
     def clear_cache(self, partition_id: str) -> None:
-        """Forget what was decided for this partition."""
+        """Delete the cached results of this partition."""
         self._states.pop(partition_id, None)
 
     def save_checkpoint(self) -> dict[str, Any]:
-        """What `load_checkpoint` takes."""
+        """Return the state for `load_checkpoint`."""
         return {"_states": self._states}
 
     def load_checkpoint(self, state: dict[str, Any]) -> None:
@@ -56,44 +56,44 @@ class BaseSampler(ABC):
 
 
 class Draw(NamedTuple):
-    """What was drawn for all who share it: the samples, and the places among them of each share."""
+    """A draw that several callers share: its samples, and for each share the positions of its samples."""
 
     samples: list[int]
     shares: list[list[int]]
 
     @classmethod
     def whole(cls, samples: list[int]) -> Draw:
-        """One share."""
+        """Return a draw with one share, which has all samples."""
         return cls(samples, [list(range(len(samples)))])
 
     def share(self, number: int) -> list[int]:
-        """The samples of one share; none where there is no such share."""
+        """Return the samples of one share; empty for an unknown share."""
         places = self.shares[number] if 0 <= number < len(self.shares) else []
         return [self.samples[place] for place in places]
 
 
 class DrawingSampler(BaseSampler):
-    """A sampler whose draws are shared: who asks with the same `draw_key` gets a share of the same draw, from whatever
-    process, until the partition is cleared. `first_only`: the oldest samples are all that it looks at."""
+    """A sampler with shared draws: all calls with the same `draw_key`, from any process, get a share of the same draw,
+    until the partition is cleared. `first_only`: the sampler uses the oldest samples only."""
 
     first_only = False
 
     @abstractmethod
     def draw(self, ready: list[int], batch_size: int, lengths: Lengths) -> Draw | None:
-        """None where too few are ready."""
+        """Draw from the ready samples. Return None if too few are ready."""
 
     def wanted(self, batch_size: int) -> int:
-        """How many samples have to be ready before a draw can be made."""
+        """Return the number of ready samples that a draw needs."""
         return batch_size
 
     def draw_key(self, config: Mapping[str, Any]) -> str | None:
-        """Who shares a draw; None: nobody, each call draws anew."""
+        """Return the key of a shared draw, or None if each call makes a new draw."""
         if config.get("dp_rank") is None:
             return None
         return f"{config['dp_rank']}/{config.get('batch_index')}"
 
     def share_of(self, config: Mapping[str, Any]) -> int:
-        """Which share of the draw is the caller's."""
+        """Return the number of the caller's share of the draw."""
         return 0
 
     def sample(
@@ -105,7 +105,7 @@ class DrawingSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[list[int], list[int]]:
-        """A draw from these, or the one made before for the same `draw_key`."""
+        """Draw from `ready_indexes`, or reuse the earlier draw of the same `draw_key`."""
         key, share = self.draw_key(kwargs), self.share_of(kwargs)
         known = self._states.setdefault(partition_id, {}).setdefault(task_name, {})
         drawn: Draw | None = None if key is None else known.get(key)
@@ -126,7 +126,7 @@ class DrawingSampler(BaseSampler):
 
 
 class SequentialSampler(DrawingSampler):
-    """The first ones, in order; each sample once."""
+    """Return the oldest samples, in order, each once."""
 
     first_only = True
 
@@ -138,8 +138,8 @@ class SequentialSampler(DrawingSampler):
 
 
 class GRPOGroupNSampler(DrawingSampler):
-    """Whole groups only: `n_samples_per_prompt` samples that were put one after another. ValueError for a batch that is
-    no multiple of it."""
+    """Return complete groups only. A group is `n_samples_per_prompt` samples with consecutive indexes. ValueError for a
+    batch size that is not a multiple of the group size."""
 
     def __init__(self, n_samples_per_prompt: int = 1) -> None:
         super().__init__()
@@ -156,8 +156,8 @@ class GRPOGroupNSampler(DrawingSampler):
 
 
 class RankAwareSampler(DrawingSampler):
-    """Every process of a data-parallel rank gets the same batch for the same `batch_index`. ValueError where
-    `sampling_config` lacks one of the two, or the rank is negative."""
+    """Return the same batch to every process of a data-parallel rank, for the same `batch_index`. ValueError if
+    `sampling_config` lacks `dp_rank` or `batch_index`, or if the rank is negative."""
 
     first_only = True
 
@@ -188,9 +188,9 @@ class RankAwareSampler(DrawingSampler):
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """A step of `dp_size` batches of whole groups, dealt so that the ranks have about the same sum of the tag
-    `total_lengths` (1 where a sample lacks it), each the same number of groups. `batch_size` is that of one rank. The
-    whole step is consumed when its first rank asks."""
+    """Draw a step of `dp_size` batches of complete groups. All ranks get the same number of groups and about the same
+    sum of the tag `total_lengths` (1 for a sample without the tag). `batch_size` is that of one rank. The first rank's
+    request consumes the whole step."""
 
     def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1) -> None:
         super().__init__(n_samples_per_prompt)
@@ -223,11 +223,11 @@ NAMED: dict[str, type[DrawingSampler]] = {
     sampler.__name__: sampler
     for sampler in (SequentialSampler, GRPOGroupNSampler, RankAwareSampler, SeqlenBalancedSampler)
 }
-"""The samplers that a configuration can name."""
+"""The samplers that a configuration can select by name."""
 
 
 def _runs(indexes: list[int], size: int, wanted: int) -> list[int]:
-    """The first `wanted` (or fewer) runs of `size` consecutive indexes, joined."""
+    """Return the first `wanted` (or fewer) runs of `size` consecutive indexes, concatenated."""
     found: list[int] = []
     at = 0
     while at + size <= len(indexes) and len(found) < wanted * size:

@@ -1,4 +1,4 @@
-"""What `init` is told, and what of it every process of a service has to know."""
+"""The settings of `init`, and the subset that the service stores for all its processes."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from dataplane.core.durations import seconds
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 SWITCHES = ("transfer_queue", "nemo_rl.data_plane.adapters.transfer_queue")
-"""Modules of the switch's table in whose place this adapter is imported."""
+"""Modules of the switch's table that this adapter replaces."""
 
 
 class Settings(dict[str, Any]):
-    """A configuration whose entries are attributes, too."""
+    """A configuration dict whose entries are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"this configuration has no {name!r}, only {', '.join(self)}") from None
+            raise AttributeError(f"configuration has no entry {name!r}; its entries are {', '.join(self)}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
     @classmethod
     def of(cls, conf: Mapping[str, Any] | None) -> Settings:
-        """The defaults with `conf` (a mapping, or one of OmegaConf's) merged in. TypeError for anything else, also in
-        its place for a mapping or a bool; ValueError for a storage backend that the original has not."""
+        """Merge `conf` (a mapping, which can be OmegaConf's) into the defaults. TypeError for other types, including
+        entries that must be mappings or bools. ValueError for a storage backend that the original does not have."""
         if conf is not None and not isinstance(conf, Mapping):
             raise TypeError(f"conf={conf!r}: expected a mapping of settings or None, got {type(conf).__name__}")
         settings = cls(_merged(defaults(), conf or {}))
@@ -54,32 +54,32 @@ class Settings(dict[str, Any]):
         return settings
 
     def service(self) -> DataPlaneConfig:
-        """The service to be started."""
-        config = self._told()
+        """Return the configuration for starting a service."""
+        config = self._dataplane_config()
         if not self.metrics.get("enabled"):
             return config
         port = config.http_port if config.http_port is not None else int(self.metrics.get("port") or 0)
-        # The token that a Ray job makes for itself is one that no scraper knows.
+        # A Ray job can generate its token, and no scraper has a generated token.
         nobodys = config.with_environment().secret() is None
         return replace(config, http_port=port, open_metrics=config.open_metrics or nobodys)
 
     def address(self) -> DataPlaneConfig | None:
-        """The service that is named here, if one is."""
+        """Return the configuration of the service whose address these settings have, or None."""
         named = self.controller.zmq_info
         if named is not None:
             return attach_config(named)
-        config = self._told()
+        config = self._dataplane_config()
         return config if config.address is not None else None
 
-    def _told(self) -> DataPlaneConfig:
+    def _dataplane_config(self) -> DataPlaneConfig:
         config = DataPlaneConfig.of(self.dataplane)
         return config if self.objects in (None, "refuse") else replace(config, objects=self.objects)
 
     def objects_with(self, found: DataPlaneConfig | None) -> str:
-        """What clients do with objects that no column carries, at this service (None: one that is to be started).
+        """Return "refuse" or "pickle" for objects that no column can store, at this service (None: one to be started).
 
-        Where nobody said so they are refused. A job that is switched relies on the original's pickles, so there they
-        are pickled, except at a service that has neither a token nor TLS.
+        The default is "refuse". A job that is switched relies on the original's pickles, so its default is "pickle",
+        except at a service with neither a token nor TLS.
         """
         if self.objects is not None:
             return str(self.objects)
@@ -87,14 +87,14 @@ class Settings(dict[str, Any]):
         if not replaced(*SWITCHES) or (config is not None and config.tls is None and config.secret() is None):
             return "refuse"
         warn_once(
-            f"{VARIABLE} is set, so objects that no column carries are pickled; "
-            "init({'objects': 'refuse'}) refuses them"
+            f"{VARIABLE} is set, so objects that no column can store are pickled; "
+            "pass init({'objects': 'refuse'}) to reject them"
         )
         return "pickle"
 
     def shared_name(self) -> str | None:
-        """The name under which several jobs share a service; None: each job has its own. ValueError for a value that
-        is not a name."""
+        """Return the name under which several jobs share a service, or None if each job has its own. ValueError for an
+        invalid name."""
         name = self.controller.name
         if name is not None and (not isinstance(name, str) or not _NAME.fullmatch(name)):
             raise ValueError(f"controller.name={name!r}: expected letters, digits, '.', '_' and '-', or None")
@@ -102,10 +102,10 @@ class Settings(dict[str, Any]):
 
 
 def attach_config(named: Any) -> DataPlaneConfig:
-    """How to attach to a service that is named by an address, a mapping of settings or a `DataPlaneConfig`. ValueError
-    for None, TypeError for anything else."""
+    """Return the configuration that attaches to a service, from an address, a mapping of settings or a
+    `DataPlaneConfig`. ValueError for None, TypeError for other types."""
     if named is None:
-        raise ValueError("controller_info is None: pass the address of a service, or what init() returned of it")
+        raise ValueError("controller_info is None: pass a service's address, or the controller.zmq_info of init()")
     if isinstance(named, str):
         return DataPlaneConfig(address=named).with_environment()
     if isinstance(named, DataPlaneConfig | Mapping):
@@ -126,11 +126,11 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings:
     return merged
 
 
-# --- what every process has to know
+# --- settings for all processes
 
 
 def sampler_of(named: Any) -> BaseSampler:
-    """The sampler that an instance, a class or a name means. ValueError for an unknown name."""
+    """Return the sampler for an instance, a class or a name. ValueError for an unknown name."""
     if isinstance(named, BaseSampler):
         return named
     if isinstance(named, type) and issubclass(named, BaseSampler):
@@ -141,9 +141,9 @@ def sampler_of(named: Any) -> BaseSampler:
 
 
 def kept_of(settings: Settings) -> dict[str, Any]:
-    """The settings that the service keeps for whoever attaches, those included that the original reads from the
-    environment: how long `get_meta` waits for samples, the longer of two times, and how many samples are expected in
-    every partition before it can count as consumed. ValueError for what is no number there."""
+    """Return the settings that the service stores for all processes. They include settings that the original reads from
+    the environment: the longer of two waiting times of `get_meta`, and the number of samples that every partition must
+    have before it counts as consumed. ValueError for a variable that is not an integer."""
     sampler = sampler_of(settings.controller.sampler)
     checked_s = _from_environment("TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL", 5)
     wait_s = max(_from_environment("TQ_CONTROLLER_GET_METADATA_TIMEOUT", 1), checked_s)
@@ -167,8 +167,8 @@ def _from_environment(name: str, default: int) -> int:
 
 
 def sampling_of(kept: Mapping[str, Any] | None, own: BaseSampler | None) -> Sampling:
-    """How a service samples that keeps these settings (None: none yet). own: the sampler that was passed to `init` in
-    this process. ValueError where the service's is a class of the user's, and this process was given none."""
+    """Return the sampling for the settings that the service stores (None without any). own: the sampler that was passed
+    to `init` in this process. ValueError if the service uses a custom class and `own` is not an instance of it."""
     if kept is None:
         return Sampling() if own is None else Sampling(sampler=own)
     sampling = Sampling(polling=bool(kept["polling"]), wait_s=float(kept["wait_s"]))
@@ -176,7 +176,7 @@ def sampling_of(kept: Mapping[str, Any] | None, own: BaseSampler | None) -> Samp
     if name in NAMED:
         return replace(sampling, sampler=NAMED[name](**kept["arguments"]))
     if own is None or _name_of(own) != name:
-        raise ValueError(f"the service was started with the sampler {name}: pass one to init() in this process, too")
+        raise ValueError(f"the service was started with the sampler {name}: pass it to init() in this process, too")
     return replace(sampling, sampler=own)
 
 

@@ -1,4 +1,4 @@
-"""Batches for torch's `DataLoader`: fetched by the data-parallel rank, cut into micro-batches."""
+"""Batches for torch's `DataLoader`, fetched by the data-parallel rank and split into micro-batches."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from dataplane.errors import DataPlaneError
 Batch = tuple[TensorDict, BatchMeta]
 
 PAUSE_S = 0.1
-"""Between two looks for samples, where the service does not wait (`polling_mode`).
+"""Interval between two polls for samples, if the service does not wait (`polling_mode`).
 
-A claim that waits would not do: what ends the pause may be a batch that another process of this rank drew, the last
-claim of another rank (`check_consumption_status`), samples that the sampler still finds too few (no whole group), or
-whatever a `fetch_batch_fn` of the user's asks. So it looks again, as the original does every second.
+A blocking claim cannot replace the polls. The next event can be a batch that another process of this rank drew, the
+last claim of another rank (`check_consumption_status`), samples too few for the sampler (no complete group), or any
+condition of a custom `fetch_batch_fn`. The original polls every second.
 """
 
 
 class StreamingDataset(IterableDataset[Batch]):
-    """Micro-batches of the rank, with their metas: batches of `batch_size` are fetched as they become ready, kept in
-    `buffer` and cut to `micro_batch_size`.
+    """The micro-batches of a rank, with their metas. Batches of `batch_size` are fetched as they become ready, kept in
+    `buffer` and split into `micro_batch_size`.
 
-    config: what `init()` returned, for its `controller.zmq_info`. Ranks with the same `dp_rank` get the same batches
-    (with a `RankAwareSampler`). Endless, or with `should_check_consumption_status` until the task has claimed all
-    samples of the partition and this rank has had its share. fetch_batch_fn and process_batch_fn take the place of
-    `default_fetch_batch_fn` and `chunk_batch_fn`. The service is to be in `polling_mode`. ValueError for sizes below 1,
-    no fields or a negative rank.
+    config: the result of `init()`, for its `controller.zmq_info`. Processes with the same `dp_rank` get the same
+    batches (with a `RankAwareSampler`). The iteration is endless; with `should_check_consumption_status` it ends when
+    the task has claimed all samples of the partition and this rank has returned its share. fetch_batch_fn and
+    process_batch_fn replace `default_fetch_batch_fn` and `chunk_batch_fn`. The service must be in `polling_mode`.
+    ValueError for sizes below 1, no fields or a negative rank.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class StreamingDataset(IterableDataset[Batch]):
         super().__init__()
         if micro_batch_size < 1 or not data_fields or dp_rank < 0:
             raise ValueError(
-                f"micro_batch_size={micro_batch_size}, data_fields={data_fields}, dp_rank={dp_rank}: at least 1, at "
-                "least one field, and not negative are wanted"
+                f"micro_batch_size={micro_batch_size}, data_fields={data_fields}, dp_rank={dp_rank}: expected at least "
+                "1, at least one field, and at least 0"
             )
         self.config = config
         self.batch_size = batch_size
@@ -90,7 +90,7 @@ class StreamingDataset(IterableDataset[Batch]):
                 time.sleep(PAUSE_S)
 
     def _fetched(self, client: TransferQueueClient) -> bool:
-        """Whether there was one more batch."""
+        """Fetch one batch into `buffer`. Return False if none is ready."""
         data, meta = self.fetch_batch_fn(
             tq_client=client,
             data_fields=self.data_fields,
@@ -111,17 +111,17 @@ class StreamingDataset(IterableDataset[Batch]):
         )
 
     def reset(self) -> None:
-        """Begin anew with what is in the buffer."""
+        """Restart the iteration with the batches in the buffer."""
         self.batch_index = 0
 
     def step(self, partition_id: str) -> None:
-        """Go on with another partition."""
+        """Switch to another partition, with an empty buffer."""
         self.buffer, self.batch_index, self.partition_id = [], 0, partition_id
 
 
 class StreamingDataLoader(DataLoader[Batch]):
-    """A `DataLoader` of a `StreamingDataset`, which makes the batches: they come as they are, unless there is a
-    `collate_fn`."""
+    """A `DataLoader` of a `StreamingDataset`. The dataset makes the batches, which are returned unchanged unless
+    `collate_fn` is given."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class StreamingDataLoader(DataLoader[Batch]):
         self.dataset.step(partition_id)
 
     def get_buffer(self) -> list[Batch]:
-        """The batches fetched so far."""
+        """Return the batches fetched so far."""
         return self.dataset.buffer
 
 
@@ -171,19 +171,21 @@ def default_fetch_batch_fn(
     sampling_config: Mapping[str, Any],
     batch_index: int,
 ) -> tuple[TensorDict | None, BatchMeta]:
-    """The rank's batch of this index and its meta; None where there is none now."""
+    """Return the batch (None if it is not ready) and the meta of this rank for `batch_index`."""
     config = {**sampling_config, "batch_index": batch_index, "partition_id": partition_id}
     meta = tq_client.get_meta(data_fields, batch_size, partition_id, task_name=task_name, sampling_config=config)
     return (tq_client.get_data(meta) if meta else None), meta
 
 
 def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1) -> list[Batch]:
-    """The batch in parts of `micro_batch_size` rows, the last one perhaps smaller, each with its meta. TypeError for
-    anything but a TensorDict, ValueError for a size that is no positive integer or more than the rows."""
+    """Split the batch into parts of `micro_batch_size` rows, each with its meta. The last part can be smaller.
+    TypeError unless `td` is a TensorDict, ValueError for a size that is not a positive integer or exceeds the rows."""
     if not isinstance(td, TensorDict):
         raise TypeError(f"chunk_batch_fn: expected a TensorDict, got {type(td).__name__}")
     if not isinstance(micro_batch_size, int) or micro_batch_size < 1 or not td.batch_size:
-        raise ValueError(f"micro_batch_size={micro_batch_size!r} of batch_size {list(td.batch_size)}: both at least 1")
+        raise ValueError(
+            f"micro_batch_size={micro_batch_size!r} of batch_size {list(td.batch_size)}: both must be at least 1"
+        )
     rows = int(td.batch_size[0])
     if micro_batch_size > rows:
         raise ValueError(f"micro_batch_size={micro_batch_size}: the batch has only {rows} rows")
@@ -203,7 +205,7 @@ def _with(part: TensorDict, nested: Mapping[str, tuple[Tensor, ...]]) -> TensorD
 
 
 def _close(client: TransferQueueClient) -> None:
-    with contextlib.suppress(DataPlaneError):  # the service may be gone before whoever iterates
+    with contextlib.suppress(DataPlaneError):  # the service can end before the iterating process
         client.close()
 
 

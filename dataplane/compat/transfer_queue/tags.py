@@ -1,4 +1,4 @@
-"""Tags of any kind: the service keeps scalars; lists, mappings and other values travel as strings of their bytes."""
+"""Tags of any type. The service stores scalars; lists, mappings and other values are encoded as strings."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from dataplane.errors import InternalError, UnsupportedValueError
 from dataplane.ledger import commands as c
 
 ENCODED = "\x1fobject:"
-"""A tag that begins so is a value's bytes, in base 64."""
+"""Prefix of a tag that is an encoded value in base64."""
 
 
 def tag_columns(tags: Sequence[Mapping[str, Any] | None] | None, count: int) -> tuple[c.TagColumn, ...]:
-    """The tags of `count` samples as the service keeps them; None in place of a mapping is an empty one.
-    `UnsupportedValueError` for values that no object column carries."""
+    """Encode the tags of `count` samples for the service. None instead of a mapping means no tags.
+    `UnsupportedValueError` for values that an object column cannot store."""
     return sample_names.tag_columns(None if tags is None else [mine or {} for mine in tags], count, _stored)
 
 
 def _stored(name: str, row: int, value: Any) -> Any:
+    """Convert a tag value to a scalar, or encode it as a string with the prefix `ENCODED`."""
     if type(value) is str and not value.startswith(ENCODED):
         return value
     if callable(getattr(value, "item", None)) and getattr(value, "ndim", 0) == 0:
-        return sample_names.scalar(name, row, value.item())  # a scalar of numpy's or torch's
+        return sample_names.scalar(name, row, value.item())  # a NumPy or torch scalar
     try:
         encoded = encode_object(value, field=f"tag {name}")
     except UnsupportedValueError as error:
-        hint = "Tags are scalars, and lists and dicts of them; put anything else as a field."
+        hint = "Tags are scalars, and lists and dicts of scalars; put other values as a field."
         raise UnsupportedValueError(**{**error.facts, "row": row, "hint": hint}) from None
     return ENCODED + base64.b64encode(encoded).decode("ascii")
 
 
 def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Any]]:
-    """One dict per sample, with the values that were put."""
+    """Return one dict per sample, with decoded values."""
     tags: list[dict[str, Any]] = sample_names.tags_of(columns, count)
     for column in columns:
         if any(map(_is_encoded, set(column.values))):
@@ -47,7 +48,7 @@ def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Any]]:
 
 
 def _decoded(text: str) -> Any:
-    """The value; the text itself where it is a native client's own and says no value."""
+    """Decode a value. Return text that is not an encoded value unchanged, because a native client can put any text."""
     try:
         return decode_object(base64.b64decode(text.removeprefix(ENCODED), validate=True))
     except (ValueError, InternalError, UnsupportedValueError):

@@ -32,7 +32,7 @@ __all__ = ["broker", "make", "one_connection"]
 
 def _refused(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, work: Callable[[], Any]) -> None:
     before = psutil.Process().num_fds()
-    says = r"cannot open more files \(ulimit -n \d+\); allow it more"
+    says = r"cannot open more files \(ulimit -n \d+\); raise the limit of open files"
     with exhausted(monkeypatch, owner, name), pytest.raises(OpenFilesError, match=says):
         work()
     # What was connected to closes its end once it notices.

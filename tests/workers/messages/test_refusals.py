@@ -192,6 +192,6 @@ def test_a_rank_that_the_group_has_not_is_refused_at_once(one_connection: Here) 
         lambda: a.broadcast(1, [A, B, address(9)]),
     ]
     for operation in operations:
-        with pytest.raises(NoSuchRankError, match="rank 9 of worker group 'g' was named; it has 2 workers"):
+        with pytest.raises(NoSuchRankError, match="rank 9 of worker group 'g' does not exist; it has 2 workers"):
             operation()
     assert b.broadcast(None, [A, B, address(9)]) == 1

@@ -50,8 +50,8 @@ def test_which_nodes_are_taken(nodes: Any, taken: bool) -> None:
 @pytest.mark.parametrize(
     ("nodes", "message"),
     [
-        ("ab12", "nodes='ab12': expected ids of nodes, a mapping"),
-        ([1, 2], "expected ids of nodes"),
+        ("ab12", "nodes='ab12': expected node ids, a mapping"),
+        ([1, 2], "expected node ids"),
         ({"pool": None}, "nodes={'pool': None}: expected a label and its value"),
         ({"GPU": True}, "nodes={'GPU': True}"),
     ],
@@ -69,9 +69,9 @@ def test_where_units_may_be() -> None:
         check_storage("each", 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="storage=True"):
         check_storage(True, 1)
-    with pytest.raises(ValueError, match="storage=0: a service has at least one storage unit"):
+    with pytest.raises(ValueError, match="storage=0: a service needs at least one storage unit"):
         check_storage(0, 1)
-    with pytest.raises(ValueError, match="storage=4 is how many units there are, units=2 how many each node has"):
+    with pytest.raises(ValueError, match="storage=4 is the total number of units, units=2 the number per node"):
         check_storage(4, 2)
 
 
@@ -79,9 +79,9 @@ def test_the_capacity_of_a_node_is_shared_by_its_units() -> None:
     assert capacity_of_each("per_node", 9 << 30, None, 3) == 3 << 30
     assert capacity_of_each("per_node", None, 4 << 30, 3) == 4 << 30
     assert capacity_of_each(2, None, None, 1) is None
-    with pytest.raises(ValueError, match="capacity_per_node=4096 is for the units of a node together"):
+    with pytest.raises(ValueError, match="capacity_per_node=4096 is for all units of a node"):
         capacity_of_each("per_node", 4096, 4096, 1)
-    with pytest.raises(ValueError, match="storage=2 counts units, not nodes"):
+    with pytest.raises(ValueError, match="storage=2 is a number of units"):
         capacity_of_each(2, 4096, None, 1)
 
 

@@ -59,16 +59,16 @@ def test_a_node_that_dies_while_it_is_drained_is_told_of_as_that(told: list[RayN
 
         async def die(*_: Any, **__: Any) -> None:
             told.remove(THERE)
-            await made._look()
+            await made._reconcile()
             raise RayActorError
 
         unit_on(made, HERE, nothing, serves=True)
         unit_on(made, THERE, die, serves=True)
-        await made._look()
+        await made._reconcile()
         with pytest.raises(RayActorError):
             await made.drain_node("there", 5.0)
         assert [unit.host for unit in await made.units()] == ["10.0.0.1"]
-        assert made._leaving == {}
+        assert made._drain_states == {}
 
     asyncio.run(scene())
 
@@ -85,7 +85,7 @@ def test_a_node_that_leaves_may_be_gone_before_its_drain_fails(
             raise RayActorError
 
         unit_on(made, THERE, fails, serves=True)
-        made._leaves.add("there")
+        made._announced_drains.add("there")
         leaving = asyncio.ensure_future(made._leave("there", None))
         await asyncio.wait([leaving], timeout=0.2)
         assert not leaving.done(), "it is tried again after a while"
@@ -93,7 +93,7 @@ def test_a_node_that_leaves_may_be_gone_before_its_drain_fails(
 
     with caplog.at_level("ERROR"):
         asyncio.run(scene())
-    assert "node 10.0.0.2 will leave the Ray cluster, and its rows with it" in caplog.text
+    assert "Drain of node 10.0.0.2 failed, and the node will leave the Ray cluster with its rows" in caplog.text
 
 
 def test_units_that_start_are_waited_for_within_the_time_there_is(told: list[RayNode]) -> None:
@@ -131,9 +131,9 @@ def test_what_was_asked_earlier_does_not_overrule_what_was_asked_later(
         monkeypatch.setattr(module, "living_nodes", slow)
         unit_on(made, HERE, nothing, serves=True)
         unit_on(made, THERE, nothing, serves=True)
-        first = asyncio.ensure_future(made._look())
+        first = asyncio.ensure_future(made._reconcile())
         assert await asyncio.to_thread(asked.wait, WAIT_S)
-        second = asyncio.ensure_future(made._look())
+        second = asyncio.ensure_future(made._reconcile())
         await asyncio.wait([second], timeout=0.2)
         answer.set()
         await asyncio.gather(first, second)

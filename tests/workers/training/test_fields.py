@@ -18,11 +18,11 @@ def test_a_forward_pass_reads_what_it_is_known_to_read_or_what_it_is_told() -> N
 
 
 def test_a_forward_pass_that_would_read_nothing_is_told_how_to_say_what() -> None:
-    with pytest.raises(ValueError, match=r"\(images, text\) none is one.*attention_mask, .*fields=\[\.\.\.\]"):
+    with pytest.raises(ValueError, match=r"none of .* fields \(images, text\).*attention_mask, .*fields=\[\.\.\.\]"):
         forward_fields(META.with_fields(["images", "text"]), None, FORWARD_FIELDS)
 
 
 @pytest.mark.parametrize("given", ["input_ids", [1], [""], ["input_ids", None]])
 def test_fields_are_a_list_of_names(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"train_fields=.*pass a list of names of fields"):
+    with pytest.raises(TypeError, match=r"train_fields=.*pass a list of field names"):
         field_names("train_fields", given)

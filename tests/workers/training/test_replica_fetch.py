@@ -171,8 +171,8 @@ def disagree(rank: int, what: str) -> str:
     [
         ("policy", "different policies"),
         ("two leaders", "and rank"),
-        ("no leader", "ranks none said so"),
-        ("meta", "other than that of the leader"),
+        ("no leader", "ranks none claims to lead"),
+        ("meta", "that differs from the meta of the leader"),
     ],
 )
 def test_ranks_that_disagree_all_raise(gloo: Ranks, what: str, message: str) -> None:

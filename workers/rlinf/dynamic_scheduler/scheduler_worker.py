@@ -6,6 +6,6 @@ from workers.rlinf.dynamic_scheduler import refuse
 
 
 class SchedulerWorker:
-    """`create_group` is refused."""
+    """A placeholder whose `create_group` raises NotImplementedError."""
 
     create_group = staticmethod(refuse)

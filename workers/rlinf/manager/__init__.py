@@ -1,4 +1,4 @@
-"""`rlinf.scheduler.manager`: what is known of a worker, and a tracer that records nothing."""
+"""`rlinf.scheduler.manager`: a description of a worker, and a tracer that records nothing."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from workers.rlinf.manager.worker_manager import WorkerInfo as WorkerInfo
 
 
 class Tracer:
-    """Its calls do nothing, as RLinf's do in a job whose configuration does not turn tracing on."""
+    """A tracer whose calls have no effect, like RLinf's tracer in a job without tracing."""
 
     @classmethod
     def trace_begin(cls, name: str, cat: str = "default", args: dict[str, Any] | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @classmethod
     def trace_end(cls, name: str, cat: str = "default") -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @classmethod
     @contextlib.contextmanager
     def trace_span(cls, name: str, cat: str = "default", args: dict[str, Any] | None = None) -> Iterator[None]:
-        """Runs the block."""
+        """Return a context manager that has no effect."""
         yield
 
     @classmethod
     def trace_func(cls, func_or_cat: Any = None, cat: str = "default") -> Any:
-        """The function as it is; also with arguments before it."""
+        """Decorate a function without changing it, with or without arguments of the decorator."""
         if callable(func_or_cat):
             return func_or_cat
 

@@ -11,8 +11,9 @@ from workers.rlinf.hardware import AcceleratorType
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerInfo:
-    """A worker's place. accelerator_rank: -1 without one; node_port: MASTER_PORT of its group; available_accelerators:
-    those that it sees; hardware_infos: always empty, as there are no descriptions of robots."""
+    """A worker's rank, node and accelerators. accelerator_rank: -1 without an accelerator. node_port: MASTER_PORT of
+    its group. available_accelerators: those visible to it. hardware_infos: always empty, because descriptions of robots
+    are not supported."""
 
     address: WorkerAddress
     rank: int

@@ -21,6 +21,6 @@ from workers.groups.routed import group_world_size
 
 
 def get_group_world_size(manager_proxy: DirectoryClient, group_name: str) -> int:
-    """How many workers a group has. manager_proxy: a worker's `manager_proxy`. `NameNotFoundError` for a group that is
-    not launched within a minute."""
+    """Return the number of workers of a group. manager_proxy: a worker's `manager_proxy`. `NameNotFoundError` if the
+    group is not launched within a minute."""
     return group_world_size(manager_proxy, group_name)

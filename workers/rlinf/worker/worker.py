@@ -16,15 +16,15 @@ from workers.rlinf.manager.worker_manager import WorkerInfo
 
 
 class _Kind:
-    """A class attribute that is looked up when asked for: asking CUDA when the class is made would start it."""
+    """A class attribute that is computed on access, because a call at class creation would initialize CUDA."""
 
     def __get__(self, instance: object, owner: type) -> AcceleratorType:
         return AcceleratorType.NV_GPU if torch.cuda.is_available() else AcceleratorType.NO_ACCEL
 
 
 class Worker(PlainWorker):
-    """`workers.Worker`, and beside it what RLinf's code uses. The module that RLINF_EXT_MODULE names is imported, and
-    its `register()` called, in each worker's process."""
+    """`workers.Worker` with additional members that RLinf's code uses. Each worker process imports the module that
+    RLINF_EXT_MODULE names, and calls its `register()`."""
 
     accelerator_type: Any = _Kind()
 
@@ -36,18 +36,18 @@ class Worker(PlainWorker):
 
     @property
     def has_accelerator(self) -> bool:
-        """Whether it sees one."""
+        """Whether the worker's process sees an accelerator."""
         kind: AcceleratorType = self.accelerator_type
         return kind is not AcceleratorType.NO_ACCEL
 
     @property
     def hardware_infos(self) -> list[Any]:
-        """Always empty: there are no descriptions of robots."""
+        """Always empty, because descriptions of robots are not supported."""
         return []
 
     @property
     def worker_info(self) -> WorkerInfo:
-        """Its place."""
+        """The worker's rank, node and accelerators."""
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.isdigit()]
         return WorkerInfo(
             address=self.worker_address,
@@ -71,27 +71,27 @@ class Worker(PlainWorker):
 
     @property
     def _timer_metrics(self) -> dict[str, float]:
-        """Seconds by tag of all `worker_timer`s so far; may be changed."""
+        """The accumulated seconds of all `worker_timer`s, by tag. Callers may modify the dict."""
         return self._timers
 
     def get_name(self) -> str:
-        """Its address as text."""
+        """Return the worker's address as text."""
         return self.worker_address.get_name()
 
     def get_parent_rank(self) -> int:
-        """The rank of the worker that started this one; 0 for one that a group's launch started."""
+        """Return the rank of the worker that started this one, or 0 if a group's launch started it."""
         path = self.worker_address.rank_path
         return path[-2] if len(path) > 1 else 0
 
     def pop_execution_time(self, tag: str) -> float:
-        """Seconds of `worker_timer`s of that tag since this was last asked; ValueError where there was none."""
+        """Return the seconds of `worker_timer`s with that tag since the last call. ValueError if none ended since."""
         if tag not in self._timers:
-            raise ValueError(f"no timer {tag!r} has ended in worker {self.get_name()} since it was last asked for")
+            raise ValueError(f"no timer {tag!r} has ended in worker {self.get_name()} since the last call")
         return self._timers.pop(tag)
 
     def start_profile(self, step_idx: int) -> None:
-        """Log that there are no profiles here."""
-        self._logger.warning("step %d is not profiled: profiles of RLinf's scheduler do not exist here", step_idx)
+        """Log that profiling is not supported."""
+        self._logger.warning("step %d is not profiled: profiling of RLinf's scheduler is not supported", step_idx)
 
     def stop_profile(self) -> None:
-        """Nothing."""
+        """Do nothing."""

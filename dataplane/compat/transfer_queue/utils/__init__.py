@@ -1,1 +1,1 @@
-"""Helpers of the original package that its users import."""
+"""Helper modules of the original package that its users import."""

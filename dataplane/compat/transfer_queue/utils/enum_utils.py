@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum
 
 
-class ExplicitEnum(str, Enum):  # noqa: UP042  # as the original: members are formatted with their class
-    """An enumeration whose ValueError for an unknown value names those that there are."""
+class ExplicitEnum(str, Enum):  # noqa: UP042  # as in the original: str() of a member includes the class name
+    """An enumeration whose ValueError for an unknown value lists the valid values."""
 
     @classmethod
     def _missing_(cls, value: object) -> None:
@@ -14,7 +14,7 @@ class ExplicitEnum(str, Enum):  # noqa: UP042  # as the original: members are fo
 
 
 class Role(ExplicitEnum):
-    """The parts of a TransferQueue."""
+    """The components of a TransferQueue."""
 
     CONTROLLER = "TransferQueueController"
     STORAGE = "TransferQueueStorage"

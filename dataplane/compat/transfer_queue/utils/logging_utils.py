@@ -9,8 +9,8 @@ _FORMAT = "%(asctime)s - %(levelname)s - %(name)s - %(message)s"
 
 
 def get_logger(name: str | None, default_level: str = "WARNING") -> logging.Logger:
-    """The logger of this name, at the level of TQ_LOGGING_LEVEL, or else `default_level`. It writes to standard error
-    where the program has set up no logging."""
+    """Return the logger of this name at the level TQ_LOGGING_LEVEL, by default `default_level`. It writes to standard
+    error if the program has not configured logging."""
     logger = logging.getLogger(name)
     logger.setLevel(os.getenv("TQ_LOGGING_LEVEL", default_level))
     if not logger.hasHandlers():
