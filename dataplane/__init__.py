@@ -1,6 +1,6 @@
-"""The data plane for RL post-training: jagged per-sample fields keyed by sample id, moved at the speed of memory.
+"""Data plane for RL post-training: stores and transfers jagged per-sample fields, keyed by sample id.
 
-Names are loaded when first used, so that a controller, which never needs torch, never imports it.
+Public names are imported on first access. A controller therefore never imports torch, which it does not need.
 """
 
 from __future__ import annotations

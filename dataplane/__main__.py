@@ -1,4 +1,4 @@
-"""`python -m dataplane` is `tq`."""
+"""Entry point of `python -m dataplane`, which is the same as `tq`."""
 
 from dataplane.cli import main
 

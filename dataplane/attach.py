@@ -1,4 +1,4 @@
-"""Ways to get a client: `connect`, `connect_async`, `build_data_plane_client`."""
+"""Functions that create a client: `connect`, `connect_async`, `build_data_plane_client`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dataplane.service import serve
 
 
 def connect(address: str | None = None, *, on_event: OnEvent | None = None, **settings: Any) -> DataPlaneClient:
-    """A client of the service at `address` ("host:port" or "actor:NAME[@NAMESPACE]"; default: TQ_ADDRESS), connected.
+    """Return a connected client of the service at `address`.
 
-    on_event: called with an `OpEvent` at the end of every operation. settings: those of `DataPlaneConfig`; token and
-    TLS default to TQ_TOKEN and TQ_TLS_*. Raises `ServiceUnavailableError` within `connect_timeout_s` where nothing
-    answers, `AuthenticationError` where the token is not the service's, `TlsError` where one end has no TLS or does not
-    take the other's certificate.
+    address: "host:port" or "actor:NAME[@NAMESPACE]"; default: TQ_ADDRESS. on_event: called with an `OpEvent` at the end
+    of every operation. settings: fields of `DataPlaneConfig`; token and TLS files default to TQ_TOKEN and TQ_TLS_*.
+    Raises `ServiceUnavailableError` within `connect_timeout_s` if the service does not respond, `AuthenticationError`
+    if the token is wrong, and `TlsError` if only one end uses TLS or one end rejects the other's certificate.
     """
     return DataPlaneClient(_attached(address, settings), on_event=on_event).connect()
 
@@ -27,28 +27,31 @@ def connect(address: str | None = None, *, on_event: OnEvent | None = None, **se
 def connect_async(
     address: str | None = None, *, on_event: OnEvent | None = None, **settings: Any
 ) -> AsyncDataPlaneClient:
-    """The same for asyncio code; it connects at the first awaited call."""
+    """Return an asyncio client of the service at `address`. It connects at the first awaited call. Arguments: as for
+    `connect`."""
     return AsyncDataPlaneClient(_attached(address, settings), on_event=on_event)
 
 
 def _attached(address: str | None, settings: Mapping[str, Any]) -> DataPlaneConfig:
     config = DataPlaneConfig.of({**settings, "address": address}).with_environment()
     if config.address is None:
-        raise ValueError("no address to connect to: pass one or set TQ_ADDRESS")
+        raise ValueError("no service address: pass `address` or set TQ_ADDRESS")
     return config
 
 
 def build_data_plane_client(
     cfg: DataPlaneConfig | Mapping[str, Any] | None = None, *, bootstrap: bool, on_event: OnEvent | None = None
 ) -> DataPlaneClient:
-    """The client that `cfg` describes. With `bootstrap=True` starts a service in this process first, which ends when
-    the client is closed; with False attaches to the one at `cfg`'s address, and is a ValueError without an
-    address. on_event: as for `connect`."""
+    """Return a connected client configured by `cfg`. With `bootstrap=True`, start a service in this process first; the
+    service stops when the client is closed. With `bootstrap=False`, attach to the service at `cfg.address`; raises
+    ValueError if no address is set. on_event: as for `connect`."""
     config = DataPlaneConfig.of(cfg)
     if not bootstrap:
         config = config.with_environment()
         if config.address is None:
-            raise ValueError("bootstrap=False attaches to a running service: set `address` in the data plane config")
+            raise ValueError(
+                "bootstrap=False requires the address of a running service: set `address` in the data plane config"
+            )
         return DataPlaneClient(config, on_event=on_event).connect()
     server = serve(config)
     try:

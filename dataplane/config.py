@@ -1,4 +1,4 @@
-"""Settings of the service and its clients, and what of them is in the environment."""
+"""Settings of the service and its clients, and the environment variables that supply some of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataplane.core.types import Checksums
 
 MIB = 1 << 20
 LONGEST_S = 2_000_000.0
-"""Of a timeout: 23 days. A poll takes no more."""
+"""Maximum timeout in seconds (23 days): the longest timeout that a poll accepts."""
 GIB = 1 << 30
 
 PATHS = ("arena_dir", "state_dir", "token_file", "tls_cert_file", "tls_key_file", "tls_ca_file")
@@ -25,7 +25,7 @@ MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 OBJECTS = ("refuse", "pickle")
 
 PUT_TIMEOUT_S = 60.0
-"""How long puts wait for space where neither client nor service says."""
+"""How long a put waits for space if neither client nor service sets a timeout."""
 
 ENV_ADDRESS = "TQ_ADDRESS"
 ENV_TOKEN = "TQ_TOKEN"
@@ -39,8 +39,8 @@ ENV_TLS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """PEM files of one end of mutual TLS. server_name: what the other end's certificate is to be for, if that is not
-    the host in its address."""
+    """PEM files of one end of mutual TLS. server_name: the name expected in the peer's certificate, if it differs from
+    the host in the peer's address."""
 
     cert_file: str
     key_file: str
@@ -50,50 +50,50 @@ class TlsFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class DataPlaneConfig:
-    """Everything a service or a client can be told. Durations in seconds, sizes in bytes.
+    """Settings of a service or a client. Durations are in seconds, sizes in bytes.
 
-    address: where the controller answers, "host:port" or "actor:NAME[@NAMESPACE]"; None where a service is started.
-    token: shared secret of the service, checked on every server; token_file names a file holding it.
-    tls_cert_file, tls_key_file, tls_ca_file: mutual TLS, given all three or none: PEM files of this process's own
-        certificate and key, and of the authority that signed the certificates of service, units and clients.
-        tls_server_name: the name in the service's certificate, where it is not the host of its address.
-    insecure: listen on other than loopback with neither token nor TLS.
-    host, port: where the controller and its units listen (port 0: any free one). Loopback only without token, TLS or
-        `insecure`. The controller takes two ports: gRPC at `port`, ZMQ, which our own clients use, one above. Units
-        that it starts take any free one, a unit by itself (`tq unit`) `port`.
-    http_port: where the controller answers browsers and Prometheus, on `host` too (0: any free one; None: nowhere).
-        Units that it starts answer Prometheus: the first one port above, and so on, or each at any free one.
-        open_metrics: the controller's /metrics is read without the token, by whoever reaches the port; nothing else is.
+    address: address of the controller, "host:port" or "actor:NAME[@NAMESPACE]"; None for a service to be started.
+    token: shared secret of the service, checked by every server. token_file: a file that contains the token.
+    tls_cert_file, tls_key_file, tls_ca_file: PEM files for mutual TLS, all three or none: certificate and key of this
+        process, and the authority that signed the certificates of service, units and clients.
+        tls_server_name: the name in the service's certificate, if it differs from the host in the address.
+    insecure: allow listening on non-loopback addresses with neither token nor TLS.
+    host, port: listening address of the controller and its units (port 0: any free port). Without token, TLS or
+        `insecure`, only loopback is allowed. The controller listens on two ports: gRPC on `port`, and ZMQ, used by the
+        Python clients, on the next port. Units that a service starts use any free port; `tq unit` uses `port`.
+    http_port: HTTP port of the controller on `host`, for browsers and Prometheus (0: any free port; None: disabled).
+        The units that a service starts serve Prometheus on the ports that follow, or on any free port if 0.
+        open_metrics: serve the controller's /metrics without a token. All other paths still require the token.
     capacity_bytes: size of each unit's arena; None takes a share of arena_dir that leaves space for Ray's object store.
-    arena_dir: a local directory, /dev/shm by default; arenas lie in a directory of this user's own in it.
-    units: storage units started with the controller.
-    reserve_fraction: the part of capacity, and of every partition's budget, kept for updates of existing rows.
-    low_watermark, high_watermark: parts of what new rows may take of a unit, or of a budget: from the high one on it
-        is `pressed` in `stats()`, and the log has a warning, until it is down to the low one.
-    heartbeat_s: how often a client says it lives; session_timeout_s: silence after which it is given up.
-    call_timeout_s: how long a command that does not wait may take; connect_timeout_s: the same for connecting.
-    put_timeout_s: how long a put waits for space: of a client, or of a service for clients that set none (None: as the
-        service says, which says 60 s unless it is told).
-    reconnect_s: how long clients of a service with a state_dir, and storage units of any, wait for its return when it
-        is gone: calls meanwhile wait, each up to its own deadline; then they are `ServiceUnavailableError`.
-    result_memory_bytes: memory of results that nobody holds any more, kept by each client for its next reads.
-    copy_threads: how many threads of a client copy large columns to and from shared memory, the calling one included
-        (1: it alone); None takes one for each core it may use, up to four.
-    state_dir: a local directory from which the service goes on after its end, whatever way it ended; None: it does not.
-    durability: which end a service with a state_dir survives: "process", its own; "machine", that of its machine too:
-        rows and journal are fsynced before a call returns, and arena_dir has to be on a disk.
-    checksums: of a service: which rows get a checksum from their writer, for their readers to compare. "across-hosts":
-        all, while clients and storage units are on several hosts, else those that travel; who maps a row's memory does
-        not compare it. "always": all, and all are compared (so by default with durability "machine"). "never".
-    bulk_transport: how the bytes of rows travel between hosts: "zmq", or "mooncake", by Mooncake's transfer engine
-        where a client and a unit both say so and have it. It encrypts nothing and admits anybody: docs/transports.md.
-        mooncake_protocol: "tcp" or "rdma", with the devices in mooncake_device (by commas; "": any).
-        mooncake_host: what others call this process's engine, where it is not the address that leads to them.
-    objects: what a client does with objects that no column carries (`dataplane.data.object_codec`): "refuse", or
-    "pickle": it
-        pickles those that it puts, and unpickles those that it reads, so that a client that puts can have this process
-        run anything. Only with a token or TLS, which keep others out. The service itself unpickles nothing.
-    force_remote: never use shared memory, even on the same host (tests, measurements).
+    arena_dir: a local directory, /dev/shm by default. Arenas are created in a per-user subdirectory.
+    units: number of storage units started with the controller.
+    reserve_fraction: fraction of the capacity, and of every partition's budget, reserved for updates of existing rows.
+    low_watermark, high_watermark: fractions of the space for new rows in a unit or a budget. At the high watermark the
+        unit or budget becomes `pressed` in `stats()` and a warning is logged, until usage falls to the low watermark.
+    heartbeat_s: interval of client heartbeats. session_timeout_s: silence after which a session is closed.
+    call_timeout_s: timeout of commands that do not wait. connect_timeout_s: timeout for connecting.
+    put_timeout_s: how long a put waits for space. The value of a service applies to clients that set none (None: use
+        the value of the service, which is 60 s by default).
+    reconnect_s: how long clients of a service with a state_dir, and all storage units, wait for an unreachable service
+        to return. Calls wait meanwhile, each up to its own deadline, and then raise `ServiceUnavailableError`.
+    result_memory_bytes: memory of released results that each client keeps for its next reads.
+    copy_threads: number of threads with which a client copies large columns to and from shared memory, including the
+        calling thread (1: only the calling thread). None uses one per available core, up to four.
+    state_dir: a local directory from which a restarted service recovers after any kind of exit; None: no recovery.
+    durability: failures that a service with a state_dir survives. "process": its own crash. "machine": also a crash of
+        its machine; rows and journal are fsynced before a call returns, and arena_dir must be on a disk.
+    checksums: rows that get a checksum from their writer, which readers compare (setting of a service). "across-hosts":
+        all rows while clients and storage units are on several hosts, else rows sent over the network; readers that map
+        the memory do not compare. "always": all rows (default with durability "machine"). "never": no rows.
+    bulk_transport: transport of rows between hosts: "zmq", or "mooncake" (Mooncake's transfer engine), used if client
+        and unit both select it and have it installed. Mooncake has no encryption or authentication: docs/transports.md.
+        mooncake_protocol: "tcp" or "rdma", with the devices in mooncake_device (comma-separated; "": any).
+        mooncake_host: host name of this process's engine for its peers, if it differs from the outgoing address.
+    objects: handling of objects that no column can hold (`dataplane.data.object_codec`). "refuse": raise an error.
+        "pickle": the client pickles objects on put and unpickles them on get, so any client that puts can execute code
+        in this process; requires a token or TLS, which keep strangers out. The service itself unpickles nothing.
+    force_remote: never use shared memory, even on the same host (for tests and measurements).
+    client_name: name of the client in errors, logs and statistics; "" stands for "hostname:pid".
     """
 
     address: str | None = None
@@ -137,11 +137,11 @@ class DataPlaneConfig:
         self._check_types()
         for name in PATHS:
             if getattr(self, name) == "":
-                raise ValueError(f'{name}="": the path is empty (an unset variable?); name one, or leave it out')
+                raise ValueError(f'{name}="": the path is empty (unset variable?); set a path or omit the setting')
         if self.capacity_bytes is not None and self.capacity_bytes < MIB:
             raise ValueError(f"capacity_bytes={self.capacity_bytes}: an arena has at least {MIB} bytes (1 MiB)")
         if not 0 <= self.port < 65535:
-            raise ValueError(f"port={self.port}: expected 0 to 65534, as the port above is taken, too")
+            raise ValueError(f"port={self.port}: expected 0 to 65534, because the next port is used too")
         if self.http_port is not None and not 0 <= self.http_port < 65536:
             raise ValueError(f"http_port={self.http_port}: expected 0 to 65535, or None")
         if self.checksums not in list(Checksums):
@@ -155,7 +155,7 @@ class DataPlaneConfig:
         if self.durability not in DURABILITIES:
             raise ValueError(f"durability={self.durability!r}: expected one of {', '.join(DURABILITIES)}")
         if self.durability == "machine" and self.state_dir is None:
-            raise ValueError('durability="machine" needs a state_dir on a disk, from which the service goes on')
+            raise ValueError('durability="machine" requires a state_dir on a disk, from which the service recovers')
         self._check_transport()
         if self.units < 0:
             raise ValueError(f"units={self.units}: cannot be negative")
@@ -163,17 +163,17 @@ class DataPlaneConfig:
             raise ValueError(f"reserve_fraction={self.reserve_fraction}: must be in [0, 1)")
         if not 0.0 <= self.low_watermark <= self.high_watermark <= 1.0 or not self.high_watermark:
             marks = f"low_watermark={self.low_watermark}, high_watermark={self.high_watermark}"
-            raise ValueError(f"{marks}: must be 0 <= low <= high <= 1, and high not 0")
+            raise ValueError(f"{marks}: must satisfy 0 <= low <= high <= 1 and high > 0")
         if not 0 <= self.reconnect_s <= LONGEST_S:
-            raise ValueError(f"reconnect_s={self.reconnect_s}: must be 0 or more, and {LONGEST_S:,} s at most")
+            raise ValueError(f"reconnect_s={self.reconnect_s}: must be 0 or more, and at most {LONGEST_S:,} s")
         for name in ("heartbeat_s", "session_timeout_s", "call_timeout_s", "connect_timeout_s", "put_timeout_s"):
             duration_s = getattr(self, name)
             if duration_s is not None and not 0 < duration_s <= LONGEST_S:
-                raise ValueError(f"{name}={duration_s}: must be positive, and {LONGEST_S:,} s at most")
+                raise ValueError(f"{name}={duration_s}: must be positive, and at most {LONGEST_S:,} s")
         files = {name: getattr(self, name) for name in ("tls_cert_file", "tls_key_file", "tls_ca_file")}
         missing = [name for name, file in files.items() if not file]
         if 0 < len(missing) < len(files):
-            raise ValueError(f"TLS takes tls_cert_file, tls_key_file and tls_ca_file together; not set: {missing}")
+            raise ValueError(f"TLS requires tls_cert_file, tls_key_file and tls_ca_file; not set: {missing}")
 
     def _check_types(self) -> None:
         for name, kinds in _kinds().items():
@@ -190,13 +190,14 @@ class DataPlaneConfig:
             raise ValueError(f"mooncake_protocol={self.mooncake_protocol!r}: expected one of {expected}")
         if self.bulk_transport == "mooncake" and self.tls is not None:
             raise ValueError(
-                'bulk_transport="mooncake" with TLS: the transfer engine does not encrypt, so rows would travel in the '
-                'open. Use bulk_transport="zmq", which does with TLS, or, on a network that is yours alone, no TLS'
+                'bulk_transport="mooncake" with TLS: the transfer engine does not encrypt, so rows would be sent '
+                'unencrypted. Use bulk_transport="zmq", which encrypts with TLS, or disable TLS on a private network'
             )
 
     @classmethod
     def of(cls, config: DataPlaneConfig | Mapping[str, Any] | None) -> DataPlaneConfig:
-        """A config from one, from a plain mapping (unknown keys are a ValueError that names them), or the defaults."""
+        """Return `config` as a `DataPlaneConfig`. A mapping is converted; None gives the defaults. Raises ValueError
+        that names unknown keys of a mapping."""
         if config is None:
             return cls()
         if isinstance(config, DataPlaneConfig):
@@ -210,8 +211,8 @@ class DataPlaneConfig:
         return cls(**config)
 
     def with_environment(self) -> DataPlaneConfig:
-        """The same with address, token and TLS taken from TQ_ADDRESS, TQ_TOKEN and TQ_TLS_* where they are not set; the
-        files of TLS all from one place."""
+        """Return a copy in which unset address, token and TLS files come from TQ_ADDRESS, TQ_TOKEN and TQ_TLS_*. The
+        TLS files come either all from the config or all from the environment."""
         names = ENV_TLS if self.tls is None else {}
         found: dict[str, Any] = {
             name: os.environ[variable] for name, variable in names.items() if os.environ.get(variable)
@@ -227,7 +228,7 @@ class DataPlaneConfig:
 
     @property
     def tls(self) -> TlsFiles | None:
-        """The files of mutual TLS; None: there is none."""
+        """Files for mutual TLS; None if TLS is not configured."""
         if not (self.tls_cert_file and self.tls_key_file and self.tls_ca_file):
             return None
         return TlsFiles(
@@ -238,21 +239,21 @@ class DataPlaneConfig:
         )
 
     def of_unit(self, number: int) -> DataPlaneConfig:
-        """What the storage unit `number`, from 0, of a service with this config is told."""
+        """Return the config of storage unit `number` (from 0) of a service with this config."""
         return replace(self, port=0, http_port=self.http_port and self.http_port + 1 + number)
 
     def guarded(self) -> bool:
-        """Whether a service may listen where others reach it: token, TLS, or an explicit `insecure`."""
+        """Whether a service may listen on a non-loopback address: it has a token or TLS, or sets `insecure`."""
         return self.insecure or self.tls is not None or self.secret() is not None
 
     @property
     def pickles(self) -> bool:
-        """Whether a client with these settings pickles what no column carries."""
+        """Whether a client with these settings pickles objects that no column can hold."""
         return self.objects == "pickle"
 
     def secret(self) -> str | None:
-        """The token, read from token_file where that is what is set. ValueError for one that is empty, which would let
-        everybody in, and for what no header of HTTP and gRPC can hold."""
+        """Return the token, read from token_file if only that is set; None without a token. Raises ValueError for an
+        empty token, which would admit everybody, and for characters that HTTP and gRPC headers cannot hold."""
         where, token = "token", self.token
         if token is None and self.token_file is not None:
             where = f"token_file {self.token_file!r}"
@@ -262,13 +263,13 @@ class DataPlaneConfig:
         if not token:
             raise ValueError(f"{where} is empty")
         if not (token.isascii() and token.isprintable()) or token != token.strip():
-            raise ValueError(f"{where} may only have printable ASCII characters, and no space at its ends")
+            raise ValueError(f"{where} must consist of printable ASCII characters, without leading or trailing space")
         return token
 
 
 @functools.cache
 def _kinds() -> dict[str, tuple[type, ...]]:
-    """What each setting may be."""
+    """Return the accepted types of each setting."""
     wider: dict[type, tuple[type, ...]] = {
         int: (numbers.Integral,),
         float: (numbers.Real,),

@@ -1,4 +1,4 @@
-"""The service in one process: a controller and its storage units. Imports no torch."""
+"""The service in one process: a controller and its storage units. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dataplane.storage.unit import StorageUnit
 
 
 class Server:
-    """A running service. `address` is what `connect` takes. Close it, or use it as a context manager; when the process
-    ends any other way, the next storage unit on the host sweeps what is left of its arena. A forked child does not
-    serve: it has none of the listening sockets, and `close` does nothing there."""
+    """A running service. Pass `address` to `connect`. Close the server or use it as a context manager. If the process
+    exits without `close`, the next storage unit that starts on the host removes the remaining arena files. A forked
+    child does not serve: the child has no listening sockets, and `close` does nothing there."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self.config = config
@@ -25,7 +25,8 @@ class Server:
         self._pid = os.getpid()
 
     def start(self) -> Self:
-        """Returns when the controller answers and every unit is registered; on failure nothing is left running."""
+        """Start controller and storage units. Block until the controller accepts requests and every unit is registered.
+        On failure, stop everything that was started."""
         try:
             with enough_for(self.config.host):
                 self._controller.start()
@@ -39,16 +40,16 @@ class Server:
 
     @property
     def address(self) -> str:
-        """ "host:port" of the controller."""
+        """Address of the controller, "host:port"."""
         return self._controller.address
 
     @property
     def http_address(self) -> str:
-        """ "host:port" of its page, JSON and metrics; "" without `http_port`."""
+        """Address of the HTTP server (dashboard, JSON and metrics), "host:port"; "" without `http_port`."""
         return self._controller.http_address
 
     def close(self) -> None:
-        """End units and controller. Idempotent; takes a few seconds at most; clients then get
+        """Stop storage units and controller. Idempotent; takes a few seconds at most. Clients then receive
         `ServiceUnavailableError`."""
         if self._pid != os.getpid():
             return
@@ -66,9 +67,9 @@ class Server:
 
 
 def serve(config: DataPlaneConfig | Mapping[str, Any] | None = None) -> Server:
-    """Start the service in this process: threads of its own, an arena of its own, on loopback unless `host` is set.
+    """Start the service in background threads of this process, on loopback unless `host` is set.
 
-    Raises `ArenaSpaceError` where there is too little shared memory, ValueError for a public host without token,
-    TLS or `insecure`, or for files of TLS that cannot be used; `TlsError` where this ZMQ cannot encrypt.
+    Raises `ArenaSpaceError` if shared memory is too small, ValueError for a public host without token, TLS or
+    `insecure` or for unusable TLS files, and `TlsError` if the installed ZMQ does not support encryption.
     """
     return Server(DataPlaneConfig.of(config)).start()

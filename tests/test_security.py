@@ -354,7 +354,7 @@ def test_a_zmq_without_curve_is_named(services: dict[str, Server], monkeypatch: 
 def test_another_version_of_the_protocol_is_refused_with_both_named(
     services: dict[str, Server], monkeypatch: pytest.MonkeyPatch, endpoint: str, version: int
 ) -> None:
-    both = rf"client speaks protocol version {version}, the service speaks {PROTOCOL_VERSION}"
+    both = rf"client has protocol version {version}, the service has {PROTOCOL_VERSION}"
     kind = "tls" if endpoint == "keys" else "plain"
     if endpoint == "grpc":
         with grpc.insecure_channel(services[kind].address) as channel, pytest.raises(grpc.RpcError, match=both):

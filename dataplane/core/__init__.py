@@ -1,6 +1,6 @@
-"""Words and operating-system helpers that every package uses.
+"""Shared types, standard names and operating-system helpers for all packages.
 
-Field types and standard names, addresses, file locks, fsync, memory limits, row copies, checksums and failpoints. A
-file does one thing and knows nothing of samples. Imports `errors` and nothing else of the project. Start with `types`
+Contains field types, standard names, addresses, file locks, fsync, memory limits, row copies, checksums and failpoints.
+The modules are independent of samples and the ledger. They import only `errors` from this project. Start with `types`
 and `schema`.
 """

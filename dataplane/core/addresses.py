@@ -1,4 +1,4 @@
-"""Names of this host, and addresses."""
+"""Host identity, and parsing, resolution and discovery of network addresses."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ from typing import Any
 from dataplane.core.backoff import pick
 
 LOWEST_PORT = 15_000
-"""Below are the ports that well-known servers like."""
+"""Lower bound for chosen ports: ports below it are often used by well-known servers."""
 _GET_FLAGS, _GET_ADDRESS, _UP = 0x8913, 0x8915, 1
 """Linux: SIOCGIFFLAGS, SIOCGIFADDR, IFF_UP."""
 
 
 def boot_id() -> str:
-    """Names this boot of this machine's kernel: equal in two processes only if they run on one host."""
+    """Return the id of this boot of the kernel. Two processes have the same id only if they run on one host."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """ "host:port" in parts; IPv6 hosts in brackets, which are taken off. ValueError for anything else."""
+    """Split "host:port" into host and port, and remove the brackets of an IPv6 host. Raises ValueError for any other
+    format."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"address {address!r} is not host:port")
+        raise ValueError(f"address {address!r} is not host:port with a port from 1 to 65535")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def bracketed(host: str) -> str:
-    """`host` as it stands in an address: IPv6 in brackets."""
+    """Return `host` as written in an address: an IPv6 host in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def join_address(host: str, port: int) -> str:
-    """ "host:port", an IPv6 host in brackets."""
+    """Return "host:port", with an IPv6 host in brackets."""
     return f"{bracketed(host)}:{port}"
 
 
 def dial(address: str, timeout_s: float) -> socket.socket:
-    """A connection to "host:port": to the first address of the host that answers. Each gets its part of the time, so
-    that a silent one leaves some for the next. OSError of the last one; a `TimeoutError` with its number where that was
-    silent."""
+    """Connect to "host:port" and return the socket. Tries the addresses of the host in order and splits the remaining
+    time evenly among them, so that an unresponsive address leaves time for the next. Raises the OSError of the last
+    address; `TimeoutError` with errno ETIMEDOUT if it did not respond."""
     host, port = split_address(address)
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     deadline = time.monotonic() + timeout_s
@@ -76,43 +77,44 @@ def _dial_one(family: int, kind: int, protocol: int, where: Any, timeout_s: floa
 
 
 def dialed(peer: socket.socket) -> str:
-    """The "address:port" at the other end, in numbers."""
+    """Return the numeric "address:port" of the peer."""
     host, port, *_ = peer.getpeername()
     return join_address(host, port)
 
 
 def resolve_host(host: str) -> str:
-    """The IP address to bind for `host`. OSError if it has none."""
+    """Return the IP address to bind for `host`. Raises OSError if it has none."""
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def lasting_port() -> int:
-    """A port, maybe in use, that the kernel gives to nobody by itself: while its server is down, no client's own end of
-    a connection takes it (one that looks for the server on this host could even reach itself)."""
+    """Return a random port below the kernel's ephemeral range; it may be in use. While the server of such a port is
+    down, no outgoing connection is assigned the port. (With an ephemeral port, a client that reconnects to a server on
+    this host could connect to itself.)"""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
     return pick(LOWEST_PORT, max(first - 1, LOWEST_PORT + 1000))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a service that listens on `host`."""
+    """Whether only this machine can reach a server that listens on `host`."""
     return ipaddress.ip_address(resolve_host(host)).is_loopback
 
 
 def require_guard_beyond_loopback(host: str, *, guarded: bool) -> None:
-    """ValueError if others than this machine could reach `host` and nothing guards it."""
+    """Raise ValueError if other machines can reach `host` and `guarded` is false."""
     if not guarded and not is_loopback(host):
         raise ValueError(
-            f"host {host!r} is not loopback, others can reach it. Give the service a token (config.token, token_file, "
-            "tq serve --token-file, TQ_TOKEN), or mutual TLS (tls_cert_file, tls_key_file, tls_ca_file; tq serve "
-            "--tls-cert, --tls-key, --tls-ca), or say that anyone may use it (insecure=True, --insecure), or listen on "
+            f"host {host!r} is not loopback, so other machines can reach it. Set a token (config.token, token_file, tq "
+            "serve --token-file, TQ_TOKEN) or mutual TLS (tls_cert_file, tls_key_file, tls_ca_file; tq serve "
+            "--tls-cert, --tls-key, --tls-ca), allow unauthenticated access (insecure=True, --insecure), or listen on "
             "127.0.0.1"
         )
 
 
 def reachable_host(host: str) -> str:
-    """What others should call a service that binds `host`: itself, or for a wildcard the address of this machine that
-    its default route has; without one the only address beyond loopback that there is (loopback, if none is).
-    ValueError where there are several."""
+    """Return the host name under which other machines reach a server that binds `host`: `host` itself, unless it is a
+    wildcard. For a wildcard, return the source address of the default route, else the only non-loopback address of this
+    machine, else loopback. Raises ValueError if several addresses are possible."""
     address = ipaddress.ip_address(resolve_host(host))
     if not address.is_unspecified:
         return host
@@ -122,15 +124,15 @@ def reachable_host(host: str) -> str:
     others = interface_addresses(address.version)
     if len(others) > 1:
         raise ValueError(
-            f"host {host!r}: this machine has no default route, and the addresses {', '.join(others)}; name the one "
-            "that others are to use (config.host, tq serve --host)"
+            f"host {host!r}: this machine has no default route and several addresses: {', '.join(others)}; set the one "
+            "that other machines should use (config.host, tq serve --host)"
         )
     return others[0] if others else found
 
 
 def interface_addresses(version: int) -> list[str]:
-    """This machine's IP addresses of that version on interfaces that are up, but for loopback and link-local ones: of
-    IPv4 the first of each interface."""
+    """Return this machine's IP addresses of the given IP version on active interfaces, without loopback and link-local
+    addresses. For IPv4, only the first address of each interface is returned."""
     found = map(ipaddress.ip_address, _ipv4_addresses() if version == 4 else _ipv6_addresses())
     return sorted({str(each) for each in found if not (each.is_loopback or each.is_link_local)})
 
@@ -139,7 +141,7 @@ def _ipv4_addresses() -> Iterator[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             asked = struct.pack("256s", name.encode())
-            with contextlib.suppress(OSError):  # it has none, or is gone
+            with contextlib.suppress(OSError):  # the interface has no address, or was removed
                 flags = struct.unpack_from("H", fcntl.ioctl(probe, _GET_FLAGS, asked), 16)[0]
                 address = fcntl.ioctl(probe, _GET_ADDRESS, asked)[20:24]
                 if flags & _UP:
@@ -153,11 +155,11 @@ def _ipv6_addresses() -> Iterator[str]:
 
 
 def own_address(towards: str) -> str:
-    """The address of this machine that packets to the IP address `towards` leave from; loopback where there is none."""
+    """Return the source address of packets from this machine to the IP address `towards`; loopback without a route."""
     family = socket.AF_INET6 if ":" in towards else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            # Connecting a datagram socket sends nothing; it only picks the address that packets would leave from.
+            # Connecting a datagram socket sends nothing; the kernel only selects the source address.
             probe.connect((towards, 9))
         except OSError:
             return "127.0.0.1" if family == socket.AF_INET else "::1"

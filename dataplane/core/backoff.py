@@ -1,5 +1,5 @@
-"""Jitter and backoff. The numbers come from the system: the program's `random`, which its user may have seeded, is not
-advanced."""
+"""Jitter and backoff. Random numbers come from the operating system, so that the global `random` state, which the user
+may have seeded, does not change."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import random
 
 
 def jittered(pause_s: float, least: float = 0.5, most: float = 1.0) -> float:
-    """The pause times something in [least, most], so that many who wait do not all come back at once."""
+    """Return the pause times a random factor in [least, most], so that many waiting clients do not retry at once."""
     return pause_s * random.SystemRandom().uniform(least, most)
 
 
 class Backoff:
-    """Pauses between attempts, in seconds: `first_s`, then each twice the last, up to `longest_s`."""
+    """Pauses between attempts, in seconds: `first_s` at first, doubled after each attempt, up to `longest_s`."""
 
     def __init__(self, first_s: float, longest_s: float) -> None:
         self._first_s = first_s
@@ -20,15 +20,15 @@ class Backoff:
         self.next_s = first_s
 
     def take(self, most_s: float = float("inf")) -> float:
-        """The next pause, or `most_s` if that is shorter, with jitter: somewhere between half of it and all."""
+        """Return the next pause, at most `most_s`, with jitter: between half of the pause and the full pause."""
         pause_s, self.next_s = min(self.next_s, most_s), min(2 * self.next_s, self._longest_s)
         return jittered(pause_s)
 
     def reset(self) -> None:
-        """The next pause is the first."""
+        """Start again with `first_s`."""
         self.next_s = self._first_s
 
 
 def pick(first: int, end: int) -> int:
-    """A number in [first, end)."""
+    """Return a random number in [first, end)."""
     return random.SystemRandom().randrange(first, end)

@@ -1,7 +1,7 @@
-"""Memory for results that stays warm: pages touched once are used again when nobody holds the result any more.
+"""Memory pool for read results: pages are reused after the result that used them is released.
 
-Copying into fresh pages runs at a small fraction of the speed of copying into warm ones (the kernel clears each page
-first), and a trainer reads batches of much the same size at every step.
+Copying into new pages is several times slower than copying into reused pages, because the kernel clears each new page
+first. A trainer reads batches of similar size at every step, so the pool serves most reads.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 FROM_BYTES = 256 << 10
-"""Smaller results come from the heap, which is warm already."""
+"""Results smaller than this are allocated on the heap, which reuses pages already."""
 _STEP_BYTES = 2 << 20
 _MOST_SLACK = 1.5
 
 
 class BufferPool:
-    """Hands out byte arrays; an array's memory is used again once nothing refers to the array or a view of it.
+    """Allocates byte arrays. The memory of an array is reused after the last reference to the array and its views is
+    released.
 
-    keep_bytes: idle memory kept; beyond it, what was idle longest goes back to the machine. Thread-safe; the finalizers
-    of arrays only enqueue.
+    keep_bytes: maximum idle memory; beyond it, the longest idle memory is returned to the system. Thread-safe; the
+    finalizers of arrays only enqueue their memory.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -35,7 +36,8 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """`nbytes` (more than 0) bytes of any content, aligned to a page. MemoryError where there are none."""
+        """Return a page-aligned array of `nbytes` (more than 0) bytes with arbitrary content. Raises MemoryError if the
+        system has no memory."""
         with self._lock:
             self._collect()
             region = self._fitting(nbytes)
@@ -46,21 +48,21 @@ class BufferPool:
         return array
 
     def drop(self) -> None:
-        """Give idle memory back to the machine, now and from here on."""
+        """Return all idle memory to the system, and keep no idle memory from now on."""
         with self._lock:
             self._keep_bytes = 0
             self._collect()
 
     @property
     def idle_bytes(self) -> int:
-        """Memory that waits for its next use."""
+        """Bytes of memory that are kept for reuse."""
         with self._lock:
             self._collect()
             return sum(map(len, self._idle))
 
     def _fitting(self, nbytes: int) -> mmap.mmap | None:
-        """The smallest idle region that holds `nbytes` and is not much larger; of equal ones that used last, of which
-        the processor may have parts still at hand."""
+        """Remove and return the smallest idle region that holds `nbytes` and is not much larger; None if none fits. Of
+        equal regions, return the most recently used one, because parts of it may still be in the CPU cache."""
         smallest = _stepped(nbytes)
         most = max(int(_MOST_SLACK * nbytes), smallest)
         found: int | None = None
@@ -73,6 +75,7 @@ class BufferPool:
         return None if found is None else self._idle.pop(found)
 
     def _collect(self) -> None:
+        """Move released regions to the idle list, and return idle memory beyond the limit to the system."""
         if not self._returned and self._keep_bytes:
             return
         while self._returned:
@@ -83,13 +86,14 @@ class BufferPool:
 
 
 def _stepped(nbytes: int) -> int:
-    """The size of a region made for `nbytes`."""
+    """Return the size of a new region for `nbytes`."""
     return -(-nbytes // _STEP_BYTES) * _STEP_BYTES
 
 
 def _fresh(nbytes: int) -> mmap.mmap:
+    """Map a new region for `nbytes`, with huge pages if available."""
     size = _stepped(nbytes)
-    # Private: what a forked child inherited stays as it was when the parent uses the region again.
+    # MAP_PRIVATE keeps the content that a forked child inherited when the parent reuses the region.
     try:
         region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

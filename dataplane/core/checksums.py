@@ -1,7 +1,7 @@
-"""Checksums of rows: made by whoever writes them, from what it writes; kept by the ledger; compared by whoever reads.
+"""Checksums of rows: computed by the writer, stored in the ledger, and compared by the reader.
 
-A row's checksum is the low half of the 64-bit XXH3 of its bytes as they are stored, 1 instead of 0: 0 stands for none.
-It finds damage by memory, disk and network, not forgery.
+The checksum of a row is the low 32 bits of the 64-bit XXH3 hash of its stored bytes. A checksum of 0 is replaced by 1,
+because 0 means "no checksum". Checksums detect damage by memory, disk and network, but not forgery.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ UInt64s = npt.NDArray[np.uint64]
 Int64s = npt.NDArray[np.int64]
 
 _FEW = 16
-"""Fewer short rows are digested one by one."""
+"""Below this number of short rows, rows are hashed one by one."""
 _SHORT_KEY = np.uint64(0xC73AB174C5ECD5A2)
 _SHORT_FACTOR = np.uint64(0x9FB21C651E98DF25)
 _LOW_HALF = (1 << 32) - 1
 
 
 def checksums_of(memory: UInt8s, offsets: Int64s, sizes: Int64s) -> UInt32s:
-    """The checksum of each row: `sizes[i]` bytes from `offsets[i]` on. `memory` is contiguous and holds all of them."""
+    """Return the checksum of each row. Row i has `sizes[i]` bytes at `offsets[i]` of `memory`, which is contiguous."""
     short = (sizes >= 4) & (sizes <= 8)
     count = int(np.count_nonzero(short))
     if count < _FEW:
@@ -37,14 +37,15 @@ def checksums_of(memory: UInt8s, offsets: Int64s, sizes: Int64s) -> UInt32s:
 
 
 def settled(digests: npt.ArrayLike) -> UInt32s:
-    """Checksums of 64-bit digests."""
+    """Convert 64-bit hashes to checksums."""
     low: UInt32s = (np.asarray(digests, np.uint64) & np.uint64(_LOW_HALF)).astype(np.uint32)
     low[low == 0] = 1
     return low
 
 
 def damaged(memory: UInt8s, offsets: Int64s, sizes: Int64s, checksums: UInt32s) -> tuple[Int64s, UInt32s]:
-    """Which of the rows have a checksum but another than their bytes, and what theirs is."""
+    """Return the indices of rows whose bytes do not match their checksum, and the checksums of these bytes. Rows
+    without a checksum (0) are skipped."""
     found = checksums_of(memory, offsets, sizes)
     wrong = np.flatnonzero((found != checksums) & (checksums != 0))
     return wrong, found[wrong]
@@ -57,7 +58,7 @@ def _one_by_one(memory: UInt8s, offsets: Int64s, sizes: Int64s) -> UInt64s:
 
 
 def _of_short(memory: UInt8s, offsets: Int64s, sizes: Int64s) -> UInt64s:
-    """The digests of rows of 4 to 8 bytes, as XXH3 defines them, of all at once: a scalar a sample is the usual row."""
+    """Return the XXH3 hashes of rows of 4 to 8 bytes, vectorized. One scalar per sample is the most common row."""
     first, last = _words(memory, offsets), _words(memory, offsets + sizes - 4)
     mixed: UInt64s = (last + (first << np.uint64(32))) ^ _SHORT_KEY
     mixed ^= _rotated(mixed, 49) ^ _rotated(mixed, 24)
@@ -69,7 +70,7 @@ def _of_short(memory: UInt8s, offsets: Int64s, sizes: Int64s) -> UInt64s:
 
 
 def _words(memory: UInt8s, offsets: Int64s) -> UInt64s:
-    """The little-endian integer of 4 bytes at each place."""
+    """Return the little-endian 4-byte integer at each offset."""
     words: UInt64s = memory[offsets[:, None] + np.arange(4)].view("<u4").reshape(-1).astype(np.uint64)
     return words
 

@@ -1,4 +1,4 @@
-"""Whole numbers as stretches of neighbours."""
+"""Sets of integers, stored as ranges of consecutive numbers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from bisect import bisect_left, bisect_right
 
 
 class Stretches:
-    """A set of numbers that costs two for each stretch of neighbours."""
+    """A set of integers that stores only the first and last number of each range of consecutive numbers."""
 
     def __init__(self) -> None:
         self._firsts: list[int] = []
         self._lasts: list[int] = []
 
     def add(self, first: int, last: int) -> None:
-        """All from `first` to `last`."""
+        """Add all numbers from `first` to `last`, inclusive."""
         begin = bisect_left(self._lasts, first - 1)
         end = bisect_right(self._firsts, last + 1)
         if begin < end:
@@ -26,5 +26,5 @@ class Stretches:
         return place >= 0 and number <= self._lasts[place]
 
     def __len__(self) -> int:
-        """How many stretches there are."""
+        """Return the number of ranges."""
         return len(self._firsts)

@@ -1,4 +1,4 @@
-"""Waits, leases and intervals as callers give them."""
+"""Validation of durations (timeouts, leases, intervals) passed by callers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from dataplane.errors import InvalidRequestError
 
 LONGEST_S = 1e9
-"""What is longer counts as this, 31 years: clocks and conditions take it."""
+"""Maximum duration (31 years), which clocks and conditions accept. Longer durations are clamped to it."""
 
 
 def seconds(name: str, value: Any, *, positive: bool = False) -> float:
-    """`value`, of the argument `name`, as seconds. TypeError if it is no number (a bool is none); `InvalidRequestError`
-    (a ValueError) if it is negative, infinite or not a number at all, and if it is 0 and was to be `positive`."""
+    """Return `value` of the argument `name` as seconds. Raises TypeError if it is not a number (a bool is rejected),
+    and `InvalidRequestError` (a ValueError) if it is negative, infinite or NaN, or 0 with `positive`."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: expected seconds as a number, got {type(value).__name__}")
     try:
@@ -23,10 +23,10 @@ def seconds(name: str, value: Any, *, positive: bool = False) -> float:
         found = math.inf
     if not 0 <= found < math.inf or (positive and not found):
         least = "more than 0" if positive else "0 or more"
-        raise InvalidRequestError(f"{name}={found}: expected seconds, {least} and finite; a wait has an end")
+        raise InvalidRequestError(f"{name}={found}: expected seconds, {least} and finite")
     return min(found, LONGEST_S)
 
 
 def seconds_if_any(name: str, value: Any, *, positive: bool = False) -> float | None:
-    """The same; None stays None."""
+    """Like `seconds`, but return None for None."""
     return None if value is None else seconds(name, value, positive=positive)

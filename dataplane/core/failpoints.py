@@ -1,6 +1,8 @@
-"""Named places where a test may make a process stop, wait or die. Unarmed (always, outside tests) they cost nothing.
+"""Failpoints: named places in the code where a test can stop, delay or kill a process. Without tests they are not armed
+and cost nothing.
 
-A process arms its own: `arm("put.before_commit", action)`; the action runs in the thread that reaches the place.
+A process arms its own failpoints: `arm("put.before_commit", action)`. The action runs in the thread that reaches the
+failpoint.
 """
 
 from __future__ import annotations
@@ -75,13 +77,13 @@ NAMES = frozenset(
         "fetch.between_header_and_payload",
     }
 )
-"""Every place there is; `call.*.before` stands for `call.Commit.before` and every other command."""
+"""Names of all failpoints. `call.*.before` stands for `call.Commit.before` and the same name of every other command."""
 
 _armed: dict[str, Callable[[], None]] = {}
 
 
 def hit(name: str) -> None:
-    """Run the action armed at `name`, if any."""
+    """Run the action that is armed at failpoint `name`, if any."""
     if _armed:
         action = _armed.get(name)
         if action is not None:
@@ -89,18 +91,18 @@ def hit(name: str) -> None:
 
 
 def general(name: str) -> str:
-    """How `NAMES` has the place."""
+    """Return the entry of `NAMES` that stands for the failpoint `name`."""
     parts = name.split(".")
     return ".".join([parts[0], "*", *parts[2:]]) if parts[0] == "call" else name
 
 
 def arm(name: str, action: Callable[[], None]) -> None:
-    """Run `action` whenever `hit(name)` is reached in this process. ValueError for a place that is not in `NAMES`."""
+    """Run `action` whenever `hit(name)` is reached in this process. Raises ValueError for a name not in `NAMES`."""
     if general(name) not in NAMES:
-        raise ValueError(f"there is no failpoint {name!r}; see dataplane.core.failpoints.NAMES")
+        raise ValueError(f"unknown failpoint {name!r}; see dataplane.core.failpoints.NAMES")
     _armed[name] = action
 
 
 def disarm() -> None:
-    """Forget every armed action."""
+    """Disarm all failpoints."""
     _armed.clear()

@@ -1,4 +1,4 @@
-"""Jobs that wait for different peers, at the same time."""
+"""Concurrent execution of jobs that wait for different peers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 class Together:
-    """Runs jobs with up to `most` threads besides the calling ones, started when first needed and kept until `close`.
-    Thread-safe."""
+    """Runs jobs concurrently in up to `most` threads in addition to the calling threads. The threads start on first use
+    and run until `close`. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -20,9 +20,9 @@ class Together:
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """What each of the jobs returns, in order; the calling thread does some of them. After an error no more are
-        begun. Returns, or raises the first error, when all that were begun have ended: also after a
-        KeyboardInterrupt."""
+        """Run all jobs and return their results in order. The calling thread runs some of the jobs. After an error, no
+        further job is started. The call returns, or raises the first error, after all started jobs have ended; this
+        also holds for a KeyboardInterrupt."""
         if len(jobs) == 1:
             return [jobs[0]()]
         batch = _Batch(jobs)
@@ -33,8 +33,8 @@ class Together:
                 pool.submit(batch.work)
             batch.work()
         finally:
-            # An interrupt may come at any call. Until the others have ended it must not leave this block, so every step
-            # may be done again.
+            # A KeyboardInterrupt may be raised at any call, but must not leave this block before all jobs have ended.
+            # Every step of `end` can therefore be repeated.
             while True:
                 try:
                     batch.end()
@@ -53,7 +53,7 @@ class Together:
             return self._pool
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
+        """Stop the threads after the submitted jobs. Does not block. Idempotent."""
         with self._guard:
             pool, self._pool = self._pool, None
         if pool is not None:
@@ -61,7 +61,7 @@ class Together:
 
 
 class _Batch(Generic[T]):
-    """Jobs of which each is done by whoever takes it first."""
+    """The jobs of one `run`. Several threads take jobs from it until none is left."""
 
     def __init__(self, jobs: Sequence[Callable[[], T]]) -> None:
         self.results: dict[int, T] = {}
@@ -71,7 +71,7 @@ class _Batch(Generic[T]):
         self._changed = threading.Condition()
 
     def work(self) -> None:
-        """Do jobs until there are none left."""
+        """Run jobs until none is left."""
         me = threading.get_ident()
         while True:
             with self._changed:
@@ -90,8 +90,8 @@ class _Batch(Generic[T]):
                     self._changed.notify_all()
 
     def end(self) -> None:
-        """Let no more be begun, and wait for the end of those that other threads began. One of the calling thread has
-        ended, also where an interrupt kept it from saying so."""
+        """Discard the remaining jobs and wait for the jobs that run in other threads. A job of the calling thread has
+        already ended, even if an interrupt prevented its removal from `_active`."""
         with self._changed:
             self._left.clear()
             while self._active - {threading.get_ident()}:

@@ -1,9 +1,9 @@
-"""Files that are alive as long as some process holds them: created already locked, probed without disturbing others.
+"""Lock files that show whether their process still runs. They are created already locked, and can be probed.
 
-The lock is `flock`: it belongs to the open file description, so the kernel drops it when the last process that has the
-description is gone, whatever way it went; closing another descriptor of the same file does not drop it (a POSIX record
-lock would go); and it can be probed without owning the file. Holders take it exclusively, probes take it shared, so
-that two probes at once never look like a holder to each other.
+The lock is an `flock`, which belongs to the open file description. The kernel releases it when the last process that
+has the description exits, for any reason. Closing another descriptor of the same file does not release it (as it would
+release a POSIX record lock). The lock can be probed without owning the file. Holders lock exclusively and probes lock
+shared, so that two concurrent probes never mistake each other for a holder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 LOCAL_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay"})
-"""Where a lock taken on this host is seen by this host and nobody else."""
+"""File systems on which locks are visible to all processes of this host and to no other host."""
 
 _FILE_SYSTEMS = {
     0x01021994: "tmpfs",
@@ -49,14 +49,14 @@ _FILE_SYSTEMS = {
     0x73717368: "squashfs",
     0x958458F6: "hugetlbfs",
 }
-"""By the number that statfs(2) gives; ext2, ext3 and ext4 have one."""
+"""Names by the `f_type` of statfs(2); ext2, ext3 and ext4 share one number."""
 _STATFS_BYTES = 256
 
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.EXDEV, errno.EPERM})
 
 
 _NO_SUCH_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO})
-"""Whoever made the file would be able to open it; this process is not, or there is none."""
+"""Error numbers of `open` for a missing file, or for a file of another user. A user can always open own lock files."""
 
 ARENA_NAME = re.compile(r"tq-arena-[0-9a-f]{32}")
 RECORDED_ARENA_NAME = re.compile(r"tq-kept-[0-9a-f]{32}")
@@ -64,24 +64,25 @@ SESSION_LOCK_NAME = re.compile(r"tq-session-[0-9a-f]{32}\.lock")
 
 
 def new_arena_name() -> str:
-    """A file name for an arena that no other has; matches `ARENA_NAME`."""
+    """Return a unique file name for an arena, which matches `ARENA_NAME`."""
     return f"tq-arena-{secrets.token_hex(16)}"
 
 
 def new_recorded_arena_name() -> str:
-    """The same for an arena that outlives its unit: no `sweep` removes it."""
+    """Return a unique file name for an arena that remains after its unit stops. `sweep` does not remove it."""
     return f"tq-kept-{secrets.token_hex(16)}"
 
 
 def new_session_lock_name() -> str:
-    """A file name for a session's lock that no other has; matches `SESSION_LOCK_NAME`."""
+    """Return a unique file name for the lock of a session, which matches `SESSION_LOCK_NAME`."""
     return f"tq-session-{secrets.token_hex(16)}.lock"
 
 
 def create_locked(path: Path) -> int:
-    """A new empty file at `path`, mode 0600, that appears there already locked; the descriptor that holds the lock.
+    """Create an empty file at `path`, mode 0600, that is locked when it appears. Return the descriptor that holds the
+    lock.
 
-    The descriptor is close-on-exec. FileExistsError if the name is taken.
+    The descriptor is close-on-exec. Raises FileExistsError if the path exists.
     """
     try:
         return _create_nameless(path)
@@ -92,13 +93,13 @@ def create_locked(path: Path) -> int:
 
 
 def _create_nameless(path: Path) -> int:
-    """By a file without a name: nothing is left if the process dies before it has one."""
+    """Create the file without a name and link it afterwards: if the process dies in between, no file remains."""
     fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # Only with a directory descriptor does os.link follow the link in /proc to the file itself.
+            # os.link follows the symbolic link in /proc only with a directory descriptor.
             os.link(f"/proc/self/fd/{fd}", path.name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=True)
         finally:
             os.close(folder)
@@ -109,7 +110,7 @@ def _create_nameless(path: Path) -> int:
 
 
 def _create_aside(path: Path) -> int:
-    """By a hidden name beside it, for file systems that have no nameless files."""
+    """Create the file under a hidden temporary name, for file systems without O_TMPFILE."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     fd = os.open(aside, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -124,7 +125,8 @@ def _create_aside(path: Path) -> int:
 
 
 def is_held(fd: int) -> bool:
-    """Whether someone holds the lock of the file behind `fd`, a description of its own (never the holder's)."""
+    """Whether another process holds the lock of the file. `fd` must be a separate open file description, not the
+    holder's."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -134,7 +136,7 @@ def is_held(fd: int) -> bool:
 
 
 def is_unheld(path: Path) -> bool:
-    """Whether the file at `path` is this user's own and nobody holds it. OSError as `open_own`."""
+    """Whether the file at `path` belongs to this user and no process holds its lock. Raises OSError like `open_own`."""
     fd = open_own(path)
     if fd is None:
         return False
@@ -145,7 +147,8 @@ def is_unheld(path: Path) -> bool:
 
 
 def unlink_unheld(path: Path) -> bool:
-    """Remove the file at `path` if it is this user's own and nobody holds it; whether it was removed here."""
+    """Remove the file at `path` if it belongs to this user and no process holds its lock. Return whether this call
+    removed it."""
     try:
         fd = open_own(path)
     except OSError:
@@ -164,9 +167,9 @@ def unlink_unheld(path: Path) -> bool:
 
 
 def open_own(path: Path) -> int | None:
-    """A read-only, close-on-exec descriptor of the regular file at `path` that belongs to this process's user; None
-    where there is no such file (also a link, a directory, another user's file). OSError where that cannot be told (too
-    many open files)."""
+    """Open the regular file at `path` if it belongs to this process's user. Return a read-only, close-on-exec
+    descriptor, or None if there is no such file (also for a link, a directory or another user's file). Raises OSError
+    if this cannot be determined (for example, too many open files)."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -181,17 +184,17 @@ def open_own(path: Path) -> int | None:
 
 
 def sweep(directory: str | Path) -> list[Path]:
-    """Remove the arenas and session locks in `directory` that no process holds; what was removed. Others' files, held
-    files and every other name are left alone. OSError if the directory cannot be listed."""
+    """Remove the arenas and session locks in `directory` that no process holds, and return their paths. Files of other
+    users, locked files and files with other names remain. Raises OSError if the directory cannot be listed."""
     folder = Path(directory)
     ours = [name for name in os.listdir(folder) if ARENA_NAME.fullmatch(name) or SESSION_LOCK_NAME.fullmatch(name)]
     return [folder / name for name in ours if unlink_unheld(folder / name)]
 
 
 def file_system(path: str | Path) -> str:
-    """Type of the file system that `path`, or what there is of it, is on; "" if it cannot be told. One that this table
-    does not know is its number. The kernel is asked for the path itself: a table of mounts may lack the one that a
-    process in a chroot is on."""
+    """Return the type of the file system of `path`, or of its nearest existing parent; "" if it cannot be determined.
+    An unknown type is returned as its hexadecimal number. The function calls statfs instead of reading a mount table,
+    because a mount table may lack the file system of a process in a chroot."""
     real = Path(path).absolute()
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
     for folder in (real, *real.parents):
@@ -209,13 +212,13 @@ def _statfs() -> Callable[[bytes, ctypes.Array[ctypes.c_char]], int]:
 
 
 def is_local(path: str | Path) -> bool:
-    """Whether `path` is on a file system of this host, where `flock` and shared mappings mean what they say."""
+    """Whether `path` is on a file system local to this host, on which `flock` and shared mappings are reliable."""
     return file_system(path) in LOCAL_FILE_SYSTEMS
 
 
 class HeldFile:
-    """An open file, locked for as long as this process lives or until `close`. Children of a fork let go of it at
-    once, so that it stands for this process alone."""
+    """An open file that is locked until `close` or until this process exits. A forked child closes the file at once, so
+    that the lock stands for this process alone."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -223,8 +226,8 @@ class HeldFile:
 
     @classmethod
     def take(cls, path: Path) -> HeldFile | None:
-        """Lock the file at `path`, made (mode 0600) if it is not there; None while another process holds it. OSError
-        if it cannot be opened."""
+        """Open and lock the file at `path`, and create it (mode 0600) if it does not exist. Return None if another
+        process holds the lock. Raises OSError if the file cannot be opened."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,7 +237,7 @@ class HeldFile:
         return cls(fd)
 
     def close(self) -> None:
-        """Let go. Idempotent."""
+        """Close the file and release the lock. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

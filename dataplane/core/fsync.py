@@ -1,4 +1,4 @@
-"""Bytes that are to survive the end of the machine: fsynced."""
+"""fsync of mapped memory, files and directories, so that data survives a crash of the machine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import numpy.typing as npt
 __all__ = ["force_ranges", "is_on_disk", "sync_path"]
 
 TOGETHER_BYTES = 1 << 20
-"""Ranges that lie no farther apart are fsynced by one call: what is between is most likely clean."""
+"""Maximum gap between ranges that one call syncs together. The pages in the gap are most likely clean."""
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _MS_SYNC = 4
 
 
 def force_ranges(data: npt.NDArray[np.uint8], offsets: Iterable[int], sizes: Iterable[int]) -> None:
-    """Force these ranges of `data`, a shared mapping of a file, to the disk. Blocks until they are there, without the
-    interpreter's lock; OSError if the disk fails."""
+    """Sync the given ranges of `data`, a shared file mapping, to the disk. Blocks until they are on the disk and
+    releases the GIL meanwhile. Raises OSError if the disk fails."""
     if not len(data):
         return
     base = data.ctypes.data
@@ -44,7 +44,7 @@ def _sync(address: int, nbytes: int) -> None:
     start = address - address % mmap.PAGESIZE
     if _msync()(start, address + nbytes - start, _MS_SYNC) != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"forcing {nbytes:,} bytes to the disk: {os.strerror(number)}")
+        raise OSError(number, f"cannot sync {nbytes:,} bytes to the disk: {os.strerror(number)}")
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def _msync() -> Callable[[int, int, int], int]:
 
 
 def sync_path(path: Path) -> None:
-    """Force a file, or the names in a directory, to the disk; nothing if it is not there."""
+    """Sync a file, or the entries of a directory, to the disk. Does nothing if the path does not exist."""
     with contextlib.suppress(FileNotFoundError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -65,5 +65,5 @@ def sync_path(path: Path) -> None:
 
 
 def is_on_disk(file_system: str) -> bool:
-    """Whether files of a file system of this type outlive the machine's memory."""
+    """Whether files on a file system of this type survive a reboot, unlike files in memory."""
     return file_system not in _IN_MEMORY

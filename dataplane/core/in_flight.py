@@ -1,4 +1,4 @@
-"""What closing waits for, kept so that an interrupt cannot leave it wrong."""
+"""Registry of active calls for which `close` waits. A KeyboardInterrupt cannot leave it inconsistent."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 
 
 class InFlight:
-    """The calls inside something that is going to be closed. Each holds a lock of its own, which it made, by a `with`
-    statement: the interpreter raises KeyboardInterrupt neither between taking a lock and entering the block nor between
-    leaving the block and releasing it. So a call that was interrupted anywhere is not under way, also where it could
-    not `leave`. Thread-safe: each step is one operation of a set."""
+    """The active calls of an object that can be closed. Each call creates a lock and holds it with a `with` statement.
+    The interpreter does not raise KeyboardInterrupt between acquiring the lock and entering the block, or between
+    leaving the block and releasing the lock. An interrupted call therefore always counts as ended, even if it did not
+    call `leave`. Thread-safe: each step is a single set operation."""
 
     def __init__(self) -> None:
         self._calls: set[threading.Lock] = set()
@@ -20,11 +20,11 @@ class InFlight:
         return sum(call.locked() for call in self._calls.copy())
 
     def enter(self, call: threading.Lock) -> bool:
-        """The call that holds this lock is under way until it leaves or releases it; also where it is already. False
-        after `shut` if it was not."""
+        """Register the call that holds this lock; it is active until it calls `leave` or releases the lock. Idempotent.
+        Return False after `shut`, unless the call is already registered."""
         if call in self._calls:
             return True
-        # In this order: `wait` finds the call, or the call finds that this is shut.
+        # Adding the call before reading `_shut` guarantees that either `wait` sees the call or the call sees `_shut`.
         self._calls.add(call)
         if self._shut:
             self._calls.discard(call)
@@ -32,23 +32,24 @@ class InFlight:
         return True
 
     def leave(self, call: threading.Lock) -> None:
-        """The call, if it entered, is not under way any more."""
+        """Remove the call, if it is registered."""
         self._calls.discard(call)
 
     def hand_over(self, call: threading.Lock) -> threading.Lock:
-        """A lock that is held, for what goes on with a call that is under way; also after `shut`."""
-        assert call in self._calls, "not under way"
+        """Register a new lock and return it held, for background work that continues a registered call. Also works
+        after `shut`."""
+        assert call in self._calls, "the call is not registered"
         heir = threading.Lock()
         heir.acquire()
         self._calls.add(heir)
         return heir
 
     def shut(self) -> None:
-        """From now on none enters."""
+        """Reject new calls from now on."""
         self._shut = True
 
     def wait(self, timeout_s: float) -> int:
-        """Until all have ended; how many have not, after `timeout_s`."""
+        """Wait until all calls have ended, for at most `timeout_s`. Return the number of calls still active."""
         end = time.monotonic() + timeout_s
         return sum(not _ended(call, end) for call in self._calls.copy())
 

@@ -1,4 +1,4 @@
-"""Lines of the log about what others send: strangers decide how many there are, so only some of them are written."""
+"""Rate-limited logging of invalid requests. Unauthenticated peers could otherwise fill the log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ COMPLAIN_S = 10.0
 
 
 class Complaints:
-    """Lets one through, then none for `every_s` seconds; the next says how many were held back. Thread-safe."""
+    """Passes one message, then suppresses messages for `every_s` seconds. The next message contains the number of
+    suppressed ones. Thread-safe."""
 
     def __init__(self, every_s: float = COMPLAIN_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._every_s = every_s
@@ -21,7 +22,7 @@ class Complaints:
         self._held = 0
 
     def take(self, text: str) -> str | None:
-        """The line to write, without the line breaks of `text`; None: none now."""
+        """Return `text` as one line to log, or None if it is suppressed."""
         with self._lock:
             now = self._clock()
             if now < self._next:
@@ -29,11 +30,12 @@ class Complaints:
                 return None
             held, self._held, self._next = self._held, 0, now + self._every_s
         line = " ".join(text.split())
-        return f"{line} (and {held:,} more such requests before)" if held else line
+        return f"{line} ({held:,} earlier requests of this kind not logged)" if held else line
 
 
 class OneLine(logging.Filter):
-    """Makes one line of each traceback that a library logs when a peer ends a call at an unlucky moment."""
+    """A logging filter that reduces tracebacks to one line and limits their rate. Libraries log such tracebacks when a
+    peer closes a connection during a call."""
 
     def __init__(self, complaints: Complaints) -> None:
         super().__init__()

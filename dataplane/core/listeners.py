@@ -1,5 +1,5 @@
-"""What a process listens on, so that its forked children do not: a child that kept a listening socket would hold the
-port when its parent is gone, and take connections that nobody serves."""
+"""Registry of listening sockets, which forked children close. Otherwise a child would hold the port after its parent
+exits, and accept connections that no thread serves."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import stat
 from collections.abc import Iterable, Iterator
 
 Place = int | str | bytes
-"""A TCP port, or the path or abstract name of a socket of the host."""
+"""A TCP port, or the path or abstract name of a Unix socket."""
 
 
 @functools.cache
 def _places() -> set[Place]:
+    """Return the registry. The first call registers the fork handler."""
     places: set[Place] = set()
 
     def in_child() -> None:
@@ -28,17 +29,17 @@ def _places() -> set[Place]:
 
 
 def listens_at(places: Iterable[int | str]) -> None:
-    """From now on forked children close what is bound there: ports, or endpoints as ZMQ names them."""
+    """Make forked children close the sockets bound to these places, given as ports or ZMQ endpoints."""
     _places().update(map(place_of, places))
 
 
 def listens_no_more_at(places: Iterable[int | str]) -> None:
-    """Children may keep what another part of the program opens there later."""
+    """Undo `listens_at`: forked children keep sockets that are bound to these places later."""
     _places().difference_update(map(place_of, places))
 
 
 def place_of(named: int | str) -> Place:
-    """Where a port, or an endpoint as ZMQ names it, is."""
+    """Return the place of a port or ZMQ endpoint."""
     if isinstance(named, int):
         return named
     scheme, _, rest = named.partition("://")
@@ -49,7 +50,7 @@ def place_of(named: int | str) -> Place:
 
 @contextlib.contextmanager
 def copied(descriptor: int) -> Iterator[socket.socket | None]:
-    """A copy of the socket that has this number now: None if no socket has it."""
+    """Yield a duplicate of the socket with this descriptor number, or None if the number is not a socket."""
     with contextlib.ExitStack() as ends:
         copy = None
         with contextlib.suppress(OSError):
@@ -57,13 +58,13 @@ def copied(descriptor: int) -> Iterator[socket.socket | None]:
                 number = os.dup(descriptor)
                 try:
                     copy = ends.enter_context(socket.socket(fileno=number))
-                except OSError:  # it is another file by now
+                except OSError:  # the number was reused for another file
                     os.close(number)
         yield copy
 
 
 def bound_to(connection: socket.socket) -> Place | None:
-    """Where the socket is bound: its own end."""
+    """Return the place to which the socket is bound."""
     name = connection.getsockname()
     if isinstance(name, tuple):
         return int(name[1]) if connection.family in (socket.AF_INET, socket.AF_INET6) else None
@@ -71,7 +72,8 @@ def bound_to(connection: socket.socket) -> Place | None:
 
 
 def _close_sockets_at(places: set[Place]) -> None:
-    """The numbers stay taken, by /dev/null: libraries whose threads the child does not have believe they own them."""
+    """Close the sockets bound to these places. Their descriptor numbers are replaced by /dev/null, not freed, because
+    libraries in the child still refer to these numbers."""
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""How much memory or disk a file in a given directory may still take: the file system, the cgroup and the machine."""
+"""Available memory or disk space for files in a directory: limits of the file system, the cgroups and the machine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True, kw_only=True)
 class AvailableMemory:
-    """`free_bytes` may still be taken; `limit` names what bounds it, for a person."""
+    """`free_bytes` are available; `limit` is a readable description of the limit."""
 
     free_bytes: int
     limit: str
 
 
 def available_memory(directory: str | Path) -> AvailableMemory:
-    """The tightest of the file system's free space and, where files there are memory, of the cgroup's and machine's."""
+    """Return the tightest limit: free space of the file system and, for in-memory file systems, the limits of the
+    cgroups and the machine."""
     stat = os.statvfs(directory)
     limits = [AvailableMemory(free_bytes=stat.f_bavail * stat.f_frsize, limit="free space of its file system")]
     if file_system(directory) in MEMORY_FILE_SYSTEMS:
@@ -33,12 +34,13 @@ def available_memory(directory: str | Path) -> AvailableMemory:
 
 
 def memory_limits() -> list[AvailableMemory]:
-    """What the cgroups and the machine leave this process."""
+    """Return the available memory under each limit of the cgroups and the machine."""
     return [*cgroup_limits(), *_machine_limit()]
 
 
 def cgroup_limits() -> list[AvailableMemory]:
-    """What each cgroup around this process leaves it; empty where there is no limit. Reads v2 and v1 alike."""
+    """Return the available memory of each cgroup that contains this process; empty without limits. Supports cgroup v2
+    and v1."""
     found: list[AvailableMemory] = []
     for line in _lines(PROC / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -51,7 +53,8 @@ def cgroup_limits() -> list[AvailableMemory]:
 
 
 def _walk(root: Path, path: str, read: Callable[[Path], AvailableMemory | None]) -> list[AvailableMemory]:
-    """Every cgroup from `path` up to `root`: each limits all below it. In a container only the upper ones are seen."""
+    """Return the limits of the cgroups from `path` up to `root`: each cgroup limits all cgroups below it. A container
+    may see only the upper ones."""
     inner = PurePosixPath(path.lstrip("/"))
     folders = [root / part for part in (inner, *inner.parents)]
     return [each for each in (read(folder) for folder in dict.fromkeys(folders)) if each is not None]
@@ -68,11 +71,12 @@ def _v1_limit(folder: Path) -> AvailableMemory | None:
 
 
 def _limit_in(folder: Path, limit_name: str, usage_name: str, reclaimable: tuple[str, ...]) -> AvailableMemory | None:
+    """Return the available memory of one cgroup, or None without a limit."""
     limit, usage = _number(folder / limit_name), _number(folder / usage_name)
     if limit is None or usage is None or limit >= _UNLIMITED:
         return None
     stat = dict(line.split()[:2] for line in _lines(folder / "memory.stat"))
-    # Page cache counts as used but goes when memory is wanted. Shared memory is not on these two lists.
+    # Page cache counts as used, but the kernel reclaims it on demand. These two lists exclude shared memory.
     cache = sum(int(stat.get(name, 0)) for name in reclaimable)
     free = max(0, limit - max(0, usage - cache))
     return AvailableMemory(free_bytes=free, limit=f"the cgroup's memory limit of {limit:,} bytes")
@@ -91,7 +95,7 @@ def _number(path: Path) -> int | None:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines of a file of the kernel's; none where it is missing or not for us."""
+    """Return the lines of a kernel file; empty if it is missing or not readable."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:

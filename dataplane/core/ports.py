@@ -1,4 +1,4 @@
-"""Ports that are taken, and by whom."""
+"""Checks for ports in use, and lookup of the process that uses a port."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LISTEN = "0A"
 
 
 def require_free_port(host: str, port: int) -> None:
-    """`PortTakenError` if something has that port of `host` already; OSError where it cannot be listened on at all."""
+    """Raise `PortTakenError` if the port of `host` is in use, and OSError if listening fails for another reason."""
     address = resolve_host(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -29,7 +29,7 @@ def require_free_port(host: str, port: int) -> None:
 
 
 def cannot_listen(host: str, port: int, number: int | None) -> OSError:
-    """What to raise where listening failed with that errno: a `PortTakenError` if the port is taken."""
+    """Return the error to raise after listening failed with this errno: a `PortTakenError` if the port is in use."""
     address = join_address(host, port)
     if number == errno.EADDRINUSE:
         return PortTakenError(address=address, holder=_holder(port))
@@ -37,8 +37,8 @@ def cannot_listen(host: str, port: int, number: int | None) -> OSError:
 
 
 def _holder(port: int) -> str:
-    """Who has a socket at that port of this network namespace: its process, if this one may know that, or else its
-    user; "" if the kernel tells neither. One that listens is preferred."""
+    """Describe the process that has a socket on the port in this network namespace. Without permission to find the
+    process, name its user; return "" if neither can be found. Listening sockets are preferred."""
     sockets = sorted(_sockets_at(port), key=lambda found: found[0] != _LISTEN)
     for _, user, inode in sockets:
         pid = _process_with(f"socket:[{inode}]")
@@ -49,7 +49,7 @@ def _holder(port: int) -> str:
 
 
 def _sockets_at(port: int) -> Iterator[tuple[str, str, str]]:
-    """State, user and inode."""
+    """Yield state, user id and inode of each socket on the port."""
     for table in _TABLES:
         with contextlib.suppress(OSError):
             for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
@@ -59,7 +59,8 @@ def _sockets_at(port: int) -> Iterator[tuple[str, str, str]]:
 
 
 def _process_with(link: str) -> int | None:
-    """The first process that has such a descriptor, of those that this one may look into."""
+    """Return the id of the first process that has a descriptor for `link`. Processes without read permission are
+    skipped."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
             folder = f"/proc/{name}/fd"
@@ -70,7 +71,7 @@ def _process_with(link: str) -> int | None:
 
 
 def _link_of(descriptor: str) -> str:
-    with contextlib.suppress(OSError):  # closed meanwhile
+    with contextlib.suppress(OSError):  # the descriptor was closed
         return os.readlink(descriptor)
     return ""
 
@@ -78,4 +79,4 @@ def _link_of(descriptor: str) -> str:
 def _name_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
-    return "ended meanwhile"
+    return "already exited"

@@ -1,4 +1,4 @@
-"""The directory in a shared one that is this user's alone: arenas and session locks lie in it."""
+"""Private per-user directory inside a shared directory. It contains arenas and session locks."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ TRIES = 20
 
 
 def private(path: str | Path, flags: int) -> int:
-    """An opener (see `open`) of files that are for this user only. PermissionError for a link: it could lead to any
-    file of this user."""
+    """Open a file with mode 0600; can be used as `opener` of `open`. Raises PermissionError for a symbolic link, which
+    could point to any file of this user."""
     try:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     except OSError as error:
         if not os.path.islink(path):
             raise
-        raise PermissionError(f"{path} is a link, where a file of this user is to be: remove it") from error
+        raise PermissionError(f"{path} is a symbolic link instead of a regular file: remove it") from error
 
 
 def refuse_link_of_another(path: str | Path) -> None:
-    """PermissionError where `path` is a link that another user made, root apart: it leads where that user wants."""
+    """Raise PermissionError if `path` is a symbolic link of another user (except root), who controls its target."""
     with contextlib.suppress(FileNotFoundError):
         info = os.lstat(path)
         if stat.S_ISLNK(info.st_mode) and info.st_uid not in (0, os.geteuid()):
-            raise PermissionError(f"{path} is a link that user {info.st_uid} made: remove it, or name another path")
+            raise PermissionError(
+                f"{path} is a symbolic link of another user ({info.st_uid}): remove it, or use another path"
+            )
 
 
 def make_private(path: str | Path) -> None:
-    """The file at `path` is there, and for this user only."""
+    """Create the file at `path` if it does not exist, and set its mode to 0600."""
     fd = private(path, os.O_RDWR | os.O_CREAT)
     try:
         os.fchmod(fd, FILE_MODE)
@@ -45,33 +47,34 @@ def make_private(path: str | Path) -> None:
 
 
 def own_path(parent: str | Path) -> Path:
-    """Where this user's directory in `parent` is, whether it is there or not."""
+    """Return the path of this user's directory in `parent`. The directory may not exist."""
     return Path(parent).absolute() / f"tq-{os.geteuid()}"
 
 
 def own_directory(parent: str | Path) -> Path:
-    """This user's directory in `parent`, mode 0700, made if it is not there. PermissionError, naming it and what to do,
-    for one that is a link, another user's, or open to others: somebody may have prepared it. OSError where none can be
-    made."""
+    """Return the path of this user's directory in `parent`, and create it (mode 0700) if it does not exist. Raises
+    PermissionError, with the path and a remedy, if it is a link, belongs to another user or is accessible to others,
+    because an attacker may have prepared it. Raises OSError if it cannot be created."""
     path = own_path(parent)
     info = _made(path)
     if not stat.S_ISDIR(info.st_mode):
-        raise PermissionError(f"{path} is {_kind(info.st_mode)}, where a directory of this user is to be: remove it")
+        raise PermissionError(f"{path} is {_kind(info.st_mode)} instead of a directory: remove it")
     if info.st_uid != os.geteuid():
         raise PermissionError(
-            f"{path} belongs to user {info.st_uid}, not to this one, {os.geteuid()}: remove it, or name another "
+            f"{path} belongs to user {info.st_uid}, not to the current user {os.geteuid()}: remove it, or set another "
             "--arena-dir"
         )
     if not _is_private(info.st_mode):
         raise PermissionError(
-            f"{path} has mode {stat.S_IMODE(info.st_mode):04o}, others may have reached into it: remove it, or, if "
-            f"what is in it is yours, chmod 700 {path}"
+            f"{path} has mode {stat.S_IMODE(info.st_mode):04o}, so other users may have changed it: remove it, or, if "
+            f"its content is yours, run chmod 700 {path}"
         )
     return path
 
 
 def _made(path: Path) -> os.stat_result:
-    """What is at `path`, a directory made there if need be: who leaves last may just be removing it."""
+    """Create a directory at `path` if nothing exists there, and return the stat result of the path. Retries, because
+    another process may remove the directory concurrently."""
     for _ in range(TRIES):
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, MODE)
@@ -81,7 +84,8 @@ def _made(path: Path) -> os.stat_result:
 
 
 def in_own_directory(parent: str | Path, make: Callable[[Path], Made]) -> Made:
-    """What `make` makes in `own_directory(parent)`, which another process may just be removing. Raises as both do."""
+    """Call `make` with `own_directory(parent)` and return its result. Retries if another process removes the directory
+    concurrently. Raises the errors of `own_directory` and `make`."""
     for _ in range(TRIES):
         with contextlib.suppress(FileNotFoundError):
             return make(own_directory(parent))
@@ -89,7 +93,7 @@ def in_own_directory(parent: str | Path, make: Callable[[Path], Made]) -> Made:
 
 
 def leave(parent: str | Path) -> None:
-    """Remove this user's directory in `parent` if nothing is in it any more. One that `own_directory` refuses stays."""
+    """Remove this user's directory in `parent` if it is empty. A directory that `own_directory` rejects remains."""
     path = own_path(parent)
     with contextlib.suppress(OSError):
         info = os.lstat(path)
@@ -98,10 +102,10 @@ def leave(parent: str | Path) -> None:
 
 
 def _is_private(mode: int) -> bool:
-    """Whether nobody else gets in. A directory that is made in one with the set-group-ID bit, as volumes of pods with
-    an `fsGroup` have it, has that bit too, which lets nobody in."""
+    """Whether the mode denies access to other users. The set-group-ID bit is ignored: it is inherited from the parent
+    directory, for example in Kubernetes volumes with an `fsGroup`, and grants no access."""
     return stat.S_IMODE(mode) & ~stat.S_ISGID == MODE
 
 
 def _kind(mode: int) -> str:
-    return "a link" if stat.S_ISLNK(mode) else "a file"
+    return "a symbolic link" if stat.S_ISLNK(mode) else "a file"

@@ -1,4 +1,4 @@
-"""Moving rows of bytes between buffers, with few copies for long rows and few Python steps for short ones. No torch."""
+"""Copying rows of bytes between buffers: merged copies for long rows, vectorized copies for short rows. No torch."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
 Run = tuple[UInt8s, UInt8s]
-"""Target and source of a copy, as many bytes each."""
+"""Target and source of a copy, of equal size."""
 
 CopyRuns = Callable[[Sequence[Run]], None]
-"""Makes every copy. When it returns or raises, none of them goes on."""
+"""Function that performs all copies. No copy is active after it returns or raises."""
 
 WORD_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
-"""A numpy dtype that carries any element of so many bytes bit for bit."""
+"""By element size in bytes, a numpy dtype that preserves every bit pattern."""
 
 _FEW_RUNS = 48
 _SHORT_BYTES = 256
-"""Rows shorter than this on average are moved by index arithmetic, all at once."""
+"""Rows with a shorter average length are copied together by index arithmetic."""
 LONG_BYTES = 128 << 10
-"""Copies from this on let other threads of the interpreter run meanwhile; for shorter ones that costs too much."""
+"""Copies of at least this size release the GIL; for smaller copies the release costs too much."""
 
 
 def copy_runs(runs: Iterable[Run]) -> None:
-    """The plain `CopyRuns`: one after another, in the calling thread. Releases the GIL."""
+    """Perform the copies one after another in the calling thread (the default `CopyRuns`). Releases the GIL."""
     for target, source in runs:
         target[...] = source
 
 
 def merge_runs(which: Int32s | None, offsets: Int64s, sizes: Int64s) -> tuple[list[int], list[int], list[int]]:
-    """(buffer, start, stop) of every stretch of rows that follow one another in one buffer, as three lists, in order.
+    """Merge rows that are adjacent in one buffer. Return buffer number, start and stop of each merged range, as three
+    lists in row order.
 
-    Rows without bytes are passed over. `which` None stands for one buffer.
+    Empty rows are skipped. `which` has the buffer number of each row; None means that all rows are in one buffer.
     """
     filled = sizes > 0
     if not filled.all():
@@ -58,8 +59,8 @@ def merge_runs(which: Int32s | None, offsets: Int64s, sizes: Int64s) -> tuple[li
 
 
 def merge_copies(sources: Int64s, targets: Int64s, sizes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """The same copies (from, to, bytes; none is empty) in fewer ranges: those that follow one another at both ends are
-    one."""
+    """Merge copies that are adjacent in both source and target. Takes and returns sources, targets and sizes; no copy
+    may be empty."""
     ends = np.flatnonzero((sources[1:] != (sources + sizes)[:-1]) | (targets[1:] != (targets + sizes)[:-1]))
     firsts = np.concatenate((np.zeros(1, np.int64), ends + 1))
     return sources[firsts], targets[firsts], np.add.reduceat(sizes, firsts)
@@ -75,10 +76,10 @@ def gather(
     later: list[Run] | None = None,
     checked: bool = False,
 ) -> None:
-    """Copies rows into `out`, one after another; `out` has exactly their bytes.
+    """Copy rows into `out` back to back; `out` has exactly the total size of the rows.
 
-    later: is given the copies of `LONG_BYTES` and more, which the caller makes; by default they are made here.
-    checked: `row_outside` found none.
+    later: list to which copies of at least `LONG_BYTES` are appended, for the caller to perform; by default `gather`
+    performs them. checked: the caller has verified the bounds with `row_outside`.
     """
     if not checked:
         check_bounds(buffers, which, offsets, sizes)
@@ -101,10 +102,10 @@ def gather_padded(
     later: list[Run] | None = None,
     checked: bool = False,
 ) -> None:
-    """Copies row i to the start of `out[i]` ([N, row bytes], contiguous) and fills its rest with `pad`.
+    """Copy row i to the start of `out[i]` ([N, row bytes], contiguous) and fill the rest of `out[i]` with `pad`.
 
-    `pad` is one element (0-d) of a type of `WORD_TYPES`; every size is a multiple of its bytes. later, checked: as in
-    `gather`.
+    `pad` is one element (0-d) of a dtype in `WORD_TYPES`; every size is a multiple of its item size. later, checked: as
+    in `gather`.
     """
     if not checked:
         check_bounds(buffers, which, offsets, sizes)
@@ -131,7 +132,8 @@ def _place(
     row_bytes: int = 0,
     tail: UInt8s | None = None,
 ) -> None:
-    """Copies `buffers[holder][start:stop]` of each run one after another, each filled up from `tail` to `row_bytes`."""
+    """Copy `buffers[holder][start:stop]` of each run to `out` in order. With `tail`, pad each run from `tail` to
+    `row_bytes`."""
     sources = [buffer.data for buffer in buffers]
     target = out.data
     rest = None if tail is None else tail.data
@@ -156,18 +158,18 @@ def _place(
 
 
 def check_bounds(buffers: Sequence[UInt8s], which: Int32s | None, offsets: Int64s, sizes: Int64s) -> None:
-    """Asserts that every row lies within its buffer (numpy would cut a slice silently)."""
+    """Assert that every row lies within its buffer (numpy would truncate a slice silently)."""
     row = row_outside(buffers, which, offsets, sizes)
     assert row is None, f"row {row} lies outside its buffer"
 
 
 def row_outside(buffers: Sequence[UInt8s], which: Int32s | None, offsets: Int64s, sizes: Int64s) -> int | None:
-    """The first row that does not lie within its buffer. Rows without bytes may have any offset from 0 on. `sizes` are
-    below 2^62."""
+    """Return the first row that does not lie within its buffer, or None. Empty rows may have any non-negative offset.
+    `sizes` must be below 2^62."""
     if not len(offsets):
         return None
     limits = [buffer.nbytes for buffer in buffers]
-    # Subtracted from the limit: a sum of what may be anything could pass for small.
+    # Subtract from the limit: the sum of an arbitrary offset and a size could overflow and appear small.
     if np.minimum.reduce(offsets | sizes) >= 0 and np.minimum.reduce(min(limits, default=0) - sizes - offsets) >= 0:
         return None
     limit = limits[0] if which is None else np.array(limits, dtype=np.int64)[which]
@@ -176,7 +178,7 @@ def row_outside(buffers: Sequence[UInt8s], which: Int32s | None, offsets: Int64s
 
 
 def address(buffer: npt.NDArray[np.generic]) -> int:
-    """Where the array's first byte is."""
+    """Return the address of the array's first byte."""
     return int(buffer.__array_interface__["data"][0])
 
 
@@ -188,7 +190,7 @@ def _scatter_words(
     out: UInt8s,
     positions: Int64s,
 ) -> None:
-    """Row i goes to `out[positions[i]:]`, by index arithmetic: for many short rows."""
+    """Copy row i to `out[positions[i]:]` by index arithmetic, for many short rows."""
     if which is None:
         which = np.zeros(len(offsets), dtype=np.int32)
     for holder in np.unique(which).tolist():
@@ -198,6 +200,7 @@ def _scatter_words(
 
 
 def _scatter_from(buffer: UInt8s, offsets: Int64s, sizes: Int64s, out: UInt8s, positions: Int64s) -> None:
+    """Copy rows of one buffer in words of the largest size (up to 8 bytes) to which all rows are aligned."""
     low, high = int(offsets.min()), int((offsets + sizes).max())
     offsets = offsets - low
     bits = int(np.bitwise_or.reduce(offsets | sizes | positions)) | (address(buffer) + low) | address(out) | 8

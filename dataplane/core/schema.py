@@ -1,37 +1,37 @@
-"""Names that programs on the data plane agree on: layouts, keys of `KVBatchMeta.extra_info`, tags, standard columns."""
+"""Standard names of data-plane programs: layouts, keys of `KVBatchMeta.extra_info`, tags and columns."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 Layout = Literal["padded", "jagged"]
-"""How jagged fields come back in a batch: right-padded `[N, S, ...]`, or `torch.nested` jagged tensors."""
+"""Form of jagged fields in a returned batch: right-padded `[N, S, ...]`, or `torch.nested` jagged tensors."""
 
 # Keys of `extra_info`.
 GLOBAL_FORWARD_PAD_SEQLEN = "global_forward_pad_seqlen"
-"""Length that every data-parallel rank pads to in the forward pass, minted by `TQPolicy._stamp_pad_seqlen`."""
+"""Length to which every data-parallel rank pads in the forward pass, set by `TQPolicy._stamp_pad_seqlen`."""
 PAD_TO_MULTIPLE = "pad_to_multiple"
-"""What that length is rounded up to (sequence parallelism, kernels); 1 when absent."""
+"""Multiple to which that length is rounded up (for sequence parallelism and kernels); 1 if absent."""
 MICRO_BATCH_INDICES = "micro_batch_indices"
-"""Per global batch, `[start, end)` rows of each micro-batch of this shard."""
+"""For each global batch, the `[start, end)` rows of each micro-batch of this shard."""
 MICRO_BATCH_LENGTHS = "micro_batch_lengths"
-"""Per global batch, of each micro-batch of this shard the tokens packed into it, or the length that its rows are cut
-or padded to (dynamic batching)."""
+"""For each global batch and micro-batch of this shard, the number of packed tokens, or with dynamic batching the length
+to which the rows are cut or padded."""
 ELEM_COUNTS_PER_GB = "elem_counts_per_gb"
-"""Rows of this shard in each global batch."""
+"""Number of rows of this shard in each global batch."""
 
 DROPPED_SAMPLES = "dropped_samples"
-"""Of a claimed meta: ids that claims of the task dropped with their partial groups since its last claim."""
+"""In a claimed meta: ids of samples that the task's claims dropped with partial groups since its previous claim."""
 
 EVICTED_SAMPLES = "evicted_samples"
-"""Of a put's meta: ids of samples that were evicted for it before all tasks had consumed them."""
+"""In the meta of a put: ids of samples that were evicted for the put before all tasks had consumed them."""
 
 PACKING_KEYS = frozenset({MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB})
-"""Keys of `extra_info` that speak of exactly the rows of one meta, in their order."""
+"""Keys of `extra_info` whose values refer to the rows of one meta, in row order."""
 
 # Tags and columns.
 INPUT_LENGTHS = "input_lengths"
-"""Column `[N]` and tag: the tokens of each sample; lifted into `KVBatchMeta.sequence_lengths` by claims."""
+"""Column `[N]` and tag: number of tokens of each sample. Claims copy it to `KVBatchMeta.sequence_lengths`."""
 WEIGHT_VERSION = "weight_version"
 """Tag: the trainer's weight version when the sample's generation began."""
 INPUT_IDS = "input_ids"
@@ -68,27 +68,27 @@ TOKEN_ALIGNED_FIELDS = frozenset(
         "routed_experts",
     }
 )
-"""Columns with one element per token of the sample, unless a `FieldSpec` says otherwise: a tensor of two or more
-dimensions put under such a name is jagged, and cut to the samples' lengths where they are known."""
+"""Columns with one element per token of the sample, unless a `FieldSpec` overrides this. A tensor of two or more
+dimensions put under such a name is stored as jagged, and cut to the samples' lengths if they are known."""
 
 
 VARIANTS = "\x1fvariants"
-"""Ends the name of the hidden column of a field: rows that do not fit the field's spec, as objects. A row of the field
-is in one of the two columns, and both count as the one field."""
+"""Suffix of the hidden column of a field, which holds rows that do not fit the field's spec as objects. Each row of the
+field is in one of the two columns. Both columns count as one field."""
 
 
 def variants_of(field: str) -> str:
-    """The hidden column of the field."""
+    """Return the name of the field's hidden column."""
     return field + VARIANTS
 
 
 def field_of(column: str) -> str:
-    """The field that a column, hidden or not, is of."""
+    """Return the field to which a column belongs, whether the column is hidden or not."""
     return column.removesuffix(VARIANTS)
 
 
 def round_up(length: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `length`."""
+    """Round `length` up to a multiple of `multiple`. Raises ValueError if `multiple` is less than 1."""
     if multiple < 1:
-        raise ValueError(f"a length can be rounded up to a multiple of 1 or more, not of {multiple}")
+        raise ValueError(f"multiple={multiple}: must be at least 1")
     return -(-length // multiple) * multiple

@@ -1,4 +1,4 @@
-"""When a process that serves is to end. Imports little: what asks for the end may come while the rest is imported."""
+"""Stop signal of a server process. Imports little, because the signal may arrive while other modules are imported."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from queue import SimpleQueue
 
 
 class Stop:
-    """Set by SIGTERM and SIGINT (`asked`: by the user), or by `set`.
+    """An event that is set by SIGTERM, SIGINT or `set`. `asked`: a signal was received.
 
-    A signal handler may interrupt the main thread anywhere, also inside `wait`. With a `threading.Event` the handler
-    would block on the lock that the interrupted `wait` holds; the methods of a `SimpleQueue` are reentrant.
+    A signal handler may interrupt the main thread anywhere, including inside `wait`. With a `threading.Event`, the
+    handler would block on the lock held by the interrupted `wait`. The methods of a `SimpleQueue` are reentrant.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Stop:
         self._queue.put(None)
 
     def when(self, event: threading.Event) -> None:
-        """Set this as soon as `event` is."""
+        """Set this event as soon as `event` is set."""
 
         def wait() -> None:
             event.wait()
@@ -38,7 +38,7 @@ class Stop:
         threading.Thread(target=wait, daemon=True).start()
 
     def then(self, act: Callable[[], None]) -> None:
-        """Have `act` called in a thread of its own as soon as this is set."""
+        """Call `act` in a background thread as soon as this event is set."""
 
         def wait() -> None:
             self.wait()
@@ -47,5 +47,5 @@ class Stop:
         threading.Thread(target=wait, name="tq-stop", daemon=True).start()
 
     def wait(self) -> None:
-        """Blocks until a signal asks to stop: that is what a server does."""
-        self._queue.put(self._queue.get())  # put back for all others who wait
+        """Block until the event is set."""
+        self._queue.put(self._queue.get())  # put the item back for other waiting threads

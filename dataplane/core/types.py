@@ -1,4 +1,4 @@
-"""The words every layer shares: field kinds, dtypes by name, field specs. No torch here."""
+"""Types shared by all layers: field kinds, dtypes by name, field specs. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import msgspec
 
 PROTOCOL_VERSION = 6
 GRANULE_BYTES = 64
-"""Extents start and end on multiples of this, so that no two of them share a cache line."""
+"""Alignment of extents: they start and end on multiples of this, so no two extents share a cache line."""
 
 MAX_DIMENSIONS = 32
 MAX_ELEMENTS = 1 << 40
-"""Of one element of a row: its bytes, times as many rows as there can be, fit 64 bits."""
+"""Limit for the inner shape of a row: the bytes of the maximum number of such rows fit into 64 bits."""
 
 Scalar = str | bool | int | float | None
-"""What a tag may be."""
+"""Type of a tag value."""
 
 DTYPE_BYTES: dict[str, int] = {
     "bool": 1,
@@ -40,11 +40,11 @@ DTYPE_BYTES: dict[str, int] = {
     "complex64": 8,
     "complex128": 16,
 }
-"""Bytes per element of every dtype a column can hold, by torch's name for it."""
+"""Bytes per element of every dtype that a column can hold, by torch's dtype name."""
 
 
 class FieldKind(enum.StrEnum):
-    """How the rows of a field relate (design: data model)."""
+    """How the shapes of a field's rows relate (see docs/concepts.md)."""
 
     DENSE = "dense"
     JAGGED = "jagged"
@@ -53,29 +53,29 @@ class FieldKind(enum.StrEnum):
 
 
 class Checksums(enum.StrEnum):
-    """Which rows get a checksum from their writer."""
+    """Policy for the rows that get a checksum from their writer."""
 
     ACROSS_HOSTS = "across-hosts"
-    """Those of a service that clients or storage units of several hosts take part in, and those that travel."""
+    """All rows while clients and storage units are on several hosts, else the rows sent over the network."""
     ALWAYS = "always"
     NEVER = "never"
 
 
 def _shape(inner: Iterable[int]) -> tuple[int, ...]:
-    """ValueError for a shape that no tensor of a row can have."""
+    """Return the inner shape as a tuple of ints. Raises ValueError if it has too many dimensions or elements."""
     sizes = tuple(int(size) for size in inner)
     if len(sizes) > MAX_DIMENSIONS or math.prod(max(1, abs(size)) for size in sizes) > MAX_ELEMENTS:
         raise ValueError(
-            f"FieldSpec: an inner shape has at most {MAX_DIMENSIONS} dimensions and {MAX_ELEMENTS:,} elements, "
+            f"FieldSpec: an inner shape must have at most {MAX_DIMENSIONS} dimensions and {MAX_ELEMENTS:,} elements, "
             f"got {list(sizes[:MAX_DIMENSIONS])}"
         )
     return sizes
 
 
 class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
-    """What a field holds; each part may be left open (None) and is then fixed by the first put.
+    """Kind, dtype and inner shape of a field. A part that is None is undecided until the first put fixes it.
 
-    kind: a `FieldKind` or its name. dtype: torch's name of it ("bfloat16"; a `torch.dtype` is taken too); None for
+    kind: a `FieldKind` or its name. dtype: torch's dtype name ("bfloat16"; a `torch.dtype` is accepted too); None for
     objects. inner: the shape of one element of a jagged row, or of one dense row; None for ragged and object.
     """
 
@@ -89,14 +89,14 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
         if self.dtype is not None:
             name = str(self.dtype).removeprefix("torch.")
             if name not in DTYPE_BYTES:
-                raise ValueError(f"FieldSpec: unknown dtype {self.dtype!r}; one of {', '.join(DTYPE_BYTES)}")
+                raise ValueError(f"FieldSpec: unknown dtype {self.dtype!r}; expected one of {', '.join(DTYPE_BYTES)}")
             msgspec.structs.force_setattr(self, "dtype", name)
         if self.inner is not None:
             msgspec.structs.force_setattr(self, "inner", _shape(self.inner))
 
     @functools.cached_property
     def settled(self) -> bool:
-        """Whether nothing is left open for the kind."""
+        """Whether every part that the kind requires is set."""
         match self.kind:
             case None:
                 return False
@@ -109,14 +109,15 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
 
     @functools.cached_property
     def unit_bytes(self) -> int:
-        """Bytes per unit of a cell's length: a jagged element, a whole dense row (length 1), else one byte."""
+        """Bytes per unit of a cell's length. The unit is one element of a jagged row, a whole dense row (length 1), or
+        one byte for other kinds."""
         if self.kind in (FieldKind.DENSE, FieldKind.JAGGED):
             assert self.settled, self
             return DTYPE_BYTES[self.dtype or ""] * math.prod(self.inner or ())
         return 1
 
     def accepts(self, other: FieldSpec) -> bool:
-        """Whether values of the settled spec `other` may be put under this (possibly open) one."""
+        """Whether values of the settled spec `other` may be put into a field with this spec."""
         return (
             self.kind in (None, other.kind) and self.dtype in (None, other.dtype) and self.inner in (None, other.inner)
         )
@@ -131,7 +132,7 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
 
 
 def field_spec(value: Any) -> FieldSpec:
-    """A `FieldSpec` from one, from a mapping with its keys, or from None (all open)."""
+    """Return `value` as a `FieldSpec`: unchanged, from a mapping with its keys, or undecided in all parts for None."""
     if value is None:
         return FieldSpec()
     if isinstance(value, FieldSpec):

@@ -1,7 +1,7 @@
-"""ZMQ sockets: tcp ports to bind, and messages of several frames in as few calls as there are frames.
+"""Binding of ZMQ sockets to TCP ports, and multipart messages with one call per frame.
 
-pyzmq's own `send_multipart` and `recv_multipart` check every frame first and ask for an option after each, which costs
-more than the frames do.
+pyzmq's `send_multipart` and `recv_multipart` check every frame and query a socket option after each frame, which costs
+more than the transfer of the frames.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _POLLIN = int(zmq.POLLIN)
 
 
 def bind_tcp(socket: zmq.Socket[Any], ip: str, port: int = 0) -> int:
-    """Bind that port of an address of this host, a free one for 0: the port. `zmq.ZMQError` where it cannot be had."""
+    """Bind the socket to `port` (0: any free port) of a local IP address and return the port. Raises `zmq.ZMQError` if
+    binding fails."""
     if ":" in ip:
         socket.set(zmq.IPV6, 1)
     socket.bind(f"tcp://{bracketed(ip)}:{port or '*'}")
@@ -27,15 +28,15 @@ def bind_tcp(socket: zmq.Socket[Any], ip: str, port: int = 0) -> int:
 
 
 def send(socket: zmq.Socket[Any], frames: Sequence[bytes | zmq.Frame], flags: int = 0) -> None:
-    """One message, whole or not at all: `zmq.Again` if it would block where `flags` say not to."""
+    """Send one message, completely or not at all. Raises `zmq.Again` if it would block and `flags` contain NOBLOCK."""
     for frame in frames[:-1]:
         socket.send(frame, flags | _MORE)
     socket.send(frames[-1], flags)
 
 
 def receive(socket: zmq.Socket[Any], flags: int = 0) -> list[zmq.Frame]:
-    """One message; what it came over can be asked of its frames. `zmq.Again` if there is none and `flags` say not to
-    block."""
+    """Receive one message as frames, which have the metadata of its connection. Raises `zmq.Again` if no message is
+    available and `flags` contain NOBLOCK."""
     frames = [socket.recv(flags, copy=False)]
     while frames[-1].more:
         frames.append(socket.recv(copy=False))
@@ -43,7 +44,7 @@ def receive(socket: zmq.Socket[Any], flags: int = 0) -> list[zmq.Frame]:
 
 
 def arrived(socket: zmq.Socket[Any]) -> Iterator[list[zmq.Frame]]:
-    """The messages that are there, one after another; does not block."""
+    """Yield the messages that have arrived. Does not block."""
     while True:
         try:
             frames = receive(socket, NOBLOCK)
@@ -53,5 +54,5 @@ def arrived(socket: zmq.Socket[Any]) -> Iterator[list[zmq.Frame]]:
 
 
 def readable(socket: zmq.Socket[Any]) -> bool:
-    """Whether a message is there."""
+    """Whether a message has arrived."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)

@@ -1,53 +1,53 @@
-"""Every error this package raises on purpose, and the one way they cross a wire.
+"""All error classes of this package, and their encoding for transfer between processes.
 
     DataPlaneError
     ├── NotFoundError (KeyError)
-    │   ├── PartitionNotFoundError      nobody registered the partition
+    │   ├── PartitionNotFoundError      the partition is not registered
     │   ├── TaskNotFoundError           the partition has no such consumer task
-    │   ├── FieldNotFoundError          nobody declared or produced the field
+    │   ├── FieldNotFoundError          the field is neither declared nor produced
     │   ├── SampleNotFoundError         no live sample has the id
-    │   ├── FieldNotProducedError       the sample lives, the cell was never written
-    │   └── StaleSampleError            the id may live again, but the sample meant was cleared
+    │   ├── FieldNotProducedError       the sample exists, but the field was never written for it
+    │   └── StaleSampleError            the referenced sample was cleared; a newer sample may have its id
     ├── BadRequestError (ValueError)
-    │   ├── SampleExistsError           mode="create" met ids that live
-    │   ├── PartitionExistsError        a restore met a partition that lives
-    │   ├── CheckpointError             a checkpoint is damaged, unfinished or of another version; names the file
+    │   ├── SampleExistsError           mode="create" with ids that already exist
+    │   ├── PartitionExistsError        restore of a partition that already exists
+    │   ├── CheckpointError             a checkpoint is damaged, incomplete or of another version; names the file
     │   ├── SchemaError                 kind, dtype or inner shape differs from the field's
-    │   ├── StaleSchemaError            a put was encoded under a schema that no longer holds
+    │   ├── StaleSchemaError            a put was encoded with an outdated schema
     │   ├── InvalidRequestError         duplicates, wrong counts, malformed arguments
-    │   ├── RowsChangedError            another writer changed rows that were to be appended to
-    │   ├── ShareConflictError          a rank's share of a step went back, and another claim has it
-    │   ├── PartitionSealedError        new ids after a seal
-    │   ├── PartitionDroppedError       the partition went while a call waited on it
-    │   ├── RequestTooLargeError        can never fit, whatever is cleared
-    │   ├── LimitError                  more than the service takes of something; says how many, and how many it takes
-    │   ├── StaleCallError              a command number that the session has settled
-    │   ├── ClientClosedError           the client was closed (also by a fork or close() under way)
-    │   └── RolloutAbortedError         a replay buffer does not want what was produced any more
-    ├── UnsupportedValueError (TypeError)   a value the columns cannot carry
+    │   ├── RowsChangedError            another writer changed the rows during an append
+    │   ├── ShareConflictError          a rank's share of a step was returned and claimed by another claim
+    │   ├── PartitionSealedError        new ids in a sealed partition
+    │   ├── PartitionDroppedError       the partition was dropped while a call waited on it
+    │   ├── RequestTooLargeError        the request can never fit, even in an empty service
+    │   ├── LimitError                  a count exceeds a limit of the service; names count and limit
+    │   ├── StaleCallError              a call number that the session has already settled
+    │   ├── ClientClosedError           the client was closed (by `close` or in a forked child)
+    │   └── RolloutAbortedError         a replay buffer no longer accepts the produced samples
+    ├── UnsupportedValueError (TypeError)   a value that no column can hold
     ├── WaitTimeoutError (TimeoutError)
-    │   ├── CapacityTimeoutError        no space came in time; names who holds it
-    │   ├── ClaimTimeoutError           samples did not become claimable in time; says what is missing
-    │   └── CallTimeoutError            no answer from a process in time
+    │   ├── CapacityTimeoutError        no space became free in time; names the holders of the space
+    │   ├── ClaimTimeoutError           too few samples became claimable in time; names what is missing
+    │   └── CallTimeoutError            no response in time
     ├── ServiceError (ConnectionError)
-    │   ├── ServiceUnavailableError     nothing answers at the address
+    │   ├── ServiceUnavailableError     the service does not respond at the address
     │   ├── AuthenticationError         token missing or wrong
-    │   ├── TlsError                    the ends do not come together: one without TLS, or a certificate not taken
-    │   ├── ProtocolVersionError        client and controller do not speak alike; names both versions
-    │   ├── SessionExpiredError         the service gave this session up
-    │   ├── ServiceRestartedError       another epoch of the service answers
-    │   ├── StorageUnitError            a storage unit refused or is gone
-    │   └── CallCancelledError          the call was withdrawn before it took effect
-    ├── ChecksumError (OSError)         what was read is not what was written; names sample, field and unit
-    ├── PortTakenError (OSError)        a port to listen on is in use; says by whom, if it can
+    │   ├── TlsError                    only one end uses TLS, or a certificate was rejected
+    │   ├── ProtocolVersionError        client and controller have different protocol versions; names both
+    │   ├── SessionExpiredError         the service ended this session
+    │   ├── ServiceRestartedError       the service runs in another epoch
+    │   ├── StorageUnitError            a storage unit rejected the request or is unreachable
+    │   └── CallCancelledError          the call was cancelled before it took effect
+    ├── ChecksumError (OSError)         read bytes differ from written bytes; names sample, field and unit
+    ├── PortTakenError (OSError)        a listening port is in use; names the process, if known
     ├── ArenaSpaceError (OSError)       the file system or cgroup has too little memory for the arena
-    ├── DrainError (RuntimeError)       a storage unit could not be emptied; says what is left, and why
+    ├── DrainError (RuntimeError)       a storage unit could not be emptied; names the remaining data and the cause
     ├── StateDirError (OSError)         the service's state directory cannot be used, read or written
-    ├── CheckpointWriteError (OSError)  the file system did not take a checkpoint; names file and cause
-    └── InternalError (RuntimeError)    a defect of the service; its log has the command
+    ├── CheckpointWriteError (OSError)  the file system rejected a checkpoint; names file and cause
+    └── InternalError (RuntimeError)    a defect of the service; the service log has the command
 
-Facts are attributes, named as the constructor's keywords. `to_wire` and `from_wire` carry any of these between
-processes without pickle; pickling works too (Ray moves exceptions that way).
+The facts of an error are attributes, named like the keywords of its constructor. `to_wire` and `from_wire` transfer an
+error between processes without pickle. Errors can be pickled too, because Ray transfers exceptions with pickle.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ from dataplane.errors.storage import ChecksumError as ChecksumError
 from dataplane.errors.storage import DrainError as DrainError
 from dataplane.errors.storage import StateDirError as StateDirError
 
-# --- refused: the caller's mistake ----------------------------------------------------------------------------
+# --- rejected requests: the caller's mistake ------------------------------------------------------------------
 
 
 class BadRequestError(DataPlaneError, ValueError):
-    """The request was understood and refused; nothing changed."""
+    """The service rejected the request; nothing changed."""
 
     grpc_status = "INVALID_ARGUMENT"
 
@@ -99,8 +99,8 @@ class SampleExistsError(BadRequestError):
     def __init__(self, *, partition: str, samples: Sequence[str], total: int | None = None) -> None:
         count = len(samples) if total is None else total
         super().__init__(
-            f"sample {first_few(samples, count)} already lives in partition {partition!r}; "
-            "mode='create' makes new samples only (use 'upsert', or clear them first)",
+            f"sample {first_few(samples, count)} already exists in partition {partition!r}; "
+            "mode='create' only creates new samples (use mode='upsert', or clear the samples first)",
             partition=partition,
             samples=list(samples)[:SHOWN],
             total=count,
@@ -112,15 +112,14 @@ class PartitionExistsError(BadRequestError):
 
     def __init__(self, *, partition: str) -> None:
         super().__init__(
-            f"partition {partition!r} exists already; clear it, restore others only (partitions=), or restore over it "
-            "(replace=True)",
+            f"partition {partition!r} already exists; clear it, restore only other partitions (partitions=), or "
+            "replace it (replace=True)",
             partition=partition,
         )
 
 
 class CheckpointError(BadRequestError):
-    """A checkpoint that cannot be used: `file` is the path that is wrong, `why` says how. Nothing was restored, or
-    written."""
+    """A checkpoint cannot be used. `file` is the invalid path, `why` the cause. Nothing was restored or written."""
 
     grpc_status = "FAILED_PRECONDITION"
 
@@ -129,16 +128,16 @@ class CheckpointError(BadRequestError):
 
 
 UNDECLARED = "an undeclared field"
-"""`got` of the `SchemaError` for a field that a strict schema lacks."""
+"""Value of `got` in the `SchemaError` for a field that is not declared in a strict schema."""
 
 
 class SchemaError(BadRequestError):
-    """A put differs from the field's schema or from its live rows."""
+    """The values of a put do not match the field's schema or its live rows."""
 
     def __init__(self, *, partition: str, field: str, got: str, expected: str, hint: str = "") -> None:
-        way = hint or "Convert the values, clear the field's live rows, or register the partition with another schema."
+        remedy = hint or "Convert the values, clear the field's live rows, or register the partition with a new schema."
         super().__init__(
-            f"field {field!r} of partition {partition!r}: got {got}, expected {expected}. {way}",
+            f"field {field!r} of partition {partition!r}: got {got}, expected {expected}. {remedy}",
             partition=partition,
             field=field,
             got=got,
@@ -148,15 +147,15 @@ class SchemaError(BadRequestError):
 
 
 class StaleSchemaError(BadRequestError):
-    """A column was encoded as the kind that the schema named when the writer asked, and the schema names none now."""
+    """A column was encoded as the kind in the schema that its writer had read, but the schema has no kind now."""
 
     grpc_status = "ABORTED"
 
     def __init__(self, *, partition: str, field: str) -> None:
         super().__init__(
-            f"field {field!r} of partition {partition!r} was encoded for a schema that no longer holds: the field was "
-            "cleared or registered anew, and its kind is open now. Nothing was stored. Put it again; if this repeats, "
-            "declare the field's kind in register_partition.",
+            f"field {field!r} of partition {partition!r} was encoded with an outdated schema: the field was cleared or "
+            "registered again, and its kind is undecided now. Nothing was stored. Retry the put; if the error "
+            "persists, declare the field's kind in register_partition.",
             partition=partition,
             field=field,
         )
@@ -168,7 +167,7 @@ class InvalidRequestError(BadRequestError):
 
 
 class RowsChangedError(BadRequestError):
-    """Rows are not what a writer who builds on them had read."""
+    """Rows changed after a writer had read them for an append."""
 
     grpc_status = "ABORTED"
 
@@ -176,7 +175,7 @@ class RowsChangedError(BadRequestError):
         count = len(samples) if total is None else total
         super().__init__(
             f"field {field!r} of sample {first_few(samples, count)} (partition {partition!r}) was written by another "
-            "while this client was appending to it; nothing was appended. Let one writer at a time append to a sample.",
+            "client during the append; nothing was appended. Only one client at a time may append to a sample.",
             partition=partition,
             field=field,
             samples=list(samples)[:SHOWN],
@@ -185,8 +184,8 @@ class RowsChangedError(BadRequestError):
 
 
 class ShareConflictError(BadRequestError):
-    """Part of a rank's share went back to the pool (its hold or lease ended, or its claim was given back) and was
-    claimed by another since."""
+    """Part of a rank's share was returned to the pool (its hold or lease ended, or its claim was given back) and then
+    claimed by another claim."""
 
     grpc_status = "FAILED_PRECONDITION"
 
@@ -196,8 +195,8 @@ class ShareConflictError(BadRequestError):
         count = len(samples) if total is None else total
         super().__init__(
             f"sample {first_few(samples, count)} of rank {rank}'s share of step {step} of task {task!r} (partition "
-            f"{partition!r}) went back when its time was over or its claim was given up, and another claim has it now. "
-            "Go on with the next step; ask sooner, or with a longer lease_s.",
+            f"{partition!r}) was returned because its lease ended or its claim was given back, and is now held by "
+            "another claim. Continue with the next step; claim the share earlier, or use a longer lease_s.",
             partition=partition,
             task=task,
             step=step,
@@ -213,8 +212,8 @@ class PartitionSealedError(BadRequestError):
     def __init__(self, *, partition: str, samples: Sequence[str], total: int | None = None) -> None:
         count = len(samples) if total is None else total
         super().__init__(
-            f"partition {partition!r} is sealed: sample {first_few(samples, count)} would be new. "
-            "Register the partition again to begin a new count.",
+            f"partition {partition!r} is sealed and accepts no new samples: {first_few(samples, count)}. "
+            "Register the partition again to start a new count.",
             partition=partition,
             samples=list(samples)[:SHOWN],
             total=count,
@@ -234,9 +233,9 @@ class RequestTooLargeError(BadRequestError):
     grpc_status = "OUT_OF_RANGE"
 
     def __init__(self, *, wanted_bytes: int, limit_bytes: int, what: str, hint: str = "") -> None:
-        way = hint or "Put fewer rows at a time or start the service with a larger --capacity."
+        remedy = hint or "Put fewer rows at a time or start the service with a larger --capacity."
         super().__init__(
-            f"{what} needs {wanted_bytes:,} bytes, more than the {limit_bytes:,} it could ever get. {way}",
+            f"{what} needs {wanted_bytes:,} bytes, more than the maximum of {limit_bytes:,}. {remedy}",
             wanted_bytes=wanted_bytes,
             limit_bytes=limit_bytes,
             what=what,
@@ -245,7 +244,7 @@ class RequestTooLargeError(BadRequestError):
 
 
 class LimitError(BadRequestError):
-    """`got` of `what` where the service takes `limit` at most; `hint` says what to do."""
+    """The count `got` of `what` exceeds `limit`. `hint` is the remedy."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
 
@@ -260,8 +259,8 @@ class StaleCallError(BadRequestError):
 
     def __init__(self, *, session: int, number: int, watermark: int) -> None:
         super().__init__(
-            f"call {number} of session {session} was answered or given up before (the watermark is {watermark}), and "
-            "is never executed again",
+            f"call {number} of session {session} is already answered or cancelled (the watermark is {watermark}) and "
+            "is not executed again",
             session=session,
             number=number,
             watermark=watermark,
@@ -280,14 +279,14 @@ class RolloutAbortedError(BadRequestError):
 
     def __init__(self, *, samples: Sequence[str], why: str) -> None:
         named = list(samples)
-        super().__init__(f"samples {first_few(named)} are not wanted any more: {why}", samples=named, why=why)
+        super().__init__(f"samples {first_few(named)} are no longer accepted: {why}", samples=named, why=why)
 
 
 # --- wrong kind of value --------------------------------------------------------------------------------------
 
 
 class UnsupportedValueError(DataPlaneError, TypeError):
-    """A value that no column kind can carry; names field, row (or None) and type."""
+    """No column kind can hold the value. Names field, row (or None) and type."""
 
     grpc_status = "INVALID_ARGUMENT"
 
@@ -296,20 +295,20 @@ class UnsupportedValueError(DataPlaneError, TypeError):
         super().__init__(f"{where}: cannot store {got}. {hint}", field=field, row=row, got=got, hint=hint)
 
 
-# --- waited too long ------------------------------------------------------------------------------------------
+# --- timeouts -------------------------------------------------------------------------------------------------
 
 
 class WaitTimeoutError(DataPlaneError, TimeoutError):
-    """A wait reached its deadline; nothing was taken or changed."""
+    """A wait reached its deadline; nothing was claimed or changed."""
 
     grpc_status = "DEADLINE_EXCEEDED"
 
 
 class CapacityTimeoutError(WaitTimeoutError):
-    """`holders` are (who, bytes) pairs, largest first: partitions, then reservations and pins by session. With
-    `partition` it is that partition's budget, of `budget_bytes`, that is used up. `arena` says why an arena did not get
-    memory that it may have. With `fragments` bytes enough are free, but in so many pieces, of which the largest has
-    `largest_free_bytes`. `behind` is the earlier put that this one had to wait for, though there was space for it."""
+    """A put found no space in time. `holders` are (holder, bytes) pairs, largest first: partitions, then reservations
+    and pins by session. With `partition`, the exhausted space is that partition's budget of `budget_bytes`. `arena` is
+    the reason why an arena could not grow. With `fragments`, enough bytes are free, but in that number of pieces of at
+    most `largest_free_bytes`. `behind` names the earlier put that this one had to wait for in line."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
 
@@ -327,8 +326,8 @@ class CapacityTimeoutError(WaitTimeoutError):
         largest_free_bytes: int = 0,
         behind: str = "",
     ) -> None:
-        held = "; ".join(f"{who} holds {size:,}" for who, size in holders[:SHOWN]) or "nobody holds any"
-        free, way = "free to this put", "start the service with a larger --capacity"
+        held = "; ".join(f"{who} holds {size:,}" for who, size in holders[:SHOWN]) or "no space is held"
+        free, way = "available to this put", "start the service with a larger --capacity"
         if budget_bytes is not None:
             free += f" of the {budget_bytes:,} in the budget of partition {partition!r}"
             way = "register the partition with a larger budget_bytes"
@@ -336,10 +335,10 @@ class CapacityTimeoutError(WaitTimeoutError):
             free += f", but fragmented: {fragments:,} pieces of at most {largest_free_bytes:,}"
             way = f"put smaller samples, or {way}"
         if behind:
-            free += f", but behind {behind}, which finds no space: first come, first served"
-            way = f"{way}, so that the earlier put finds space, or give that up"
+            free += f", but queued behind {behind}, which has no space yet; puts are served in order"
+            way = f"{way}, so that the earlier put finds space, or cancel that put"
         remedy = (
-            f"{arena.rstrip('.')}. Mend that, or clear consumed samples."
+            f"{arena.rstrip('.')}. Fix the cause, or clear consumed samples."
             if arena
             else f"Clear consumed samples, or {way}."
         )
@@ -359,8 +358,9 @@ class CapacityTimeoutError(WaitTimeoutError):
 
 
 class ClaimTimeoutError(WaitTimeoutError):
-    """`ready` samples would have done, of the `wanted`; `why` says what was missing. The facts it says that from are
-    attributes too, named as those of `DataPlaneClient.why_blocked`'s result (but `ready`); `writers` are dicts."""
+    """Only `ready` of the `wanted` samples were claimable in time; `why` says what was missing. The facts behind `why`
+    are attributes too, named as in the result of `DataPlaneClient.why_blocked` (except `ready`); `writers` are dicts.
+    """
 
     def __init__(
         self, *, partition: str, task: str, wanted: int, ready: int, waited_s: float, why: str, **facts: Any
@@ -381,26 +381,28 @@ class ClaimTimeoutError(WaitTimeoutError):
 class CallTimeoutError(WaitTimeoutError):
     def __init__(self, *, what: str, waited_s: float, peer: str) -> None:
         super().__init__(
-            f"{what}: no answer from {peer} within {waited_s:.1f} s. It may be stopped, busy or cut off; see its log.",
+            f"{what}: no response from {peer} within {waited_s:.1f} s. The process may be stopped, busy or "
+            "unreachable; see its log.",
             what=what,
             waited_s=waited_s,
             peer=peer,
         )
 
 
-# --- the service, or the way to it ----------------------------------------------------------------------------
+# --- the service and its ports --------------------------------------------------------------------------------
 
 
 class PortTakenError(DataPlaneError, OSError):
-    """Nothing can listen on `address`. `holder`: who does, or has another socket there; "" if that is not known."""
+    """The port of `address` is in use. `holder`: the process that listens there or has another socket on the port; ""
+    if unknown."""
 
     grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, *, address: str, holder: str = "", hint: str = "") -> None:
         by = f" by {holder}" if holder else ""
-        way = hint or "End that, or choose another port."
+        remedy = hint or "Stop the process that uses it, or choose another port."
         super().__init__(
-            f"cannot listen on {address}: the port is in use{by}. {way}", address=address, holder=holder, hint=hint
+            f"cannot listen on {address}: the port is in use{by}. {remedy}", address=address, holder=holder, hint=hint
         )
         self.errno = errno.EADDRINUSE
 
@@ -410,7 +412,7 @@ class InternalError(DataPlaneError, RuntimeError):
 
     def __init__(self, *, what: str) -> None:
         super().__init__(
-            f"internal error in the service: {what}. Its log has the command; please report it.", what=what
+            f"internal error in the service: {what}. The service log has the command; please report it.", what=what
         )
 
 
@@ -426,18 +428,18 @@ ERROR_TYPES: dict[str, type[DataPlaneError]] = {leaf.__name__: leaf for leaf in 
 
 
 def to_wire(error: DataPlaneError) -> tuple[str, bytes]:
-    """(class name, msgpack of its facts)."""
+    """Return (class name, msgpack of the facts)."""
     return type(error).__name__, msgspec.msgpack.encode(error.facts)
 
 
 def from_wire(name: str, facts: bytes) -> DataPlaneError:
-    """The error that `to_wire` wrote. A name this version does not know, and facts that make no such error, become an
-    `InternalError` that says so."""
+    """Decode an error that `to_wire` encoded. An unknown class name, or facts that do not fit the class, give an
+    `InternalError` that contains them."""
     known = ERROR_TYPES.get(name)
     if known is None:
-        return InternalError(what=f"{name[:80]} (an error this client version does not know): {facts[:200]!r}")
+        return InternalError(what=f"{name[:80]} (an error unknown to this client version): {facts[:200]!r}")
     try:
         return rebuild(known, msgspec.msgpack.decode(facts))
     except Exception as error:
-        # Facts of any type may come, and each error formats its own.
-        return InternalError(what=f"{name}, whose facts make none ({error!r}): {facts[:200]!r}")
+        # Facts of any type may arrive, and each error class formats its own.
+        return InternalError(what=f"{name} with invalid facts ({error!r}): {facts[:200]!r}")

@@ -1,4 +1,4 @@
-"""What every error of the package has: facts that are attributes, and that it can be made again from."""
+"""Base class of the package's errors: facts are attributes, and an error can be rebuilt from its facts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ SHOWN = 5
 
 
 def first_few(names: Sequence[object], total: int | None = None) -> str:
-    """`names` for a message: at most five, then how many more (`total` when `names` is already cut)."""
+    """Format `names` for a message: at most five names, then the number of further ones. `total` is the full count if
+    `names` is already cut."""
     count = len(names) if total is None else total
     shown = ", ".join(repr(name) for name in names[:SHOWN])
     return shown if count <= min(SHOWN, len(names)) else f"{shown} and {count - min(SHOWN, len(names))} more"
@@ -20,8 +21,8 @@ def rebuild(cls: Callable[..., DataPlaneError], facts: dict[str, Any]) -> DataPl
 
 
 class DataPlaneError(Exception):
-    """Root of the tree. `facts` are the keyword arguments the error was made with; each is an attribute too.
-    `grpc_status` is the name of the gRPC status that it travels as."""
+    """Base class of all errors of the package. `facts` are the keyword arguments of the constructor; each is an
+    attribute too. `grpc_status` is the name of the error's gRPC status."""
 
     grpc_status: ClassVar[str]
 

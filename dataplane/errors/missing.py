@@ -1,4 +1,4 @@
-"""Errors of what was named and is not there."""
+"""Errors for partitions, tasks, fields and samples that do not exist."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataplane.errors.base import SHOWN, DataPlaneError, first_few
 
 
 class NotFoundError(DataPlaneError, KeyError):
-    """Something the call named does not exist (any more)."""
+    """A partition, task, field or sample of the request does not exist."""
 
     grpc_status = "NOT_FOUND"
 
 
 class PartitionNotFoundError(NotFoundError):
     def __init__(self, *, partition: str, known: Sequence[str] = ()) -> None:
-        have = f"; registered are {first_few(sorted(known))}" if known else "; none is registered"
+        have = f"; registered are {first_few(sorted(known))}" if known else "; no partition is registered"
         super().__init__(
             f"unknown partition {partition!r}{have}. Call register_partition first.",
             partition=partition,
@@ -46,9 +46,9 @@ class FieldNotFoundError(NotFoundError):
 
 
 class _SamplesError(NotFoundError):
-    """Shared by the errors that name samples: `samples` holds the first few (all of them where a call was done for the
-    others), `total` counts them all, `positions` are the places of `samples` in the call's list (the client turns
-    handles into ids with them)."""
+    """Base class of errors that name samples. `samples` holds the first few (or all of them, if the call was executed
+    for the other samples). `total` counts all of them. `positions` are the indices of `samples` in the call's list; the
+    client uses them to convert handles to ids."""
 
     what = ""
 
@@ -75,32 +75,32 @@ class _SamplesError(NotFoundError):
         raise NotImplementedError
 
     def with_ids(self, ids: Sequence[str]) -> _SamplesError:
-        """The same error naming ids: `ids` is the call's own list, indexed by `positions`."""
+        """Return a copy of the error that names ids. `ids` is the call's list, indexed by `positions`."""
         facts = dict(self.facts)
         if facts["positions"]:
             facts["samples"] = [ids[p] for p in facts["positions"]]
         return type(self)(**facts)
 
 
-def _gone(*, evicted: int, lost: int, causes: Sequence[str], **_: Any) -> str:
-    """What is known of how samples went."""
-    told = [f"{evicted} of them evicted, as the partition was full"] if evicted else []
+def _removal_reasons(*, evicted: int, lost: int, causes: Sequence[str], **_: Any) -> str:
+    """Return the known reasons why samples are missing, as a suffix for a message."""
+    reasons = [f"{evicted} of them evicted because the partition was full"] if evicted else []
     if lost:
-        told.append(f"{lost} of them lost {', '.join(causes) or 'with their storage unit'}")
-    return f" ({'; '.join(told)})" if told else ""
+        reasons.append(f"{lost} of them lost {', '.join(causes) or 'with their storage unit'}")
+    return f" ({'; '.join(reasons)})" if reasons else ""
 
 
 class SampleNotFoundError(_SamplesError):
-    """`partition` is "" where all were searched. `evicted` counts those that are known to have been evicted, to make
-    space in a full partition, `lost` those whose storage unit is gone, or was damaged; `causes` says which, for the
-    first few."""
+    """Samples do not exist. `partition` is "" if all partitions were searched. `evicted` counts the samples known to be
+    evicted from a full partition. `lost` counts the samples whose storage unit was lost or damaged. `causes` describes
+    the first few losses."""
 
     def __init__(self, *, evicted: int = 0, lost: int = 0, causes: Sequence[str] = (), **facts: Any) -> None:
         super().__init__(evicted=evicted, lost=lost, causes=list(causes)[:SHOWN], **facts)
 
     def describe(self, names: str, *, partition: str, **more: Any) -> str:
         where = f"partition {partition!r}" if partition else "any partition"
-        return f"no live sample {names} in {where}: never put, or cleared since{_gone(**more)}"
+        return f"no live sample {names} in {where}: never put, or already cleared{_removal_reasons(**more)}"
 
 
 class FieldNotProducedError(_SamplesError):
@@ -112,8 +112,8 @@ class FieldNotProducedError(_SamplesError):
 
 
 class StaleSampleError(_SamplesError):
-    """`evicted`, `lost` and `causes` as in `SampleNotFoundError`. With `task`, the samples live, but the claim by that
-    task does not hold them any more."""
+    """Samples of a meta were cleared after the meta was created. With `task`, the samples exist, but the claim of that
+    task no longer holds them. `evicted`, `lost` and `causes`: as in `SampleNotFoundError`."""
 
     def __init__(
         self, *, task: str = "", evicted: int = 0, lost: int = 0, causes: Sequence[str] = (), **facts: Any
@@ -124,11 +124,12 @@ class StaleSampleError(_SamplesError):
         if more["task"]:
             return (
                 f"sample {names} of partition {partition!r} is not held by the claim of this meta: its lease ended (or "
-                f"it was acknowledged), and another claim of task {more['task']!r} may have it by now. It was left as "
-                "it is; all other samples of the call were dealt with. Claim with a longer lease_s, or extend in time."
+                f"it was acknowledged), and another claim of task {more['task']!r} may hold it now. It was left "
+                "unchanged; the call was executed for all other samples. Use a longer lease_s, or extend the lease "
+                "before it ends."
             )
-        gone = _gone(**more)
+        reasons = _removal_reasons(**more)
         return (
-            f"sample {names} of partition {partition!r} was cleared after this meta was made{gone} (the id may have "
-            "been put again since: that is another sample). Nothing was read or written; take a fresh meta."
+            f"sample {names} of partition {partition!r} was cleared after this meta was made{reasons}. A sample put "
+            "later under the same id is a different sample. Nothing was read or written; get a new meta."
         )

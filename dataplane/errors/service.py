@@ -6,13 +6,13 @@ from dataplane.errors.base import DataPlaneError
 
 
 class ServiceError(DataPlaneError, ConnectionError):
-    """The service could not be reached, or would not serve this client."""
+    """The service could not be reached, or rejected this client."""
 
     grpc_status = "UNAVAILABLE"
 
 
 class ServiceUnavailableError(ServiceError):
-    """`why` names the remedy, too, which depends on the cause."""
+    """The service does not respond. `why` names the cause and the remedy."""
 
     def __init__(self, *, address: str, why: str) -> None:
         super().__init__(f"no data plane service at {address}: {why.rstrip('.')}.", address=address, why=why)
@@ -23,14 +23,14 @@ class AuthenticationError(ServiceError):
 
     def __init__(self, *, peer: str, why: str) -> None:
         super().__init__(
-            f"{peer} refused this client: {why}. Pass the service's token (config.token or --token-file).",
+            f"{peer} rejected this client: {why}. Pass the service's token (config.token or --token-file).",
             peer=peer,
             why=why,
         )
 
 
 class TlsError(ServiceError):
-    """One end speaks TLS and the other does not, or one does not take the other's certificate."""
+    """Only one end of the connection uses TLS, or one end rejected the other's certificate."""
 
     grpc_status = "UNAUTHENTICATED"
 
@@ -43,7 +43,7 @@ class ProtocolVersionError(ServiceError):
 
     def __init__(self, *, client_version: int, service_version: int) -> None:
         super().__init__(
-            f"client speaks protocol version {client_version}, the service speaks {service_version}; "
+            f"client has protocol version {client_version}, the service has {service_version}; "
             "install the same release on both",
             client_version=client_version,
             service_version=service_version,
@@ -55,17 +55,18 @@ class SessionExpiredError(ServiceError):
 
     def __init__(self, *, session: int, why: str) -> None:
         super().__init__(
-            f"session {session} is over: {why}. What it had claimed or reserved went back.", session=session, why=why
+            f"session {session} has ended: {why}. Its claims and reservations were released.", session=session, why=why
         )
 
 
 class ServiceRestartedError(ServiceError):
-    """`lost` says what went with the epoch that was expected; empty where it is not known to be lost."""
+    """The process runs in another epoch. `lost` describes the state that was lost with the expected epoch; "" if no
+    loss is known."""
 
     grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, *, expected_epoch: int, got_epoch: int, what: str, lost: str = "") -> None:
-        since = f"it began anew, without what it held: {lost}" if lost else "that process was restarted since"
+        since = f"the process restarted without its state; lost: {lost}" if lost else "the process was restarted"
         super().__init__(
             f"{what} belongs to epoch {got_epoch}, expected {expected_epoch}: {since}",
             expected_epoch=expected_epoch,
@@ -85,5 +86,5 @@ class CallCancelledError(ServiceError):
 
     def __init__(self, *, session: int, number: int) -> None:
         super().__init__(
-            f"call {number} of session {session} was withdrawn before it took effect", session=session, number=number
+            f"call {number} of session {session} was cancelled before it took effect", session=session, number=number
         )

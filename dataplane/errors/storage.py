@@ -1,4 +1,4 @@
-"""Errors of memory, disks and what they hold; `dataplane.errors` has all of them together."""
+"""Errors of memory, disks and stored data. `dataplane.errors` exports them with all other errors."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataplane.errors.base import SHOWN, DataPlaneError
 
 
 class ChecksumError(DataPlaneError, OSError):
-    """A row's bytes do not have the checksum that its writer gave it. `total` rows of the field differ, `sample` is the
-    first of them."""
+    """The bytes of a row do not match the checksum of its writer. `total` rows of the field are damaged; `sample`
+    is the first of them."""
 
     grpc_status = "DATA_LOSS"
 
     def __init__(
         self, *, partition: str, sample: str, field: str, unit: int, expected: int, got: int, total: int = 1
     ) -> None:
-        more = f" (and {total - 1} more of this read)" if total > 1 else ""
+        more = f" (and {total - 1} more in this read)" if total > 1 else ""
         super().__init__(
-            f"field {field!r} of sample {sample!r}{more} of partition {partition!r} is damaged: its bytes from storage "
-            f"unit {unit} have the checksum {got:08x}, what was written had {expected:08x}. Nothing of the read was "
-            "returned. Read it again; if that fails too, the unit holds damaged bytes: produce the field again, and "
-            "look at that host's memory, disk and network. A writer that changes tensors during a put causes this too.",
+            f"field {field!r} of sample {sample!r}{more} of partition {partition!r} is damaged: the bytes read from "
+            f"storage unit {unit} have checksum {got:08x}, the written bytes had {expected:08x}. The read returned no "
+            "data. Retry the read. If it fails again, the unit holds damaged bytes: produce the field again and check "
+            "memory, disk and network of that host. A writer that modifies tensors during a put also causes this.",
             partition=partition,
             sample=sample,
             field=field,
@@ -33,8 +33,9 @@ class ChecksumError(DataPlaneError, OSError):
 
 
 class DrainError(DataPlaneError, RuntimeError):
-    """A storage unit could not be emptied: `cells` are left there, in bytes by partition (`live`), and what puts under
-    way have reserved. Nothing is lost; `why` says what was in the way. `marked`: it takes nothing new all the same."""
+    """A storage unit could not be emptied. `cells` counts the remaining cells, `live` their bytes by partition,
+    `reserved_bytes` the space reserved by active puts. No data is lost. `why` is the cause. `marked`: the unit remains
+    marked for draining and accepts no new rows."""
 
     grpc_status = "FAILED_PRECONDITION"
 
@@ -52,13 +53,14 @@ class DrainError(DataPlaneError, RuntimeError):
         largest = sorted(live.items(), key=lambda item: -item[1])
         where = "".join(f"; partition {name!r} has {size:,} bytes there" for name, size in largest[:SHOWN])
         puts = f"; puts have reserved {reserved_bytes:,} bytes there" if reserved_bytes else ""
-        who = f" ({', '.join(holders)})" if reserved_bytes and holders else ""
-        left = f"storage unit {unit} is not empty: {cells:,} cells are left{where}{puts}{who}. {why.rstrip('.')}"
+        sessions = f" ({', '.join(holders)})" if reserved_bytes and holders else ""
+        left = f"storage unit {unit} is not empty: {cells:,} cells are left{where}{puts}{sessions}. {why.rstrip('.')}"
         super().__init__(
-            f"{left}. Nothing is lost, the unit stays marked: drain it again to go on, or undrain it"
+            f"{left}. No data is lost and the unit remains marked for draining: drain it again to continue, or undrain "
+            "it"
             if marked
             else f"storage unit {unit} is not drained: {why.rstrip('.')}. Nothing was changed. Start another storage "
-            "unit first, or drain it all the same (force=True)",
+            "unit first, or force the drain (force=True)",
             unit=unit,
             cells=cells,
             live=dict(largest[:SHOWN]),
@@ -70,15 +72,15 @@ class DrainError(DataPlaneError, RuntimeError):
 
 
 class ArenaSpaceError(DataPlaneError, OSError):
-    """Too little memory behind the arena's directory. Sizes in bytes."""
+    """The file system of the arena's directory has too little free memory. Sizes are in bytes."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
 
     def __init__(self, *, directory: str, found_bytes: int, wanted_bytes: int, limit: str = "") -> None:
         bound = f" ({limit})" if limit else ""
         super().__init__(
-            f"the arena wants {wanted_bytes:,} bytes in {directory}, which has {found_bytes:,} free{bound}. Give a "
-            "smaller --capacity, another --arena-dir, or the container a larger shared memory (docker --shm-size).",
+            f"the arena needs {wanted_bytes:,} bytes in {directory}, which has {found_bytes:,} free{bound}. Set a "
+            "smaller --capacity or another --arena-dir, or increase the container's shared memory (docker --shm-size).",
             directory=directory,
             found_bytes=found_bytes,
             wanted_bytes=wanted_bytes,
@@ -95,11 +97,13 @@ class StateDirError(DataPlaneError, OSError):
 
 
 class CheckpointWriteError(DataPlaneError, OSError):
-    """The file system did not take a checkpoint; an older one at its path is whole."""
+    """The file system rejected the write of a checkpoint. An older checkpoint at the same path is intact."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
 
     def __init__(self, *, file: str, why: str) -> None:
         super().__init__(
-            f"cannot write the checkpoint: {file}: {why}. What was at its path is whole.", file=file, why=why
+            f"cannot write the checkpoint: {file}: {why}. An older checkpoint at its path is intact.",
+            file=file,
+            why=why,
         )

@@ -45,7 +45,7 @@ def test_a_drain_that_cannot_be_is_exit_1_and_can_be_undone(
     assert main(["drain", "unit-0", "--timeout", "0.1"]) == 1
     told = capsys.readouterr().err
     assert "unit 1 is not drained: no other storage unit has space for new rows" in told
-    assert "all the same (--force)" in told
+    assert "force the drain (--force)" in told
     assert not filled.stats().units[0].draining
     assert main(["drain", "unit-0", "--timeout", "0.1", "--force"]) == 1
     told = capsys.readouterr().err

@@ -281,8 +281,8 @@ def test_an_arena_directory_that_is_too_small_is_one_line(services: list[Service
     assert service.process.wait(60) == 1
     service.end(signal.SIGTERM)
     (line,) = service.complaints
-    assert line.startswith("tq: storage unit unit-0 cannot start: the arena wants "), line
-    assert "Give a smaller --capacity, another --arena-dir" in line
+    assert line.startswith("tq: storage unit unit-0 cannot start: the arena needs "), line
+    assert "Set a smaller --capacity or another --arena-dir" in line
 
 
 def test_a_service_without_a_state_ends_with_its_memory(services: list[Service]) -> None:

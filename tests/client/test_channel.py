@@ -149,7 +149,7 @@ def test_no_answer_within_the_deadline_is_an_error_that_names_the_service(
     scripted: Controller, ledger: ScriptedLedger, open_channel: Open
 ) -> None:
     ledger.answer = lambda call: None if isinstance(call.command, c.Seal) else c.Done()
-    with pytest.raises(CallTimeoutError, match=f"Seal: no answer from the controller at {scripted.address} within"):
+    with pytest.raises(CallTimeoutError, match=f"Seal: no response from the controller at {scripted.address} within"):
         open_channel(scripted).call(c.Seal(partition="p"), timeout_s=0.05)
 
 

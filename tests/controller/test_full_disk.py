@@ -50,7 +50,7 @@ def test_a_full_disk_is_named_and_there_is_space_again_when_there_is(small_disk:
         client.register_partition("p", [], None, ["t"], when_full="reject")
         filler = small_disk / "filler"
         filler.write_bytes(bytes(40 * MIB))
-        with pytest.raises(CapacityTimeoutError, match=r"cannot grow: the arena wants .* bytes in") as caught:
+        with pytest.raises(CapacityTimeoutError, match=r"cannot grow: the arena needs .* bytes in") as caught:
             client.put_samples(["large"], "p", row(80 * MIB))
         assert str(small_disk) in str(caught.value)
         works(client, "small")

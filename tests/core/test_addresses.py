@@ -51,7 +51,7 @@ def test_a_wildcard_is_told_as_an_address_that_others_can_use() -> None:
 
 @pytest.mark.parametrize(("wildcard", "loopback"), [("0.0.0.0", "127.0.0.1"), ("::", "::1")])
 @pytest.mark.parametrize(
-    ("there", "told"), [([], None), (["10.1.2.3"], "10.1.2.3"), (["10.1.2.3", "10.9.9.9"], "10.1.2.3, 10.9.9.9; name")]
+    ("there", "told"), [([], None), (["10.1.2.3"], "10.1.2.3"), (["10.1.2.3", "10.9.9.9"], "10.1.2.3, 10.9.9.9; set")]
 )
 def test_a_wildcard_without_a_default_route(
     wildcard: str, loopback: str, there: list[str], told: str | None, monkeypatch: pytest.MonkeyPatch

@@ -41,7 +41,8 @@ def test_a_port_that_is_taken_is_named_with_its_holder() -> None:
     error = caught.value
     assert (error.address, error.holder) == (f"127.0.0.1:{port}", SELF)
     assert str(error) == (
-        f"cannot listen on 127.0.0.1:{port}: the port is in use by {SELF}. End that, or choose another port."
+        f"cannot listen on 127.0.0.1:{port}: the port is in use by {SELF}. "
+        "Stop the process that uses it, or choose another port."
     )
     assert isinstance(error, OSError)
     assert pickle.loads(pickle.dumps(error)).errno == error.errno
@@ -65,7 +66,7 @@ def test_a_process_that_cannot_be_looked_into_is_told_by_its_user(monkeypatch: p
 
 def test_a_kernel_that_tells_nothing_leaves_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports_module, "_TABLES", ("/nowhere",))
-    why = r"the port is in use\. End"
+    why = r"the port is in use\. Stop the process"
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortTakenError, match=why):
         require_free_port("127.0.0.1", taken.getsockname()[1])
 
@@ -95,9 +96,9 @@ def test_a_second_service_is_told_in_one_line_of_the_first(first: int, capsys: p
     with Controller(replace(CONFIG, port=first)):
         assert main(["serve", "--port", str(first), "--units", "0"]) == 1
     text = capsys.readouterr().err
-    assert (
-        text
-        == f"tq: cannot listen on 127.0.0.1:{first}: the port is in use by {SELF}. End that, or choose another port.\n"
+    assert text == (
+        f"tq: cannot listen on 127.0.0.1:{first}: the port is in use by {SELF}. "
+        "Stop the process that uses it, or choose another port.\n"
     )
 
 

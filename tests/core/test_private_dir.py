@@ -91,11 +91,11 @@ def test_a_state_directory_or_checkpoint_that_another_user_leads_elsewhere_is_re
     refuse_link_of_another(mine)
     refuse_link_of_another(tmp_path / "missing")
     link_of_another_user(link, mine, monkeypatch)
-    with pytest.raises(StateDirError, match=f"{link} is a link that user [0-9]+ made: remove it, or name another"):
+    with pytest.raises(StateDirError, match=rf"{link} is a symbolic link of another user \([0-9]+\): remove it"):
         DurableLedger.open(link, SETTINGS)
-    with pytest.raises(PermissionError, match="is a link that user"):
+    with pytest.raises(PermissionError, match="is a symbolic link of another user"):
         UnitRecord(link, "unit", tmp_path, tmp_path).open(refuse_to_make, epoch=1)
-    with pytest.raises(CheckpointWriteError, match="is a link that user"):
+    with pytest.raises(CheckpointWriteError, match="is a symbolic link of another user"):
         Place(link).prepare()
     assert not list(mine.iterdir())
 
@@ -110,9 +110,7 @@ def test_a_link_in_a_state_directory_that_others_write_to_is_not_followed(tmp_pa
     mine.chmod(0o644)
     state.mkdir()
     (state / "journal.sqlite").symlink_to(mine)
-    with pytest.raises(
-        StateDirError, match=r"journal\.sqlite is a link, where a file of this user is to be: remove it"
-    ):
+    with pytest.raises(StateDirError, match=r"journal\.sqlite is a symbolic link instead of a regular file: remove it"):
         DurableLedger.open(state, SETTINGS)
     assert (mine.read_text(), mode(mine)) == ("of value", 0o644)
 
@@ -169,7 +167,7 @@ def test_one_that_another_may_have_prepared_is_refused_by_name(
 ) -> None:
     path = own_path(tmp_path)
     why = {
-        "link": "is a link",
+        "link": "is a symbolic link",
         "file": "is a file",
         "mode": "has mode 0755.*chmod 700",
         "owner": f"belongs to user {os.geteuid()}",

@@ -50,5 +50,5 @@ def test_columns_of_the_document_are_token_aligned() -> None:
 
 def test_round_up() -> None:
     assert [round_up(length, 8) for length in (0, 1, 8, 9)] == [0, 8, 8, 16]
-    with pytest.raises(ValueError, match="multiple of 1"):
+    with pytest.raises(ValueError, match="multiple=0: must be at least 1"):
         round_up(3, 0)

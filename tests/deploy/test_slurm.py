@@ -113,7 +113,7 @@ def test_a_part_that_does_not_start_says_why(tmp_path: Path) -> None:
     code, _, errors = ended(job(tmp_path, TQ_CAPACITY="1000t", **ONE_NODE))
     assert code == 1
     assert "tq.sbatch: a storage unit did not start within 120 s (TQ_START_S), or ended before; the output:\n" in errors
-    assert "tq: the arena wants 1,099,511,627," in errors
+    assert "tq: the arena needs 1,099,511,627," in errors
 
 
 def test_a_job_without_a_command_is_told_what_to_do() -> None:

@@ -122,7 +122,7 @@ def test_rejecting_tells_who_holds_the_budget() -> None:
     client.claimed(1, timeout_s=0.0)
     client.raw(client.allocate({"x": [3 * KIB]}))
     client.put(["b"], {"x": [40 * KIB]}, partition="other")
-    with pytest.raises(CapacityTimeoutError, match="1,024 free to this put of the 8,192 in the budget of") as caught:
+    with pytest.raises(CapacityTimeoutError, match="1,024 available to this put of the 8,192 in the budget") as caught:
         client.raise_(client.allocate({"x": [2 * KIB]}))
     error = caught.value
     assert (error.partition, error.budget_bytes, error.free_bytes) == ("p", 8 * KIB, KIB)
@@ -253,7 +253,7 @@ def test_a_put_that_only_waits_for_an_earlier_one_names_that() -> None:
             "an earlier put of 8,192 bytes into partition 'other' by session 2 (large, live)",
             0,
         )
-        assert "4,096 free to this put, but behind an earlier put of 8,192 bytes" in str(error)
+        assert "4,096 available to this put, but queued behind an earlier put of 8,192 bytes" in str(error)
         assert "fragmented" not in str(error)
         assert "so that the earlier put finds space" in str(error)
 

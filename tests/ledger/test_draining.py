@@ -134,7 +134,7 @@ def test_units_without_space_for_new_rows_take_the_place_of_none() -> None:
 def test_unknown_units_and_pages_of_nothing_are_refused() -> None:
     _, client = two_units()
     for command in (c.Drain(unit=7), c.FindCells(unit=7), c.Forget(unit=7)):
-        with pytest.raises(InvalidRequestError, match=r"no storage unit 7; there are: 1, 2"):
+        with pytest.raises(InvalidRequestError, match=r"no storage unit 7; registered units are: 1, 2"):
             client.raise_(command)
     for wrong in ({"max_cells": 0}, {"max_bytes": 0}, {"timeout_s": -1.0}, {"timeout_s": float("nan")}):
         with pytest.raises(InvalidRequestError):

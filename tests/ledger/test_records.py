@@ -50,7 +50,7 @@ def test_calls(
 
 @given(st.binary(max_size=60))
 def test_garbage_is_a_record_error(garbage: bytes) -> None:
-    with pytest.raises(RecordError, match="no record of an input"):
+    with pytest.raises(RecordError, match="not a record of an input"):
         decode(garbage)
 
 

@@ -181,7 +181,7 @@ def test_a_put_that_does_not_wait_for_space_waits_for_an_arena_that_grows() -> N
     assert isinstance(client.result(second), CapacityTimeoutError)
 
 
-FULL = "the arena wants 9 bytes in /dev/shm, which has 5 free."
+FULL = "the arena needs 9 bytes in /dev/shm, which has 5 free."
 
 
 def stuck() -> tuple[Driver, Client, int]:
@@ -238,7 +238,7 @@ def test_who_waits_in_vain_for_a_unit_that_does_not_answer_is_told_so() -> None:
     why = "it has not answered for 11 s; its process may be stopped, or its machine too busy"
     error = client.result(waiting)
     assert isinstance(error, CapacityTimeoutError)
-    assert str(error).endswith(f"Storage unit 1 cannot grow: {why}. Mend that, or clear consumed samples.")
+    assert str(error).endswith(f"Storage unit 1 cannot grow: {why}. Fix the cause, or clear consumed samples.")
     assert client.unit().problem == why
     driver.apply(c.Grown(unit=1, backed_bytes=164 * MIB))
     assert client.unit().problem == ""

@@ -1,1 +1,1 @@
-"""The table of the service's metrics, and the counters and histograms that they are kept in."""
+"""The catalogue of the service's metrics, and the counters and histograms that store them."""

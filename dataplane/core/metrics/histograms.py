@@ -1,15 +1,15 @@
-"""Counters and histograms of durations, cheap enough for the thread that does the work; others read them meanwhile."""
+"""Counters and histograms of durations. The working thread updates them cheaply; other threads read them meanwhile."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
-"""Upper ends of a histogram's buckets."""
+"""Upper bounds of a histogram's buckets, in seconds."""
 
 
 class Histogram:
-    """Durations in seconds. One thread adds."""
+    """A histogram of durations in seconds. Only one thread may call `add`."""
 
     __slots__ = ("buckets", "sum_s")
 
@@ -22,7 +22,7 @@ class Histogram:
         self.sum_s += took_s
 
     def cumulated(self) -> list[tuple[str, float]]:
-        """Upper end of each bucket, and how many are not above it."""
+        """Return (upper bound, cumulative count) of each bucket, as Prometheus expects."""
         count, found = 0, []
         for bound, more in zip((*map(str, BOUNDS_S), "+Inf"), list(self.buckets), strict=True):
             count += more
@@ -31,7 +31,7 @@ class Histogram:
 
 
 class Waited:
-    """How often something was waited for, and how long together."""
+    """Number and total duration of waits."""
 
     __slots__ = ("count", "sum_s")
 
@@ -45,7 +45,7 @@ class Waited:
 
 
 class Op:
-    """One kind of operation: how often it went well, and with which errors it did not; how long it took."""
+    """Statistics of one kind of operation: successes, failures by error name, and durations."""
 
     __slots__ = ("errors", "ok", "took")
 
@@ -59,5 +59,5 @@ class Op:
         self.errors[name] = self.errors.get(name, 0) + 1
 
     def outcomes(self) -> dict[str, int]:
-        """Counts by outcome: "ok", or the error's name."""
+        """Return counts by outcome: "ok", or the name of the error class."""
         return {"ok": self.ok, **self.errors}

@@ -1,1 +1,1 @@
-"""The ledger as bytes: the state image, the journal's records, and the fingerprint that compares two states."""
+"""Encodings of the ledger: the state image, the journal's records, and the fingerprint for comparing two states."""

@@ -1,4 +1,4 @@
-"""A digest of a whole object graph: equal for two states reached by the same steps."""
+"""A digest of an object graph, which is equal for two states reached by the same steps."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Walk:
         elif hasattr(value, "__dict__"):
             self.pairs(type(value).__name__, sorted(vars(value).items()))
         else:
-            raise TypeError(f"no digest of a {type(value).__name__}")
+            raise TypeError(f"cannot compute a digest of a {type(value).__name__}")
 
     def pairs(self, name: str, items: list[tuple[Any, Any]]) -> None:
         self.text(name, len(items))
@@ -73,7 +73,7 @@ class _Walk:
 
 
 def digest(value: Any) -> bytes:
-    """16 bytes that depend on everything reachable from `value`, order of dicts included, and on nothing else."""
+    """Return a 16-byte digest of everything reachable from `value`, including the order of dicts."""
     walk = _Walk()
     walk.visit(value)
     return walk.sum.digest()

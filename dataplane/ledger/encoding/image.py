@@ -1,9 +1,8 @@
-"""The whole state of a ledger as bytes, and back: a graph of plain values, without pickle.
+"""Image of a ledger's whole state: an object graph encoded as bytes without pickle.
 
-Objects, dicts, lists, sets and arrays are entries of a table and refer to each other by their places in it, so that
-what was one is one again, cycles included, and no graph is too deep. Everything else (numbers, texts, tuples, enums,
-commands, specs, errors) is written where it stands. Only the classes in `_STORED` are written, by their names, and made
-again.
+Objects, dicts, lists, sets and arrays are entries of a table and refer to each other by table index. This preserves
+shared references and cycles, and allows graphs of any depth. All other values (numbers, strings, tuples, enums,
+commands, specs, errors) are encoded inline. Only the classes in `_STORED` are encoded, by their names, and decoded.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ _INT_BITS = 63
 
 
 class ImageError(ValueError):
-    """The bytes are no image of a ledger that this version can read."""
+    """The bytes are not a ledger image that this version can read."""
 
 
 def dump(roots: list[Any]) -> bytes:
-    """The bytes of everything reachable from `roots`. TypeError for a value of a kind no ledger holds."""
+    """Encode everything reachable from `roots`. Raises TypeError for a value of an unsupported type."""
     writer = _Writer()
     top = [writer.value(root) for root in roots]
     writer.drain()
@@ -60,12 +59,12 @@ def dump(roots: list[Any]) -> bytes:
 
 
 def load(image: bytes) -> list[Any]:
-    """What `dump` was given. `ImageError` for bytes it did not write."""
+    """Decode the roots from bytes written by `dump`. Raises `ImageError` for other bytes."""
     try:
         found = msgspec.msgpack.decode(image)
         if not isinstance(found, list) or not found or found[0] != FORMAT:
             raise ImageError(
-                f"an image of format {found[0] if isinstance(found, list) and found else '?'}, not {FORMAT}"
+                f"image has format {found[0] if isinstance(found, list) and found else '?'}, expected {FORMAT}"
             )
         _, top, table = found
         reader = _Reader(table)
@@ -77,7 +76,7 @@ def load(image: bytes) -> list[Any]:
 
 
 class _Writer:
-    """`table` grows by an entry (kind, content) for each thing with an identity; `drain` fills in what they hold."""
+    """Encoder. Each object with an identity gets an entry (kind, content) in `table`; `drain` writes the entries."""
 
     def __init__(self) -> None:
         self.table: list[list[Any]] = []
@@ -86,6 +85,7 @@ class _Writer:
         self._written = 0
 
     def value(self, value: Any) -> Any:
+        """Encode a value inline, or as a reference to its entry in the table."""
         kind = type(value)
         if kind is int and value.bit_length() > _INT_BITS:
             return ["i", str(value)]
@@ -113,12 +113,13 @@ class _Writer:
         return place
 
     def drain(self) -> None:
-        """Write every entry that something refers to."""
+        """Write the entries of all referenced objects."""
         while self._written < len(self._alive):
             self.table.append(self._entry(self._alive[self._written]))
             self._written += 1
 
     def _entry(self, value: Any) -> list[Any]:
+        """Encode the content of an object with an identity."""
         if isinstance(value, np.ndarray):
             if value.dtype == object:
                 return ["A", [self.value(item) for item in value.tolist()]]
@@ -143,7 +144,8 @@ def _all_plain(values: list[Any]) -> bool:
 
 
 def _by_name(modules: Iterable[ModuleType]) -> dict[str, type]:
-    """The public classes that the modules define, by name. An image says no module, so that a class may move."""
+    """Return the public classes that the modules define, by name. An image stores class names without modules, so that
+    classes can move between modules. Raises TypeError for duplicate names."""
     found: dict[str, type] = {}
     for module in modules:
         for name, kind in vars(module).items():
@@ -176,12 +178,12 @@ _STORED = _by_name(
         ),
     )
 )
-"""The classes that an image may hold."""
+"""The classes that an image may contain."""
 
 
 def _name(kind: type) -> str:
     if _STORED.get(kind.__name__) is not kind:
-        raise TypeError(f"no image of a {kind.__module__}.{kind.__qualname__}")
+        raise TypeError(f"an image cannot contain a {kind.__module__}.{kind.__qualname__}")
     return kind.__name__
 
 
@@ -194,6 +196,7 @@ class _Reader:
                 fill(self, made, entry)
 
     def value(self, written: Any) -> Any:
+        """Decode an inline value or a reference."""
         if type(written) is not list:
             return written
         match written:
@@ -216,16 +219,16 @@ class _Reader:
                 kind = self._class(name)
                 names = [field.name for field in dataclasses.fields(kind)]
                 return kind(**dict(zip(names, map(self.value, values), strict=True)))
-        raise ImageError(f"an unknown value {written[:1]}")
+        raise ImageError(f"unknown value {written[:1]}")
 
     def _class(self, name: str) -> Any:
         found = _STORED.get(name)
         if found is None:
-            raise ImageError(f"no class {name!r} in this version")
+            raise ImageError(f"unknown class {name!r}")
         return found
 
     def _shell(self, entry: list[Any]) -> Any:
-        """The thing, empty where it may refer to others."""
+        """Create the object of an entry. Containers and instances are empty until all objects exist."""
         match entry[0]:
             case "a":
                 return np.frombuffer(entry[2], np.dtype(entry[1])).copy()
@@ -240,7 +243,7 @@ class _Reader:
             case "o":
                 kind = self._class(entry[1])
                 return kind.__new__(kind)
-        raise ImageError(f"an unknown entry {entry[0]!r}")
+        raise ImageError(f"unknown entry {entry[0]!r}")
 
     def _fill_array(self, made: Any, entry: list[Any]) -> None:
         made[:] = [self.value(item) for item in entry[1]]

@@ -1,8 +1,9 @@
-"""The ledger's inputs as bytes, for the log, and back: msgpack of plain values by name, without pickle.
+"""Encoding of the ledger's inputs as journal records: msgpack of plain values by name, without pickle.
 
-A record is [name of the input, its values], of a `Call` [name of the command, session, number, watermark, confirmed,
-values of the command]. Arrays are the bytes of their little-endian elements. An input with an integer beyond 64 bits (a
-tag) is written as an image. A later version reads the records of an earlier one as long as what it added has defaults.
+A record is [name of the input, its values], or for a `Call` [name of the command, session, number, watermark,
+confirmed, values of the command]. Arrays are encoded as the bytes of their little-endian elements. An input with an
+integer beyond 64 bits (in a tag) is encoded as an image. A later version can read the records of an earlier version if
+all fields added since have defaults.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import numpy as np
 from dataplane.ledger.commands import Answered, Call, Input
 from dataplane.ledger.encoding.image import dump, load
 
-assert sys.byteorder == "little", "records hold arrays as they are in memory"
+assert sys.byteorder == "little", "records contain arrays in native byte order"
 
 
 class RecordError(ValueError):
-    """The bytes are no record that this version can read."""
+    """The bytes are not a record that this version can read."""
 
 
 def encode(item: Input) -> bytes:
-    """The record of `item`."""
+    """Encode an input as a record."""
     try:
         if type(item) is Call:
             command = item.command
@@ -35,7 +36,7 @@ def encode(item: Input) -> bytes:
 
 
 def decode(record: bytes | memoryview) -> Input:
-    """What `encode` was given; its arrays are read-only. `RecordError` for bytes that it did not write."""
+    """Decode a record written by `encode`. Arrays of the input are read-only. Raises `RecordError` for other bytes."""
     try:
         parts = _split.decode(record)
         name = _text.decode(parts[0])
@@ -45,13 +46,13 @@ def decode(record: bytes | memoryview) -> Input:
         session, number, watermark, confirmed = _place.decode(_FOUR + b"".join(map(bytes, parts[1:-1])))
         return Call(session=session, number=number, watermark=watermark, confirmed=confirmed, command=value)
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
-        raise RecordError(f"no record of an input: {error!r}") from error
+        raise RecordError(f"not a record of an input: {error!r}") from error
 
 
 def _plain(value: Any) -> bytes:
     if isinstance(value, np.ndarray):
         return value.tobytes()
-    raise TypeError(f"no record of a {type(value).__name__}")
+    raise TypeError(f"a record cannot contain a {type(value).__name__}")
 
 
 def _array(kind: Any, content: bytes) -> Any:
@@ -61,7 +62,7 @@ def _array(kind: Any, content: bytes) -> Any:
 
 _AS_IMAGE = ""
 _FOUR = b"\x94"
-"""How msgpack begins an array of four."""
+"""The msgpack header of an array of four."""
 _encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 _split = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _content = msgspec.msgpack.Decoder(bytes)

@@ -1,5 +1,5 @@
-"""The tables of the ledger's state: partitions, rows, fields, extents, units, tasks, sessions.
+"""Tables of the ledger's state: partitions, rows, fields, extents, units, tasks, sessions.
 
-Each table is a file and is tested alone. `state.State` is the root. Tables import each other downward only; the rules
-that change them are in `samples`, `claims` and `allocation`. Start with `state` and `partition`.
+Each table has its own module and tests. `state.State` is the root. Imports between tables have one direction. The
+rules that change the tables are in `samples`, `claims` and `allocation`. Start with `state` and `partition`.
 """

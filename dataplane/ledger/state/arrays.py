@@ -1,4 +1,4 @@
-"""Columns of numbers that grow with their partition."""
+"""Helpers for growing numpy columns, and fast reductions of small arrays."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ A = TypeVar("A", bound=np.ndarray[Any, Any])
 
 
 def grown(array: A, size: int) -> A:
-    """A copy of `array` with space for `size` items; the new ones are zeros, untouched in memory."""
+    """Return a copy of `array` with `size` items. The new items are zeros, whose pages are not touched yet."""
     larger = np.zeros(size, array.dtype)
     larger[: len(array)] = array
     return larger  # type: ignore[return-value]
 
 
 def next_capacity(capacity: int, wanted: int) -> int:
-    """The next capacity that holds `wanted`."""
+    """Return the next capacity of at least `wanted`, starting from `capacity`."""
     capacity = max(capacity, 64)
     while capacity < wanted:
         capacity += capacity // 2 if capacity >= 1 << 16 else capacity
@@ -30,29 +30,31 @@ def next_capacity(capacity: int, wanted: int) -> int:
 
 
 def some(flags: Bools | np.ndarray[Any, Any]) -> bool:
-    """Whether any is set. As `flags.any()`, which costs three times as much where they are few."""
+    """Whether any flag is set. Three times faster than `flags.any()` for small arrays."""
     return bool(np.count_nonzero(flags))
 
 
 def every(flags: Bools | np.ndarray[Any, Any]) -> bool:
-    """Whether all are set. As `flags.all()`, which costs three times as much where they are few."""
+    """Whether all flags are set. Three times faster than `flags.all()` for small arrays."""
     return bool(np.count_nonzero(flags) == len(flags))
 
 
 def top(values: Int64s) -> int:
-    """The largest, 0 of none. A negative one counts as beyond 2^63: one look finds what is too large and too small."""
+    """Return the largest value, or 0 for an empty array. Negative values count as values above 2^63, so that one
+    comparison detects values that are too large or negative."""
     if len(values) == 1:
         return int(values[0]) & MASK
     return int(values.view(np.uint64).max()) if len(values) else 0
 
 
 def total(values: Int64s) -> int:
-    """Their sum."""
+    """Return the sum of the values."""
     return int(values[0]) if len(values) == 1 else int(np.add.reduce(values))
 
 
 def tally(keys: Int32s, amounts: Int64s) -> tuple[Int32s, Int64s, Int64s]:
-    """The keys (at least one) each once, ascending; how often each stood there; and the sum of its amounts."""
+    """Group `amounts` by `keys` (at least one). Return the distinct keys in ascending order, their counts, and the sums
+    of their amounts."""
     order = keys.argsort(kind="stable")
     ordered = keys[order]
     firsts = np.concatenate(([0], (ordered[1:] != ordered[:-1]).nonzero()[0] + 1))
@@ -61,5 +63,5 @@ def tally(keys: Int32s, amounts: Int64s) -> tuple[Int32s, Int64s, Int64s]:
 
 
 def first_true(flags: Bools) -> list[int]:
-    """Positions of the first few set flags."""
+    """Return the positions of the first five set flags."""
     return [int(i) for i in np.flatnonzero(flags)[:5]]

@@ -1,4 +1,4 @@
-"""Which rows get checksums, and which of them a reader is to compare with."""
+"""Policy for checksums: which rows get one from their writer, and which ones a reader compares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataplane.ledger.state.units import Unit
 
 
 def are_wanted(state: State, session: Session, units: Iterable[Unit]) -> bool:
-    """Whether what the session writes to these units is to have checksums."""
+    """Whether rows that the session writes to these units get checksums."""
     match state.checksums:
         case Checksums.ALWAYS:
             return True
@@ -26,13 +26,14 @@ def are_wanted(state: State, session: Session, units: Iterable[Unit]) -> bool:
 
 
 def _near(session: Session, unit: Unit) -> bool:
-    """Whether the session maps the unit's arena, or may: it says so before its first copy only."""
+    """Whether the session has mapped the unit's arena or can map it. A session reports the mapping just before its
+    first copy."""
     return unit.number in session.attached or (bool(session.lock_path) and session.host == unit.host)
 
 
 def to_compare(state: State, session: Session, checksums: UInt32s, units: Int32s) -> UInt32s | None:
-    """Those of the checksums of rows on these units that their reader is to compare with: all, unless what it maps
-    needs none."""
+    """Return the checksums that the session compares when it reads rows on these units: all of them, or None if the
+    policy requires no comparison (in particular for mapped memory with "across-hosts")."""
     if state.checksums is Checksums.NEVER:
         return None
     if state.checksums is Checksums.ACROSS_HOSTS and _all_in(units, session.attached):
@@ -47,7 +48,7 @@ def _all_in(units: Int32s, attached: Collection[int]) -> bool:
 
 
 def checksums_of(field: Field | None, rows: Int64s) -> UInt32s | None:
-    """The checksum of each row's cell (0: none); None if none of them has one. Row -1 has none."""
+    """Return the checksum of each row's cell (0: none), or None if no cell has one. Row -1 has no cell."""
     if field is None or field.checksums is None:
         return None
     found = np.where((rows >= 0) & (field.extents[rows] > 0), field.checksums[rows], 0).astype(np.uint32)

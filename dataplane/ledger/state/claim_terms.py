@@ -1,4 +1,4 @@
-"""What a claim asks for, as numbers and predicates."""
+"""The terms of a claim as numbers and predicates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataplane.ledger.state.tasks import ReadyIndex
 
 
 def check_terms(command: Claim | WhyBlocked) -> None:
-    """InvalidRequestError for terms that no sample or group can meet."""
+    """Raise `InvalidRequestError` for terms that no sample or group can satisfy."""
     if command.group_size is not None and command.group_size < 1:
         raise InvalidRequestError(f"group_size={command.group_size}: must be at least 1")
     if command.max_lag is not None and command.max_lag < 0:
@@ -16,14 +16,14 @@ def check_terms(command: Claim | WhyBlocked) -> None:
 
 
 def least_of(command: Claim) -> int:
-    """How many ready samples end the wait: whole groups, and as many for each rank."""
+    """Return the number of ready samples that ends the wait of the claim: whole groups, equally many for each rank."""
     least = command.batch_size if command.min_batch_size is None else command.min_batch_size
     unit = (command.group_size or 1) * (command.dp_world or 1)
     return least // unit * unit
 
 
 def kind_of(ready_index: ReadyIndex, command: Claim) -> str:
-    """Claims of one kind wait for the same, if not for as many."""
+    """Return a key that is equal for claims that wait for the same samples, possibly in different numbers."""
     version = None if command.max_lag is None else (command.max_lag, command.version_tag)
     groups = None
     if command.group_size is not None:
@@ -32,7 +32,7 @@ def kind_of(ready_index: ReadyIndex, command: Claim) -> str:
 
 
 def conditions(version: int | None, command: Claim | WhyBlocked) -> tuple[Predicate, ...]:
-    """All that a sample's tags must fulfil while the partition is at this version."""
+    """Return the predicates that a sample's tags must satisfy while the partition is at this version."""
     if command.max_lag is None:
         return command.where
     oldest = (version or 0) - command.max_lag

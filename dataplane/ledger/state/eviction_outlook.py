@@ -1,4 +1,4 @@
-"""What letting samples of a partition go could bring to a put that waits, so that it is not looked for in vain."""
+"""Estimate of the space that eviction from a partition can free for a waiting put, which avoids futile searches."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import numpy as np
 from dataplane.ledger.commands import Int64s
 
 Gain = tuple[int, int]
-"""Bytes of the partition, and those of them in open units."""
+"""Bytes freed in the partition, and the part of them in open units."""
 
 
 class Outlook:
-    """As eviction was tried in vain last: at most `consumed` came back by samples that all tasks have consumed, and
-    `every` by all that may go (None: that was not looked at), with `units` open.
+    """Result of the last futile eviction: samples that all tasks have consumed would free at most `consumed`, and all
+    evictable samples at most `every` (None: not computed), with `units` open.
 
-    That holds until something is `changed`. From then on only `hope_bytes` does: the size of all extents in which
-    samples lie that may go, or could if nobody read them. It grows with the samples that are noted, and each extent
-    counts once: those that did have this outlook's `number`.
+    These bounds hold until `changed` is set. After that only the bound `hope_bytes` holds: the size of all extents that
+    contain samples which are evictable, or would be if they were not being read. It grows with the noted samples. Each
+    extent counts once: counted extents carry the `number` of this outlook.
     """
 
     def __init__(self, number: int, units: tuple[int, ...], consumed: Gain, every: Gain | None) -> None:
@@ -29,19 +29,19 @@ class Outlook:
         self.noted: list[Int64s] = []
 
     def note(self, rows: Int64s) -> None:
-        """These may have come to be samples that may go, or lie elsewhere."""
+        """Note rows whose samples may have become evictable or moved to other extents."""
         self.changed = True
         if len(rows):
             self.noted.append(rows.copy())
 
     def take_noted(self) -> Int64s:
-        """What was noted since, each row once."""
+        """Remove and return the noted rows, without repeats."""
         rows = np.unique(np.concatenate(self.noted)) if self.noted else np.zeros(0, np.int64)
         self.noted = []
         return rows
 
     def rules_out(self, excess: int, short: int, *, consumed_only: bool) -> bool:
-        """Whether eviction cannot bring that much, by what was seen."""
+        """Whether eviction certainly cannot free `excess` bytes of the partition and `short` bytes in open units."""
         if self.changed:
             return self.hope_bytes < max(excess, short)
         if reaches(self.consumed, excess, short):

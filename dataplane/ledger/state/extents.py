@@ -1,4 +1,4 @@
-"""The table of extents: what is reserved, live, retired, and when its bytes are free again."""
+"""The table of extents: their states (reserved, live, retired) and the release of their bytes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dataplane.ledger.state.units import Unit
 FREE, RESERVED, LIVE, RETIRED = 0, 1, 2, 3
 
 Pieces = list[tuple[int, int]]
-"""(start, size) by address."""
+"""(start, size) pairs, sorted by address."""
 
 
 class CellColumns(Protocol):
-    """What trimming needs of a field."""
+    """The part of a field that trimming uses."""
 
     extents: Int32s
     offsets: Int64s
@@ -27,9 +27,9 @@ class CellColumns(Protocol):
 
 
 class Account:
-    """Bytes of one partition's extents: `live_bytes` of those with live cells, `used_bytes` of all that are not free
-    (reserved for its puts, live, or cleared and still read), `peak_bytes` the most that ever were. A `closed` one goes
-    when its last extent does."""
+    """Bytes of one partition's extents. `live_bytes`: extents with live cells. `used_bytes`: all extents that are not
+    free (reserved for puts, live, or cleared and still read). `peak_bytes`: maximum of `used_bytes`. A `closed` account
+    is removed with its last extent."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -45,11 +45,11 @@ class Account:
 
 
 class Several:
-    """What is kept of an extent with several values, to give parts of it back.
+    """Record of an extent with several values, used to trim it: to free the parts without live cells.
 
-    `rows` are those it was committed for (shared by the columns of one put until trimmed). `live_bytes` sums the live
-    cells (a shared value counts once per cell), `whole_bytes` is that sum at the last trimming.
-    `pieces` is what it still holds after a trimming (None: all of it).
+    `rows`: the rows for which the extent was committed (one array for all columns of a put, until trimmed).
+    `live_bytes`: sum of the live cells (a shared value counts once per cell). `whole_bytes`: this sum at the last trim.
+    `pieces`: the parts that the extent still holds after a trim (None: the whole extent).
     """
 
     def __init__(self, cells: CellColumns, rows: Int64s, live_bytes: int, account: Account) -> None:
@@ -66,14 +66,14 @@ class Several:
 
 
 class Extents:
-    """Columns by extent number; number 0 is none. `sizes` are the bytes held, whole granules; an extent of
-    empty values holds none. `owners` are numbers of accounts (0: preallocated space, which is no partition's yet).
-    `serials` tell extents of one number apart, one after another (`made` counts them).
-    `freed` says that bytes came back, or could, since it was last reset; `moved` are the accounts (0 too) of which any
-    were taken or came back since;
-    `loosened` are the accounts of which extents were taken, died, ended or are read no more since.
-    `hoped` has the number of the `Outlook` that counts an extent, for its account.
-    `stirred`: on one of the units that are `watched`, something came to live, or is not held any more."""
+    """Table of extents. Its columns are indexed by extent number; number 0 means "no extent".
+
+    `sizes`: bytes held, in whole granules; an extent of empty values holds none. `owners`: account numbers (0:
+    preallocated space without a partition). `serials` distinguish successive extents with one number; `made` counts all
+    extents. `freed`: bytes were freed, or may be available, since the last reset. `moved`: accounts (including 0) that
+    gained or lost bytes since then. `loosened`: accounts whose extents were reserved, died, were freed or lost their
+    last reader since then. `hoped`: number of the `Outlook` that counts the extent. `stirred`: on a unit in `watched`,
+    an extent became live or was released."""
 
     made = 0
     outlooks = 0
@@ -108,13 +108,13 @@ class Extents:
         return account
 
     def close_account(self, account: Account) -> None:
-        """Its partition is gone."""
+        """Close the account of a dropped partition."""
         account.closed = True
         if not account.used_bytes:
             del self.accounts[account.number]
 
     def reserve(self, unit: int, start: int, size: int, account: Account | None = None) -> int:
-        """A new extent over bytes that were taken from the unit's free space."""
+        """Create an extent over bytes taken from the unit's free space, and return its number."""
         if self.spare:
             number = self.spare.pop()
         else:
@@ -137,8 +137,8 @@ class Extents:
         return number
 
     def cut(self, number: int, start: int, nbytes: int) -> list[int]:
-        """Take [start, start + nbytes), whole granules that lie within it, out of a reserved extent, for others to
-        hold. The extents that hold what is left of it, by address."""
+        """Remove [start, start + nbytes), whole granules within a reserved extent, for use by other extents. Return the
+        extents that hold the rest, by address."""
         first, stop = int(self.starts[number]), start + nbytes
         rest = first + int(self.sizes[number]) - stop
         self.sizes[number] = start - first
@@ -151,7 +151,7 @@ class Extents:
         return [number]
 
     def enliven(self, number: int, cells: int, several: Several | None) -> None:
-        """A reserved extent now has `cells` (> 0) live cells."""
+        """Mark a reserved extent as live, with `cells` (> 0) live cells."""
         self.states[number] = LIVE
         self.live[number] = cells
         self._stir(self.units[number : number + 1])
@@ -160,8 +160,8 @@ class Extents:
             self.is_several[number] = True
 
     def kill(self, cells: Int32s, nbytes: Int64s, account: Account) -> None:
-        """One cell of each of these extents (with repeats; 0 is skipped) has died, `nbytes` of it. The field's arrays
-        already say so. What is idle is freed or trimmed."""
+        """Account for dead cells: each entry of `cells` is the extent of one dead cell of `nbytes` bytes (repeats are
+        allowed; 0 is skipped). The field's arrays are already updated. Extents without pins are freed or trimmed."""
         held = cells > 0
         if not some(held):
             return
@@ -184,21 +184,22 @@ class Extents:
                     self._trim(number, several)
 
     def adopt(self, number: int, account: Account) -> None:
-        """An extent that was nobody's is this account's."""
+        """Assign an extent without owner to this account."""
         self.owners[number] = account.number
         account.charge(int(self.sizes[number]))
         self.loosened.add(account.number)
         self.moved.add(account.number)
 
     def trim(self, number: int) -> None:
-        """Give back what no live cell lies on, if that is most of it."""
+        """Free the parts of the extent without live cells, if live cells use less than half of it and it is not
+        pinned."""
         several = self.several.get(number)
         if several is not None and 2 * several.live_bytes < self.sizes[number] and not self.pins[number]:
             self._trim(number, several)
 
     def spans(self, unit: int) -> tuple[Int64s, Int64s, Int32s]:
-        """Start, bytes and extent of everything that holds bytes of the unit, by address; an extent that was trimmed
-        has several."""
+        """Return start, size and extent of all held ranges of the unit, by address. A trimmed extent may have several
+        ranges."""
         numbers = self.of_unit(unit)
         numbers = numbers[self.sizes[numbers] > 0]
         trimmed = [n for n in numbers[self.is_several[numbers]].tolist() if self.several[n].pieces is not None]
@@ -211,17 +212,17 @@ class Extents:
         return starts[order], sizes[order], holders[order]
 
     def tighten(self, numbers: Int32s) -> None:
-        """Trim these, however little of them has died, when their last pin is gone."""
+        """Trim these extents when their last pin is removed, however few of their cells are dead."""
         for number in numbers[self.is_several[numbers]].tolist():
             several = self.several[number]
             several.whole_bytes = 2 * several.live_bytes + 1
 
     def pin(self, numbers: Int32s) -> None:
-        """`numbers` has no repeats."""
+        """Add one pin to each of these extents (no repeats), which keeps their bytes in place."""
         self.pins[numbers] += 1
 
     def unpin(self, numbers: Int32s) -> None:
-        """Undo one `pin`; what is idle now is freed or trimmed."""
+        """Undo one `pin`. Extents without pins are freed if retired, and trimmed if due."""
         left = self.pins[numbers] - 1
         self.pins[numbers] = left
         idle = numbers[left == 0]
@@ -238,7 +239,7 @@ class Extents:
                 self._trim(number, several)
 
     def free(self, numbers: Int32s) -> None:
-        """These extents (no repeats) end; their bytes are free."""
+        """Remove these extents (no repeats) and free their bytes."""
         self._stir(self.units[numbers])
         self._credit(numbers)
         whole = self.is_several[numbers]
@@ -257,12 +258,12 @@ class Extents:
         self._forget(numbers)
 
     def of_unit(self, unit: int) -> Int32s:
-        """Numbers of everything the unit holds."""
+        """Return the numbers of all extents on the unit."""
         mine = (self.units[: self.high] == unit) & (self.states[: self.high] != FREE)
         return np.flatnonzero(mine).astype(np.int32)
 
     def ranges(self) -> list[tuple[int, int, int]]:
-        """(unit, offset, nbytes) of everything held, for tests; an extent that was trimmed gives several."""
+        """Return (unit, offset, nbytes) of all held ranges, for tests. A trimmed extent may have several ranges."""
         found: list[tuple[int, int, int]] = []
         for number in np.flatnonzero((self.states[: self.high] != FREE) & (self.sizes[: self.high] > 0)).tolist():
             several = self.several.get(number)
@@ -272,7 +273,7 @@ class Extents:
         return found
 
     def drop_unit(self, unit: int) -> None:
-        """The unit is gone with all it held; nothing refers to its extents any more."""
+        """Remove the extents of a lost unit, to which no cell refers."""
         numbers = self.of_unit(unit)
         for number in numbers[self.is_several[numbers]].tolist():
             del self.several[number]
@@ -285,12 +286,12 @@ class Extents:
             self.stirred = not self.watched.isdisjoint(units.tolist())
 
     def serials_of(self, numbers: Int32s) -> Int64s:
-        """What no other extent ever has."""
+        """Return the serial number of each extent, which no other extent ever has."""
         serials: Int64s = self._serials()[numbers]
         return serials
 
     def _serials(self) -> Int64s:
-        """Those of a ledger that knew none are 0, which no later one has."""
+        """Return the column of serials. Extents of an older ledger without serials have 0, which no new extent has."""
         if self.serials is None:
             self.serials = np.zeros(len(self.units), np.int64)
         return self.serials
@@ -299,7 +300,7 @@ class Extents:
         return int(self.sizes[numbers].sum())
 
     def _credit(self, numbers: Int32s) -> None:
-        """The bytes of these extents are their partitions' no more."""
+        """Subtract the bytes of these extents from the accounts of their owners."""
         self.moved.update(self.owners[numbers].tolist())
         owners, sizes = self.owners[numbers], self.sizes[numbers]
         for owner in np.unique(owners).tolist() if len(owners) > 1 else owners.tolist():
@@ -329,7 +330,7 @@ class Extents:
             space.give(start, size)
 
     def _give_merged(self, numbers: Int32s) -> None:
-        """Give neighbours back together."""
+        """Free the ranges of these extents, with adjacent ranges merged."""
         order = np.lexsort((self.starts[numbers], self.units[numbers]))
         units, starts = self.units[numbers][order], self.starts[numbers][order]
         ends = starts + self.sizes[numbers][order]
@@ -340,7 +341,7 @@ class Extents:
             self.all_units[unit].space.give(start, end - start)
 
     def _trim(self, number: int, several: Several) -> None:
-        """Give back the granules on which no live cell lies."""
+        """Free the granules without live cells."""
         cells = several.cells
         several.rows = several.rows[cells.extents[several.rows] == number]
         several.whole_bytes = several.live_bytes
@@ -368,7 +369,7 @@ class Extents:
 
 
 def _granules(starts: Int64s, ends: Int64s) -> Pieces:
-    """The whole granules that [start, end) ranges touch, as disjoint pieces by address."""
+    """Return the granules that the [start, end) ranges touch, as disjoint pieces by address."""
     some = ends > starts
     starts = starts[some] // GRANULE_BYTES * GRANULE_BYTES
     ends = -(-ends[some] // GRANULE_BYTES) * GRANULE_BYTES
@@ -383,7 +384,7 @@ def _granules(starts: Int64s, ends: Int64s) -> Pieces:
 
 
 def _without(held: Pieces, kept: Pieces) -> Pieces:
-    """`held` less `kept`; every piece of `kept` lies within one of `held`."""
+    """Return `held` minus `kept`. Every piece of `kept` lies within one piece of `held`."""
     left: Pieces = []
     at = 0
     for start, size in held:

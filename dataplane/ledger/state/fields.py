@@ -1,4 +1,4 @@
-"""One field of a partition: where each row's cell is."""
+"""One field of a partition: the location of each row's cell."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _NO_BYTES: Int64s = np.zeros(0, np.int64)
 
 
 class Field:
-    """Cells by row. `extents[row]` is 0 where the field has not been produced. `writer` is the session that wrote last:
-    number, name, time.
+    """Cells of one column, by row. `extents[row]` is 0 if the row has no cell. `writer`: number and name of the last
+    writing session, and the time.
 
-    `declared` is the spec of the schema (None: found in live rows only, a later schema dropped it); `spec` is what
-    holds now: settled by the first put, and open again as declared when the last live cell has gone. Lengths are kept
-    in 32 bits until one needs more. `checksums` is None until a cell is written with one; 0 is none.
+    `declared`: spec in the schema (None: a later schema dropped the field, but live rows have it). `spec`: current
+    spec. The first put settles it; it returns to `declared` when the last live cell is removed. Lengths are stored in
+    32 bits until one needs more. `checksums` is None until a cell is written with a checksum; 0 means "no checksum".
     """
 
     checksums: UInt32s | None = None
@@ -34,7 +34,7 @@ class Field:
         self.checksums = None
 
     def settle(self, spec: FieldSpec) -> None:
-        """This is what the field holds now."""
+        """Set the current spec."""
         self.spec = spec
         self.unit_bytes = spec.unit_bytes if spec.settled else 0
 
@@ -48,8 +48,8 @@ class Field:
     def write(
         self, rows: Int64s, extents: Int32s, offsets: Int64s, lengths: Int64s, checksums: UInt32s | None
     ) -> tuple[Int32s, Int64s]:
-        """Point the cells of `rows` at these places; (extent, bytes) of what they pointed at (extent 0: none;
-        no bytes at all where none pointed anywhere)."""
+        """Set the locations of the cells of `rows`. Return (extents, bytes) of their previous cells; extent 0 means "no
+        cell", and the bytes are empty if no row had a cell."""
         if self.lengths.dtype == np.int32 and top(lengths) > INT32_MAX:
             self.lengths = self.lengths.astype(np.int64)
         old = self.extents[rows]
@@ -66,7 +66,7 @@ class Field:
         return old, old_bytes
 
     def erase(self, rows: Int64s) -> tuple[Int32s, Int64s]:
-        """The cells of `rows` are gone; (extent, bytes) of what they pointed at (extent 0: none)."""
+        """Remove the cells of `rows`. Return (extents, bytes) of the removed cells; extent 0 means "no cell"."""
         old, old_bytes = self.extents[rows], self.bytes_of(rows)
         self.live -= int(np.count_nonzero(old))
         self.extents[rows] = 0
@@ -80,12 +80,12 @@ class Field:
         return self.lengths[rows].astype(np.int64)
 
     def bytes_of(self, rows: Int64s) -> Int64s:
-        """Bytes of the cells of `rows`, 0 where there is none."""
+        """Return the size in bytes of each row's cell, 0 for a row without cell."""
         return self.lengths_of(rows) * self.unit_bytes
 
 
 def cells_of(field: Field | None, rows: Int64s) -> tuple[Int32s, Int64s, Int64s]:
-    """Extent (0: none), offset and length (-1: none) of each row's cell; row -1 has none."""
+    """Return extent (0: no cell), offset and length (-1: no cell) of each row's cell. Row -1 has no cell."""
     if field is None or not len(field.extents):
         return np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int64), np.full(len(rows), -1)
     extents = field.extents[rows]

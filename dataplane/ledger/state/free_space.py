@@ -1,8 +1,8 @@
-"""The free ranges of one arena: by address, coalescing, the lowest address that fits first.
+"""First-fit allocator for the free ranges of one arena. Adjacent free ranges are merged.
 
-Fragments lie in blocks of a few hundred, sorted by address; each block knows its largest fragment. A search compares
-the blocks' largest in one vector operation and then looks through one block, so it is exact first fit and stays at
-microseconds with a million fragments.
+Fragments are stored in blocks of a few hundred, sorted by address, and the size of the largest fragment of each block
+is stored too. A search compares these sizes in one vector operation and then scans one block. It is exact first fit and
+takes microseconds even with a million fragments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from dataplane.core.types import GRANULE_BYTES
 
 BLOCK = 512
-"""A block splits in two when it holds more fragments than this."""
+"""Maximum number of fragments in a block; a larger block is split in two."""
 
 
 def granules_up(nbytes: int) -> int:
@@ -24,9 +24,9 @@ def granules_up(nbytes: int) -> int:
 
 
 class FreeSpace:
-    """Which bytes of an arena are free. Sizes are rounded up to whole granules, in `give` as in `take`.
+    """The free bytes of an arena. `give` and `take` round sizes up to whole granules.
 
-    Nothing is free until `back` says how far the arena is backed by memory.
+    No bytes are free until `back` sets the part of the arena that is backed by memory.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -41,23 +41,23 @@ class FreeSpace:
 
     @property
     def largest_bytes(self) -> int:
-        """Size of the largest fragment: what `take` can surely give."""
+        """Size of the largest fragment, which is the largest size that `take` can return."""
         return int(self._largest.max(initial=0))
 
     @property
     def highest_used_bytes(self) -> int:
-        """End of the last byte in use; everything backed above it is free."""
+        """End of the last range in use. All backed bytes above it are free."""
         if self._starts and self._starts[-1][-1] + self._sizes[-1][-1] == self.backed_bytes:
             return self._starts[-1][-1]
         return self.backed_bytes
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Every fragment as (offset, nbytes), by address."""
+        """Yield every fragment as (offset, nbytes), by address."""
         for starts, sizes in zip(self._starts, self._sizes, strict=True):
             yield from zip(starts, sizes, strict=True)
 
     def back(self, to_bytes: int) -> None:
-        """The arena is backed up to `to_bytes` now: what is new of that (never less than before) is free."""
+        """Mark the arena as backed up to `to_bytes`; the newly backed bytes are free. A smaller value has no effect."""
         top = min(to_bytes, self.capacity_bytes) // GRANULE_BYTES * GRANULE_BYTES
         old = self.backed_bytes
         if top > old:
@@ -65,7 +65,8 @@ class FreeSpace:
             self.give(old, top - old)
 
     def unback(self, to_bytes: int) -> int:
-        """What is free from `to_bytes` on, to the end of what is backed, is not backed any more; how much that is."""
+        """Lower the end of the backed bytes to `to_bytes`, or to the end of the last range in use if that is higher.
+        Return the number of bytes removed."""
         if not self._starts:
             return 0
         starts = self._starts[-1]
@@ -82,7 +83,8 @@ class FreeSpace:
         return old - top
 
     def take(self, nbytes: int) -> int | None:
-        """Offset of `nbytes` (> 0), the lowest there is; None if no fragment is that large."""
+        """Allocate `nbytes` (> 0) at the lowest possible offset. Return the offset, or None if no fragment is large
+        enough."""
         assert nbytes > 0, nbytes
         need = granules_up(nbytes)
         if not self._firsts:
@@ -95,7 +97,7 @@ class FreeSpace:
         return self._cut(block, position, need)
 
     def take_at(self, offset: int, nbytes: int) -> None:
-        """The first `nbytes`, whole granules, of the fragment that begins at `offset` are in use."""
+        """Allocate the first `nbytes`, in whole granules, of the fragment that begins at `offset`."""
         block = bisect_right(self._firsts, offset) - 1
         position = bisect_left(self._starts[block], offset)
         assert self._starts[block][position] == offset, (offset, nbytes)
@@ -103,8 +105,8 @@ class FreeSpace:
         self._cut(block, position, nbytes)
 
     def take_largest(self, max_bytes: int, min_bytes: int) -> tuple[int, int] | None:
-        """(offset, nbytes) of `max_bytes` if they fit somewhere, else of the largest fragment, whole granules both
-        times; None if that is smaller than `min_bytes`."""
+        """Allocate `max_bytes` if they fit, else the largest fragment. Return (offset, nbytes) in whole granules; None
+        if the largest fragment is smaller than `min_bytes`."""
         assert max_bytes >= min_bytes > 0, (max_bytes, min_bytes)
         size = min(granules_up(max_bytes), self.largest_bytes)
         if size < granules_up(min_bytes):
@@ -114,7 +116,7 @@ class FreeSpace:
         return offset, size
 
     def give(self, offset: int, nbytes: int) -> None:
-        """[offset, offset + nbytes) is free again. Asserts that it was in use."""
+        """Free [offset, offset + nbytes). Asserts that the range was in use."""
         size = granules_up(nbytes)
         assert size > 0, nbytes
         assert offset % GRANULE_BYTES == 0, offset
@@ -128,7 +130,7 @@ class FreeSpace:
         self.free_bytes += granules_up(nbytes)
 
     def _put(self, offset: int, size: int) -> None:
-        """Join the range to the fragments it touches, or add it between them."""
+        """Merge the range with adjacent fragments, or insert it as a new fragment."""
         block = max(bisect_right(self._firsts, offset) - 1, 0)
         position = bisect_left(self._starts[block], offset)
         before = self._before(block, position, offset)
@@ -145,7 +147,7 @@ class FreeSpace:
             self._insert(block, position, offset, size)
 
     def _before(self, block: int, position: int, offset: int) -> bool:
-        """Whether the fragment before `position` ends at `offset`. Only the first block can have none before."""
+        """Whether the fragment before `position` ends at `offset`. Position 0 can only occur in the first block."""
         if position == 0:
             return False
         end = self._starts[block][position - 1] + self._sizes[block][position - 1]
@@ -153,7 +155,7 @@ class FreeSpace:
         return end == offset
 
     def _after(self, block: int, position: int, end: int) -> tuple[int, int] | None:
-        """The place of the fragment that starts at `end`, if there is one."""
+        """Return (block, position) of the fragment that starts at `end`, or None."""
         if position == len(self._starts[block]):
             block, position = block + 1, 0
             if block == len(self._firsts):
@@ -163,7 +165,7 @@ class FreeSpace:
         return (block, position) if start == end else None
 
     def _cut(self, block: int, position: int, need: int) -> int:
-        """Take the first `need` bytes of a fragment."""
+        """Remove the first `need` bytes from a fragment and return their offset."""
         offset, size = self._starts[block][position], self._sizes[block][position]
         self.free_bytes -= need
         if size == need:
@@ -187,6 +189,7 @@ class FreeSpace:
             self._largest[block] = max(sizes)
 
     def _remove(self, block: int, position: int) -> None:
+        """Remove a fragment, and its block if that is empty."""
         starts, sizes = self._starts[block], self._sizes[block]
         del starts[position]
         size = sizes.pop(position)
@@ -200,6 +203,7 @@ class FreeSpace:
             self._largest[block] = max(sizes)
 
     def _insert(self, block: int, position: int, offset: int, size: int) -> None:
+        """Insert a fragment, and split its block if that is too large."""
         starts, sizes = self._starts[block], self._sizes[block]
         starts.insert(position, offset)
         sizes.insert(position, size)

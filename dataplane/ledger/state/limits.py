@@ -1,4 +1,4 @@
-"""Bounds on what one client can make the ledger hold or do in one step."""
+"""Limits on the memory and work that one client can cause in the ledger."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from dataclasses import dataclass
 
 from dataplane.errors import LimitError
 
-SPLIT = "Send several smaller ones."
+SPLIT = "Split it into several smaller ones."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Every count is inclusive. What is beyond one is refused with a `LimitError`.
+    """Limits of the ledger. Every limit is inclusive. A request beyond a limit fails with a `LimitError`.
 
-    in_flight: calls of a session without an answer that it has confirmed; those that undo one are never refused.
-    answer_bytes: about how much of large answers a session's calls keep until they are confirmed, and at least one.
-    parked: commands waiting, over all sessions.
-    samples: samples or values in one command, and of one claim. columns: columns, fields or conditions in one command,
-    and fields, tasks, tags or enumerations of a partition.
+    in_flight: calls of a session whose answers are not confirmed; calls that undo another call are always accepted.
+    answer_bytes: approximate size of large answers kept per session until confirmed; one answer is always kept.
+    parked: waiting commands of all sessions.
+    samples: samples or values in one command, and samples of one claim. columns: columns, fields or conditions in one
+    command, and fields, tasks, tags or enumerations of a partition.
     id_bytes: UTF-8 bytes of a sample id or the name of a partition, task, field, tag, client or unit. tag_bytes:
-    characters of one string tag. path_bytes: characters of a path or endpoint that a client or unit tells.
-    preallocated_part: one request of a session for preallocated space is for at most this part (1/preallocated_part) of
-    what new rows may take in a unit. steps: steps of a task whose shares are remembered. saves: what one session has
-    taken with `Save` and not released, at once; each holds 20 bytes a cell. interests: (task, fields) combinations per
-    partition whose ready samples are tracked; more are tracked in turns.
+    characters of one string tag. path_bytes: characters of a path or endpoint sent by a client or unit.
+    preallocated_part: one request for preallocated space may take at most 1/preallocated_part of the space for new rows
+    in a unit. steps: steps of a task whose shares are remembered. saves: snapshots of one session taken with `Save` and
+    not released; each holds 20 bytes per cell. interests: (task, fields) combinations per partition whose ready samples
+    are tracked; beyond the limit, the least recently used one is replaced.
     """
 
     in_flight: int = 4096
@@ -44,6 +44,6 @@ class Limits:
 
 
 def check_limit(what: str, got: int, limit: int, hint: str) -> None:
-    """`LimitError` if there is more than `limit`."""
+    """Raise `LimitError` if `got` exceeds `limit`."""
     if got > limit:
         raise LimitError(what=what, got=got, limit=limit, hint=hint)

@@ -1,4 +1,4 @@
-"""A set of call numbers that takes no more memory than it has gaps."""
+"""A set of call numbers whose memory is proportional to the number of its gaps."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from bisect import bisect_left, bisect_right
 
 
 class NumberSet:
-    """`bounds` are the first number of each range and the one behind its last, ascending: a number is in the set if an
-    odd count of bounds is not above it."""
+    """A set of integers. `bounds` has the start and the exclusive end of each range, ascending. A number is in the set
+    if an odd number of bounds is less than or equal to it."""
 
     def __init__(self) -> None:
         self.bounds: list[int] = []
@@ -17,11 +17,11 @@ class NumberSet:
 
     @property
     def ranges(self) -> int:
-        """How many there are."""
+        """Number of ranges."""
         return len(self.bounds) // 2
 
     def add(self, first: int, last: int) -> None:
-        """Take in all from `first` to `last`; some may be there."""
+        """Add all numbers from `first` to `last`, inclusive. Some may already be in the set."""
         bounds, stop = self.bounds, last + 1
         start, end = bisect_left(bounds, first), bisect_right(bounds, stop)
         joined = [] if start % 2 else [first]
@@ -30,6 +30,6 @@ class NumberSet:
         bounds[start:end] = joined
 
     def drop_below(self, number: int) -> None:
-        """Forget all that are less."""
+        """Remove all numbers below `number`."""
         place = bisect_right(self.bounds, number)
         self.bounds[:place] = [number] if place % 2 else []

@@ -1,4 +1,4 @@
-"""One partition: its samples, their fields and tags, its tasks and what is ready for them."""
+"""One partition: its samples, fields, tags and tasks, and the samples that are ready for each task."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ if TYPE_CHECKING:
     from dataplane.ledger.state.watches import Watch
 
 WRITERS = 16
-"""Sessions that are remembered as the last that wrote."""
+"""Number of most recent writing sessions that are remembered."""
 
 
 class Partition:
-    """`born` counts the samples alive at the last Register and those born since. `watches` has the parked claims by
-    kind, and `dealt` says that a step was dealt since those were judged that wait for their share. `outlook` is what
-    eviction could bring, while puts wait for it. `dropped` is set when it was cleared whole. `version` is the
-    trainer's, None until it is set; `dropped_partial` counts samples cleared as members of partial groups; `wakes_at`
-    is when parked claims are judged again because a group's time is over; `writers` has name and time of the sessions
-    that wrote last, latest last. `targets` counts the puts under way that name a sample, by its id: those samples are
-    not evicted. `owner` is the session that staged it and has not published it. `lost`: what went with storage units,
-    if any did."""
+    """State of one partition.
+
+    `born` counts the samples that were live at the last Register and the samples created since. `watches`: parked
+    claims by kind. `dealt`: a step was dealt since the last evaluation of claims that wait for their share. `outlook`:
+    estimate of the space that eviction can free, while puts wait for it. `dropped` is set when the whole partition is
+    dropped. `version`: the trainer's version, None until set. `dropped_partial` counts samples cleared as members of
+    partial groups. `wakes_at`: time at which parked claims are evaluated again because the wait for a group ends.
+    `writers`: name and time of the last writing sessions, latest last. `targets`: by sample id, the number of active
+    puts that name the sample and so protect it from eviction. `owner`: the session that staged the partition and has
+    not published it. `lost`: samples lost with storage units, if any."""
 
     lost: Lost | None = None
 
@@ -73,16 +75,16 @@ class Partition:
 
     @property
     def complete(self) -> bool:
-        """Whether all samples that are expected have been born."""
+        """Whether all expected samples have been put, or the partition is sealed."""
         return self.sealed or (self.num_samples is not None and self.born >= self.num_samples)
 
     @property
     def evicts(self) -> bool:
-        """Whether samples go where puts find no space."""
+        """Whether samples are evicted when a put finds no space."""
         return self.when_full in (WhenFull.EVICT, WhenFull.EVICT_OLDEST)
 
     def register(self, command: Register) -> None:
-        """Take over schema, size and tasks; live rows, their tags and the cursors of tasks that stay are kept."""
+        """Replace schema, size and tasks. Live rows, their tags and the claims of remaining tasks are kept."""
         fields: dict[str, Field] = {}
         for name, spec in command.fields.items():
             field = fields[name] = self.fields.get(name) or Field(spec, self.rows.capacity)
@@ -106,7 +108,7 @@ class Partition:
         self.born = self.rows.live
 
     def extend(self, command: Register) -> None:
-        """Take over the fields and tasks that are not there yet."""
+        """Add the fields and tasks of the command that do not exist yet."""
         for name, spec in command.fields.items():
             if name not in self.fields:
                 field = self.fields[name] = Field(spec, self.rows.capacity)
@@ -131,32 +133,31 @@ class Partition:
         return found
 
     def names_kind(self, name: str) -> bool:
-        """Whether the schema, or a live row, says the field's kind: what a writer took for it then is it, or it
-        differs."""
+        """Whether the schema or a live row determines the field's kind, so that a writer's kind can be compared."""
         field = self.fields.get(name)
         return field is not None and field.spec.kind is not None
 
     # --- fields of two columns
 
     def names(self) -> list[str]:
-        """The fields, each once."""
+        """Return the names of the fields, without hidden columns."""
         return list(dict.fromkeys(map(field_of, self.fields)))
 
     def columns_of(self, name: str) -> list[Field]:
-        """The columns of the field that have cells."""
+        """Return the columns of the field that have live cells."""
         both = self.fields.get(name), self.fields.get(variants_of(name))
         return [field for field in both if field is not None and field.live]
 
     def has(self, name: str, rows: Int64s) -> Bools:
-        """Which of the rows have the field, in either column."""
+        """Return which of the rows have the field, in either of its columns."""
         there = np.zeros(len(rows), np.bool_)
         for field in self.columns_of(name):
             there |= field.extents[rows] > 0
         return there
 
     def supersede(self, column: str, rows: Int64s) -> tuple[Int32s, Int64s] | None:
-        """`column` was written for the rows: their cells in the field's other column are gone; (extent, bytes) of
-        those, None where there are none."""
+        """Erase the cells of the rows in the field's other column, because `column` was written for them. Return the
+        (extent, bytes) of the erased cells, or None if there were none."""
         name = field_of(column)
         field = self.fields.get(variants_of(name) if name == column else name)
         if field is None or not field.live:
@@ -167,7 +168,7 @@ class Partition:
     # --- names
 
     def resolve(self, samples: Samples) -> Int64s:
-        """Rows of samples that must all live; SampleNotFoundError or StaleSampleError name those that do not."""
+        """Return the rows of the samples. Raises SampleNotFoundError or StaleSampleError if some do not exist."""
         if samples.ids is not None:
             rows = self.rows.find(samples.ids)
             missing = rows < 0
@@ -205,7 +206,7 @@ class Partition:
         return samples.rows
 
     def living(self, samples: Samples) -> tuple[Bools, Int64s]:
-        """Which of the samples live, and the rows of those."""
+        """Return which of the samples exist, and the rows of the existing ones."""
         if samples.ids is not None:
             rows = self.rows.find(samples.ids)
             there = rows >= 0
@@ -216,11 +217,11 @@ class Partition:
         return there, rows[there]
 
     def resolve_living(self, samples: Samples) -> Int64s:
-        """Rows of those of the samples that live, each once, in the command's order."""
+        """Return the rows of the existing samples without repeats, in the command's order."""
         return unrepeated(self.living(samples)[1])
 
     def targeted(self, rows: Int64s) -> Bools:
-        """Which of these live rows puts under way name."""
+        """Return which of these live rows are named by active puts."""
         targets = self.targets
         if len(rows) < len(targets):
             return np.array([name in targets for name in self.rows.names_of(rows)], np.bool_)
@@ -233,7 +234,7 @@ class Partition:
     # --- lifetime of samples
 
     def bear(self, ids: list[str], first_generation: int, now: float) -> Int64s:
-        """New samples, unclaimed by every task."""
+        """Create samples, unclaimed by every task, and return their rows."""
         before = self.rows.capacity
         kept = self.rows.compact()
         if kept is not None:
@@ -251,7 +252,7 @@ class Partition:
         return rows
 
     def clear(self, rows: Int64s) -> None:
-        """These live samples (no repeats) end, with cells, tags and claims."""
+        """Remove these live samples (no repeats) with their cells, tags and claims."""
         if not len(rows):
             return
         positions = self.rows.positions[rows]
@@ -268,20 +269,20 @@ class Partition:
         self.kill(dead)
 
     def lose(self, rows: Int64s, cause: str) -> None:
-        """These live samples (no repeats) end, and not because somebody wanted that; whoever asks for one is told."""
+        """Remove these live samples (no repeats) because their data was lost. Later errors about them name `cause`."""
         if len(rows):
             self.lost = self.lost or Lost()
             self.lost.note(self.rows.names_of(rows), self.generations_of(rows), cause)
             self.clear(rows)
 
     def drop(self) -> None:
-        """Everything ends."""
+        """Remove all samples and close the account."""
         self.clear(self.rows.in_order())
         self.dropped = True
         self.extents.close_account(self.account)
 
     def kill(self, dead: list[tuple[Int32s, Int64s]]) -> None:
-        """Account for cells that died: (extents, bytes) as `Field.write` and `Field.erase` give them."""
+        """Account for dead cells: (extents, bytes) as returned by `Field.write` and `Field.erase`."""
         if len(dead) == 1:
             self.extents.kill(*dead[0], self.account)
         elif dead:
@@ -289,7 +290,7 @@ class Partition:
             self.extents.kill(np.concatenate(cells), np.concatenate(nbytes), self.account)
 
     def wrote(self, session: int, name: str, now: float, fields: Iterable[str] = ()) -> None:
-        """The session of that number and name wrote, to these fields."""
+        """Record that the session with this number and name wrote to these fields."""
         self.writers.pop(session, None)
         self.writers[session] = (name, now)
         if len(self.writers) > WRITERS:
@@ -300,7 +301,8 @@ class Partition:
     # --- readiness
 
     def ready_index(self, task: Task, fields: tuple[str, ...], limit: int) -> ReadyIndex:
-        """The (kept or newly counted) interest of `task` in `fields`; the least recently used without waiters goes."""
+        """Return the cached or newly built index of samples ready for `task` with `fields`. Beyond `limit` indexes, the
+        least recently used one without waiters is removed."""
         key = (task.name, tuple(sorted(set(fields))))
         found = self.interests.pop(key, None)
         if found is None:
@@ -313,44 +315,45 @@ class Partition:
         return found
 
     def refresh(self, ready_index: ReadyIndex, rows: Int64s) -> None:
-        """Judge these live rows (no repeats) again."""
+        """Update the index for these live rows (no repeats)."""
         ready_index.set(self.rows.positions[rows], self.ready(ready_index.task, ready_index.fields, rows))
 
     def ready(self, task: Task, fields: tuple[str, ...], rows: Int64s) -> Bools:
-        """Which of the rows the task may claim."""
+        """Return which of the rows the task may claim."""
         ready: Bools = task.claim_ids[rows] == 0
         for name in fields:
             ready &= self.has(name, rows)
         return ready
 
     def produced(self, rows: Int64s, names: set[str], *, newborn: bool) -> None:
-        """`names` were written for the rows for the first time: interests that wait for them look again."""
+        """Update the ready indexes after the fields `names` were written for the rows for the first time."""
         for ready_index in self.interests.values():
             if newborn if not ready_index.fields else not names.isdisjoint(ready_index.fields):
                 self.refresh(ready_index, rows)
 
     def reclaimed(self, task: Task, rows: Int64s) -> None:
-        """The rows' claims changed."""
+        """Update the ready indexes of the task after the claims of the rows changed."""
         for ready_index in self.interests.values():
             if ready_index.task is task:
                 self.refresh(ready_index, rows)
         self.changed(rows, task)
 
     def changed(self, rows: Int64s, task: Task | None = None) -> None:
-        """Cells, tags or claims (of one task only, if named) of these rows are others: who waits is judged by them."""
+        """Notify the watches of waiting claims that cells, tags or claims of these rows changed. With `task`, only that
+        task's claims changed."""
         for watch in self.watches.values():
             if task is None or watch.ready_index.task is task:
                 watch.note(rows)
 
     def common_fields(self, rows: Int64s) -> tuple[str, ...]:
-        """Fields produced for all of the rows (none for no rows)."""
+        """Return the fields that are produced for all of the rows; empty without rows."""
         if not len(rows):
             return ()
         return tuple(name for name in self.names() if self.has(name, rows).all())
 
 
 def unrepeated(rows: Int64s) -> Int64s:
-    """The rows in their order, each once."""
+    """Return the rows without repeats, in order of first appearance."""
     if len(rows) < 2:
         return rows
     firsts = np.unique(rows, return_index=True)[1]

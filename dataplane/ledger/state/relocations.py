@@ -1,4 +1,4 @@
-"""What a storage unit is copying within its arena, and what follows once it has."""
+"""Active compactions: copies of values within an arena, and the moves that follow the copies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataplane.ledger.state.sessions import PutReservation
 
 
 class Relocation:
-    """Values of one field: the command that points their cells at the copies, the space of these, and the extents that
-    are pinned until then."""
+    """Relocation of values of one field. `command` moves their cells to the copies, `reservation` is the space of the
+    copies, and `pinned` are the extents that stay pinned until then."""
 
     def __init__(self, partition: Partition, command: Move, reservation: PutReservation, pinned: Int32s) -> None:
         self.partition = partition
@@ -19,8 +19,8 @@ class Relocation:
 
 
 class Compaction:
-    """`order` is what the unit was told. `window` are the extents over what was free in the stretch of `nbytes` that is
-    to be emptied. `taken_bytes` were free before: these, and the space of the copies."""
+    """One active compaction. `order`: the order sent to the unit. `window`: extents over the free parts of the range of
+    `nbytes` that is being emptied. `taken_bytes`: previously free bytes in use, for `window` and the copies."""
 
     def __init__(
         self, order: CompactArena, relocations: list[Relocation], window: Int32s, nbytes: int, taken_bytes: int

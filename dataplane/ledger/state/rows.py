@@ -1,4 +1,4 @@
-"""The samples of one partition: ids, row slots (used again), generation numbers (never used again), age order."""
+"""The samples of one partition: ids, row slots (reused), generation numbers (never reused) and age order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataplane.ledger.commands import Int64s
 from dataplane.ledger.state.arrays import Bools, grown, next_capacity
 
 SLACK = 1024
-"""Dead positions that are tolerated before the age order is compacted."""
+"""Number of dead positions tolerated before the age order is compacted."""
 
 
 class Rows:
-    """`generations[row]` is 0 for a free slot, `since[row]` the ledger's time when it was made. `order[:end]` holds the
-    rows by age, -1 where one has died since, and `positions[row]` is where a live row stands in it."""
+    """Table of samples. `generations[row]` is 0 for a free slot. `since[row]` is the ledger time of creation.
+    `order[:end]` holds the rows by age, with -1 for removed rows. `positions[row]` is the index of a live row in it."""
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {}
@@ -37,12 +37,12 @@ class Rows:
         return len(self.generations)
 
     def find(self, ids: Sequence[str]) -> Int64s:
-        """Rows of `ids`, -1 for those that do not live."""
+        """Return the rows of `ids`, -1 for ids without a live sample."""
         get = self.ids.get
         return np.array([get(name, -1) for name in ids], np.int64)
 
     def holds(self, rows: Int64s, generations: Int64s) -> Bools:
-        """Which of these handles still name live samples."""
+        """Return which of these handles refer to live samples."""
         inside = (rows >= 0) & (rows < len(self.names)) & (generations > 0)
         if not len(self.generations):
             return inside
@@ -54,12 +54,12 @@ class Rows:
         return tuple([names[row] or "" for row in rows.tolist()])
 
     def in_order(self) -> Int64s:
-        """All live rows, oldest first."""
+        """Return all live rows, oldest first."""
         order = self.order[: self.end]
         return order[order >= 0]
 
     def bear(self, ids: Sequence[str], first_generation: int, now: float) -> Int64s:
-        """New rows for `ids` (none of which lives), born now, in this order."""
+        """Create rows for `ids` (none of which has a live sample) in this order, with creation time `now`."""
         count = len(ids)
         fresh = max(count - len(self.free), 0)
         reused = self.free[len(self.free) - (count - fresh) :]
@@ -83,7 +83,7 @@ class Rows:
         return rows
 
     def bury(self, rows: Int64s) -> None:
-        """These live rows end; their slots may be used again."""
+        """Remove these live rows; their slots may be reused."""
         self.order[self.positions[rows]] = -1
         self.generations[rows] = 0
         dead = rows.tolist()
@@ -95,7 +95,8 @@ class Rows:
         self.free.extend(dead[::-1])
 
     def compact(self) -> Int64s | None:
-        """If the age order is mostly dead, close its gaps; gives the old positions of what is left, else None."""
+        """Compact the age order if it is mostly dead. Return the old positions of the remaining rows; None if nothing
+        was done."""
         if self.end <= 2 * self.live + SLACK:
             return None
         kept = np.flatnonzero(self.order[: self.end] >= 0)

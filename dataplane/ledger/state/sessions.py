@@ -1,4 +1,4 @@
-"""What the ledger remembers of a client: its numbers and what it holds."""
+"""Sessions of clients: their calls and answers, and the space, pins and claims that they hold."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 class SessionStatus(enum.StrEnum):
     LIVE = "live"
     ENDING = "ending"
-    """It said Bye or was given up; its bytes wait for the proof of units that it cannot touch them."""
+    """The session sent Bye or was ended by the service. Its bytes are freed once their units have proof that the
+    session can no longer access them."""
 
 
 class ReservedSpace:
-    """Reserved bytes. `pieces` lists them by column, each as (first value, last value, extent, offset).
-    `epochs` are those of the units when it was made; `broken` says that a unit was dropped with its bytes."""
+    """Reserved bytes. `pieces` lists them by column, each as (first value, last value, extent, offset). `epochs`: the
+    epochs of the units at the time of the reservation. `broken`: some of the bytes were lost with a unit."""
 
     def __init__(self, columns: int) -> None:
         self.pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in range(columns)]
@@ -44,8 +45,8 @@ class ReservedSpace:
 
 
 class PutReservation(ReservedSpace):
-    """Space for one put; `pieces` has its columns, their values in order. `moving`: for cells to be moved, no account's
-    until they are. `samples` and `targets` as in `ParkedAllocate`."""
+    """Space for one put; `pieces` has the put's columns, with values in order. `moving`: space for moved cells, which
+    has no account until the move. `samples` and `targets`: as in `ParkedAllocate`."""
 
     def __init__(
         self, partition: Partition, names: list[str], sizes: list[Int64s], *, update: bool, moving: bool = False
@@ -61,7 +62,7 @@ class PutReservation(ReservedSpace):
 
 
 class Preallocation(ReservedSpace):
-    """Space of one unit for small puts to come: what no commit has taken yet, as pieces of one column without
+    """Space in one unit for later small puts: the part that no commit has used yet, as pieces of one column without
     values."""
 
     def __init__(self, unit: int, epoch: int, extent: int, offset: int) -> None:
@@ -72,7 +73,7 @@ class Preallocation(ReservedSpace):
 
 
 class Parked:
-    """A call that waits. `since` and `deadline` are ledger time; `place` grows with each call that begins to wait."""
+    """A waiting call. `since` and `deadline` are ledger times. `place` increases with each call that starts to wait."""
 
     place = 0
 
@@ -97,9 +98,9 @@ class ParkedClaim(Parked):
 
 
 class ParkedAllocate(Parked):
-    """`evicted` are the ids of unconsumed samples that went for it.
-    `holds_up`: when it was judged last, those behind it in line had to wait for it. `samples` are those that the put
-    will name, `targets` the ids that are kept from eviction for it."""
+    """A put that waits for space. `evicted`: ids of unconsumed samples evicted for it. `holds_up`: puts behind it in
+    line had to wait for it at its last evaluation. `samples`: the samples that the put will name. `targets`: the ids
+    protected from eviction for it."""
 
     holds_up = False
 
@@ -116,12 +117,12 @@ class ParkedAllocate(Parked):
 
     @property
     def total(self) -> int:
-        """The bytes it wants, in whole granules."""
+        """The requested bytes, in whole granules."""
         return self.want.total
 
 
 class ParkedShrink(Parked):
-    """`found` is what is known of each unit, `waits_for` the order that it has not carried out yet, by unit."""
+    """A waiting shrink call. `found`: results by unit. `waits_for`: numbers of pending orders by unit."""
 
     def __init__(self, session: Session, number: int, since: float, timeout_s: float) -> None:
         super().__init__(session, number, since, timeout_s)
@@ -130,7 +131,7 @@ class ParkedShrink(Parked):
 
 
 class ParkedFind(Parked):
-    """Waits until there is something to move on a unit, or nothing is held there any more."""
+    """A call that waits until a unit has cells to move, or holds no more data."""
 
     def __init__(self, session: Session, number: int, since: float, command: FindCells) -> None:
         super().__init__(session, number, since, command.timeout_s)
@@ -138,8 +139,8 @@ class ParkedFind(Parked):
 
 
 class UnconfirmedClaim:
-    """A claim that goes back if its session dies: the rows that still carry the claim_id. Its task lists it until
-    `settle`."""
+    """A claim whose answer the client has not confirmed. If its session ends, the rows that still have `claim_id` are
+    given back. The claim is in `task.unconfirmed` until `settle`."""
 
     def __init__(self, partition: Partition, task: Task, rows: Int64s, claim_id: int) -> None:
         self.partition = partition
@@ -149,19 +150,19 @@ class UnconfirmedClaim:
         task.unconfirmed.add(claim_id)
 
     def settle(self) -> None:
-        """Its session has the answer, or the rows go back."""
+        """Mark the claim as settled: the client confirmed the answer, or the rows are being given back."""
         self.task.unconfirmed.discard(self.claim_id)
 
 
 class Session:
-    """`answers` keeps results until they are settled, `parked` the calls that wait; `reservations`, `pins`,
-    `saves` (what a Save took, by partition) and `unconfirmed` claims are by the number of the call that made them.
-    Numbers below `watermark` and those in `above` are settled: the client has their answers, or will get none.
-    `large` has the bytes of the answers that are large, `large_bytes` their sum.
+    """State of one client session. `answers` keeps results until they are settled; `parked` has the waiting calls.
+    `reservations`, `pins`, `saves` (snapshots of a Save, by partition) and `unconfirmed` claims are indexed by the
+    number of the call that created them. Call numbers below `watermark` and those in `above` are settled: the client
+    has their answers, or will get none. `large`: sizes of large answers in bytes; `large_bytes`: their sum.
 
-    `lock_path` is where it says its lock is: it may be local to a unit of its host whose report of that was lost.
-    `attached` (in order of attachment) are the units that proved it local, with the path of its lock; `fencing` those
-    whose proof is awaited once it is ending. `heard`, `probed` and `suspected` are ledger time.
+    `lock_path`: path of the lock as reported by the client, needed if a unit's report of the attachment was lost.
+    `attached`: units that the session has attached to, in order, with the path of its lock. `fencing`: units that still
+    have to prove that an ending session cannot access them. `heard`, `probed` and `suspected` are ledger times.
     """
 
     def __init__(self, number: int, nonce: str, name: str, host: str, lock_path: str, now: float) -> None:
@@ -200,15 +201,16 @@ class Session:
 
     @property
     def unanswered(self) -> int:
-        """Calls of which the client may have no answer yet."""
+        """Number of calls whose answers the client may not have received."""
         return len(self.parked) + len(self.answers)
 
     def settled(self, number: int) -> bool:
-        """Whether this number will not be executed, or not again."""
+        """Whether a call with this number will not be executed (again)."""
         return number < self.watermark or number in self.above
 
     def keep(self, number: int, result: Result | DataPlaneError, limits: Limits) -> None:
-        """Keep an answer for repetitions of its call. One that there is no place for is not: then they are refused."""
+        """Keep an answer for repetitions of its call. An answer beyond the limits is not kept, and repetitions of its
+        call are rejected."""
         size = size_of(result)
         fits = not size or not self.large_bytes or self.large_bytes + size <= limits.answer_bytes
         if not fits or len(self.answers) >= 2 * limits.in_flight:
@@ -222,9 +224,9 @@ class Session:
     def confirm(
         self, watermark: int, confirmed: tuple[int, ...], limits: Limits
     ) -> tuple[list[Parked], list[UnconfirmedClaim]]:
-        """The client has the answers of all numbers below `watermark` and of those `confirmed`, or wants none. Gives
-        parked calls it has thereby given up, and the claims that are final now. What was settled once stays so, in
-        whatever order calls arrive."""
+        """Settle all calls below `watermark` and in `confirmed` (pairs of first and last number): the client has their
+        answers or no longer needs them. Return the parked calls that this cancels, and the claims that are now final.
+        Settled numbers remain settled, in whatever order calls arrive."""
         given_up: list[Parked] = []
         final: list[UnconfirmedClaim] = []
         for number in self._settled_by(watermark, confirmed, limits):
@@ -240,7 +242,7 @@ class Session:
         return given_up, final
 
     def _settled_by(self, watermark: int, confirmed: tuple[int, ...], limits: Limits) -> Iterable[int]:
-        """Note them as settled; those of which there may be anything."""
+        """Record the numbers as settled. Return those that may have an answer, a claim or a parked call."""
         settled: Iterable[int] = ()
         if watermark > self.watermark:
             settled = self._known(self.watermark, watermark - 1)
@@ -252,14 +254,14 @@ class Session:
         found = list(settled)
         for first, last in zip(confirmed[::2], confirmed[1::2], strict=False):
             first = max(first, self.watermark)
-            # Between ranges is a call without an answer: more than these are not noted, and stay unconfirmed.
+            # Between two ranges is an unanswered call, so more ranges than in-flight calls are ignored as invalid.
             if first <= last and self.above.ranges <= 2 * limits.in_flight:
                 found += self._known(first, last)
                 self.above.add(first, last)
         return found
 
     def _known(self, first: int, last: int) -> Iterable[int]:
-        """The numbers from `first` to `last` of which there may be anything, ascending."""
+        """Return the numbers from `first` to `last` that may have an answer, a claim or a parked call, ascending."""
         if last - first <= self.unanswered:
             return range(first, last + 1)
         known = {*self.answers, *self.unconfirmed, *self.parked}
@@ -267,8 +269,8 @@ class Session:
 
 
 class Want:
-    """What an Allocate asks for. `ends[c][k]` is the sum of the first k value sizes of column c; `whole[c]` the bytes
-    the column takes in one piece."""
+    """Space requested by an Allocate. `ends[c][k]`: sum of the first k value sizes of column c. `whole[c]`: bytes of
+    column c in one piece, in whole granules."""
 
     def __init__(self, session: Session, command: Allocate) -> None:
         self.session = session
@@ -290,12 +292,12 @@ class Want:
         return len(self.ends[column]) - 1
 
     def near(self, unit: Unit) -> bool:
-        """Whether the unit is one that the put should rather wait for than go elsewhere."""
+        """Whether the put should wait for space in this unit instead of using another unit."""
         session = self.session
         return unit.number == self.wish or unit.number in session.attached or unit.host == session.host
 
     def order(self, units: list[Unit]) -> list[Unit]:
-        """Best unit first."""
+        """Return the units in order of preference, best first."""
         session = self.session
 
         def rank(unit: Unit) -> tuple[bool, bool, bool, int, int]:

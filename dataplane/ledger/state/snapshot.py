@@ -1,4 +1,4 @@
-"""What a partition was at one instant, kept for a checkpoint."""
+"""Snapshot of a partition, taken for a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataplane.ledger.state.tags import Tags
 
 
 class SavedCells:
-    """Where the cells of one field are, by age of their samples; length -1: none."""
+    """Locations of the cells of one field, by age of their samples. A length of -1 means "no cell"."""
 
     checksums: c.UInt32s | None = None
 
@@ -23,7 +23,7 @@ class SavedCells:
 
 
 class Snapshot:
-    """The samples of one partition as they were, oldest first."""
+    """The samples of one partition at the time of the snapshot, oldest first."""
 
     def __init__(self, ids: tuple[str, ...], tags: Tags, fields: dict[str, SavedCells]) -> None:
         self.ids = ids

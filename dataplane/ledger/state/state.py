@@ -1,4 +1,4 @@
-"""What every part of the ledger works on."""
+"""The root of the ledger's state, on which every part of the ledger works."""
 
 from __future__ import annotations
 
@@ -36,19 +36,21 @@ from dataplane.ledger.state.wait_queues import Line, Lines
 from dataplane.ledger.state.watches import Watch
 
 BIRTHS_APART_NS = 1000
-"""Epochs are times in nanoseconds: a state has a million generations per second before it comes to a later one's."""
+"""Nanoseconds of epoch per generation. Epochs are times in nanoseconds, so a state can create a million generations per
+second before its numbers reach those of a later state."""
 
 
 class State:
-    """`born` is the epoch in which this state began, `epoch` the one it is in. `generations` and `serials` only grow;
-    generations begin where no state that began earlier can have come to, so that a sample of a lost state is never
-    taken for one of this. `touched` are the partitions whose parked claims must be judged again. `claim_waiters` are
-    the parked claims, by session and number. `space_waiters` are the puts that wait, updates apart; those that move
-    cells are in `moves`. `resting` are the accounts of lines whose first put only a change of its account can help: its
-    budget is used up. `compactions` are those under way, by unit; for puts that wait since, one is looked for at
-    `compact_at` at the earliest. `alarms` and `wakes` are heaps by time; entries that no longer matter are passed over
-    when they come up. `checksums` says which rows get one; `several_hosts` is what `spread` found, None when that may
-    be over."""
+    """Root of all tables.
+
+    `born` is the epoch in which this state was created, `epoch` the current one. `generations` and `serials` only grow.
+    Generations start above those of all earlier states, so that a sample of a lost state is never confused with one of
+    this state. `touched`: partitions whose parked claims must be evaluated again. `claim_waiters`: parked claims, by
+    session and call number. `space_waiters`: puts that wait for space, by `update`; puts that move cells are in
+    `moves`. `resting`: accounts whose budget is exhausted, so that their first put can only be granted after a change
+    of the account. `compactions`: active compactions, by unit. The next compaction for waiting puts starts at
+    `compact_at` at the earliest. `alarms` and `wakes` are heaps by time; outdated entries are skipped. `checksums`: the
+    checksum policy. `several_hosts`: cached result of `spread`, None if it must be computed."""
 
     checksums = Checksums.ACROSS_HOSTS
     several_hosts: bool | None = None
@@ -108,11 +110,11 @@ class State:
         found = self.units.get(number)
         if found is None:
             known = ", ".join(map(str, list(self.units)[:8])) or "none"
-            raise InvalidRequestError(f"there is no storage unit {number}; there are: {known}")
+            raise InvalidRequestError(f"no storage unit {number}; registered units are: {known}")
         return found
 
     def compacting_bytes(self, unit: Unit) -> int:
-        """What is free in the unit but for the compaction under way there."""
+        """Return the bytes of the unit's free space that an active compaction occupies."""
         compaction = self.compactions.get(unit.number)
         return 0 if compaction is None else compaction.taken_bytes
 
@@ -129,12 +131,13 @@ class State:
         return bool(self.moves) or any(self.space_waiters.values())
 
     def all_puts(self) -> Iterator[ParkedAllocate]:
-        """All puts that wait for space, those that move cells too."""
+        """Return all puts that wait for space, including those that move cells."""
         lines = chain.from_iterable([lines.values() for lines in self.space_waiters.values()])
         return chain.from_iterable([line.values() for line in (*lines, self.moves)])
 
     def drop(self, partition: Partition) -> int:
-        """The partition goes with all it holds, and calls that wait on it fail; how many samples lived."""
+        """Remove the partition with all its data, and fail the calls that wait on it. Return the number of live samples
+        removed."""
         count = partition.rows.live
         del self.partitions[partition.name]
         self.budgeted.pop(partition.account.number, None)
@@ -147,29 +150,29 @@ class State:
         return count
 
     def drop_staged(self, session: int) -> None:
-        """The partitions that this session staged and did not publish go."""
+        """Drop the partitions that this session staged and did not publish."""
         for partition in [found for found in self.partitions.values() if found.owner == session]:
             self.drop(partition)
 
     def waiting_claims(self, partition: Partition) -> list[ParkedClaim]:
-        """The partition's parked claims, longest first."""
+        """Return the partition's parked claims, longest waiting first."""
         found = [self.claim_waiters[key] for watch in partition.watches.values() for key in watch.waiters]
         return sorted(found, key=lambda claim: claim.place)
 
     def waiting_puts(self, partition: Partition) -> list[ParkedAllocate]:
-        """The partition's puts that wait for space, longest first."""
+        """Return the partition's puts that wait for space, longest waiting first."""
         number = partition.account.number
         lines = [lines[number].values() for lines in self.space_waiters.values() if number in lines]
         moves = [put for put in self.moves.values() if put.partition is partition]
         return sorted(chain(*lines, moves), key=lambda put: put.place)
 
     def look_at_puts(self) -> None:
-        """All that wait for space are judged again."""
+        """Mark all puts that wait for space for another evaluation."""
         self.extents.freed = True
         self.extents.loosened.update(*self.space_waiters.values())
 
     def wants_space(self, account: int) -> bool:
-        """Whether a put of its partition waits that is no move."""
+        """Whether a put of the account's partition waits for space, other than moves."""
         return any(account in lines for lines in self.space_waiters.values())
 
     def touch(self, partition: Partition) -> None:
@@ -177,13 +180,13 @@ class State:
             self.touched[partition.name] = partition
 
     def wake_at(self, partition: Partition, when: float) -> None:
-        """Its parked claims are judged again then at the latest."""
+        """Evaluate the partition's parked claims again at time `when` at the latest."""
         if when < partition.wakes_at:
             partition.wakes_at = when
             heapq.heappush(self.wakes, (when, self.serial(), partition.name))
 
     def wake(self) -> None:
-        """Partitions whose time has come are touched."""
+        """Touch the partitions whose wake time has been reached."""
         while self.wakes and self.wakes[0][0] <= self.now:
             partition = self.partitions.get(heapq.heappop(self.wakes)[2])
             if partition is not None and partition.wakes_at <= self.now:
@@ -191,8 +194,8 @@ class State:
                 self.touch(partition)
 
     def loosen(self, partition: Partition, rows: Int64s) -> None:
-        """These samples may have come to be consumed, or lie elsewhere: puts of the partition that wait for eviction
-        are judged again."""
+        """Mark puts of the partition that wait for eviction for another evaluation, because these samples may now be
+        consumed or stored elsewhere."""
         number = partition.account.number
         if self.wants_space(number):
             self.extents.loosened.add(number)
@@ -200,7 +203,7 @@ class State:
                 partition.outlook.note(rows)
 
     def puts_under_way(self, partition: Partition) -> list[ParkedAllocate | PutReservation]:
-        """Puts of the partition that wait for space, and those that have it and are not committed."""
+        """Return the partition's puts that wait for space, and those that have reserved space and are not committed."""
         held = [
             reservation
             for session in self.sessions.values()
@@ -215,7 +218,7 @@ class State:
         return [*self.waiting_puts(partition), *mine]
 
     def keep_targets(self, put: ParkedAllocate | PutReservation) -> None:
-        """While the put is under way, no sample that it names is evicted."""
+        """Protect the samples that the put names from eviction until `let_targets_go`."""
         partition, samples = put.partition, put.samples
         if samples is None or put.targets or not partition.evicts:
             return
@@ -225,7 +228,8 @@ class State:
             partition.targets[name] = partition.targets.get(name, 0) + 1
 
     def let_targets_go(self, put: ParkedAllocate | ReservedSpace) -> None:
-        """The put is over: what no other names may be evicted. Preallocated space names nothing."""
+        """End the protection of a finished put's samples. Samples named by no other put may be evicted again.
+        Preallocated space names no samples."""
         if not isinstance(put, ParkedAllocate | PutReservation):
             return
         partition, ids, put.targets = put.partition, put.targets, ()
@@ -242,6 +246,7 @@ class State:
     # --- calls that wait
 
     def park(self, parked: Parked) -> None:
+        """Register a call that waits, until `unpark`. Raises `LimitError` if too many calls wait."""
         check_limit("waiting calls", self.parked + 1, self.limits.parked, "Try again later, or with blocking=False.")
         self.parked += 1
         parked.session.parked[parked.number] = parked
@@ -255,7 +260,7 @@ class State:
             self._watch((*self.finders, parked))
 
     def unpark(self, parked: Parked, result: Result | DataPlaneError) -> None:
-        """The parked call gets its answer."""
+        """Remove the parked call and answer it."""
         self.parked -= 1
         del parked.session.parked[parked.number]
         if isinstance(parked, ParkedClaim):
@@ -269,6 +274,7 @@ class State:
         self.answer(parked.session, parked.number, result)
 
     def _park_claim(self, parked: ParkedClaim) -> None:
+        """Add the claim to the watch of its kind."""
         partition, ready_index = parked.partition, parked.ready_index
         assert ready_index is not None, parked.key
         self.claim_waiters[parked.key] = parked
@@ -294,7 +300,7 @@ class State:
         return self.space_waiters[parked.command.update].setdefault(parked.partition.account.number, {})
 
     def _unpark_put(self, parked: ParkedAllocate) -> None:
-        """Whoever stood behind it may be served."""
+        """Remove the put from its line. Puts behind it may now be granted."""
         self.let_targets_go(parked)
         line, number = self._line_of(parked), parked.partition.account.number
         del line[parked.key]
@@ -307,18 +313,18 @@ class State:
         self.extents.freed = True
 
     def fail(self, parked: Parked, error: Exception) -> None:
-        """Judging a parked call raised what nothing should: the call ends with that, and nobody else is told."""
-        what = f"call {parked.number} of session {parked.session.number} could not be judged while it waited: {error!r}"
+        """Fail a parked call whose evaluation raised an unexpected error. Other calls are not affected."""
+        what = f"call {parked.number} of session {parked.session.number} failed while it waited: {error!r}"
         self.out.append(Notice(text=what))
         self.unpark(parked, InternalError(what=what))
 
     def _watch(self, finders: tuple[ParkedFind, ...]) -> None:
-        """These calls wait for something to happen on their units."""
+        """Set the calls that wait for a change on their units."""
         self.finders = finders
         self.extents.watched = frozenset([parked.command.unit for parked in finders])
 
     def answer(self, session: Session, number: int, result: Result | DataPlaneError) -> None:
-        """Send the one answer of this number, and keep it while it may be asked for again."""
+        """Send the only answer to call `number`, and keep it while the client may repeat the call."""
         if not session.settled(number):
             session.keep(number, result, self.limits)
         self.out.append(Answer(session=session.number, number=number, result=result))
@@ -333,14 +339,14 @@ class State:
             self.extents.free(extents)
 
     def return_claim(self, session: Session, number: int) -> None:
-        """The samples of an unconfirmed claim go back, unless they were given back or cleared since."""
+        """Give back the samples of an unconfirmed claim, except those that were given back or cleared meanwhile."""
         claimed = session.unconfirmed.pop(number)
         claimed.settle()
         task = claimed.task
         self.return_rows(claimed.partition, task, claimed.rows[task.claim_ids[claimed.rows] == claimed.claim_id])
 
     def return_rows(self, partition: Partition, task: Task, rows: Int64s) -> None:
-        """These rows of a task are unclaimed again."""
+        """Make these rows unclaimed again for the task, and update waiting calls."""
         back = task.give_back(rows)
         self.loosen(partition, rows)
         if len(back) and not partition.dropped and partition.tasks.get(task.name) is task:
@@ -350,7 +356,7 @@ class State:
     # --- checks
 
     def check_samples(self, samples: Samples) -> None:
-        """InvalidRequestError unless the names are well formed and not too many."""
+        """Raise `InvalidRequestError` for malformed references to samples, and `LimitError` for too many samples."""
         if samples.ids is not None:
             well = samples.rows is None and samples.generations is None
         else:
@@ -360,14 +366,15 @@ class State:
                 and len(samples.rows) == len(samples.generations)
             )
         if not well:
-            raise InvalidRequestError("samples are named by ids, or by rows and generations of equal number")
+            raise InvalidRequestError("expected sample ids, or rows and generations of equal length")
         check_limit("samples in one command", len(samples), self.limits.samples, SPLIT)
 
     def check_name(self, what: str, name: str) -> None:
+        """Raise `InvalidRequestError` for an empty name, and `LimitError` for a name that is too long."""
         if not name:
-            raise InvalidRequestError(f"a {what} cannot be the empty string")
-        # A character takes four bytes at most: few names need be written out to be measured.
+            raise InvalidRequestError(f"a {what} must not be empty")
+        # A character takes at most four bytes, so most names need no encoding to be measured.
         limit = self.limits.id_bytes
         if 4 * len(name) > limit:
             size = len(name.encode("utf-8", "surrogatepass"))
-            check_limit(f"bytes of {what} {name[:40]!r}...", size, limit, "Give it a shorter name.")
+            check_limit(f"bytes of {what} {name[:40]!r}...", size, limit, "Use a shorter name.")

@@ -1,4 +1,4 @@
-"""Tags of one partition: small per-sample scalars, a column per name."""
+"""Tags of one partition: small per-sample scalars, stored in one column per name."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 }
 OPERATORS = (*COMPARE, "in")
 EXACT = 1 << 53
-"""Up to here comparing an int with a float means the same to numpy as to Python."""
+"""Up to this absolute value, numpy and Python compare ints with floats in the same way."""
 
 
 class Tag:
-    """One tag by row; `count` rows have it. `values` is typed while all values are of one of bool, int (64 bits) and
-    float, else objects. What comes out is exactly what went in, types included."""
+    """One tag by row; `count` rows have it. `values` has dtype bool, int64 or float64 while all values are of that
+    type, else dtype object. Values are returned exactly as stored, including their types."""
 
     def __init__(self, dtype: npt.DTypeLike, capacity: int) -> None:
         self.values: np.ndarray[Any, Any] = np.zeros(capacity, dtype)
@@ -41,7 +41,7 @@ class Tag:
         self.present = grown(self.present, capacity)
 
     def set(self, rows: Int64s, values: np.ndarray[Any, Any], *, repeats: bool) -> None:
-        """These rows (with `repeats`, perhaps some of them twice) have these values now."""
+        """Set the values of these rows. With `repeats`, rows may occur more than once."""
         if values.dtype != self.values.dtype and self.values.dtype != object:
             self.values = self.values.astype(object)
         if self.values.dtype == object:
@@ -52,7 +52,7 @@ class Tag:
         self.present[rows] = True
 
     def unset(self, rows: Int64s) -> None:
-        """These rows (no repeats) lack the tag now."""
+        """Remove the tag from these rows (no repeats)."""
         self.count -= int(np.count_nonzero(self.present[rows]))
         self.present[rows] = False
         if self.values.dtype == object:
@@ -60,7 +60,7 @@ class Tag:
 
 
 def packed(values: tuple[Scalar, ...]) -> np.ndarray[Any, Any]:
-    """The values as the narrowest array that gives each back as it is."""
+    """Return the values as an array with the most specific dtype that preserves every value and type."""
     kinds = set(map(type, values))
     if len(kinds) == 1:
         dtype = TYPED.get(kinds.pop())
@@ -75,7 +75,7 @@ def packed(values: tuple[Scalar, ...]) -> np.ndarray[Any, Any]:
 
 
 class Tags:
-    """Every tag column of a partition that some live sample has."""
+    """The tag columns of a partition. A column exists while a live sample has the tag."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -87,6 +87,7 @@ class Tags:
             tag.grow(capacity)
 
     def merge(self, rows: Int64s, columns: tuple[TagColumn, ...]) -> None:
+        """Set the tags of `columns` for the rows. A column's `positions` index into `rows` (None: all rows)."""
         for column in columns:
             if not column.values:
                 continue
@@ -103,7 +104,7 @@ class Tags:
         self.columns = {name: tag for name, tag in self.columns.items() if tag.count}
 
     def of(self, rows: Int64s) -> tuple[TagColumn, ...]:
-        """What these samples carry; a tag that none of them has is left out."""
+        """Return the tags of these rows, without tags that none of them has."""
         found = []
         for name, tag in self.columns.items():
             present = tag.present[rows]
@@ -121,13 +122,13 @@ class Tags:
         return np.zeros(len(rows), np.bool_) if tag is None else tag.present[rows]
 
     def values(self, name: str, rows: Int64s) -> list[Scalar]:
-        """Values of rows that all carry the tag."""
+        """Return the tag's values of these rows, all of which must have the tag."""
         tag = self.columns.get(name)
         return [] if tag is None else tag.values[rows].tolist()
 
     def codes(self, name: str, rows: Int64s) -> Int64s:
-        """Rows with equal values (of equal types) have equal numbers, counted by first appearance; -1 without the
-        tag."""
+        """Return a code for each row: equal for equal values of equal type, numbered by first appearance, and -1 for
+        rows without the tag."""
         result = np.full(len(rows), -1)
         tag = self.columns.get(name)
         if tag is None:
@@ -146,7 +147,7 @@ class Tags:
         return result
 
     def numbers(self, name: str, rows: Int64s) -> npt.NDArray[np.float64] | None:
-        """Values of a tag that all of the rows carry as numbers that a float can hold, else None."""
+        """Return the tag's values as floats, or None if some row has no value or a value that is not such a number."""
         tag = self.columns.get(name)
         if tag is None or not every(tag.present[rows]):
             return None
@@ -159,14 +160,15 @@ class Tags:
             return None
 
     def matches(self, where: tuple[Predicate, ...], rows: Int64s) -> Bools:
-        """Which rows fulfil every predicate."""
+        """Return which rows satisfy every predicate."""
         result = np.ones(len(rows), np.bool_)
         for predicate in where:
             result &= self._match(predicate, rows)
         return result
 
     def undecided(self, where: tuple[Predicate, ...], rows: Int64s) -> Bools:
-        """Which rows fail no predicate whose tag they carry, but lack the tag of another: a later tag may decide."""
+        """Return which rows lack the tag of some predicate and satisfy all predicates whose tag they have. Setting tags
+        later decides whether these rows match."""
         lacking = np.zeros(len(rows), np.bool_)
         failing = np.zeros(len(rows), np.bool_)
         for predicate in where:
@@ -203,7 +205,7 @@ def _compare_one(compare: Callable[[Any, Any], Any], values: np.ndarray[Any, Any
 
 
 def _holds(compare: Callable[[Any, Any], Any], item: Scalar, value: Scalar) -> bool:
-    """Values of kinds that have no order fulfil no ordering."""
+    """Whether `item` compares to `value` as required. False for types that cannot be ordered."""
     try:
         return bool(compare(item, value))
     except TypeError:

@@ -1,4 +1,4 @@
-"""Consumer tasks: which samples each has claimed, for how long, and which are ready for it."""
+"""Consumer tasks: their claimed samples and leases, and the samples that are ready for them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from dataplane.ledger.state.arrays import Bools, grown, next_capacity
 
 Float64s = npt.NDArray[np.float64]
 HELD = -1
-"""Owner of the shares that wait for their ranks."""
+"""Lease owner for shares that are held for their ranks, of claims without `lease_s`."""
 HELD_ON_LEASE = -2
-"""Owner of those whose ranks are to acknowledge them."""
+"""Lease owner for shares that are held for their ranks, of claims with `lease_s`: the ranks must acknowledge them."""
 REPORTED = 1 << 16
-"""A claim's answer names so many dropped samples at most."""
+"""Maximum number of dropped samples named in the answer to a claim."""
 CHUNK = 8192
 SLACK = 64
-"""Outdated entries that the heap may hold beside as many as there are open leases."""
+"""The heap of lease ends is rebuilt if it has more entries than twice the number of open leases plus this."""
 Terms = dict[str, str]
-"""What the claims of all ranks of a step have in common."""
+"""The terms that the claims of all ranks of a step must share."""
 
 
 class Selection:
-    """`rows` and `generations` name its samples, in its order, and `ranks` says whose each is. Held rows carry
-    `claim_id`; `given` has, by rank, the ids of the claims that got its share or what came back of it."""
+    """The samples of one step, dealt to its ranks. `rows` and `generations` name the samples in order; `ranks` has the
+    rank of each. Held rows have the claim id `claim_id`. `given`: by rank, the ids of the claims that received its
+    share, or samples of it that were given back."""
 
     def __init__(self, terms: Terms, rows: Int64s, generations: Int64s, ranks: Int64s, claim_id: int) -> None:
         self.terms = terms
@@ -39,13 +40,14 @@ class Selection:
 
 
 class Task:
-    """`claim_ids[row]` is the id of the claim that holds the row, negative once it was acknowledged, 0 where it is
-    unclaimed; `claimed` counts the live rows claimed. A row on lease has an end, any other 0; that array exists once a
-    lease was given. `leased` counts the rows on lease to a session, `held` those held for a rank, `unsettled` those of
-    both that count as consumed only when they are acknowledged; `leases` has the claims they are of. `unconfirmed` are
-    the ids of the claims whose sessions may never have had the answer.
-    `selections` are by step; those up to `forgotten` that are not there were forgotten.
-    `dropped` are ids of samples cleared since the last answer."""
+    """State of one consumer task.
+
+    `claim_ids[row]`: id of the claim that holds the row, negated after acknowledgement, 0 if unclaimed. `claimed`
+    counts the claimed live rows. `ends[row]`: end of the row's lease, 0 without lease; the array is created with the
+    first lease. `leased` counts rows leased to sessions, `held` rows held for ranks, and `unsettled` those of both that
+    count as consumed only after acknowledgement. `leases`: the leases of all tasks. `unconfirmed`: ids of claims whose
+    answers are not confirmed. `selections`: by step; missing steps up to `forgotten` were forgotten. `dropped`: ids of
+    samples cleared with partial groups since the last answer."""
 
     def __init__(self, name: str, capacity: int, leases: Leases) -> None:
         self.name = name
@@ -67,18 +69,18 @@ class Task:
             self.ends = grown(self.ends, capacity)
 
     def take(self, rows: Int64s, claim_id: int) -> None:
-        """These unclaimed rows are claimed now."""
+        """Claim these unclaimed rows."""
         self.claim_ids[rows] = claim_id
         self.claimed += len(rows)
 
     def lease(self, rows: Int64s, end: float) -> None:
-        """The leases of these rows end then."""
+        """Set the end of the leases of these rows."""
         if self.ends is None:
             self.ends = np.zeros(len(self.claim_ids), np.float64)
         self.ends[rows] = end
 
     def give_back(self, rows: Int64s) -> Int64s:
-        """These rows (no repeats) are unclaimed now; gives those of them that were claimed."""
+        """Make these rows (no repeats) unclaimed. Return those that were claimed."""
         held: Int64s = rows[self.claim_ids[rows] != 0]
         self.end_leases(held)
         self.claim_ids[held] = 0
@@ -86,24 +88,25 @@ class Task:
         return held
 
     def acknowledge(self, rows: Int64s) -> None:
-        """These leased rows stay claimed: whose they were stays known, but that claim takes them back no more."""
+        """End the leases of these rows and keep them claimed. The negated id still identifies their claim, which can no
+        longer give them back."""
         self.end_leases(rows)
         self.claim_ids[rows] = -self.claim_ids[rows]
 
     def end_leases(self, rows: Int64s) -> None:
-        """The rows stay claimed."""
+        """End the leases of these rows, which stay claimed."""
         if self.ends is not None:
             rows = rows[self.ends[rows] > 0]
             self.leases.close(self.claim_ids[rows])
             self.ends[rows] = 0.0
 
     def end_all_leases(self) -> None:
-        """The task is gone."""
+        """End all leases of a removed task."""
         if self.ends is not None:
             self.end_leases(np.flatnonzero(self.ends))
 
     def count_leased(self, owner: int, change: int) -> None:
-        """So many rows more are on lease to this owner."""
+        """Add `change` to the count of rows on lease to this owner."""
         if owner < 0:
             self.held += change
         else:
@@ -112,27 +115,27 @@ class Task:
             self.unsettled += change
 
     def on_lease(self, rows: Int64s) -> Bools:
-        """Which of the rows are on lease, or held for a rank."""
+        """Return which of the rows are on lease or held for a rank."""
         if self.ends is None:
             return np.zeros(len(rows), np.bool_)
         found: Bools = self.ends[rows] > 0
         return found
 
     def not_settled(self, rows: Int64s) -> Bools:
-        """Which of the rows are `unsettled`."""
+        """Return which of the rows are `unsettled`."""
         found = self.on_lease(rows)
         if self.unsettled < self.leased + self.held:
             found &= self.owners_of(rows) != HELD
         return found
 
     def ends_of(self, rows: Int64s) -> Float64s:
-        """When the leases of these leased rows end."""
+        """Return the ends of the leases of these leased rows."""
         assert self.ends is not None
         found: Float64s = self.ends[rows]
         return found
 
     def owners_of(self, rows: Int64s) -> Int64s:
-        """Sessions that lease these rows (below 0: their rank is awaited), 0 where none does."""
+        """Return the session that leases each row; `HELD` or `HELD_ON_LEASE` if held for a rank, 0 without lease."""
         owners = np.zeros(len(rows), np.int64)
         places = np.flatnonzero(self.on_lease(rows))
         claims, which = np.unique(self.claim_ids[rows[places]], return_inverse=True)
@@ -140,8 +143,8 @@ class Task:
         return owners
 
     def for_good(self, rows: Int64s) -> Bools:
-        """Which of the rows the task has claimed and cannot get back by itself: not leased, not held for a rank, and in
-        no claim that is unconfirmed."""
+        """Return which of the rows are claimed permanently: not leased, not held for a rank, and not in an unconfirmed
+        claim."""
         claim_ids = self.claim_ids[rows]
         claimed: Bools = (claim_ids != 0) & ~self.on_lease(rows)
         if len(rows) < len(self.unconfirmed):
@@ -152,9 +155,9 @@ class Task:
 
 
 class ReadyIndex:
-    """Which unclaimed samples have all of `fields`, for one task: flags by age position.
+    """Index of the samples that are unclaimed by one task and have all of `fields`: flags by age position.
 
-    No flag is set below `low` or from `high` on. `waiters` counts the parked claims that look here.
+    All set flags are in [low, high). `waiters` counts the parked claims that use this index.
     """
 
     def __init__(self, task: Task, fields: tuple[str, ...], positions: int) -> None:
@@ -184,26 +187,27 @@ class ReadyIndex:
         self.count += len(now)
 
     def compact(self, kept: Int64s) -> None:
-        """Positions are renumbered: `kept[i]` becomes i."""
+        """Renumber the positions: `kept[i]` becomes i."""
         flags = np.zeros(next_capacity(0, len(kept)), np.bool_)
         inside = kept[kept < len(self.flags)]
         flags[: len(inside)] = self.flags[inside]
         self.flags, self.low, self.high = flags, 0, len(inside)
 
     def ready(self) -> Int64s:
-        """All set positions, oldest first."""
+        """Return all set positions, oldest first."""
         if not self.count:
             return np.zeros(0, np.int64)
         return np.flatnonzero(self.flags[self.low : self.high]) + self.low
 
     def first(self, wanted: int, order: Order) -> Int64s:
-        """The `wanted` (or fewer) positions that `order` puts first, in that order."""
+        """Return the first `wanted` positions (or fewer) in the given order."""
         if wanted >= self.count:
             found = self.ready()
             return found if order is Order.OLDEST else found[::-1]
         return self._oldest(wanted) if order is Order.OLDEST else self._freshest(wanted)
 
     def _oldest(self, wanted: int) -> Int64s:
+        """Scan forward from `low`, and raise `low` to the first set flag."""
         parts: list[Int64s] = []
         at, left = self.low, wanted
         while left > 0 and at < self.high:
@@ -217,6 +221,7 @@ class ReadyIndex:
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     def _freshest(self, wanted: int) -> Int64s:
+        """Scan backward from `high`, and lower `high` to the last set flag."""
         parts: list[Int64s] = []
         at, left = self.high, wanted
         while left > 0 and at > self.low:
@@ -231,9 +236,9 @@ class ReadyIndex:
 
 
 class Lease:
-    """One claim of the partition of that name while some of its `rows` are on lease; `count` says how many. `owner` is
-    the session that claimed, or who holds them for a rank (see `tasks`). `lease_s` is the longest that it was given,
-    `looked_at` when the ledger looks at it next: not later than the first of its rows is over."""
+    """The lease of one claim, while some of its `rows` are on lease; `count` is their number. `owner`: the claiming
+    session, or `HELD` or `HELD_ON_LEASE`. `lease_s`: the longest duration given. `looked_at`: time of the next check,
+    not later than the first end of its rows' leases."""
 
     def __init__(self, partition: str, task: Task, rows: Int64s, claim: int, owner: int, lease_s: float) -> None:
         self.partition = partition
@@ -246,40 +251,40 @@ class Lease:
         self.looked_at = 0.0
 
     def left(self) -> Int64s:
-        """Its rows that are on lease."""
+        """Return the rows that are still on lease."""
         left: Int64s = self.rows[self.task.claim_ids[self.rows] == self.claim]
         return left
 
     def over(self, now: float) -> Int64s:
-        """Those of them whose time is over."""
+        """Return the rows whose leases have ended."""
         left = self.left()
         over: Int64s = left[self.task.ends_of(left) <= now]
         return over
 
 
 class Leases:
-    """`open` has the leases by claim, until their last row is acknowledged, given back or cleared. `ends` is a heap of
-    (time, claim); entries that a lease no longer has as its `looked_at` are passed over."""
+    """All open leases. `open`: leases by claim, until their last row is acknowledged, given back or cleared. `ends`:
+    heap of (time, claim); entries that differ from the lease's `looked_at` are outdated and skipped."""
 
     def __init__(self) -> None:
         self.open: dict[int, Lease] = {}
         self.ends: list[tuple[float, int]] = []
 
     def next_end(self) -> float:
-        """When the next lease is looked at, infinity if there is none."""
+        """Return the time of the next check of a lease, infinity without leases."""
         return self.ends[0][0] if self.ends else float("inf")
 
     def owned_by(self, session: int) -> list[Lease]:
-        """Those of a session's claims."""
+        """Return the leases of a session's claims."""
         return [lease for lease in self.open.values() if lease.owner == session]
 
     def begin(self, lease: Lease, end: float) -> None:
-        """All rows of a new lease end then."""
+        """Add a new lease whose rows all end at `end`."""
         self.open[lease.claim] = lease
         self._look_at(lease, end)
 
     def prolong(self, claims: Int64s, lease_s: float, end: float) -> None:
-        """Rows of these claims (repeats allowed) end then."""
+        """Update the leases of these claims (repeats allowed), some of whose rows now end at `end`."""
         for claim in np.unique(claims).tolist():
             lease = self.open[claim]
             lease.lease_s = max(lease.lease_s, lease_s)
@@ -287,7 +292,7 @@ class Leases:
                 self._look_at(lease, end)
 
     def close(self, claims: Int64s) -> None:
-        """One row of each of these claims (repeats are as many rows) is on lease no more."""
+        """Remove one leased row from each of these claims (a repeated claim loses one row per repeat)."""
         if not len(claims):
             return
         for claim, count in zip(*[part.tolist() for part in np.unique(claims, return_counts=True)], strict=True):
@@ -299,7 +304,7 @@ class Leases:
         self._drop_outdated()
 
     def over(self, now: float) -> Iterator[Lease]:
-        """Each lease that may have rows that are over; whoever iterates ends those."""
+        """Yield each lease that may have ended rows. The caller must end these rows before the next iteration."""
         while self.ends and self.ends[0][0] <= now:
             when, claim = heapq.heappop(self.ends)
             lease = self.open.get(claim)
@@ -309,7 +314,7 @@ class Leases:
                     self._look_at(lease, float(lease.task.ends_of(lease.left()).min()))
 
     def renew(self, now: float) -> None:
-        """Every lease begins again now, in full."""
+        """Restart every lease now with its full duration."""
         for lease in self.open.values():
             lease.looked_at = now + lease.lease_s
             lease.task.lease(lease.left(), lease.looked_at)
@@ -326,7 +331,7 @@ class Leases:
         heapq.heapify(self.ends)
 
     def _drop_outdated(self) -> None:
-        """So that leases that are closed do not wake the shell."""
+        """Remove outdated entries from the top of the heap, so that `next_end` does not report closed leases."""
         while self.ends:
             when, claim = self.ends[0]
             lease = self.open.get(claim)

@@ -1,4 +1,4 @@
-"""What is remembered of samples that are gone, so that a call that names one is told what became of it."""
+"""Records of evicted and lost samples, so that errors about them can name the cause."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from dataplane.ledger.commands import Int64s
 
 REMEMBERED = 4096
-"""The last so many of a partition are remembered by name, of each kind."""
+"""Maximum number of removed samples per partition and kind that are remembered by id."""
 NAMED = 3
-"""So many causes are told at a time."""
+"""Maximum number of causes in one error."""
 
 
 class Tombstones:
-    """`generations` are those of the last `REMEMBERED` samples that went, by id, latest last. An id that lives again is
-    forgotten."""
+    """The last `REMEMBERED` removed samples. `generations`: their generations by id, latest last. An id is forgotten
+    when a new sample is put under it."""
 
     def __init__(self) -> None:
         self.generations: dict[str, int] = {}
@@ -36,18 +36,18 @@ class Tombstones:
             self.forget(name)
 
     def among_ids(self, ids: Iterable[str]) -> list[str]:
-        """Those of the ids whose samples are remembered."""
+        """Return those ids whose removed samples are remembered."""
         return [name for name in ids if name in self.generations]
 
     def among_generations(self, generations: Int64s) -> list[str]:
-        """The ids of the remembered samples that have one of these generation numbers."""
+        """Return the ids of remembered samples with these generations."""
         known = np.array(list(self.generations.values()), np.int64)
         return [name for name, found in zip(self.generations, np.isin(known, generations), strict=True) if found]
 
 
 class Evicted(Tombstones):
-    """Evicted samples, and counts of the `consumed` and the `unconsumed` ones. `noticed`: when the log heard of it
-    last."""
+    """Evicted samples, with counts of `consumed` and `unconsumed` ones. `noticed`: time of the last log message about
+    evictions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Evicted(Tombstones):
 
 
 class Lost(Tombstones):
-    """Samples that were lost with storage units. `causes`: what became of each, in words, by id."""
+    """Samples lost with storage units. `causes`: readable cause by id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,5 +79,5 @@ class Lost(Tombstones):
         self.causes.pop(name, None)
 
     def causes_of(self, ids: Iterable[str]) -> tuple[str, ...]:
-        """Why the first of these remembered samples were lost."""
+        """Return the distinct causes of the loss of these remembered samples, at most `NAMED`."""
         return tuple(dict.fromkeys(self.causes[name] for name in ids))[:NAMED]

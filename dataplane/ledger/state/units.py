@@ -1,4 +1,4 @@
-"""Storage units as the ledger sees them: an address, and the free space of an arena."""
+"""Storage units in the ledger: their endpoints and the free space of their arenas."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from dataplane.ledger.commands import AddUnit, UnitInfo
 from dataplane.ledger.state.free_space import FreeSpace
 
 LATE_S = 5.0
-"""An order to grow or to give memory back that is not carried out for so long is trouble."""
+"""Time after which a pending order to grow or shrink an arena is reported as a problem."""
 
 
 class Unit:
-    """`draining`: it gets nothing new, and what is there is to be moved away.
-    `ceiling` is how far the arena can be backed: its capacity, or less once growing it has failed.
-    `asked` is the backing asked of the unit and not yet reported (0: none). `available_bytes` is what new rows or
-    updates may still take, backed or not. `awaited`: the controller was restarted, and the unit has not offered itself
-    again; it may be there all the time. `checking`: it compares its rows with their checksums. `shrinks` counts the
-    orders to give memory back, which it may not have carried out yet (`shrinking`): until then it is not asked to grow,
-    and what it says of its backing is from before. `compactions` counts the orders to compact. `problem` says why
-    growing failed last; it is tried again at `retry_at` at the earliest. `ordered_at`: when the order was given that it
-    has not answered (`asked` or `shrinking`). `peak_bytes` is the most that was ever used."""
+    """State of one storage unit.
+
+    `draining`: the unit accepts no new rows, and its rows are moved to other units. `ceiling`: maximum backing of the
+    arena: its capacity, or less after failed growth. `asked`: ordered backing that is not reported yet (0: none).
+    `awaited`: the controller was restarted and the unit has not registered again; it may still be running. `checking`:
+    the unit compares its rows with their checksums. `shrinks` counts the orders to return memory. `shrinking`: the last
+    one is pending; meanwhile the unit gets no order to grow, and its reports of backing are outdated. `compactions`
+    counts the orders to compact. `problem`: why the last growth failed; growth is retried at `retry_at` at the
+    earliest. `ordered_at`: time of the pending order (`asked` or `shrinking`). `peak_bytes`: maximum of the used
+    bytes."""
 
     draining = False
     ordered_at = 0.0
@@ -52,11 +53,11 @@ class Unit:
 
     @property
     def open(self) -> bool:
-        """Whether puts may get space there now."""
+        """Whether puts may get space in this unit now."""
         return self.connected and not self.draining
 
     def trouble(self, now: float) -> str:
-        """Why the arena gets no memory now, "": nothing is known to keep it from that."""
+        """Return why the arena cannot grow now; "" if no reason is known."""
         late_s = now - self.ordered_at
         if self.connected and (self.asked or self.shrinking) and late_s >= LATE_S:
             return f"it has not answered for {late_s:.0f} s; its process may be stopped, or its machine too busy"
@@ -67,21 +68,22 @@ class Unit:
         return self.space.backed_bytes - self.space.free_bytes
 
     def limit(self, *, update: bool) -> int:
-        """Bytes that may be in use after a put of new rows, or an update."""
+        """Return the maximum used bytes after a put of new rows, or after an update."""
         return self._part_of(self.ceiling, update=update)
 
     def most(self, *, update: bool) -> int:
-        """The same, if it can grow as far as it is to."""
+        """Like `limit`, but assuming that the arena can grow to its capacity."""
         return self._part_of(self.space.capacity_bytes, update=update)
 
     def space_requested(self, *, update: bool) -> int:
-        """`available_bytes`, if it grows as far as it was asked to."""
+        """Like `available_bytes`, but assuming that the arena grows as ordered."""
         return self._part_of(max(self.ceiling, self.asked), update=update) - self.used_bytes
 
     def _part_of(self, nbytes: int, *, update: bool) -> int:
         return nbytes if update else nbytes - int(nbytes * self.reserve_fraction)
 
     def available_bytes(self, *, update: bool) -> int:
+        """Return the bytes, backed or not, that new rows or an update may still use."""
         return self.limit(update=update) - self.used_bytes
 
     def info(self) -> UnitInfo:
@@ -98,7 +100,7 @@ class Unit:
         )
 
     def back(self, backed_bytes: int, problem: str = "") -> None:
-        """The unit reports its backing, and why it could not be more."""
+        """Record the backing that the unit reported, and the problem if it could not grow as ordered."""
         self.asked = 0
         self.space.back(backed_bytes)
         self.problem = problem

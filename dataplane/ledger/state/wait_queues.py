@@ -1,4 +1,4 @@
-"""Puts that wait for space: a line for each partition, by its account, in the order in which they came."""
+"""Puts that wait for space: one line per partition, by account number, in order of arrival."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator
 from dataplane.ledger.state.sessions import ParkedAllocate
 
 Line = dict[tuple[int, int], ParkedAllocate]
-"""By session and number, longest first."""
+"""Waiting puts by session and call number, longest waiting first."""
 Lines = dict[int, Line]
-"""None of them is empty."""
+"""Lines by account number. No line is empty."""
 
 
 class WaitQueues:
-    """The puts of these lines in the order in which they came. A put may leave its line while it has its turn. The cost
-    is proportional to the number of lines, and of puts that have a turn."""
+    """Iterator over the puts of several lines in order of arrival. The current put may be removed from its line during
+    its turn. The cost is proportional to the number of lines and of puts that have a turn."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self._next: list[tuple[int, ParkedAllocate, Iterator[ParkedAllocate]]] = []
@@ -35,7 +35,7 @@ class WaitQueues:
         return parked
 
     def skip_line(self) -> None:
-        """No put of the line of the last one has a turn any more."""
+        """Skip the remaining puts in the line of the current put."""
         self._last = None
 
     def _queue(self, turns: Iterator[ParkedAllocate]) -> None:
@@ -47,6 +47,6 @@ class WaitQueues:
 def _turns(line: Line) -> Iterator[ParkedAllocate]:
     first = next(iter(line.values()))
     yield first
-    for parked in list(line.values()):  # most often the first is the only one that is looked at
+    for parked in list(line.values()):  # copied late, because usually only the first put of a line has a turn
         if parked is not first:
             yield parked

@@ -1,7 +1,7 @@
-"""What waiting claims wait for, counted as samples change, so that a command looks at the samples it names only.
+"""Incremental counts for waiting claims, so that a command only examines the samples that it names.
 
-A watch never says too little: where it says that no claim of its kind can be served, none can. Whether one is served,
-the selection says.
+A watch never undercounts: if its counts exclude all claims of its kind, none can be served. Otherwise the selection
+decides whether a claim is served.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from dataplane.ledger.state.claim_terms import conditions, least_of
 from dataplane.ledger.state.tasks import ReadyIndex
 
 HIT, OPEN = 1, 2
-"""A claim may take the row now; it cannot now, but may yet."""
+"""States of a row: a claim may take it now (HIT), or not now but possibly later (OPEN)."""
 NEVER = float("inf")
 Key = tuple[str, Scalar]
 
 
 class Watch:
-    """The parked claims of one `kind`, by (session, number), oldest first. `command` is one of theirs. Plain ones are
-    counted by their interest alone, the others by `counts`. `leasts` says how many wait for at least so many samples.
-    `next_at`: a partial group's time may be over from then on, not before."""
+    """The parked claims of one `kind`. `waiters`: their (session, number), oldest first. `command`: one of their
+    commands. Claims without conditions and groups are counted by `ready_index` alone, others by `counts`. `leasts`:
+    number of claims by minimum number of samples. `next_at`: earliest time at which the wait for a partial group may
+    end."""
 
     def __init__(self, kind: str, ready_index: ReadyIndex, command: Claim) -> None:
         self.kind = kind
@@ -51,19 +52,20 @@ class Watch:
             del self.leasts[least]
 
     def note(self, rows: Int64s) -> None:
-        """These rows changed, for the task or for all."""
+        """Note that these rows changed, for this task or for all tasks."""
         if self.counts is not None:
             self.counts.note(rows)
 
     def reset(self) -> None:
-        """Any row may have changed."""
+        """Note that any row may have changed."""
         if self.counts is not None:
             self.counts.stale = True
 
 
 class Counts:
-    """`states[row]` is HIT, OPEN or neither (0); `hits` and `open` count them. What was noted is looked at by
-    `refresh`; `stale`: everything is. `typed` is the type of the groups' tag when their rows were numbered last."""
+    """Row counts for claims with conditions or groups. `states[row]` is HIT, OPEN or 0 (neither); `hits` and `open`
+    count the rows in these states. The next recount examines the `noted` rows, or all rows if `stale`. `typed`: dtype
+    of the group tag when the rows were last assigned to groups."""
 
     def __init__(self, command: Claim) -> None:
         self.command = command
@@ -87,9 +89,9 @@ class Counts:
 
 
 class Groups:
-    """The unclaimed rows that carry the tag, by its value. `of[row]` is the number of the row's group, plus one (0: in
-    none); by number, `members` and `hits` count its rows and `oldest` is the earliest generation of any it had. `whole`
-    groups have `size` hits."""
+    """Groups of unclaimed rows by the value of a tag. `of[row]`: number of the row's group plus one (0: no group). By
+    group number, `members` and `hits` count rows, and `oldest` is the earliest creation time of its past and present
+    rows. `whole`: number of groups with at least `size` hits."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -103,7 +105,7 @@ class Groups:
         self.oldest: npt.NDArray[np.float64] = np.zeros(0, np.float64)
 
     def numbered(self, values: np.ndarray[Any, Any]) -> Int64s:
-        """The group of each of these values, as `Tags.codes` tells them apart."""
+        """Return the group number of each value, and create missing groups. Values are equal as in `Tags.codes`."""
         if values.dtype == object:
             return np.array([self._number((type(one).__name__, one)) for one in values.tolist()], np.int64)
         each, inverse = np.unique(values, return_inverse=True)
@@ -112,6 +114,7 @@ class Groups:
         return found
 
     def _number(self, key: Key) -> int:
+        """Return the number of the group with this key, and create the group if it does not exist."""
         number = self.numbers.get(key)
         if number is not None:
             return number
@@ -130,8 +133,8 @@ class Groups:
         return number
 
     def move(self, rows: Int64s, numbers: Int64s, was: Bools, is_hit: Bools, since: npt.NDArray[np.float64]) -> float:
-        """The rows are in the groups `numbers` now (-1: in none); the earliest generation in a group that they left or
-        joined."""
+        """Assign the rows to the groups `numbers` (-1: no group). Return the earliest creation time in the groups that
+        they left or joined."""
         if len(self.of) < len(since):
             self.of = grown(self.of, len(since))
         left, joined = self.of[rows] - 1, numbers
