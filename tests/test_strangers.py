@@ -206,7 +206,7 @@ def test_watchers_of_health_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> No
         watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(grpc_public.WATCHES_PER_PEER)]
         for watch in watches:
             assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        with pytest.raises(grpc.RpcError, match="busy") as refused:
+        with pytest.raises(grpc.RpcError, match="too many health watchers") as refused:
             next(stub.Watch(health_pb2.HealthCheckRequest()))
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert stub.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
@@ -233,13 +233,13 @@ def test_calls_whose_answers_nobody_takes_have_a_budget(monkeypatch: pytest.Monk
             try:
                 stub.Check(health_pb2.HealthCheckRequest())
             except grpc.RpcError as error:
-                return "without the token under way from ipv4:127.0.0.1: 5, and the limit is 4" in str(error.details())
+                return "concurrent calls without a token from ipv4:127.0.0.1: 5, and the limit" in str(error.details())
             return False
 
         with socket.create_connection(split_address(controller.address), timeout=WAIT_S) as peer:
             call_and_take_nothing(peer, controller.address, method, calls=4)
             assert is_busy()
-            why = "replied with gRPC status 8: calls without the token under way from ipv4:127.0.0.1: 5, and the limit"
+            why = "replied with gRPC status 8: concurrent calls without a token from ipv4:127.0.0.1: 5, and the limit"
             with pytest.raises(http2.BusyError, match=why):
                 server_keys._ask(controller.address, None, bytes(NONCE_BYTES), lambda: WAIT_S)
             with ThreadPoolExecutor(1) as pool:
@@ -291,7 +291,7 @@ def test_a_port_with_as_many_connections_as_it_takes_is_busy(monkeypatch: pytest
 def test_an_older_client_is_named_in_the_log() -> None:
     with (
         Controller(replace(CONFIG, token=TOKEN)) as controller,
-        logged("does not begin with this protocol's handshake"),
+        logged("did not send this protocol's handshake"),
         socket.create_connection(split_address(zmq_address_of(controller.address)), timeout=WAIT_S) as peer,
     ):
         peer.sendall(greeting(b"NULL"))

@@ -1,6 +1,6 @@
-"""`tq`: run the service from a shell, look into a running one, change, save, restore and measure it.
+"""`tq`, the command line: runs a service, inspects a running one, changes, saves, restores and measures it.
 
-A verb a file, assembled in `app`. What takes long to import is imported by the verb that needs it, when it runs.
+Each command is in a separate file; `app` assembles them. Commands import slow modules only when they run.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the console script: the exit code, after one line on standard error where it is not 0."""
-    with _nothing_to_end():
+    """Run the console script and return its exit code. Errors are printed as one line on standard error."""
+    with _default_interrupt():
         from dataplane.cli.app import main as run
     return run(arguments)
 
 
 @contextlib.contextmanager
-def _nothing_to_end() -> Iterator[None]:
-    """Ctrl-C ends the process as the system does it, without a traceback."""
+def _default_interrupt() -> Iterator[None]:
+    """Let Ctrl-C end the process without a traceback during the block."""
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not ours or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""All verbs under one name, and what becomes of what they raise."""
+"""Assembles all commands and converts their errors to exit codes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ DONE, REFUSED, WRONG_ARGUMENTS = 0, 1, 2
 
 app = typer.Typer(
     name=NAME,
-    help="The data plane for RL post-training: run a service, look inside, change, save and measure it.",
-    epilog=f"Exit codes: {DONE} done, {REFUSED} refused or not there (the message says why), {WRONG_ARGUMENTS} wrong"
-    " arguments.",
+    help="The data plane for RL post-training: run a service, inspect, change, save and measure it.",
+    epilog=f"Exit codes: {DONE} success, {REFUSED} failure (the message says why), {WRONG_ARGUMENTS} wrong arguments.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
@@ -67,7 +66,7 @@ def _top(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the console script: the exit code, after one line on standard error where it is not 0."""
+    """Run the console script and return its exit code. Errors are printed as one line on standard error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(given or ["--help"], prog_name=NAME, standalone_mode=False)
@@ -75,22 +74,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         return _wrong(error)
     except typer.Abort:
-        _complain("given up; nothing was done")
+        _complain("aborted; nothing was changed")
         return REFUSED
-    except BrokenPipeError:  # whoever read it has enough
+    except BrokenPipeError:  # the reader closed the pipe, e.g. `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return REFUSED
     except (DataPlaneError, ValueError, OSError) as error:
         _complain(str(error))
         return REFUSED
     if not given:
-        _complain("name one of these commands")
+        _complain("a command is required; choose one of the above")
         return WRONG_ARGUMENTS
     return int(code or DONE)
 
 
 def _wrong(error: typer.TyperException) -> int:
-    """What was wrong with the arguments, in one line, and where they are explained."""
+    """Print in one line which argument is wrong and where it is documented."""
     context = getattr(error, "ctx", None)
     command = NAME if context is None else context.command_path
     text = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")

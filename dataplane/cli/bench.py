@@ -28,10 +28,10 @@ def bench(
     target: TargetFlags,
     json: Json = False,
 ) -> int:
-    """Measure puts, gets and claims from here: of the service at an address, or of one that is started for it.
+    """Measure puts, gets and claims from here: on the service at an address, or on a temporary local service.
 
-    One client, one call at a time, in a partition of its own that is dropped afterwards; needs 64 MiB of space there.
-    Gives an impression of this machine; what others do on it at the same time counts.
+    One client makes one call at a time, in a separate partition that is dropped afterwards; needs 64 MiB of space.
+    The results are rough; other load on this machine affects them.
     """
     with _service(target.config_if_any("bench", address)) as config:
         found = list(measure(config, _QUICK_S if quick else _LONG_S))
@@ -45,7 +45,7 @@ def bench(
 
 @contextlib.contextmanager
 def _service(config: DataPlaneConfig) -> Iterator[DataPlaneConfig]:
-    """Settings for the service meant, or for one of this verb's own."""
+    """Return the settings for the service at the address, or for a temporary local service."""
     config = replace(config, put_timeout_s=_PUT_S)
     if config.address is not None:
         yield config

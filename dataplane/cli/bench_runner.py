@@ -1,4 +1,4 @@
-"""What a service does in how long, measured from this process: for an impression, not for comparisons."""
+"""Rough latency and throughput of a service, measured from this process; too imprecise for comparisons."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SMALL_BYTES = 1 << 10
 LARGE_ROWS, LARGE_BYTES = 16, MIB
 MANY_ROWS, MANY_BYTES = 1024, 4 << 10
 AT_LEAST, WARM = 5, 8
-"""Each thing is done so many times at least, after these that do not count: memory is taken the first few times."""
+"""Minimum number of timed calls, and number of warm-up calls before them, which allocate memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """`what` was done `count` times, with so many samples and bytes each time. Times are in milliseconds."""
+    """Result for one operation `what`, called `count` times with `samples` samples and `nbytes` bytes per call."""
 
     what: str
     count: int
@@ -39,17 +39,17 @@ class Measure:
 
     @property
     def mb_per_s(self) -> float:
-        """Million bytes a second, at the median."""
+        """Megabytes (10^6 bytes) per second at the median."""
         return self.nbytes / self.median_ms / 1000
 
     @property
     def samples_per_s(self) -> float:
-        """At the median."""
+        """Samples per second at the median."""
         return self.samples / self.median_ms * 1000
 
 
 def measure(config: DataPlaneConfig, budget_s: float) -> Iterator[Measure]:
-    """Each thing for `budget_s`, one after the other. Whatever it puts is in a partition of its own, which goes."""
+    """Measure each operation for `budget_s` seconds, one after the other, in a temporary partition."""
     import torch
 
     from dataplane import DataPlaneClient
@@ -67,7 +67,7 @@ def measure(config: DataPlaneConfig, budget_s: float) -> Iterator[Measure]:
 
 
 class _Bench:
-    """One client at work in one partition."""
+    """Measures one client in one partition."""
 
     def __init__(self, client: DataPlaneClient, partition: str, budget_s: float) -> None:
         self._client = client
@@ -89,7 +89,7 @@ class _Bench:
         return self._measure("claim 1 sample", 1, 0, put, claim)
 
     def rows(self, what: str, count: int, nbytes: int) -> Iterator[Measure]:
-        """A put, and a get, of so many rows."""
+        """Measure a put and a get of `count` rows of `nbytes` bytes."""
         rows = _rows(count, nbytes)
         total = count * nbytes
         yield self._measure(f"put {what}", count, total, lambda: None, lambda _: self._put(rows))
@@ -112,7 +112,7 @@ class _Bench:
     def _measure(
         self, what: str, samples: int, nbytes: int, prepare: Callable[[], Any], act: Callable[[Any], Any]
     ) -> Measure:
-        """Only `act` is timed. Samples that it returns the names of are cleared."""
+        """Measure `act`; `prepare` is not timed. Samples whose ids `act` returns are cleared."""
         times: list[float] = []
         end = math.inf
         while len(times) < WARM + AT_LEAST or time.monotonic() < end:

@@ -25,14 +25,14 @@ Partitions = Annotated[
     typer.Option(
         "--partition",
         metavar="NAME",
-        help="Only this one; may be given again (default: all).",
+        help="Only this partition; may be repeated (default: all).",
         autocompletion=names,
     ),
 ]
 
 
 def checkpoint(*, places: Places, partition: Partitions = None, target: TargetFlags, json: Json = False) -> int:
-    """Save partitions into a directory, as they are at one instant."""
+    """Save a consistent snapshot of partitions to a directory."""
     client, path = _open("checkpoint", places, target)
     with client:
         done = client.checkpoint(path, partition or None)
@@ -44,34 +44,36 @@ def restore(
     *,
     places: Places,
     partition: Partitions = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Drop partitions of the same names that exist.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Drop existing partitions of the same names.")] = False,
     target: TargetFlags,
     json: Json = False,
 ) -> int:
-    """Bring the partitions of a checkpoint back, all or none."""
+    """Restore the partitions of a checkpoint, all or none."""
     client, path = _open("restore", places, target)
     with client:
         try:
             done = client.restore(path, partition or None, replace=replace)
         except PartitionExistsError as error:
             raise ValueError(
-                f"partition {error.partition!r} exists already; clear it (`tq clear`), restore others only "
-                "(--partition), or restore over it (--replace)"
+                f"partition {error.partition!r} exists already; clear it (`tq clear`), restore only others "
+                "(--partition), or replace it (--replace)"
             ) from error
     _say(done, f"restored {summary(done)} from {done.path}", json)
     return 0
 
 
 def summary(done: CheckpointInfo) -> str:
-    """What was saved or restored, in one line."""
+    """Summarize the saved or restored partitions in one line."""
     names = ", ".join(f"{shown(name)} ({counted(count, 'sample')})" for name, count in done.partitions.items())
     return f"{names or 'no partitions'}, {readable(done.nbytes)} in {counted(done.files, 'file')}"
 
 
 def _open(name: str, places: list[str], target: TargetFlags) -> tuple[DataPlaneClient, str]:
-    """A client of the service meant, and the path."""
+    """Connect a client. Return it with the path of the checkpoint."""
     if len(places) > 2:
-        raise typer.BadParameter(f"got {len(places)}, expected an address and a path, or a path", param_hint="PATH")
+        raise typer.BadParameter(
+            f"got {len(places)} arguments, expected an optional address and a path", param_hint="PATH"
+        )
     config = target.config(name, places[0] if len(places) == 2 else None)
     return dataplane.DataPlaneClient(config).connect(), places[-1]
 

@@ -19,18 +19,20 @@ if TYPE_CHECKING:
 
 def clear(
     *,
-    partition: Annotated[str, typer.Argument(metavar="PARTITION", help="Its name.", autocompletion=partitions)],
+    partition: Annotated[
+        str, typer.Argument(metavar="PARTITION", help="Name of the partition.", autocompletion=partitions)
+    ],
     samples: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SAMPLES]...", help="Drop these only (default: the whole partition, schema too)."),
+        typer.Argument(metavar="[SAMPLES]...", help="Drop only these (default: the whole partition with its schema)."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a whole partition is dropped.")] = False,
     target: TargetFlags,
     json: Json = False,
 ) -> int:
-    """Drop samples, or a whole partition with its schema and whoever waits on it.
+    """Drop samples, or a whole partition with its schema and the calls that wait on it.
 
-    Exit code 1 if a sample or the partition was not there; what was there is dropped.
+    Exit code 1 if a sample or the partition does not exist; existing samples are dropped.
     """
     from dataplane.ledger import commands as c
 
@@ -47,7 +49,7 @@ def clear(
         whole = "" if wanted else ", and the partition itself"
         print(f"cleared {counted(count, 'sample')} of partition {shown(partition)}{whole}")
     if count < len(wanted):
-        print(f"tq: of {counted(len(wanted), 'sample')} named, {len(wanted) - count} not there", file=sys.stderr)
+        print(f"tq: {len(wanted) - count} of {counted(len(wanted), 'sample')} not found", file=sys.stderr)
         return 1
     return 0
 

@@ -1,7 +1,7 @@
-"""What shells complete: names of partitions, tasks, fields and units, asked of the service if it answers soon.
+"""Shell completion of partitions, tasks, fields and units, queried from the service if it answers quickly.
 
-Others choose these names, and a shell puts them on the operator's line as they are: those that mean anything to a
-shell, or look like an option, are left out and have to be typed.
+Users of the service choose these names, and a shell inserts them verbatim. Names with characters that are special to a
+shell, and names that look like an option, are therefore not completed.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ if TYPE_CHECKING:
     from dataplane.ledger import commands as c
 
 WAIT_S = 0.4
-"""How long connecting, and then the answer, may take: somebody has just pressed a key."""
+"""Time limit in seconds for the connection and for the answer, because a user waits for the completion."""
 PLAIN = frozenset("_-./:@+,")
-"""What no shell takes for anything but itself, besides letters and digits."""
+"""Characters without a special meaning in any shell, besides letters and digits."""
 
 
 def partitions(context: typer.Context) -> list[str]:
-    """Names of partitions."""
+    """Complete names of partitions."""
     return _plain(found.partition for found in _partitions(context))
 
 
 def tasks_of(context: typer.Context) -> list[str]:
-    """Names of the tasks of the partition that the line names."""
+    """Complete names of tasks of the partition on the command line."""
     return _plain(name for found in _named(context) for name in found.claimed)
 
 
 def fields_of(context: typer.Context) -> list[str]:
-    """Names of the fields of the partition that the line names, less those it names already."""
+    """Complete names of fields of the partition on the command line, except those already given."""
     given = context.params.get("fields") or ()
     return _plain(name for found in _named(context) for name in found.produced if name not in given)
 
 
 def units(context: typer.Context) -> list[str]:
-    """Names of storage units."""
+    """Complete names of storage units."""
     report = _report(context)
     return [] if report is None else _plain(unit.name for unit in report.units)
 
 
 def _plain(names: Iterable[str]) -> list[str]:
-    """Those that may stand on a line of any shell without quotes."""
+    """Return the names that need no quotes in any shell."""
     return [name for name in names if name[:1] != "-" and all(sign.isalnum() or sign in PLAIN for sign in name)]
 
 
@@ -61,8 +61,8 @@ def _partitions(context: typer.Context) -> list[c.PartitionStats]:
 
 
 def _report(context: typer.Context) -> c.StatsReport | None:
-    """None where no service answers soon, or none is known, or anything else is wrong: completing is no place to say
-    so."""
+    """Query the service. Return None without an address or a quick answer, and on any error, because completion cannot
+    report errors."""
     from dataplane.cli.session import session, stats
 
     with contextlib.suppress(Exception):

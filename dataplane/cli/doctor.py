@@ -18,17 +18,15 @@ from dataplane.config import DataPlaneConfig
 def doctor(
     *,
     address: Address = None,
-    arena_dir: Annotated[
-        str, typer.Option(metavar="DIR", help="The local directory that arenas are to lie in.")
-    ] = "/dev/shm",
-    port: Annotated[int, typer.Option(min=0, max=65534, help="The port that a service is to have here (0: any).")] = 0,
+    arena_dir: Annotated[str, typer.Option(metavar="DIR", help="Local directory for arenas.")] = "/dev/shm",
+    port: Annotated[int, typer.Option(min=0, max=65534, help="Port for a service on this machine (0: any).")] = 0,
     target: TargetFlags,
     json: Json = False,
 ) -> int:
-    """Look for what is wrong with this machine, what is installed on it and, with an address, with that service.
+    """Check this machine, the installed packages and, with an address, a running service for problems.
 
-    Says of each thing what was found, and how to mend what is wrong. Without an address (TQ_ADDRESS counts) a small
-    service is started here, used and ended. Exit code 1 if something is wrong.
+    Prints the finding of each check, and how to fix a problem. Without an address (or TQ_ADDRESS) a small service is
+    started here, used and stopped. Exit code 1 if a check fails.
     """
     config = target.config_if_any("doctor", address)
     found = list(_look(config, arena_dir, port, quiet=json))
@@ -37,14 +35,14 @@ def doctor(
         rows = [{"what": each.what, "ok": each.ok, "found": each.found, "mend": each.mend} for each in found]
         print_json({"wrong": len(wrong), "findings": rows})
     elif wrong:
-        print(f"\n{len(wrong)} of {len(found)} things are wrong")
+        print(f"\n{len(wrong)} of {len(found)} checks failed")
     else:
-        print(f"\nall {len(found)} are well")
+        print(f"\nall {len(found)} checks passed")
     return 1 if wrong else 0
 
 
 def _look(config: DataPlaneConfig, arena_dir: str, port: int, *, quiet: bool) -> Iterator[Finding]:
-    """Everything, printed as it is found."""
+    """Run all checks and print each finding immediately, unless `quiet`."""
     from dataplane.cli.checks.machine import machine
     from dataplane.cli.checks.packages import packages
     from dataplane.cli.checks.trial import trial
@@ -61,5 +59,5 @@ def _print(finding: Finding) -> None:
     mark, style = ("ok   ", "green") if finding.ok else ("WRONG", "bold red")
     line = Text.assemble((mark, style), f"  {shown(finding.what)}: {shown(finding.found)}")
     if finding.mend:
-        line.append(f"\n       mend: {shown(finding.mend)}", style="yellow")
+        line.append(f"\n       fix: {shown(finding.mend)}", style="yellow")
     console().print(line, soft_wrap=True)

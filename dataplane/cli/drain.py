@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     from dataplane.ledger import commands as c
 
 _TERMINAL_S, _ELSEWHERE_S = 0.2, 10.0
-"""How often it is said how far it is."""
+"""Interval in seconds of progress output, on a terminal and otherwise."""
 
 
 def drain(
     *,
     unit: Annotated[
-        str, typer.Argument(metavar="UNIT", help="Its number or its name (`tq status`).", autocompletion=units)
+        str, typer.Argument(metavar="UNIT", help="Number or name of the unit (see `tq status`).", autocompletion=units)
     ],
     timeout: Annotated[
         float,
-        typer.Option("--timeout", parser=duration, metavar="SECONDS", help="How long it may take (seconds)."),
+        typer.Option("--timeout", parser=duration, metavar="SECONDS", help="Time limit (seconds)."),
     ] = 600.0,
-    drop: Annotated[bool, typer.Option("--drop", help="Then let the service forget it, as `tq drop` does.")] = False,
-    undo: Annotated[bool, typer.Option("--undo", help="Let new rows onto it again, and move nothing.")] = False,
+    drop: Annotated[bool, typer.Option("--drop", help="Then remove it from the service, as `tq drop` does.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Allow new rows on it again, and move nothing.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Also if no other unit has space for new rows: puts then wait.")
+        bool, typer.Option("--force", help="Drain even if no other unit has space for new rows: puts then wait.")
     ] = False,
     target: TargetFlags,
     json: Json = False,
 ) -> int:
-    """Move everything that lives on a storage unit to others, while all go on; nothing new goes there from then on.
+    """Move all live rows of a storage unit to other units, without interrupting clients. The unit gets no new rows.
 
-    The rows travel through this process: run it near the units. Exit code 1 if it did not get done; the unit then still
-    takes nothing new, until it is drained again, or --undo. Ctrl-C ends it, and undoes it.
+    The rows pass through this process: run it near the units. Exit code 1 if the drain did not finish; the unit then
+    still gets no new rows until --undo, or another drain. Ctrl-C stops and undoes the drain.
     """
     if undo and drop:
-        raise typer.BadParameter("it cannot both stay and go", param_hint="--undo and --drop")
+        raise typer.BadParameter("the flags exclude each other; pass only one", param_hint="--undo and --drop")
     config = target.config("drain")
     found = _find(config, unit, undo=undo)
     if undo:
@@ -64,7 +64,7 @@ def drain(
 
 
 def _find(config: DataPlaneConfig, unit: str, *, undo: bool) -> c.UnitStats:
-    """The unit that is meant, which takes new rows again with `undo`."""
+    """Return the statistics of the unit. With `undo`, allow new rows on it again."""
     from dataplane.ledger import commands as c
 
     with session(config) as channel:
@@ -77,7 +77,7 @@ def _find(config: DataPlaneConfig, unit: str, *, undo: bool) -> c.UnitStats:
 def _drain(
     config: DataPlaneConfig, found: c.UnitStats, timeout: float, line: _Line, *, drop: bool, force: bool
 ) -> Drained | None:
-    """None if it was interrupted: what became of the unit was said."""
+    """Drain the unit. Return None after Ctrl-C, when the state of the unit has been printed."""
     with dataplane.DataPlaneClient(config).connect() as client:
         try:
             done = client.drain(found.unit, timeout, force=force, on_progress=line.show)
@@ -90,16 +90,16 @@ def _drain(
             raise ValueError(
                 str(error)
                 .replace("(force=True)", "(--force)")
-                .replace("or undrain it", "or let new rows onto it (--undo)")
+                .replace("or undrain it", "or allow new rows on it again (--undo)")
             ) from error
         line.end()
         try:
             if drop:
                 client.drop_unit(found.unit)
         except KeyboardInterrupt:
-            empty = f"storage unit {_name(found)} is empty and takes nothing new"
+            empty = f"storage unit {_name(found)} is empty and gets no new rows"
             print(
-                f"tq: given up: {empty}; it may or may not have been dropped (`tq status`; `tq drop` does it)",
+                f"tq: interrupted: {empty}; it may or may not have been dropped (check `tq status`, run `tq drop`)",
                 file=sys.stderr,
             )
             return None
@@ -107,15 +107,15 @@ def _drain(
 
 
 def _undo(client: DataPlaneClient, found: c.UnitStats) -> None:
-    """A unit that was drained before stays as it was."""
+    """Undo the drain after Ctrl-C, unless the unit was already draining before."""
     if not found.draining:
         client.undrain(found.unit)
-    now = "takes nothing new, as before" if found.draining else "takes new rows again"
-    print(f"tq: given up: storage unit {_name(found)} {now}; what was moved stays where it is", file=sys.stderr)
+    now = "gets no new rows, as before" if found.draining else "takes new rows again"
+    print(f"tq: interrupted: storage unit {_name(found)} {now}; moved rows stay where they are", file=sys.stderr)
 
 
 class _Line:
-    """How far it is, on standard error: one line that changes on a terminal, elsewhere one every few seconds."""
+    """Progress on standard error: one line updated in place on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, found: c.UnitStats, *, quiet: bool) -> None:
         self._name = _name(found)
@@ -125,7 +125,7 @@ class _Line:
         self._width = 0
 
     def show(self, progress: DrainProgress) -> None:
-        """Called after each page."""
+        """Print the progress, at most once per interval. Called after each page of cells."""
         now = time.monotonic()
         if self._quiet or now < self._next_at:
             return
@@ -139,7 +139,7 @@ class _Line:
             print(text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """What is printed next begins a line."""
+        """End the current line, so that the next output begins a new one."""
         if self._width:
             print(file=sys.stderr)
 
@@ -147,7 +147,7 @@ class _Line:
 def _sentence(found: c.UnitStats, done: Drained, *, drop: bool) -> str:
     text = f"storage unit {_name(found)} is empty: {counted(done.cells, 'cell')} moved ({readable(done.moved_bytes)})"
     if done.pinned_bytes:
-        text += f", {readable(done.pinned_bytes)} are still being read there"
+        text += f", {readable(done.pinned_bytes)} there are still pinned by readers"
     return text + (", and it is dropped" if drop else "")
 
 

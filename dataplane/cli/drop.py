@@ -16,15 +16,15 @@ from dataplane.cli.session import ask, session, unit_stats
 def drop(
     *,
     unit: Annotated[
-        str, typer.Argument(metavar="UNIT", help="Its number or its name (`tq status`).", autocompletion=units)
+        str, typer.Argument(metavar="UNIT", help="Number or name of the unit (see `tq status`).", autocompletion=units)
     ],
-    force: Annotated[bool, typer.Option("--force", help="Also with rows that live on it: these are cleared.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Drop it even if it has live rows: they are cleared.")] = False,
     target: TargetFlags,
     json: Json = False,
 ) -> int:
-    """Let a service forget one of its storage units for good, so that the unit's process can end.
+    """Remove a storage unit from a service permanently, so that the unit's process can exit.
 
-    Exit code 1 if rows live on it and --force is not given, or if there is no such unit.
+    Exit code 1 if the unit has live rows and --force is not given, or if the unit does not exist.
     """
     from dataplane.ledger import commands as c
 

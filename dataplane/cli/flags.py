@@ -1,4 +1,4 @@
-"""Flags that several verbs have, as groups: a verb has a parameter whose type is the group."""
+"""Groups of flags that several commands share: a command has a parameter whose type is the group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Address = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
-    """How this end shows who it is."""
+    """Credentials of this process."""
 
     token_file: Annotated[
         str | None,
@@ -41,21 +41,21 @@ class Security:
     tls_key_file: Annotated[str | None, _security("--tls-key", metavar="FILE", help="PEM file of its key.")] = None
     tls_ca_file: Annotated[
         str | None,
-        _security("--tls-ca", metavar="FILE", help="PEM file of the authority that signed everybody's certificates."),
+        _security("--tls-ca", metavar="FILE", help="PEM file of the authority that signed all certificates."),
     ] = None
     tls_server_name: Annotated[
         str | None,
-        _security(metavar="NAME", help="The name in the service's certificate, if not the host of its address."),
+        _security(metavar="NAME", help="Name in the service's certificate (default: the host of its address)."),
     ] = None
 
     def settings(self) -> dict[str, Any]:
-        """As `DataPlaneConfig` takes them."""
+        """Return the flags as keyword arguments of `DataPlaneConfig`."""
         return {flag.name: getattr(self, flag.name) for flag in fields(Security)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetFlags(Security):
-    """Which service, and how to get in."""
+    """Address of the service, and credentials for it."""
 
     at: Annotated[
         str | None,
@@ -65,20 +65,20 @@ class TargetFlags(Security):
     ] = None
 
     def config(self, name: str, address: str | None = None) -> DataPlaneConfig:
-        """Settings of a client that is called `name`; address: as named without a flag. A wrong argument if it is named
-        twice, or nowhere."""
+        """Return the settings of a client called `name`. address: the positional argument. Raises `BadParameter` if the
+        address is given twice, or not at all."""
         config = self.config_if_any(name, address)
         if not config.address:
             raise typer.BadParameter(
-                f"none is given: name the host:port that `tq serve` printed, or set {ENV_ADDRESS}",
+                f"the address is missing: pass the host:port that `tq serve` printed, or set {ENV_ADDRESS}",
                 param_hint="--address",
             )
         return config
 
     def config_if_any(self, name: str, address: str | None = None) -> DataPlaneConfig:
-        """The same, without an address where none is named."""
+        """Return the same settings, with address None if none is given."""
         if address is not None and self.at is not None:
-            raise typer.BadParameter(f"{self.at}, and {address} besides; name one", param_hint="--address")
+            raise typer.BadParameter(f"got {self.at} and {address}; pass only one address", param_hint="--address")
         return DataPlaneConfig(
             address=address or self.at, client_name=f"tq {name}", **self.settings()
         ).with_environment()
@@ -86,48 +86,50 @@ class TargetFlags(Security):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFlags:
-    """What controllers and storage units are told."""
+    """Settings of controllers and storage units."""
 
     host: Annotated[
         str,
-        _security(metavar="HOST", help="Address to listen on; another than loopback needs a token or TLS."),
+        _security(metavar="HOST", help="Address to listen on; all but loopback addresses need a token or TLS."),
     ] = "127.0.0.1"
     insecure: Annotated[
         bool,
-        _security("--insecure", help="Listen on other than loopback with neither token nor TLS."),
+        _security("--insecure", help="Allow to listen beyond loopback with neither token nor TLS."),
     ] = False
     capacity: Annotated[
         int | None,
-        _memory(parser=size, metavar="SIZE", help="Bytes per unit, as 512m or 4g (default: a share of the arena dir)."),
+        _memory(parser=size, metavar="SIZE", help="Bytes per unit, e.g. 512m (default: a share of --arena-dir)."),
     ] = None
     arena_dir: Annotated[str, _memory(metavar="DIR", help="Local directory for arenas.")] = "/dev/shm"
     state_dir: Annotated[
         str | None,
-        _memory(metavar="DIR", help="Local directory from which the service goes on after its end."),
+        _memory(metavar="DIR", help="Local directory of the state that a restarted service restores."),
     ] = None
     durability: Annotated[
         Literal["process", "machine"],
         _memory(
-            help="Which end it survives with a state directory: its process's, or its machine's (arenas on a disk)."
+            help="Crash that the state directory survives: of the process, or of the machine (with arenas on a disk)."
         ),
     ] = "process"
 
     bulk_transport: Annotated[
         Literal["zmq", "mooncake"],
         _transport(
-            help="How rows travel between hosts; mooncake: by transfer engine, for clients that want it too (extra "
-            "mooncake). It encrypts nothing and admits anybody who reaches it."
+            help="How rows are sent between hosts; mooncake: by transfer engine, for clients that use it too (extra "
+            "mooncake). It has neither encryption nor authentication."
         ),
     ] = "zmq"
-    mooncake_protocol: Annotated[Literal["tcp", "rdma"], _transport(help="What the transfer engine uses.")] = "tcp"
-    mooncake_device: Annotated[str, _transport(metavar="NAMES", help="RDMA devices, by commas (default: any).")] = ""
+    mooncake_protocol: Annotated[Literal["tcp", "rdma"], _transport(help="Protocol of the transfer engine.")] = "tcp"
+    mooncake_device: Annotated[
+        str, _transport(metavar="NAMES", help="RDMA devices, comma-separated (default: any).")
+    ] = ""
     mooncake_host: Annotated[
         str | None,
-        _transport(metavar="HOST", help="What clients call the transfer engine (default: --host)."),
+        _transport(metavar="HOST", help="Host of the transfer engine as clients reach it (default: --host)."),
     ] = None
 
     def settings(self) -> dict[str, Any]:
-        """As `DataPlaneConfig` takes them."""
+        """Return the flags as keyword arguments of `DataPlaneConfig`."""
         settings = asdict(self)
         settings["capacity_bytes"] = settings.pop("capacity")
         return settings
@@ -135,15 +137,15 @@ class MemoryFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class Http:
-    """Where browsers and Prometheus are answered."""
+    """Settings of the HTTP server for browsers and Prometheus."""
 
     ui: Annotated[
         bool,
-        _http("--ui", help="Answer browsers: a page that shows what is inside."),
+        _http("--ui", help="Serve the dashboard page."),
     ] = False
     metrics: Annotated[
         bool,
-        _http("--metrics", help="Answer Prometheus, at /metrics (the same server as the page)."),
+        _http("--metrics", help="Serve Prometheus metrics at /metrics (the same server as the page)."),
     ] = False
     http_port: Annotated[
         int | None,
@@ -151,13 +153,13 @@ class Http:
             min=0,
             max=65535,
             metavar="PORT",
-            help="Port for both (default: two above --port, or any free one, printed). Storage units answer "
-            "Prometheus at the ports that follow.",
+            help="Port for both (default: two above --port, or any free one, printed). Storage units serve "
+            "Prometheus metrics at the next ports.",
         ),
     ] = None
 
     def port(self, port: int) -> int | None:
-        """Where HTTP is served by a service at `port`; None: nowhere."""
+        """Return the HTTP port of a service at `port`; None if HTTP is disabled, 0 for any free port."""
         if self.http_port is not None:
             return self.http_port
         if not (self.ui or self.metrics):
@@ -166,8 +168,8 @@ class Http:
 
 
 def verb(run: Callable[..., int]) -> Callable[..., int]:
-    """`run` as typer takes it: instead of each parameter whose type is a group of flags, the flags of that group. Its
-    docstring is the help, a line to a paragraph: terminals break lines where they end."""
+    """Convert `run` to a typer command: each parameter whose type is a group of flags is replaced by these flags. The
+    docstring becomes the help, with one line per paragraph, which the terminal wraps."""
     hints = typing.get_type_hints(run, include_extras=True)
     groups: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
@@ -193,7 +195,7 @@ def verb(run: Callable[..., int]) -> Callable[..., int]:
 
 
 def _keyword(name: str, kind: Any, default: Any) -> inspect.Parameter:
-    """Flags that take no value show none in help."""
+    """Return a keyword-only parameter. Boolean flags show no metavar in the help."""
     if typing.get_origin(kind) is Annotated and typing.get_args(kind)[0] is bool:
         option = copy.copy(typing.get_args(kind)[1])
         option.metavar = ""

@@ -1,4 +1,4 @@
-"""Sizes, times and names, as people write and read them."""
+"""Parsing and formatting of sizes, times and names for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
 def size(text: str) -> int:
-    """Bytes from "512m", "4g", "4GiB" or a plain number."""
+    """Parse "512m", "4g", "4GiB" or a plain number to bytes."""
     plain = text.strip().lower().removesuffix("ib").removesuffix("b")
     suffix = plain[-1:] if plain[-1:] in _SUFFIXES else ""
     try:
@@ -26,7 +26,7 @@ def size(text: str) -> int:
 
 
 def duration(text: str) -> float:
-    """Seconds from "30" or "0.5": a wait, which has an end."""
+    """Parse a finite number of seconds, e.g. "30" or "0.5"."""
     try:
         return seconds("it", float(text))
     except ValueError:
@@ -34,7 +34,7 @@ def duration(text: str) -> float:
 
 
 def readable(count: float) -> str:
-    """Bytes for a person: 1.5 GiB."""
+    """Format bytes, e.g. 1.5 GiB."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -44,7 +44,7 @@ def readable(count: float) -> str:
 
 
 def ago(seconds: float) -> str:
-    """A time for a person: 12.3 s, 5 min, 2 h, 3 d; "no end" for one that has none."""
+    """Format a time, e.g. 12.3 s, 5 min, 2 h, 3 d; "no end" for infinity."""
     if math.isinf(seconds):
         return "no end"
     for unit, length in (("d", _DAY_S), ("h", _HOUR_S), ("min", _MINUTE_S)):
@@ -54,17 +54,17 @@ def ago(seconds: float) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """1 sample, 2 samples."""
+    """Format a count with its noun: 1 sample, 2 samples."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def shown(name: str) -> str:
-    """A name as it may stand on a terminal: one with control characters is quoted."""
+    """Make a name safe for a terminal: quote it if it has control characters."""
     return name if name.isprintable() else ascii(name)
 
 
 def pairs(values: Mapping[str, Any]) -> str:
-    """a=1 b=2, each name and text shown as `shown` does."""
+    """Format a mapping as "a=1 b=2", with names and texts passed through `shown`."""
     return " ".join(f"{shown(name)}={_value(value)}" for name, value in values.items())
 
 

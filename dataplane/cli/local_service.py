@@ -1,4 +1,4 @@
-"""A service that a verb starts for itself."""
+"""A temporary service that a command starts for itself."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _END_S = 30.0
 
 @contextlib.contextmanager
 def own_service(*, capacity_bytes: int, arena_dir: str = "/dev/shm") -> Iterator[str]:
-    """The address of a service with one unit, in processes of its own, on loopback and without a token; it ends with
-    the block. `ServiceUnavailableError`, with what it said, if it does not start within a minute."""
+    """Run a service with one unit in child processes, on loopback and without a token, and yield its address. The
+    service stops at the end of the block. Raises `ServiceUnavailableError`, with its error output, if it does not start
+    within a minute."""
     command = [sys.executable, "-m", "dataplane", "serve", "--capacity", str(capacity_bytes), "--arena-dir", arena_dir]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
     pipe = subprocess.PIPE
@@ -36,14 +37,14 @@ def _first_line(process: subprocess.Popen[str]) -> str:
     came, _, _ = select.select([process.stdout], [], [], _START_S)
     line = process.stdout.readline() if came else ""
     if not line:
-        said = " ".join(_end(process).split()) or f"it said nothing for {_START_S:.0f} s"
+        said = " ".join(_end(process).split()) or f"it printed nothing for {_START_S:.0f} s"
         why = f"`tq serve` did not start: {said}"
         raise ServiceUnavailableError(address="127.0.0.1", why=why)
     return line
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    """What it said on standard error. One that does not end when it is asked to is killed; its units end with it."""
+    """Terminate the process, or kill it after `_END_S`, and return its standard error. Its units stop with it."""
     process.terminate()
     try:
         return process.communicate(timeout=_END_S)[1]

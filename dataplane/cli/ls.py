@@ -27,12 +27,12 @@ def ls(
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option("--limit", "-n", min=1, help="At most so many samples (default: 50) or partitions (1000)."),
+        typer.Option("--limit", "-n", min=1, help="Maximum number of samples (default: 50) or partitions (1000)."),
     ] = None,
     target: TargetFlags,
     json: Json = False,
 ) -> int:
-    """List the partitions of a service, or the samples of one with their fields and tags."""
+    """List the partitions of a service, or the samples of one partition with their fields and tags."""
     with session(target.config("ls")) as channel:
         if partition is None:
             _partitions(stats(channel, limit or PARTITIONS), json)
@@ -98,7 +98,7 @@ def _samples(channel: ControllerChannel, partition: str, limit: int, json: bool)
 
 
 def _look(channel: ControllerChannel, partition: str, name: str) -> c.Shown | None:
-    """One sample; None if it was cleared meanwhile."""
+    """Return one sample, or None if it was cleared meanwhile."""
     from dataplane.errors import NotFoundError
     from dataplane.ledger import commands as c
 

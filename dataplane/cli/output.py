@@ -1,4 +1,4 @@
-"""What verbs print: one way for JSON, one for tables. Colours are for terminals only."""
+"""Output of commands, as JSON or tables. Colours are used on terminals only."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _WIDE = 10_000
-"""Columns of a line where no terminal has an opinion: rows are for other programs there, one a line."""
+"""Line width without a terminal, so that other programs read each row as one line."""
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON; arrays as lists."""
+    """Print one line of JSON; arrays become lists."""
     print(msgspec.json.encode(value, enc_hook=_plain).decode(), flush=True)
 
 
@@ -25,7 +25,7 @@ def _plain(value: Any) -> Any:
 
 
 def console() -> Console:
-    """For standard output as it is now."""
+    """Create a console for the current standard output."""
     from rich.console import Console
 
     made = Console(highlight=False, markup=False, emoji=False)
@@ -33,7 +33,7 @@ def console() -> Console:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Columns by their headings; those of numbers begin with ">" and stand to the right."""
+    """Create a table with these column headings. A heading that begins with ">" is right-aligned, for numbers."""
     from rich.table import Table
     from rich.text import Text
 
@@ -47,5 +47,5 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """See `table`."""
+    """Print a table; see `table` for the arguments."""
     console().print(table(columns, rows))

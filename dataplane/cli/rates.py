@@ -1,4 +1,4 @@
-"""Two looks at a service, and what went on between them."""
+"""Snapshots of a service, and the rates of change between two of them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What a service held at `at_s` by this process's clock, who waited, and what went through it in the time before
-    (None: nobody was asked)."""
+    """A snapshot of a service: statistics and waiting calls at `at_s` (this process's monotonic clock), and the
+    throughput before that time (None: not requested)."""
 
     at_s: float
     report: c.StatsReport
@@ -28,8 +28,8 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of one partition, a second: samples that were `born` and that were `dropped` (cleared or evicted), and the
-    `grown` bytes of what lives. None where the partition was registered anew in between, or is new."""
+    """Rates of one partition per second: samples `born`, samples `dropped` (cleared or evicted), and growth of the live
+    bytes. None if the partition is new or was registered again in between."""
 
     born: float | None = None
     dropped: float | None = None
@@ -37,7 +37,7 @@ class Rates:
 
 
 def look(channel: ControllerChannel, flow: Callable[[], FlowRates] | None = None) -> Look:
-    """At the service now; flow: asks what goes through it."""
+    """Take a snapshot of the service. flow: queries its throughput."""
     return Look(
         at_s=time.monotonic(),
         report=stats(channel),
@@ -47,7 +47,7 @@ def look(channel: ControllerChannel, flow: Callable[[], FlowRates] | None = None
 
 
 def rates(before: Look, after: Look) -> dict[str, Rates]:
-    """What went on in each partition that there is now."""
+    """Return the rates of each current partition."""
     seconds = max(after.at_s - before.at_s, 1e-6)
     earlier = {part.partition: part for part in before.report.partitions}
     return {part.partition: _rates(earlier.get(part.partition), part, seconds) for part in after.report.partitions}
@@ -65,7 +65,7 @@ def _rates(before: c.PartitionStats | None, after: c.PartitionStats, seconds: fl
 
 
 def as_json(before: Look, after: Look) -> dict[str, Any]:
-    """Both, for scripts: `seconds` between them, the latest report, waits and flow, and the rates of
+    """Return two snapshots as JSON: the `seconds` between them, the latest report, waits and flow, and the rates of
     each partition."""
     return {
         "seconds": after.at_s - before.at_s,

@@ -26,11 +26,11 @@ def serve(
         typer.Option(
             parser=duration,
             metavar="SECONDS",
-            help="Silence after which a client that cannot be looked at is given up (seconds).",
+            help="Time without a heartbeat after which a client is lost if its lock cannot be checked (seconds).",
         ),
     ] = DataPlaneConfig.session_timeout_s,
     checksums: Annotated[
-        Checksums, typer.Option(help="Which rows get a checksum that readers compare.")
+        Checksums, typer.Option(help="Which rows get a checksum that readers verify.")
     ] = Checksums.ACROSS_HOSTS,
     http: Http,
     memory: MemoryFlags,
@@ -39,7 +39,7 @@ def serve(
 ) -> int:
     """Run a controller and its storage units until SIGTERM or SIGINT.
 
-    The first line of output has its address: `data plane service at HOST:PORT`. Exit code 1 if it ends by itself.
+    The first line of output has the address: `data plane service at HOST:PORT`. Exit code 1 if the service fails.
     """
     config = DataPlaneConfig(
         port=port,
@@ -53,7 +53,7 @@ def serve(
 
 
 def _serve(config: DataPlaneConfig, count: int, json: bool) -> int:
-    """A controller in this process and each storage unit in a process of its own."""
+    """Run a controller in this process and each storage unit in a child process."""
     stop = Stop()
     from dataplane.controller.controller import Controller
     from dataplane.storage.unit_process import UnitProcesses, require_memory
@@ -73,14 +73,14 @@ def _serve(config: DataPlaneConfig, count: int, json: bool) -> int:
         if stop.asked:
             return 0
         if controller.recovered:
-            print(f"going on with what was in {config.state_dir}", file=sys.stderr, flush=True)
+            print(f"restored the state in {config.state_dir}", file=sys.stderr, flush=True)
         _say_ready(controller.address, controller.http_url, json)
         stop.when(controller.ended)
         stop.wait()
         if controller.ended.is_set():
-            ends.append("the controller cannot go on; see above")
+            ends.append("the controller failed; see the log above")
         if ends and not stop.asked:
-            print(f"tq: {ends[0]}; the service ends", file=sys.stderr)
+            print(f"tq: {ends[0]}; the service stops", file=sys.stderr)
             return 1
     finally:
         units.stop()

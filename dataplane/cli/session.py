@@ -1,4 +1,4 @@
-"""One session with a running service."""
+"""A session with a running service, and the queries that several commands share."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound="c.Result")
 PARTITIONS = 1000
-"""How many partitions a command asks for, unless `--limit` says otherwise."""
+"""Number of partitions that a command requests, unless `--limit` sets another number."""
 WAITS = 1000
-"""How many waiting calls a command asks for."""
+"""Number of waiting calls that a command requests."""
 
 
 @contextlib.contextmanager
 def session(config: DataPlaneConfig) -> Iterator[ControllerChannel]:
-    """Open to the service at `config.address`; raises as `ControllerChannel.open`. Loads no torch."""
+    """Open a session with the service at `config.address`. Raises the errors of `ControllerChannel.open`. Does not load
+    torch."""
     from dataplane.client.rpc.channel import ControllerChannel
 
     channel = ControllerChannel.open(config)
@@ -33,32 +34,32 @@ def session(config: DataPlaneConfig) -> Iterator[ControllerChannel]:
 
 
 def ask(channel: ControllerChannel, command: c.Answered[R]) -> R:
-    """The answer to a command. Raises the error that it got."""
+    """Send a command and return its result, or raise the error that the service answers."""
     _, result = channel.call(command)
     return cast("R", result)
 
 
 def stats(channel: ControllerChannel, limit: int = PARTITIONS) -> c.StatsReport:
-    """What the service holds; of its partitions the oldest `limit`, 0 for all."""
+    """Return the statistics of the service, with its oldest `limit` partitions (0: all)."""
     from dataplane.ledger import commands as c
 
     return ask(channel, c.Stats(limit=limit))
 
 
 def not_shown(report: c.StatsReport) -> str:
-    """How many partitions are not in the report, as a line; "" for none."""
+    """Return a line with the number of partitions that the report omits, or ""."""
     return _more(report.partition_count - len(report.partitions), "partitions")
 
 
 def waits(channel: ControllerChannel, partition: str = "", task: str = "") -> c.WaitList:
-    """The `WAITS` calls that wait longest, for anything or for what is named."""
+    """Return the `WAITS` longest-waiting calls, of all or of the given partition and task."""
     from dataplane.ledger import commands as c
 
     return ask(channel, c.Waits(partition=partition, task=task, limit=WAITS))
 
 
 def waits_not_shown(found: c.WaitList) -> str:
-    """How many calls are not in the list, as a line; "" for none."""
+    """Return a line with the number of calls that the list omits, or ""."""
     return _more(found.total - len(found.waits), "calls")
 
 
@@ -67,15 +68,15 @@ def _more(left: int, what: str) -> str:
 
 
 def partition_stats(channel: ControllerChannel, name: str) -> c.PartitionStats:
-    """What one partition holds. `PartitionNotFoundError` if it is not there."""
+    """Return the statistics of one partition. Raises `PartitionNotFoundError` if it does not exist."""
     from dataplane.ledger import commands as c
 
     return ask(channel, c.Stats(partitions=(name,))).partitions[0]
 
 
 def unit_stats(channel: ControllerChannel, unit: str) -> c.UnitStats:
-    """What one storage unit holds, by its number or else its name. `InvalidRequestError` if there is none such, or if
-    several are called so."""
+    """Return the statistics of one storage unit, given its number or name. Raises `InvalidRequestError` if no unit or
+    several units match."""
     from dataplane.errors import InvalidRequestError
 
     units = stats(channel, 1).units
@@ -83,5 +84,5 @@ def unit_stats(channel: ControllerChannel, unit: str) -> c.UnitStats:
     if len(found) == 1:
         return found[0]
     have = ", ".join(f"{each.unit} {shown(each.name)}" for each in units) or "none"
-    why = "several are called so: give its number" if found else "there is none such"
-    raise InvalidRequestError(f"storage unit {unit!r}: {why}; there are {have}")
+    why = "several units have this name, pass a number" if found else "not found"
+    raise InvalidRequestError(f"storage unit {unit!r}: {why}; the service has {have}")

@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 def show(
     *,
-    sample: Annotated[str, typer.Argument(metavar="SAMPLE", help="Its id.")],
+    sample: Annotated[str, typer.Argument(metavar="SAMPLE", help="Id of the sample.")],
     partition: Annotated[
         str | None,
         typer.Option(
             "--partition",
             "-p",
             metavar="NAME",
-            help="Look in this one (default: the first that has it).",
+            help="Partition to search (default: the first that has the sample).",
             autocompletion=partitions,
         ),
     ] = None,
     target: TargetFlags,
     json: Json = False,
 ) -> int:
-    """Show one sample: where each of its fields is and how long, its tags, and how each task stands to it."""
+    """Show one sample: location and length of each field, its tags, and its state in each task."""
     from dataplane.ledger import commands as c
 
     with session(target.config("show")) as channel:
@@ -52,7 +52,7 @@ def _print(found: c.Shown, units: dict[int, str]) -> None:
     if found.missing:
         print(f"not produced: {', '.join(map(shown, found.missing))}")
     print()
-    columns = ("field", "what it holds", ">length", ">bytes", "unit", ">offset", "")
+    columns = ("field", "type", ">length", ">bytes", "unit", ">offset", "")
     print_table(columns, [_cell(cell, units) for cell in found.cells])
     if found.tasks:
         print()

@@ -9,9 +9,9 @@ from dataplane.cli.session import ask, session
 
 
 def shrink(*, address: Address = None, target: TargetFlags, json: Json = False) -> int:
-    """Give memory above what is used back to the machine.
+    """Return unused arena memory to the machine.
 
-    Exit code 1 if a storage unit did not; the others did.
+    Exit code 1 if a storage unit failed to do so; the other units still return theirs.
     """
     from dataplane.ledger import commands as c
 

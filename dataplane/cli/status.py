@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def status(*, address: Address = None, target: TargetFlags, json: Json = False) -> int:
-    """Print what a service holds: its units, partitions, fields, tasks, sessions, and who waits."""
+    """Print the state of a service: units, partitions, fields, tasks, sessions and waiting calls."""
     config = target.config("status", address)
     with session(config) as channel:
         report = stats(channel)
@@ -26,7 +26,7 @@ def status(*, address: Address = None, target: TargetFlags, json: Json = False) 
 
 
 def describe(address: str, report: c.StatsReport) -> str:
-    """The report as text."""
+    """Format the report as text."""
     lines = [f"data plane service at {address}, epoch {report.epoch}"]
     for unit in report.units:
         lines += _unit(unit)
@@ -43,7 +43,7 @@ def _unit(unit: c.UnitStats) -> list[str]:
     lines = [
         f"  unit {unit.unit} {shown(unit.name)}: {readable(used)} of {readable(unit.capacity_bytes)} used"
         f" ({readable(unit.live_bytes)} live, {readable(unit.reserved_bytes)} reserved,"
-        f" {readable(unit.pinned_bytes)} pinned), {readable(unit.peak_used_bytes)} at most"
+        f" {readable(unit.pinned_bytes)} pinned), peak {readable(unit.peak_used_bytes)}"
         f"{', FILLING UP' if unit.pressed else ''}{', DRAINING' if unit.draining else ''}"
         f"{'' if unit.connected else ', NOT CONNECTED'}"
     ]
@@ -57,10 +57,10 @@ def _partition(part: c.PartitionStats) -> list[str]:
     if part.budget_bytes is not None:
         lines.append(
             f"    {readable(part.used_bytes)} of a budget of {readable(part.budget_bytes)} used,"
-            f" {readable(part.peak_used_bytes)} at most{', FILLING UP' if part.pressed else ''}"
+            f" peak {readable(part.peak_used_bytes)}{', FILLING UP' if part.pressed else ''}"
         )
     if part.evicted or part.evicted_unconsumed:
-        lines.append(f"    {part.evicted} evicted, and {part.evicted_unconsumed} that were not consumed")
+        lines.append(f"    {part.evicted} evicted, plus {part.evicted_unconsumed} evicted unconsumed")
     if part.waiting_puts:
         lines.append(f"    {part.waiting_puts} puts waiting for space")
     lines += [f"    field {shown(name)}: {count} produced" for name, count in part.produced.items()]

@@ -1,4 +1,4 @@
-"""What goes through a service a second, asked of its HTTP port (`tq serve --metrics`)."""
+"""Throughput of a service, read from its HTTP port (`tq serve --metrics`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LONGEST_S = 60
 
 @dataclass(frozen=True, kw_only=True)
 class FlowRates:
-    """Samples and bytes a second."""
+    """Samples and bytes per second."""
 
     puts: float
     put_bytes: float
@@ -35,8 +35,8 @@ class FlowRates:
 
 
 def where(text: str, address: str) -> tuple[str, int]:
-    """Host and port of an HTTP port: of a URL, of host:port, or of a port of the host in `address`. ValueError for
-    anything else."""
+    """Parse a URL, host:port, or a port on the host of `address` to (host, port). Raises ValueError for anything
+    else."""
     if text.isascii() and text.isdigit():
         text = f"//{address.rpartition(':')[0]}:{text}"
     elif "//" not in text:
@@ -45,14 +45,14 @@ def where(text: str, address: str) -> tuple[str, int]:
 
 
 def flow(place: tuple[str, int], config: DataPlaneConfig, seconds: float) -> FlowRates:
-    """The mean of the last `seconds`. `ServiceUnavailableError` where it cannot be had, and why."""
+    """Return the mean rates of the last `seconds`. Raises `ServiceUnavailableError`, with the reason, on failure."""
     from dataplane.controller.metrics.throughput import FlowReport
 
     try:
         body = _get(place, config)
         report = msgspec.json.decode(body, type=FlowReport)
     except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
-        why = f"asking its HTTP port for {_PATH}: {error}; name the one that `tq serve --metrics` printed"
+        why = f"GET {_PATH} from its HTTP port failed: {error}; pass the port that `tq serve --metrics` printed"
         raise ServiceUnavailableError(address=f"{place[0]}:{place[1]}", why=why) from error
     return _mean(report, max(1, min(round(seconds), _LONGEST_S)))
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from dataplane.ledger import commands as c
 
 _BAR = 20
-"""Characters of a bar that shows how full a unit is."""
+"""Width in characters of the bar that shows how full a unit is."""
 _LEAST_UNITS = 4
-"""Shown on a terminal however low it is; a third of a higher one is theirs."""
-_UNIT_COLUMNS = ("unit", "", ">used", ">of", ">at most", ">pinned", ">extents", "")
+"""Minimum number of units on a terminal. On high terminals, units take a third of the lines."""
+_UNIT_COLUMNS = ("unit", "", ">used", ">of", ">peak", ">pinned", ">extents", "")
 _PARTITION_COLUMNS = (
     "partition",
     ">live",
@@ -40,7 +40,7 @@ _PARTITION_COLUMNS = (
 )
 _TASK_COLUMNS = ("task", "of partition", ">ready", ">leased", ">held", ">claimed", ">lag", ">waiting", "wants")
 _SHORTEST_S, _LONGEST_S = 0.1, 86400
-_WAIT_COLUMNS = ("waits", "for", "of partition", ">wants", ">ready", ">since", ">gives up in")
+_WAIT_COLUMNS = ("waits", "for", "of partition", ">wants", ">ready", ">since", ">times out in")
 
 
 def _interval(text: str) -> float:
@@ -54,22 +54,22 @@ def top(
     *,
     address: Address = None,
     interval: Annotated[
-        float, typer.Option("--interval", "-i", parser=_interval, metavar="SECONDS", help="Time between two looks.")
+        float, typer.Option("--interval", "-i", parser=_interval, metavar="SECONDS", help="Time between two updates.")
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Show one interval, then end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show one interval, then exit.")] = False,
     http: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Also show what goes through it a second: its HTTP port, as `tq serve --metrics` printed it.",
+            help="HTTP port of the service, as `tq serve --metrics` printed it, to also show its throughput.",
         ),
     ] = None,
     target: TargetFlags,
     json: Json = False,
 ) -> int:
-    """Watch a service: what comes and goes a second, how full it is, what each task has to do, and who waits.
+    """Watch a service: rates per second, memory use, the state of each task, and the calls that wait.
 
-    On a terminal until Ctrl-C, in place; elsewhere one frame after another, with --json one line each.
+    On a terminal until Ctrl-C, updated in place; otherwise as one frame after another, with --json one per line.
     """
     config = target.config("top", address)
     asked = None if http is None else _flow(http, config, interval)
@@ -86,15 +86,15 @@ def _flow(url: str, config: DataPlaneConfig, interval: float) -> Callable[[], Fl
     try:
         place = where(url, config.address or "")
     except ValueError:
-        raise typer.BadParameter(f"{url!r} is no URL, host:port or port", param_hint="--http") from None
+        raise typer.BadParameter(f"{url!r} is not a URL, host:port or port", param_hint="--http") from None
     return lambda: flow(place, config, interval)
 
 
 def _looks(look: Callable[[], Look], interval: float) -> Iterator[tuple[Look, Look]]:
-    """Each look and the one before it, without end."""
+    """Yield (previous snapshot, latest snapshot) forever."""
     before = look()
     while True:
-        time.sleep(interval)  # the pace of somebody who watches; a service wakes nobody for what changes in it
+        time.sleep(interval)  # the service has no notification for changes
         after = look()
         yield before, after
         before = after
@@ -119,13 +119,13 @@ def _watch(address: str, frames: Iterator[tuple[Look, Look]], *, once: bool, jso
 def _live(address: str, frames: Iterator[tuple[Look, Look]], screen: Console) -> None:
     from rich.live import Live
 
-    with Live(f"looking at {address} ...", console=screen, screen=True, auto_refresh=False) as live:
+    with Live(f"connecting to {address} ...", console=screen, screen=True, auto_refresh=False) as live:
         for before, after in frames:
             live.update(frame(address, before, after, most_units=max(screen.height // 3, _LEAST_UNITS)), refresh=True)
 
 
 def frame(address: str, before: Look, after: Look, *, most_units: int | None = None) -> Group:
-    """All there is to see after an interval. most_units: where there are more, those in trouble and the fullest."""
+    """Return the view after an interval. most_units: limit for the units shown, problematic and full ones first."""
     from rich.console import Group
     from rich.text import Text
 
@@ -148,7 +148,7 @@ def frame(address: str, before: Look, after: Look, *, most_units: int | None = N
 
 
 def _foremost(units: Sequence[c.UnitStats], most: int | None) -> Sequence[c.UnitStats]:
-    """At most `most` units, those with problems and the fullest first to be kept, in their original order."""
+    """Return at most `most` units in their original order, preferring units with problems, then the fullest."""
     if most is None or len(units) <= most:
         return units
     by_need = sorted(
@@ -170,7 +170,7 @@ def _summary(address: str, after: Look, going: dict[str, Rates]) -> str:
 
 def _through(flow: FlowRates) -> str:
     return (
-        f"a second: {flow.puts:,.0f} samples put ({readable(flow.put_bytes)}), {flow.gets:,.0f} got "
+        f"per second: {flow.puts:,.0f} samples put ({readable(flow.put_bytes)}), {flow.gets:,.0f} got "
         f"({readable(flow.get_bytes)}), {flow.claims:,.0f} claimed, {flow.clears:,.0f} cleared"
     )
 

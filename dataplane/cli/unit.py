@@ -21,28 +21,28 @@ def unit(
     ] = None,
     port: Annotated[
         int,
-        typer.Option(min=0, max=65535, help="Port that clients of other hosts reach it at (default: any free one)."),
+        typer.Option(min=0, max=65535, help="Port for clients on other hosts (default: any free one)."),
     ] = 0,
     http_port: Annotated[
         int | None,
         typer.Option(
-            min=0, max=65535, metavar="PORT", help="Answer Prometheus at this port (0: any free one, printed)."
+            min=0, max=65535, metavar="PORT", help="Serve Prometheus metrics at this port (0: any free one, printed)."
         ),
     ] = None,
     reconnect: Annotated[
         float,
         typer.Option(
-            parser=duration, metavar="SECONDS", help="How long to wait for a controller that is gone (seconds)."
+            parser=duration, metavar="SECONDS", help="How long to wait for a controller that is down (seconds)."
         ),
     ] = DataPlaneConfig.reconnect_s,
     memory: MemoryFlags,
     security: Security,
     json: Json = False,
 ) -> int:
-    """Run one more storage unit for a running controller, until SIGTERM or SIGINT.
+    """Run an additional storage unit for a running controller, until SIGTERM or SIGINT.
 
-    The first line of output says that it is ready, and its name. Exit code 1 if the controller goes first, and does not
-    come back in time.
+    The first line of output has its name and says that it is ready. Exit code 1 if the controller stops first and does
+    not restart in time.
     """
     config = DataPlaneConfig(
         port=port, http_port=http_port, reconnect_s=reconnect, **memory.settings(), **security.settings()

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 def why(
     *,
-    partition: Annotated[str, typer.Argument(metavar="PARTITION", help="Its name.", autocompletion=partitions)],
-    task: Annotated[str, typer.Argument(metavar="TASK", help="Who claims.", autocompletion=tasks_of)],
+    partition: Annotated[
+        str, typer.Argument(metavar="PARTITION", help="Name of the partition.", autocompletion=partitions)
+    ],
+    task: Annotated[str, typer.Argument(metavar="TASK", help="Name of the claiming task.", autocompletion=tasks_of)],
     fields: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[FIELDS]...",
-            help="What the claim wants (default: what the task's latest claim wanted).",
+            help="Fields of the claim (default: those of the task's latest claim).",
             autocompletion=fields_of,
         ),
     ] = None,
@@ -35,22 +37,22 @@ def why(
         list[str] | None,
         typer.Option(
             metavar="CONDITION",
-            help="The claim takes samples whose tag fulfils this, as 'reward > 0.5'; may be given again.",
+            help="The claim takes samples whose tags match, e.g. 'reward > 0.5'; may be repeated.",
         ),
     ] = None,
     group_size: Annotated[
-        int | None, typer.Option(min=1, help="The claim takes whole groups of so many samples.")
+        int | None, typer.Option(min=1, help="The claim takes complete groups of this many samples.")
     ] = None,
     group_by: Annotated[str, typer.Option(metavar="TAG", help="The tag that names a sample's group.")] = "group",
     max_lag: Annotated[
-        int | None, typer.Option(min=0, help="The claim takes samples at most so many weight versions old.")
+        int | None, typer.Option(min=0, help="The claim takes samples at most this many weight versions old.")
     ] = None,
     target: TargetFlags,
     json: Json = False,
 ) -> int:
-    """Say why a task's claim would wait now: what is missing, who has the rest, and who wrote last.
+    """Explain why a task's claim would wait now: missing samples, held samples, and the last writers.
 
-    Exit code 0 whether it would wait or not.
+    The exit code is 0 even if the claim would wait.
     """
     from dataplane.ledger import commands as c
 
@@ -80,7 +82,7 @@ def why(
 
 
 def _condition(text: str) -> c.Predicate:
-    """See `conditions.parsed`."""
+    """Parse a condition of `--where`; see `conditions.parsed`."""
     from dataplane.ledger import commands as c
 
     try:
@@ -91,16 +93,16 @@ def _condition(text: str) -> c.Predicate:
 
 
 def _latest(channel: ControllerChannel, partition: str, task: str) -> tuple[str, ...]:
-    """The fields of the task's latest claim; none if it never claimed, or is not there."""
+    """Return the fields of the task's latest claim; empty if the task has not claimed or does not exist."""
     named = [found for found in partition_stats(channel, partition).tasks if found.task == task]
     return named[0].fields if named else ()
 
 
 def _headline(task: str, partition: str, wanted: tuple[str, ...], found: c.Blocked, mine: c.WaitList) -> str:
-    """The answer in a sentence: what waits or would come of a claim now, and what the service says of it."""
+    """Summarize in one sentence what a claim would get now, or what waits, with the explanation of the service."""
     fields = f" with {', '.join(map(shown, wanted))}" if wanted else ""
     ready = found.matching if found.groups is None else found.groups
-    some = f"{counted(ready, 'sample' if found.groups is None else 'whole group')}{fields}"
+    some = f"{counted(ready, 'sample' if found.groups is None else 'complete group')}{fields}"
     why = shown(found.why)
     who = f"task {shown(task)} in partition {shown(partition)}"
     if mine.waits:
@@ -109,28 +111,28 @@ def _headline(task: str, partition: str, wanted: tuple[str, ...], found: c.Block
     if ready:
         return f"{who} can claim {some} now: {why}"
     if found.complete and not found.unclaimed:
-        return f"{who} has nothing left to claim: the partition is complete, and all of it is claimed"
-    return f"{who} would wait, as nothing{fields} is ready: {why}"
+        return f"{who} has nothing left to claim: the partition is complete, and all of its samples are claimed"
+    return f"{who} would wait, because no sample{fields} is ready: {why}"
 
 
 def _counts(found: c.Blocked) -> list[tuple[str, object]]:
     rows: list[tuple[str, object]] = [
-        *([("puts that wait for space", found.waiting_puts)] if found.waiting_puts else []),
+        *([("puts waiting for space", found.waiting_puts)] if found.waiting_puts else []),
         ("put so far", found.born),
-        ("expected", "not known" if found.expected is None else found.expected),
+        ("expected", "unknown" if found.expected is None else found.expected),
         ("live and not claimed by the task", found.unclaimed),
         *((f"  lack {shown(name)}", count) for name, count in found.lacking.items() if count),
         ("  have all fields", found.ready),
         *((f"    fail {shown(text)}", count) for text, count in found.filtered.items()),
-        *([("    fulfil all conditions", found.matching)] if found.filtered else []),
+        *([("    match all conditions", found.matching)] if found.filtered else []),
         ("live and claimed by the task", found.claimed),
         ("  on lease", found.leased),
         ("  held for their ranks", found.held),
     ]
     if found.groups is not None:
-        rows += [("whole groups", found.groups), ("groups in part", found.partial_groups)]
+        rows += [("complete groups", found.groups), ("partial groups", found.partial_groups)]
     if found.dropped:
-        rows.append(("dropped with groups in part", found.dropped))
+        rows.append(("dropped with partial groups", found.dropped))
     return rows
 
 
@@ -141,11 +143,11 @@ def _print_writers(found: c.Blocked) -> None:
             (shown(writer.name), ago(writer.ago_s), ", ".join(map(shown, writer.fields)) or "-", _living(writer))
             for writer in found.writers
         ]
-        print_table(("wrote last", ">ago", "last to write", ""), rows)
+        print_table(("last writers", ">ago", "last writer of", ""), rows)
 
 
 def _living(writer: c.Writer) -> str:
-    return "connected" if writer.live else "gone since"
+    return "connected" if writer.live else "disconnected"
 
 
 def _print_waits(mine: c.WaitList) -> None:
@@ -162,6 +164,6 @@ def _print_waits(mine: c.WaitList) -> None:
             )
             for wait in mine.waits
         ]
-        print_table(("waits now", "for fields", ">wants", ">ready", ">since", ">gives up in"), rows)
+        print_table(("waits now", "for fields", ">wants", ">ready", ">since", ">times out in"), rows)
         if waits_not_shown(mine):
             print(waits_not_shown(mine))

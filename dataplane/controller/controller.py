@@ -1,4 +1,4 @@
-"""The controller: the ledger in its shell, behind the two servers."""
+"""The controller: composes the ledger, its thread and the ZMQ, gRPC and HTTP servers."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ PORT_TRIES = 64
 PORT_WAIT_S = 5.0
 PORT_PAUSE_S = 0.1
 STOP_S = 5.0
-"""How long each part of stopping may take."""
+"""Time limit in seconds for each step of `Controller.stop`."""
 
 
 class Controller:
-    """A ledger that answers on `config.host`: gRPC at `config.port` (0: any free one), ZMQ one port above;
-    with `config.http_port`, HTTP there.
+    """Serves a ledger on `config.host`: gRPC at `config.port` (0: any free port), ZMQ one port above, and HTTP at
+    `config.http_port` if that is set.
 
-    `epoch` must grow from one epoch of the service to the next (default: the time). With `config.state_dir` the ledger
-    is the one kept there, and port 0 stands for the port of the epoch before. A context manager.
+    `epoch` must increase with every start of the service (default: the current time). With `config.state_dir` the
+    ledger is restored from there, and port 0 means the port of the previous epoch. A context manager.
     """
 
     def __init__(self, config: DataPlaneConfig, *, epoch: int | None = None, ledger: LedgerLike | None = None) -> None:
@@ -73,46 +73,48 @@ class Controller:
 
     @property
     def address(self) -> str:
-        """ "host:port" as others reach it; "" before `start`."""
+        """ "host:port" for clients; "" before `start`."""
         return self._address
 
     @property
     def http_address(self) -> str:
-        """ "host:port" where it answers browsers and Prometheus; "" where it does not."""
+        """ "host:port" of the HTTP server; "" if it is not running."""
         return "" if self._http is None else self._http.server.address
 
     @property
     def http_url(self) -> str:
-        """The same as a URL."""
+        """URL of the HTTP server; "" if it is not running."""
         return "" if self._http is None else self._http.server.url
 
     @property
     def recovered(self) -> bool:
-        """Whether it went on with the state of an earlier epoch."""
+        """Whether the ledger was restored from the state of an earlier epoch."""
         return self._durable is not None and self._durable.recovered
 
     @property
     def ended(self) -> threading.Event:
-        """Set when it no longer answers: stopped, or ended by itself because it could not go on."""
+        """Event that is set when the controller no longer serves, after `stop` or a fatal error."""
         assert self._shell is not None, "not started"
         return self._shell.ended
 
     def start(self) -> Self:
-        """Returns when both servers answer. Raises ValueError for a host beyond loopback that nothing guards or a
-        session timeout below the heartbeat, `PortTakenError` where a port is in use, `StateDirError` for a state that
-        cannot be gone on from, `LimitError` where this process may have too few open files; nothing is left running
-        then."""
+        """Start the servers and return once they accept requests. On an error, everything is stopped again.
+
+        Raises ValueError for a host beyond loopback without authentication or a session timeout below the heartbeat,
+        `PortTakenError` for a port in use, `StateDirError` for a state directory that cannot be restored, `LimitError`
+        if the open-file limit of this process is too low."""
         config = self._config
         token = config.secret()
         if config.session_timeout_s < config.heartbeat_s:
             raise ValueError(
-                f"session_timeout_s={config.session_timeout_s} is less than heartbeat_s={config.heartbeat_s}: clients "
-                "would be given up between two heartbeats; make it several times that"
+                f"session_timeout_s={config.session_timeout_s} is less than heartbeat_s={config.heartbeat_s}: sessions "
+                "would expire between two heartbeats; set it to several heartbeats"
             )
         require_guard_beyond_loopback(config.host, guarded=config.guarded())
         if token is None and config.tls is None and not is_loopback(config.host):
             log.warning(
-                "insecure: whoever reaches %s may read, change and drop everything this service holds", config.host
+                "insecure: any client that can connect to %s can read, change and drop all data of this service",
+                config.host,
             )
         try:
             self._start(token)
@@ -122,11 +124,12 @@ class Controller:
         return self
 
     def _start(self, token: str | None) -> None:
+        """Open the ledger, bind the servers and start all threads, in this order."""
         config = self._config
         require_enough()
         ledger = self._open_ledger()
-        # A service with TLS and without a token has a secret that stands for it.
-        secret = token or (self._lasting("ticket", 32) if config.tls else "")
+        # With TLS and without a token, a generated secret replaces the token.
+        secret = token or (self._persistent_token("ticket", 32) if config.tls else "")
         instance = secrets.token_hex(16)
         ticket = Ticket.of(secret, instance)
         self._keys = ServerKeys() if config.tls else None
@@ -146,7 +149,7 @@ class Controller:
             durable=self._durable is not None,
             fsynced=self._durable is not None and self._durable.fsynced,
             curve_key="" if self._keys is None else self._keys.public,
-            service=self._lasting("service", 16),
+            service=self._persistent_token("service", 16),
             instance=instance,
             secret=secret,
             told=token is None,
@@ -172,9 +175,9 @@ class Controller:
                 heartbeat_s=config.heartbeat_s,
             ).start()
 
-    def _lasting(self, name: str, nbytes: int) -> str:
-        """A random word that a later epoch with the same state has, too: storage units and their clients need not hear
-        of a new one at once."""
+    def _persistent_token(self, name: str, nbytes: int) -> str:
+        """Return a random token that later epochs of the same state directory reuse, so that storage units and their
+        clients do not have to switch to a new one after a restart."""
         before = None if self._durable is None else self._durable.recall_text(name)
         word = before or secrets.token_urlsafe(nbytes)
         if self._durable is not None and before is None:
@@ -200,10 +203,10 @@ class Controller:
         return self._durable
 
     def _bind(self, grpc: GrpcServer, ticket: Ticket | None) -> tuple[int, ZmqServer]:
-        """Both servers on neighboring ports."""
+        """Bind the gRPC and ZMQ servers to adjacent ports. Return (gRPC port, ZMQ server)."""
         host = self._config.host
         if self._config.port:
-            require_free_port(host, self._config.port)  # the port that was asked for is named first
+            require_free_port(host, self._config.port)  # so that an error names the configured port first
             return self._bind_pair(grpc, ZmqServer(host, self._config.port + 1, ticket, self._keys))
         before = None if self._durable is None else self._durable.recall("port")
         if before is not None:
@@ -213,23 +216,24 @@ class Controller:
             try:
                 return self._bind_pair(grpc, ZmqServer(host, port and port + 1, ticket, self._keys))
             except OSError as error:
-                log.debug("trying other ports: %s", error)
-        raise OSError(f"found no two neighboring free ports on {host} in {PORT_TRIES} tries")
+                log.debug("Ports are not free, trying others: %s", error)
+        raise OSError(f"found no two adjacent free ports on {host} in {PORT_TRIES} tries")
 
     def _bind_again(self, grpc: GrpcServer, ticket: Ticket | None, port: int) -> tuple[int, ZmqServer]:
-        """Where clients of this state look for it. OSError if somebody else has the port and keeps it."""
+        """Bind the port of the previous epoch, to which existing clients reconnect. Retries for `PORT_WAIT_S`; OSError
+        if another process still holds the port."""
         end = time.monotonic() + PORT_WAIT_S
         while True:
             try:
                 return self._bind_pair(grpc, ZmqServer(self._config.host, port + 1, ticket, self._keys))
             except OSError as error:
                 if time.monotonic() > end:
-                    raise _with_its_past(error, port) from error
+                    raise _with_port_hint(error, port) from error
                 time.sleep(PORT_PAUSE_S)
 
     def _bind_pair(self, grpc: GrpcServer, zmq_server: ZmqServer) -> tuple[int, ZmqServer]:
         try:
-            require_free_port(self._config.host, zmq_server.port - 1)  # gRPC would also print that it is not
+            require_free_port(self._config.host, zmq_server.port - 1)  # gRPC would also print an error for a taken port
             grpc.bind(join_address(resolve_host(self._config.host), zmq_server.port - 1))
         except BaseException:
             zmq_server.close()
@@ -237,8 +241,8 @@ class Controller:
         return zmq_server.port - 1, zmq_server
 
     def stop(self) -> None:
-        """End both servers and the ledger. Calls still waiting are answered with `ServiceUnavailableError`. Takes some
-        seconds at most. Idempotent; in a forked child it does nothing."""
+        """Stop the servers and the ledger. Pending calls fail with `ServiceUnavailableError`. Blocks for a few seconds
+        at most. Idempotent; does nothing in a forked child."""
         if self._pid != os.getpid():
             return
         shell, self._shell = self._shell, None
@@ -262,14 +266,14 @@ class Controller:
         self.stop()
 
 
-def _with_its_past(error: OSError, port: int) -> OSError:
+def _with_port_hint(error: OSError, port: int) -> OSError:
     if not isinstance(error, PortTakenError):
         return error
-    hint = f"The service had port {port} before and clients look for it there: end that, or tell them another port."
+    hint = f"The service had port {port} before, and clients reconnect to it: stop that process, or set another port."
     return PortTakenError(address=error.address, holder=error.holder, hint=hint)
 
 
 def _checksums(config: DataPlaneConfig) -> Checksums:
-    """Rows that are to outlive their machine are compared with their checksums afterwards: all have one."""
+    """Return the checksum policy. Durability "machine" needs checksums on all rows, to verify them after a crash."""
     wanted = Checksums(config.checksums)
     return Checksums.ALWAYS if config.durability == "machine" and wanted is Checksums.ACROSS_HOSTS else wanted

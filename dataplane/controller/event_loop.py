@@ -1,5 +1,4 @@
-"""The ledger's shell: the one thread that owns the ledger and the ZMQ server, and hands outputs to whom they are
-for."""
+"""The ledger thread: it alone owns the ledger and the ZMQ server, applies inputs and delivers outputs."""
 
 from __future__ import annotations
 
@@ -24,20 +23,20 @@ from dataplane.ledger import commands as c
 log = logging.getLogger(__name__)
 
 TICK_S = 0.005
-"""The ledger's clock is at most this old when it handles something."""
+"""Maximum age of the ledger's clock in seconds when it handles an input."""
 FORGET_S = 300.0
-"""A caller of the ZMQ server repeats its unanswered calls far more often than this; older ones have nobody waiting."""
+"""ZMQ clients resend pending calls far more often than this, so calls not resent for this long are abandoned."""
 TOGETHER = 64
-"""How many messages of the server may share one wait for the disk."""
-_BEFORE = {"open": "controller.before_opened", "add": "controller.before_added"}
+"""Maximum number of ZMQ messages that share one fsync."""
+_FAILPOINTS = {"open": "controller.before_opened", "add": "controller.before_added"}
 COMPLAIN_S = 10.0
-"""How often the log says that the journal cannot be written."""
+"""Minimum interval in seconds between log lines about a journal that is not writable."""
 
 Orders = Callable[[c.Output], None]
 
 
 class LedgerLike(Protocol):
-    """What the shell needs of a ledger."""
+    """The interface of a ledger that `LedgerThread` uses."""
 
     def apply(self, item: c.Input) -> list[c.Output]: ...
     def next_deadline(self) -> float | None: ...
@@ -47,7 +46,7 @@ class LedgerLike(Protocol):
 
 
 class LoopObserver(Protocol):
-    """Who is told of what the shell does, in the ledger's thread. Nothing of it raises."""
+    """Observer of `LedgerThread`. Its methods run in the ledger thread and must not raise."""
 
     clock: Callable[[], float]
     busy_s: float
@@ -57,8 +56,8 @@ class LoopObserver(Protocol):
 
 
 @dataclass(slots=True)
-class _Asked:
-    """Who waits for one answer: replies by caller, so that a caller who repeats itself is answered once."""
+class _PendingRequest:
+    """A pending request. `replies` is keyed by caller, so that a caller that resends a request gets one answer."""
 
     item: c.Input
     replies: dict[object, Reply] = field(default_factory=dict)
@@ -69,15 +68,16 @@ class _Asked:
 
 
 class LedgerThread:
-    """Runs `ledger` in a thread of its own: inputs come from the ZMQ server and from `submit` (any thread).
+    """Runs `ledger` in a dedicated thread. Inputs come from the ZMQ server and from `submit` (any thread).
 
-    Every wake handles what `submit` brought and one message of the server, each in order of arrival, after a `Tick` if
-    the last is older than `TICK_S`; outputs leave in the ledger's order. An exception in the ledger is logged with its
-    input and answered with `InternalError`; an input that its journal cannot take is refused and changes nothing.
+    Each iteration handles all submitted inputs and one message of the server, in order of arrival. It first applies a
+    `Tick` if the last one is older than `TICK_S`. Outputs are delivered in the ledger's order. An exception in the
+    ledger is logged with its input and answered with `InternalError`. An input that the journal cannot record is
+    rejected and changes nothing.
 
-    With `sync`, outputs leave once it has returned, for all that one wake brought, up to `TOGETHER` messages of the
-    server. When it fails, nobody learns what came of his call, and the shell ends. `ended` is set when it has.
-    `watch` is told of every answer once it has left, and how long the thread was busy.
+    With `sync`, the outputs of an iteration, of up to `TOGETHER` messages, are delivered after one call of `sync`. If
+    `sync` fails, these outputs are discarded and the thread stops. `ended` is set when the thread has stopped.
+    `watch` observes every delivered answer and the busy time of the thread.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class LedgerThread:
         self._facts = facts
         self._clock = clock
         self._ticked = -math.inf
-        self._stood_s = 0.0
-        self._complained = -math.inf
+        self._paused_s = 0.0
+        self._logged_at = -math.inf
         self._swept = clock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._waker = Waker()
-        self._asked: dict[Key, _Asked] = {}
+        self._pending: dict[Key, _PendingRequest] = {}
         self._units: dict[int, Orders] = {}
         self._stopping = threading.Event()
         self.ended = threading.Event()
@@ -112,35 +112,36 @@ class LedgerThread:
     # --- any thread
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the thread."""
         self._thread.start()
 
     def submit(self, item: c.Input, reply: Reply | None = None, *, orders: Orders | None = None) -> None:
-        """Have `item` applied. `reply` gets the output that answers it; `orders`, with an `AddUnit`, gets what the
-        ledger orders of the unit once it is accepted. Both are called in the ledger's thread. Does not block.
+        """Submit `item` to the ledger. `reply` receives the output that answers it. `orders`, for an `AddUnit`,
+        receives the ledger's orders to the unit once it is accepted. Both are called in the ledger thread. Does not
+        block.
         """
         self._enqueue(lambda: self.handle(item, reply, caller=reply, orders=orders, lasting=True))
 
     def withdraw(self, item: c.Input, reply: Reply) -> None:
-        """Nobody waits for `reply` any more. The item itself stands."""
+        """Remove `reply`, which is then not called. The item itself is not cancelled."""
         self._enqueue(lambda: self._forget(item, reply))
 
     def run(self, job: Callable[[], None]) -> None:
-        """Have `job`, which is quick, called in the ledger's thread. Does not block."""
+        """Schedule `job`, which must be short, in the ledger thread. Does not block."""
         self._enqueue(job)
 
     def detach(self, unit: int, orders: Orders) -> None:
-        """The link that `orders` led to is gone: the unit is lost, unless it has another link by now."""
+        """Report that the stream behind `orders` ended. The unit is lost unless another stream has replaced it."""
         self._enqueue(lambda: self._detach(unit, orders))
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread and its server. Calls still parked are answered with `ServiceUnavailableError`. Idempotent."""
+        """Stop the thread and the ZMQ server. Pending calls fail with `ServiceUnavailableError`. Idempotent."""
         self._stopping.set()
         self._waker.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                log.error("the ledger's thread did not end within %.1f s", timeout_s)
+                log.error("Ledger thread did not stop within %.1f s", timeout_s)
                 return
         else:
             self._zmq.close()
@@ -158,6 +159,7 @@ class LedgerThread:
     # --- the ledger's thread
 
     def _run(self) -> None:
+        """Handle submitted inputs, messages and disconnects until `stop` or a fatal error."""
         poller = zmq.Poller()
         for source in (self._waker.fd, self._zmq.socket, self._zmq.monitor):
             poller.register(source, zmq.POLLIN)
@@ -170,38 +172,38 @@ class LedgerThread:
                 if self._waker.fd in ready:
                     self._waker.clear()
                     while self._inbox:
-                        _guarded("what was submitted", self._inbox.popleft())
+                        _guarded("a submitted input", self._inbox.popleft())
                 if self._zmq.socket in ready:
                     _guarded("a message of the ZMQ server", self._serve_zmq)
                 if self._zmq.monitor in ready:
-                    _guarded("the end of a connection", lambda: self._zmq.notice_disconnects(self))
+                    _guarded("a closed connection", lambda: self._zmq.notice_disconnects(self))
                 self._zmq.hang_up()
                 self._sweep()
                 self._send()
                 if self._watch is not None:
                     self._watch.busy_s += self._watch.clock() - woken
         except StateDirError as error:
-            log.critical("the service ends, as nobody may be told what it did last: %s", error)
+            log.critical("Service stops: the journal cannot be synced, so pending answers are discarded: %s", error)
         except Exception:
-            log.critical("the service ends: its thread failed", exc_info=True)
+            log.critical("Service stops: the ledger thread failed", exc_info=True)
         finally:
             self._end()
 
     def _serve_zmq(self) -> None:
-        """One message, or as many as are there to share a wait for the disk."""
+        """Handle one message, or with `sync` up to `TOGETHER` pending messages that then share one fsync."""
         for _ in range(1 if self._sync is None else TOGETHER):
             if not self._zmq.serve(self):
                 return
 
     def _send(self) -> None:
-        """Let the outputs leave that wait for the disk."""
+        """Sync the journal and deliver the outputs that depend on it."""
         if self._sync is not None and self._outgoing:
-            self._force(self._sync)
+            self._sync_journal(self._sync)
             outgoing, self._outgoing = self._outgoing, []
             for output in outgoing:
                 self._deliver(output)
 
-    def _force(self, sync: Callable[[], None]) -> None:
+    def _sync_journal(self, sync: Callable[[], None]) -> None:
         if self._watch is None:
             sync()
             return
@@ -213,16 +215,18 @@ class LedgerThread:
         return self._zmq.pause_ms(None if deadline is None else poll_ms(deadline - self._now()))
 
     def _now(self) -> float:
-        """The ledger's clock."""
-        return self._clock() - self._stood_s
+        """Return the time of the ledger's clock, which excludes pauses of this process."""
+        return self._clock() - self._paused_s
 
     def _tick(self, deadline: float | None) -> None:
-        """`deadline`: the ledger's, from before the wait. Time in which this thread could not look does not count: what
-        clients said meanwhile, which is still on its way in, would come too late for their leases and sessions."""
+        """Advance the ledger's clock. `deadline` is the ledger's deadline before the wait.
+
+        Pauses of this thread do not count: messages that clients sent meanwhile are still queued, so their leases and
+        sessions would expire first."""
         now, ticked = self._now(), self._ticked > -math.inf
         if ticked and deadline is not None and now - max(deadline, self._ticked) > self._facts.heartbeat_s:
-            log.warning("the service stood still for %.1f s; to it no time has passed", now - self._ticked)
-            self._stood_s += now - self._ticked
+            log.warning("Controller was paused for %.1f s; leases and timeouts were extended", now - self._ticked)
+            self._paused_s += now - self._ticked
             now = self._ticked
         if now - self._ticked >= TICK_S or (deadline is not None and deadline <= now):
             self._ticked = now
@@ -237,28 +241,31 @@ class LedgerThread:
         orders: Orders | None = None,
         lasting: bool = False,
     ) -> None:
-        """Apply `item` now (the ledger's thread only). `caller` is who `reply` leads to; `lasting`: the caller does not
-        repeat itself."""
+        """Apply `item` now. Only for the ledger thread. `caller` identifies the recipient of `reply`. `lasting`: the
+        caller does not resend the request."""
         key = key_of(item)
         if key is not None and reply is not None:
-            asked = self._asked.get(key)
-            if asked is None:
-                asked = self._asked[key] = _Asked(item, began=0.0 if self._watch is None else self._watch.clock())
-            asked.replies[caller] = reply
-            asked.last = self._ticked
-            asked.lasting = asked.lasting or lasting
-            asked.orders = orders or asked.orders
+            pending = self._pending.get(key)
+            if pending is None:
+                pending = self._pending[key] = _PendingRequest(
+                    item, began=0.0 if self._watch is None else self._watch.clock()
+                )
+            pending.replies[caller] = reply
+            pending.last = self._ticked
+            pending.lasting = pending.lasting or lasting
+            pending.orders = orders or pending.orders
         self._apply(item)
 
     def _apply(self, item: c.Input) -> None:
+        """Apply `item` and deliver its outputs, after the next sync if the journal is fsynced."""
         try:
             outputs = self._ledger.apply(item)
         except StateDirError as error:
-            self._complain(error)
+            self._log_unwritable(error)
             answer = refused(item, error)
             outputs = [] if answer is None else [answer]
         except Exception as error:
-            log.exception("the ledger failed on %r", item)
+            log.exception("Ledger failed on %r", item)
             answer = refused(item, InternalError(what=f"{_name(item)}: {error!r}"))
             outputs = [] if answer is None else [answer]
         if self._sync is not None:
@@ -267,13 +274,14 @@ class LedgerThread:
         for output in outputs:
             self._deliver(output)
 
-    def _complain(self, error: StateDirError) -> None:
-        """Say, now and then, that the service stands still."""
-        if self._clock() - self._complained >= COMPLAIN_S:
-            self._complained = self._clock()
-            log.error("%s; until it can be written, nothing is done", error)
+    def _log_unwritable(self, error: StateDirError) -> None:
+        """Log, at most every `COMPLAIN_S`, that requests are rejected because the journal is not writable."""
+        if self._clock() - self._logged_at >= COMPLAIN_S:
+            self._logged_at = self._clock()
+            log.error("%s; requests are rejected until the journal is writable", error)
 
     def _deliver(self, output: c.Output) -> None:
+        """Deliver one output: to the log, to a storage unit, or to all callers of the request that it answers."""
         if isinstance(output, c.Notice):
             log.log(logging.WARNING if output.warning else logging.INFO, "%s", output.text)
             return
@@ -285,16 +293,16 @@ class LedgerThread:
                 hit("controller.before_order")
                 _hand_over(orders, output)
             return
-        asked = self._asked.pop(key, None)
-        if asked is None:
+        pending = self._pending.pop(key, None)
+        if pending is None:
             return
-        if isinstance(output, c.UnitAdded) and output.error is None and asked.orders is not None:
-            self._units[output.unit] = asked.orders
-        hit(_BEFORE.get(key[0], "controller.before_reply"))
-        for reply in asked.replies.values():
+        if isinstance(output, c.UnitAdded) and output.error is None and pending.orders is not None:
+            self._units[output.unit] = pending.orders
+        hit(_FAILPOINTS.get(key[0], "controller.before_reply"))
+        for reply in pending.replies.values():
             _hand_over(reply, output)
         if self._watch is not None:
-            self._watch.answered(asked.item, output, asked.began)
+            self._watch.answered(pending.item, output, pending.began)
 
     def _detach(self, unit: int, orders: Orders) -> None:
         if self._units.get(unit) == orders:
@@ -303,25 +311,28 @@ class LedgerThread:
 
     def _forget(self, item: c.Input, reply: Reply) -> None:
         key = key_of(item)
-        asked = None if key is None else self._asked.get(key)
-        if key is not None and asked is not None:
-            asked.replies.pop(reply, None)
-            if not asked.replies:
-                del self._asked[key]
+        pending = None if key is None else self._pending.get(key)
+        if key is not None and pending is not None:
+            pending.replies.pop(reply, None)
+            if not pending.replies:
+                del self._pending[key]
 
     def _sweep(self) -> None:
         if self._ticked - self._swept < FORGET_S:
             return
         self._swept = self._ticked
-        old = [k for k, asked in self._asked.items() if not asked.lasting and self._ticked - asked.last > FORGET_S]
+        old = [
+            k for k, pending in self._pending.items() if not pending.lasting and self._ticked - pending.last > FORGET_S
+        ]
         for key in old:
-            del self._asked[key]
+            del self._pending[key]
 
     def _end(self) -> None:
+        """Answer all pending requests with `ServiceUnavailableError` and close the ZMQ server."""
         self._stopping.set()
         error: DataPlaneError = self._unavailable()
-        for kind, first, second in list(self._asked):
-            asked = self._asked.pop((kind, first, second))
+        for kind, first, second in list(self._pending):
+            pending = self._pending.pop((kind, first, second))
             answer: c.Output
             if kind == "call":
                 answer = c.Answer(session=int(first), number=second, result=error)
@@ -331,27 +342,28 @@ class LedgerThread:
                 answer = c.UnitAdded(cookie=str(first), error=error)
             else:
                 answer = c.UnitDropped(unit=int(first), error=error)
-            for reply in asked.replies.values():
+            for reply in pending.replies.values():
                 _hand_over(reply, answer)
         self._zmq.close()
         self.ended.set()
 
 
 def _guarded(what: str, work: Callable[[], None]) -> None:
-    """A fault in one thing is that thing's. Only a broken socket is the end: it would be ready again at once."""
+    """Run `work` and log its errors, so that one failure does not stop the thread. ZMQ errors are raised, because a
+    broken socket would be ready again immediately."""
     try:
         work()
     except zmq.ZMQError:
         raise
     except Exception:
-        log.exception("the service failed on %s, and goes on", what)
+        log.exception("Service failed to handle %s and continues", what)
 
 
 def _hand_over(reply: Reply, output: c.Output) -> None:
     try:
         reply(output)
     except Exception:
-        log.exception("could not hand over %s", type(output).__name__)
+        log.exception("Could not deliver %s", type(output).__name__)
 
 
 def _name(item: c.Input) -> str:

@@ -1,7 +1,7 @@
-"""What the gRPC server answers to callers that have shown nothing: GetKeys and health.
+"""The methods of the gRPC server that need no token: GetKeys and health.
 
-Neither reads the body of a call, which a stranger could make as long as a message may be: gRPC keeps what it reads of
-one until it is whole. What they want of a caller is in its headers.
+They do not read the body of a call, because gRPC buffers a body until it is complete, and an unauthenticated peer could
+send one of maximum size. All arguments are in the headers.
 """
 
 from __future__ import annotations
@@ -37,33 +37,35 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 WATCHES = 256
 WATCHES_PER_PEER = 16
-"""Watchers of health at once, in all and from one address: each holds a call of the server for as long as it likes."""
+"""Maximum numbers of concurrent health watchers, in total and per address: each holds a call of the server open."""
 LOOK_S = 2.0
-"""How soon a watcher learns that the service does not serve any more, or does again."""
+"""Interval in seconds at which a watcher is sent changes of the health status."""
 _STATUS: Any = message_class(HEALTH, "HealthCheckResponse")
 CALLS = 2048
 CALLS_PER_PEER = 512
-"""Calls without the token under way at once, in all and from one address: few of the calls that the server has."""
+"""Maximum numbers of concurrent calls without a token, in total and per address: a small part of the server's calls."""
 
 
 def is_public(method: str, keys: str) -> bool:
-    """Whether a call may be made without the token. keys: the full name of GetKeys."""
+    """Return whether a method needs no token. keys: the full name of GetKeys."""
     return method == keys or method.startswith(f"/{HEALTH}/")
 
 
 def unread(behavior: Callable[[Any, Context], AsyncIterator[Message]]) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler for any kind of call. gRPC reads a body as its handler asks for messages, which `behavior` must not."""
+    """Return a handler for any kind of call that does not read the body. gRPC reads the body when the handler iterates
+    over the requests, so `behavior` must not do that."""
     return grpc.stream_stream_rpc_method_handler(behavior, response_serializer=lambda reply: reply.SerializeToString())
 
 
 class PublicCalls:
-    """Counts the calls without the token. One whose caller does not take the answer lasts as long as its connection."""
+    """Limits the concurrent calls without a token. A call whose caller does not read the answer lasts as long as its
+    connection."""
 
     def __init__(self) -> None:
         self._in_flight: Counter[str] = Counter()
 
     def counted(self, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
-        """`handler`, made by `unread`, for as many calls as may be under way; others are a LimitError."""
+        """Wrap `handler`, created by `unread`, so that calls beyond the limits fail with LimitError."""
 
         async def answer(unread: Any, context: Context) -> AsyncIterator[Message]:
             await self._enter(context)
@@ -76,11 +78,11 @@ class PublicCalls:
 
     async def _enter(self, context: Context) -> None:
         peer = context.peer().rpartition(":")[0]
-        here, what = self._in_flight, "calls without the token under way"
-        for which, got, most in ((f" from {peer}", here[peer], CALLS_PER_PEER), ("", here.total(), CALLS)):
+        calls, what = self._in_flight, "concurrent calls without a token"
+        for which, got, most in ((f" from {peer}", calls[peer], CALLS_PER_PEER), ("", calls.total(), CALLS)):
             if got >= most:
-                await abort(context, LimitError(what=what + which, got=got + 1, limit=most, hint="Try again."))
-        here[peer] += 1
+                await abort(context, LimitError(what=what + which, got=got + 1, limit=most, hint="Retry later."))
+        calls[peer] += 1
         leave: Any = partial(self._leave, peer)
         context.add_done_callback(leave)
 
@@ -91,26 +93,27 @@ class PublicCalls:
 
 
 def keys_handler(facts: Facts) -> grpc.RpcMethodHandler[Any, Any]:
-    """GetKeys: proves to the caller that this is the service. It tells errors in its answer (see `http2`)."""
+    """Return the handler of GetKeys, which proves the identity of the service. Errors are part of the reply (see
+    `http2`)."""
 
     async def keys(unread: Any, context: Context) -> AsyncIterator[Message]:
         try:
             yield _keys(facts, {key: str(value) for key, value in context.invocation_metadata() or ()})
         except DataPlaneError as error:
-            name, told = to_wire(error)
-            yield pb.Keys(error=pb.Error(name=name, facts=told))
+            name, error_facts = to_wire(error)
+            yield pb.Keys(error=pb.Error(name=name, facts=error_facts))
 
     return unread(keys)
 
 
-def _keys(facts: Facts, shown: dict[str, str]) -> pb.Keys:
-    check_version(int(version) if (version := shown.get(VERSION_KEY, "1")).isdecimal() else 0)
+def _keys(facts: Facts, metadata: dict[str, str]) -> pb.Keys:
+    check_version(int(version) if (version := metadata.get(VERSION_KEY, "1")).isdecimal() else 0)
     try:
-        nonce = bytes.fromhex(shown.get(NONCE_KEY, ""))
+        nonce = bytes.fromhex(metadata.get(NONCE_KEY, ""))
     except ValueError:
         nonce = b""
     if len(nonce) != NONCE_BYTES:
-        raise InvalidRequestError(f"GetKeys wants {NONCE_BYTES} random bytes, in hex, as metadata {NONCE_KEY!r}")
+        raise InvalidRequestError(f"GetKeys needs {NONCE_BYTES} random bytes, in hex, as metadata {NONCE_KEY!r}")
     answer = pb.Keys(curve_key=facts.curve_key, instance=facts.instance, service=facts.service)
     if facts.secret:
         answer.proof = proof_of(facts.secret, nonce, facts.instance, split_address(facts.address)[1])
@@ -120,14 +123,14 @@ def _keys(facts: Facts, shown: dict[str, str]) -> pb.Keys:
 
 
 def check_version(theirs: int) -> None:
-    """`ProtocolVersionError` unless the caller speaks this version."""
+    """Raise `ProtocolVersionError` if the caller's protocol version differs."""
     if theirs != PROTOCOL_VERSION:
         raise ProtocolVersionError(client_version=theirs, service_version=PROTOCOL_VERSION)
 
 
 class Health:
-    """The standard health service, for the whole process, whatever service a caller names. `why_not` says why the
-    process does not serve, "" if it does, and may block for some seconds; `ended`: set when the server closes."""
+    """The standard health service. It reports on the whole process for any service name. `why_not` returns why the
+    service is unhealthy, or "", and may block for some seconds. `ended` is set when the server closes."""
 
     def __init__(self, address: str, why_not: Callable[[], str], ended: asyncio.Event) -> None:
         self._address = address
@@ -137,7 +140,7 @@ class Health:
         self._watching: Counter[str] = Counter()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a server takes."""
+        """Return the handler to register with the server."""
         methods = {"Check": unread(self._check), "Watch": unread(self._watch)}
         return grpc.method_handlers_generic_handler(HEALTH, methods)
 
@@ -145,7 +148,7 @@ class Health:
         yield await self._status()
 
     async def _status(self) -> Message:
-        """Of the process now. Callers share a look that is under way, so strangers start no threads."""
+        """Check the health. Concurrent callers share one check, so unauthenticated peers cannot start many threads."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.ensure_future(asyncio.to_thread(self._why_not))
         why = await asyncio.shield(self._looking)
@@ -153,20 +156,19 @@ class Health:
         return status
 
     async def _watch(self, unread: Any, context: Context) -> AsyncIterator[Message]:
+        """Send the health status whenever it changes, until the server closes."""
         peer = context.peer().rpartition(":")[0]
         if self._watching[peer] >= WATCHES_PER_PEER or self._watching.total() >= WATCHES:
-            why = (
-                f"it is busy: {self._watching[peer]} callers at {peer} watch its health; at most {WATCHES_PER_PEER} may"
-            )
+            why = f"too many health watchers: {self._watching[peer]} at {peer}; the limit is {WATCHES_PER_PEER}"
             await abort(context, ServiceUnavailableError(address=self._address, why=why))
         self._watching[peer] += 1
         try:
-            told = None
+            last = None
             while not self._ended.is_set():
                 status = await self._status()
-                if status != told:
+                if status != last:
                     yield status
-                    told = status
+                    last = status
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), LOOK_S)
         finally:

@@ -1,4 +1,4 @@
-"""The standard reflection service: which services the gRPC server has, and their descriptors."""
+"""The standard gRPC reflection service: lists the services of the gRPC server and their descriptors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ SERVICES = (CONTROL, HEALTH, *REFLECTIONS)
 
 
 class Reflection:
-    """Answers for one of `REFLECTIONS`."""
+    """Implements one of the services in `REFLECTIONS`."""
 
     def __init__(self, service: str) -> None:
         self.request = message_class(service, "ServerReflectionRequest")
         self._answer: Any = message_class(service, "ServerReflectionResponse")
 
     async def info(self, requests: AsyncIterator[Any], context: object) -> AsyncIterator[Message]:
-        """The stream of the interface's only method."""
+        """Answer each request of a ServerReflectionInfo stream."""
         async for request in requests:
-            yield self._about(request)
+            yield self._answer_one(request)
 
-    def _about(self, request: Any) -> Message:
+    def _answer_one(self, request: Any) -> Message:
         answer = self._answer(valid_host=request.host, original_request=request)
         what = request.WhichOneof("message_request")
         try:
@@ -35,24 +35,24 @@ class Reflection:
                     for name in SERVICES:
                         answer.list_services_response.service.add(name=name)
                 case "file_by_filename":
-                    _tell(answer, POOL.FindFileByName(request.file_by_filename))
+                    _add_file(answer, POOL.FindFileByName(request.file_by_filename))
                 case "file_containing_symbol":
-                    _tell(answer, POOL.FindFileContainingSymbol(request.file_containing_symbol))
-                case "all_extension_numbers_of_type":  # no message here has any
+                    _add_file(answer, POOL.FindFileContainingSymbol(request.file_containing_symbol))
+                case "all_extension_numbers_of_type":  # no message of this service has extensions
                     found = POOL.FindMessageTypeByName(request.all_extension_numbers_of_type)
                     answer.all_extension_numbers_response.base_type_name = found.full_name
                 case "file_containing_extension":
                     raise KeyError(f"{request.file_containing_extension.containing_type} has no extensions")
                 case _:
-                    _fail(answer, grpc.StatusCode.INVALID_ARGUMENT, "the request names nothing that it asks for")
+                    _fail(answer, grpc.StatusCode.INVALID_ARGUMENT, "the request lacks message_request")
         except KeyError as error:
             _fail(answer, grpc.StatusCode.NOT_FOUND, str(error.args[0]))
         made: Message = answer
         return made
 
 
-def _tell(answer: Any, file: FileDescriptor) -> None:
-    """The file, and all that it imports."""
+def _add_file(answer: Any, file: FileDescriptor) -> None:
+    """Add the file and all its imports to the answer."""
     files = [file]
     for each in files:
         files += [other for other in each.dependencies if other not in files]

@@ -1,6 +1,6 @@
-"""The gRPC server: every command for any language, health, reflection, and the links of storage units.
+"""The gRPC server: all commands for clients in any language, health, reflection, and the streams of storage units.
 
-One thread with an event loop of its own. A parked command is an awaited future there: it holds no thread.
+It runs in one thread with its own event loop. A pending command is a future in that loop and does not block a thread.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ GET_KEYS = f"/{CONTROL}/GetKeys"
 START_S = 30.0
 LIBRARYS_LOG = "grpc._cython.cygrpc"
 GRACE_S = 0.5
-"""How long calls under way may take once the server closes."""
+"""Time in seconds that pending calls may take once the server closes."""
 MAX_CALLS = 16384
-"""Calls at once, streams included; one more is refused with RESOURCE_EXHAUSTED."""
+"""Maximum number of concurrent calls, including streams. Further calls fail with RESOURCE_EXHAUSTED."""
 CONNECTIONS = 8192
-"""At once, of clients in other languages, storage units and strangers; one more is hung up on. Clients of this package
-have one for a moment, while they open a session."""
+"""Maximum number of concurrent connections of clients in other languages, storage units and unauthenticated peers.
+Further connections are closed. Clients of this package have one only while they open a session."""
 IDLE_S = 30
-"""A connection without a call ends then. gRPC's clients make it again by themselves."""
+"""A connection without a call is closed after this time in seconds. gRPC clients reconnect automatically."""
 OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -66,23 +66,23 @@ OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # Strangers hold a connection, without a call, no longer than this.
+    # Limits how long unauthenticated peers hold a connection without a call.
     ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_S)),
-    # What gRPC reads ahead of a call's handler, which may refuse it unread.
+    # Limits how much gRPC reads before the handler of a call, which may reject the call unread.
     ("grpc.http2.lookahead_bytes", 64 << 10),
     ("grpc.http2.bdp_probe", 0),
 )
 
 
 class GrpcServer:
-    """`bind` (until it works), `serve`, `stop`. With `tls` every peer shows a certificate, health probes too;
-    ValueError for files that cannot be used."""
+    """The gRPC server. Call `bind` (until it succeeds), then `serve`, then `stop`. With `tls` every peer, including
+    health probes, must present a certificate. Raises ValueError for unusable TLS files."""
 
     def __init__(self, secret: Secret, tls: TlsFiles | None = None) -> None:
         self._secret = secret
         self._tls = tls
         if tls is not None:
-            server_credentials(tls, self._connected)  # what is wrong with the files is told now
+            server_credentials(tls, self._connected)  # raises early if the files are unusable
         self._handshakes: Handshakes | None = None
         self._ready = threading.Event()
         self._end_links: Callable[[], None] = lambda: None
@@ -91,10 +91,10 @@ class GrpcServer:
         self._thread = threading.Thread(target=self._loop_forever, name="tq-grpc", daemon=True)
         self._thread.start()
         if not self._ready.wait(START_S) or not self._thread.is_alive():
-            raise InternalError(what="the gRPC server could not be opened")
+            raise InternalError(what="the gRPC server did not start")
 
     def _connected(self) -> None:
-        """A peer begins a handshake. Called in gRPC's threads."""
+        """Count a peer that starts a handshake. Called in gRPC's threads."""
         if self._handshakes is not None:
             self._handshakes.began()
 
@@ -102,7 +102,7 @@ class GrpcServer:
         try:
             asyncio.run(self._main())
         except Exception:
-            log.critical("the gRPC server failed: nobody can use it any more", exc_info=True)
+            log.critical("gRPC server failed and no longer accepts calls", exc_info=True)
         finally:
             logging.getLogger(LIBRARYS_LOG).removeFilter(self._quiet)
             self._ready.set()
@@ -114,8 +114,8 @@ class GrpcServer:
         if self._tls is not None:
             self._handshakes = Handshakes(self._loop)
             interceptors.insert(0, self._handshakes)
-        # Held by this frame: a child of a fork has the frame for ever, so it never destroys what only gRPC's threads
-        # could take apart.
+        # A local variable of this frame keeps the server alive in a forked child, which must not destroy it, because
+        # the destructor needs gRPC's threads.
         most = share(4, CONNECTIONS)
         bounds = (("grpc.max_allowed_incoming_connections", most), ("grpc.max_connection_idle_ms", 1000 * IDLE_S))
         server = self._server = grpc.aio.server(
@@ -127,7 +127,7 @@ class GrpcServer:
         await server.stop(GRACE_S)
 
     def bind(self, address: str) -> None:
-        """Listen on `address`. OSError if it cannot be had."""
+        """Listen on `address`. Raises OSError if that fails."""
         try:
             self._run(self._bind(address))
         except RuntimeError as error:
@@ -136,11 +136,11 @@ class GrpcServer:
     async def _bind(self, address: str) -> None:
         if self._tls is None:
             self._server.add_insecure_port(address)
-        else:  # credentials for one port each: gRPC asks once for what they begin with
+        else:  # new credentials for each port: gRPC fetches their initial configuration only once
             self._server.add_secure_port(address, server_credentials(self._tls, self._connected))
 
     def serve(self, shell: LedgerThread, facts: Facts, why_not: Callable[[], str]) -> None:
-        """Begin to answer. why_not: see `Health`."""
+        """Start to accept calls. why_not: see `Health`."""
         self._run(self._serve(_Service(shell, facts, self._loop), Health(facts.address, why_not, self._ended)))
 
     async def _serve(self, service: _Service, health: Health) -> None:
@@ -149,19 +149,19 @@ class GrpcServer:
         await self._server.start()
 
     def stop(self, timeout_s: float) -> None:
-        """End all calls and the thread. Idempotent."""
+        """Stop all calls and the thread. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                log.error("the gRPC server did not close within %.1f s", timeout_s)
+                log.error("gRPC server did not close within %.1f s", timeout_s)
 
     def _run(self, job: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(job, self._loop).result(START_S)
 
 
 class _Guard(grpc.aio.ServerInterceptor):
-    """Checks the token of every call but those that are made without one. What is refused is not read."""
+    """Checks the token of every call that requires one. The body of a rejected call is not read."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
@@ -171,9 +171,9 @@ class _Guard(grpc.aio.ServerInterceptor):
         if is_public(details.method, GET_KEYS):
             handler = await continuation(details)
             return handler and self._strangers.counted(handler)
-        shown = dict(details.invocation_metadata or ()).get("authorization", "")
+        header = dict(details.invocation_metadata or ()).get("authorization", "")
         try:
-            self._secret.check(str(shown).removeprefix("Bearer ").encode(), peer="the controller")
+            self._secret.check(str(header).removeprefix("Bearer ").encode(), peer="the controller")
         except DataPlaneError as error:
             return unread(_refuser(error))
         return await continuation(details)
@@ -182,13 +182,13 @@ class _Guard(grpc.aio.ServerInterceptor):
 def _refuser(error: DataPlaneError) -> Callable[[Any, Context], AsyncIterator[Message]]:
     async def refuse(unread: Any, context: Context) -> AsyncIterator[Message]:
         await abort(context, error)
-        yield pb.Done()  # never reached: it makes this a stream, which fits any kind of call
+        yield pb.Done()  # not reached; makes this a stream handler, which fits any kind of call
 
     return refuse
 
 
 class _Service:
-    """The methods, by the same table as the ZMQ server's."""
+    """The methods of the service, from the same table as those of the ZMQ server."""
 
     def __init__(self, shell: LedgerThread, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
         self._shell = shell
@@ -198,7 +198,7 @@ class _Service:
         self._links: set[asyncio.Queue[c.Output | DataPlaneError | None]] = set()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a server takes."""
+        """Return the handler to register with the server."""
         unary: dict[str, tuple[type[Message], Callable[[Any], c.Input]]] = {
             name: (method.request, lambda wire, method=method: codec.call_from_pb(method, wire))  # type: ignore[misc]
             for name, method in codec.METHODS.items()
@@ -222,7 +222,7 @@ class _Service:
         return answer
 
     async def _ask(self, item: c.Input, orders: Orders | None = None) -> c.Output:
-        """The output that answers `item`."""
+        """Submit `item` and return the output that answers it."""
         answered: asyncio.Future[c.Output] = self._loop.create_future()
 
         def settle(output: c.Output) -> None:
@@ -250,6 +250,7 @@ class _Service:
     async def _keep_session(
         self, requests: AsyncIterator[pb.HeartbeatRequest], context: Context
     ) -> AsyncIterator[Message]:
+        """Forward the heartbeats of one session; report it as silent when its last stream ends."""
         session = None
         try:
             async for request in requests:
@@ -259,7 +260,7 @@ class _Service:
                     self._streams[session] += 1
                     yield heartbeat_reply(self._facts)
                 elif beat.session != session:
-                    await abort(context, InvalidRequestError("a stream keeps one session alive, not several"))
+                    await abort(context, InvalidRequestError("a KeepSession stream serves one session, got a second"))
                 self._shell.submit(beat)
         finally:
             if session is not None:
@@ -270,6 +271,7 @@ class _Service:
                         self._shell.submit(c.SessionSilent(session=session))
 
     async def _attach_unit(self, requests: AsyncIterator[pb.UnitReport], context: Context) -> AsyncIterator[Message]:
+        """Serve the stream of one storage unit: orders out, reports in. The unit is detached at the end."""
         orders: asyncio.Queue[c.Output | DataPlaneError | None] = asyncio.Queue()
 
         def order(output: c.Output) -> None:
@@ -299,19 +301,20 @@ class _Service:
                     self._shell.detach(unit.unit, order)
 
     def end_links(self) -> None:
-        """Tell every storage unit that the service stops."""
+        """End the streams of all storage units with `ServiceUnavailableError`."""
         for orders in self._links:
             orders.put_nowait(ServiceUnavailableError(address=self._facts.address, why="the service is stopping"))
 
     async def _add_unit(self, requests: AsyncIterator[pb.UnitReport], order: Orders) -> c.UnitAdded:
+        """Read the first report of a stream, which must be AddUnit, and register the unit."""
         async for request in requests:
             add = unit_stream.report_from_pb(request)
             if not isinstance(add, c.AddUnit):
-                raise InvalidRequestError("a storage unit says AddUnit first")
+                raise InvalidRequestError("the first report of a storage unit must be AddUnit")
             check_version(request.add.protocol_version)
             if self._facts.fsynced and not add.fsynced:
                 raise InvalidRequestError(
-                    f"storage unit {add.name!r} was started without --durability machine, which this service promises"
+                    f"storage unit {add.name!r} was started without --durability machine, which this service requires"
                 )
             output = await self._ask(add, order)
             assert isinstance(output, c.UnitAdded)
@@ -326,26 +329,29 @@ class _Service:
         unit: int,
         orders: asyncio.Queue[c.Output | DataPlaneError | None],
     ) -> None:
-        """Until the stream ends; says so, or why it must, through `orders`."""
+        """Submit reports until the stream ends. Put None into `orders` at the end, or the error that ends the
+        stream."""
         try:
             async for request in requests:
                 report = unit_stream.report_from_pb(request)
                 if isinstance(report, c.AddUnit) or report.unit != unit:
-                    raise InvalidRequestError(f"a stream speaks for one storage unit; this one is unit {unit}")
+                    raise InvalidRequestError(f"a stream serves one storage unit, and this one serves unit {unit}")
                 self._shell.submit(report)
             orders.put_nowait(None)
         except DataPlaneError as error:
             orders.put_nowait(error)
         except DecodeError as error:
-            orders.put_nowait(InvalidRequestError(f"a report that makes no sense ({error})"))
+            orders.put_nowait(InvalidRequestError(f"malformed report of a storage unit ({error})"))
         except Exception as error:
-            log.exception("failed on a report of storage unit %d", unit)
+            log.exception("Failed on a report of storage unit %d", unit)
             orders.put_nowait(InternalError(what=repr(error)))
 
 
 def _unary(
     behavior: Callable[[Any, Context], Awaitable[Message]], request_type: type[Message]
 ) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return a handler that parses the request itself and sends errors as gRPC statuses."""
+
     async def answer(body: bytes, context: Context) -> Message:
         try:
             return await behavior(request_type.FromString(body), context)
@@ -353,13 +359,15 @@ def _unary(
             await _refuse(context, request_type, error)
             raise
 
-    # Bytes are taken as they are: gRPC would tell what it cannot read as a fault of the service.
+    # Takes raw bytes, because gRPC would report a malformed request as an internal error of the service.
     return grpc.unary_unary_rpc_method_handler(answer, response_serializer=_serialize)
 
 
 def _stream(
     behavior: Callable[[Any, Context], AsyncIterator[Message]], request_type: type[Message]
 ) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return a handler for a stream that sends errors as gRPC statuses."""
+
     async def answer(requests: Any, context: Context) -> AsyncIterator[Message]:
         replies: Any = behavior(requests, context)
         async with contextlib.aclosing(replies):
@@ -383,19 +391,19 @@ def _reflection(service: str) -> grpc.GenericRpcHandler:
 
 @functools.cache
 def _failures(request: str) -> Complaints:
-    """Of all calls of this process with such a request."""
+    """Return the log limiter for failures of calls with this request type, shared by the process."""
     return Complaints()
 
 
 async def _refuse(context: Context, request_type: type[Message], error: Exception) -> None:
-    """End the call with `error`, unless it is ended already, or its caller is gone: gRPC's own errors. One that nobody
-    expected is logged, and told as what it is; the server goes on."""
+    """End the call with `error`. gRPC's own errors mean that the call has already ended or its caller disconnected, so
+    they are ignored. Unexpected errors are logged and sent as `InternalError`."""
     if isinstance(error, grpc.aio.BaseError):
         return
     if isinstance(error, DecodeError):
         error = InvalidRequestError(f"the request is not a {request_type.DESCRIPTOR.name} message ({error})")
     if not isinstance(error, DataPlaneError):
-        line = _failures(request_type.DESCRIPTOR.name).take(f"failed on a {request_type.DESCRIPTOR.name}")
+        line = _failures(request_type.DESCRIPTOR.name).take(f"Failed on a {request_type.DESCRIPTOR.name}")
         if line is not None:
             log.error("%s", line, exc_info=error)
         error = InternalError(what=f"{request_type.DESCRIPTOR.name}: {error!r}")

@@ -1,7 +1,7 @@
-"""The health and reflection interfaces that gRPC publishes, and this service's own, in a descriptor pool of their own.
+"""The standard health and reflection interfaces of gRPC, and the interface of this service, in a separate pool.
 
-The default pool holds one file of a name: generated code for these would fail in a process that also imports
-`grpc_health` or `grpc_reflection`. The packages of that name do not fit beside every protobuf that ours does.
+The default pool holds only one file per name, so generated code for these interfaces would fail in a process that also
+imports `grpc_health` or `grpc_reflection`. Those packages support fewer protobuf versions than this one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataplane.protocol.pb import control_pb2
 CONTROL = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name
 HEALTH = "grpc.health.v1.Health"
 REFLECTIONS = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
-"""The same messages under two names: older clients know the second only."""
+"""The same messages under two names: older clients support only the second."""
 
 _SCALARS = {
     "string": FieldDescriptorProto.TYPE_STRING,
@@ -89,9 +89,9 @@ def _health(package: str) -> FileDescriptorProto:
     kind = f".{package}.{answer.name}.{kinds.name}"
     answer.field.add(name="status", number=1, label=FieldDescriptorProto.LABEL_OPTIONAL, type=of_enum, type_name=kind)
     service = file.service.add(name="Health")
-    asked, told = f".{package}.HealthCheckRequest", f".{package}.HealthCheckResponse"
-    service.method.add(name="Check", input_type=asked, output_type=told)
-    service.method.add(name="Watch", input_type=asked, output_type=told, server_streaming=True)
+    request, reply = f".{package}.HealthCheckRequest", f".{package}.HealthCheckResponse"
+    service.method.add(name="Check", input_type=request, output_type=reply)
+    service.method.add(name="Watch", input_type=request, output_type=reply, server_streaming=True)
     return file
 
 
@@ -121,10 +121,10 @@ def _package(service: str) -> str:
 
 
 POOL = _pool()
-"""What reflection tells of."""
+"""The descriptors that reflection serves."""
 
 
 def message_class(service: str, name: str) -> type[Message]:
-    """Of a message that is declared beside `service`."""
+    """Return the class of message `name` in the package of `service`."""
     found: type[Message] = GetMessageClass(POOL.FindMessageTypeByName(f"{_package(service)}.{name}"))
     return found

@@ -1,4 +1,4 @@
-"""Whether the service serves: one answer for the gRPC health service and `/healthz`."""
+"""Health check of the service, used by the gRPC health service and `/healthz`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ if TYPE_CHECKING:
     from dataplane.controller.event_loop import LedgerThread
 
 HEALTHY_S = 2.0
-"""A service that is well answers within this time."""
+"""A healthy service answers within this time in seconds."""
 FRESH_S = 0.5
-"""An answer holds for so long: many who ask cost the ledger no more than one."""
+"""A result is cached for this time in seconds, so that many health checks cost the ledger one command."""
 NO_SESSION = 0
-"""No session has this number."""
+"""A number that no session has."""
 
 
 class ServiceHealth:
-    """Has the ledger answer a command, as a client does: that takes its thread, its journal and the disk under that.
-    The command names no session, so the ledger refuses it, which is an answer too. Thread-safe."""
+    """Checks health by sending a command to the ledger, which exercises its thread, its journal and the disk.
+
+    The command has no session, so the ledger rejects it, which also counts as an answer. Thread-safe."""
 
     def __init__(self, shell: LedgerThread) -> None:
         self._shell = shell
@@ -36,7 +37,7 @@ class ServiceHealth:
         self._until = -math.inf
 
     def why_not(self) -> str:
-        """Why the service does not serve, "" if it does. Blocks for about `HEALTHY_S` at most."""
+        """Return why the service is unhealthy, or "" if it is healthy. Blocks for about `HEALTHY_S` at most."""
         with self._turn:
             if time.monotonic() >= self._until:
                 self._why = self._look()
@@ -44,6 +45,7 @@ class ServiceHealth:
             return self._why
 
     def _look(self) -> str:
+        """Send one command to the ledger. Return why it failed, or ""."""
         self._number += 1
         call = c.Call(session=NO_SESSION, number=self._number, watermark=self._number, command=c.Units())
         answers: queue.SimpleQueue[c.Output] = queue.SimpleQueue()
@@ -56,7 +58,7 @@ class ServiceHealth:
         except queue.Empty:
             with contextlib.suppress(ServiceUnavailableError):
                 self._shell.withdraw(call, reply)
-            return f"its ledger gives no answer within {HEALTHY_S:g} s"
+            return f"the ledger did not answer within {HEALTHY_S:g} s"
         assert isinstance(answer, c.Answer)
         failed = isinstance(answer.result, DataPlaneError) and not isinstance(answer.result, SessionExpiredError)
         return str(answer.result) if failed else ""

@@ -1,4 +1,4 @@
-"""The HTTP server: page, JSON, metrics and health, from a session of its own inside the process."""
+"""The HTTP server: dashboard page, JSON, metrics and health. It reads the ledger through a `LocalSession`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from dataplane.protocol.http.server import HttpServer
 from dataplane.protocol.tls import server_context
 
 SAMPLE_S = 1.0
-"""How often the bytes that are live are noted for the flow."""
+"""Interval in seconds at which the live bytes are sampled for the throughput chart."""
 
 
 class HttpInterface:
-    """Serves what `shell` and `ledger` hold and `recorder` has counted. A thread of its own keeps the session alive.
-    why_not: what `/healthz` says."""
+    """Serves the state of `shell` and `ledger` and the counters of `recorder` over HTTP. A thread keeps the session
+    alive. why_not: health check of `/healthz`; returns why the service is unhealthy, or ""."""
 
     def __init__(
         self,
@@ -68,13 +68,13 @@ class HttpInterface:
         self._thread = threading.Thread(target=self._keep, name="tq-http-beat", daemon=True)
 
     def start(self) -> Self:
-        """Returns when it listens. OSError where it cannot."""
+        """Start the server and return once it listens. Raises OSError if it cannot."""
         self.server.start()
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        """End the server and the session. Idempotent."""
+        """Stop the server and end the session. Idempotent."""
         self._stopping.set()
         self.server.stop()
         if self._thread.ident is not None:

@@ -1,13 +1,13 @@
-"""The journal of a ledger: a directory from which another epoch of the service goes on.
+"""The journal of a ledger: a directory from which the next epoch of the service restores its state.
 
-    lock             held by the one process whose state this is
-    journal.sqlite   `log`: a record for every input, in order; `facts`: what is known of the state as a whole
-    journal.end      the number of the last record, written after it
-    image-N          the ledger as it was after record N; the log goes on from there
+    lock             held by the process that owns the state
+    journal.sqlite   `log`: one record per input, in order; `facts`: properties of the state as a whole
+    journal.end      the number of the last record, written after the record
+    image-N          the ledger as of record N; the log continues from there
 
-What was appended survives the death of the process at any moment: it is with the kernel before `append` returns. The
-death of the machine may take all that was not fsynced: in an fsynced journal nothing from before the last
-`sync`, in another one all of it, unless the fact `clean` tells that it was closed in order.
+Appended records survive a process crash at any moment, because `append` returns after handing them to the kernel. A
+machine crash may lose records that were not fsynced. An fsynced journal keeps everything up to the last `sync`. Any
+other journal may lose everything, unless the fact `clean` records that it was closed properly.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ FORMAT = 6
 LOG_NAME = "journal.sqlite"
 END_NAME = "journal.end"
 DROPPED_AT_ONCE = 32
-"""Records that an image covers go in so small steps that nobody waits for it."""
+"""Number of records covered by an image that one `append` deletes: small steps avoid a noticeable delay."""
 PAGE = 1024
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS log (number INTEGER PRIMARY KEY, record BLOB NOT NULL, crc INTEGER NOT NULL);
 """
 _INSERT = "INSERT INTO log VALUES (?, ?, ?)"
-_DAMAGED = "It cannot be gone on from; begin anew with another directory, or restore a checkpoint"
+_DAMAGED = "The state cannot be restored; start with another directory, or restore a checkpoint"
 
 
 class _Database(sqlite3.Connection):
-    """A child of a fork must not even close it: SQLite would take its parent's locks for its own. So there it lives for
-    ever."""
+    """A connection that a forked child never closes, because SQLite in the child would release the parent's locks. The
+    child therefore leaks a reference to it."""
 
     __slots__ = ("__weakref__",)
 
@@ -72,10 +72,10 @@ def _databases() -> weakref.WeakSet[_Database]:
 
 
 class Log:
-    """A journal to read, also while its owner writes to it."""
+    """Read access to a journal, also while its owner writes to it."""
 
     def __init__(self, directory: Path) -> None:
-        """StateDirError if there is none, or one of another version."""
+        """Open the log. Raises StateDirError if the directory has none, or one of another version."""
         self.directory = directory
         with self._named("cannot be opened"):
             self._db = sqlite3.connect(
@@ -89,7 +89,7 @@ class Log:
             for what, ours in (("format", FORMAT), ("protocol", PROTOCOL_VERSION)):
                 if (found := self.fact(what)) != ours:
                     why = f"its journal has {what} {found}, this version reads {ours}"
-                    raise self.error(why, "Use the version it is of")
+                    raise self.error(why, "Use the version that wrote it")
         except BaseException:
             self._db.close()
             raise
@@ -98,30 +98,30 @@ class Log:
         return self.error(f"{LOG_NAME} is damaged: its table of facts is incomplete", _DAMAGED)
 
     def _prepare(self) -> None:
-        """Before the journal is looked at."""
+        """Hook for subclasses. Runs before the journal is read."""
 
     def fact(self, name: str) -> int | str | None:
-        """What was set under `name` last; None if nothing was."""
+        """Return the last value stored under `name`, or None."""
         with self._named("cannot be read"):
             row = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
         return None if row is None else row[0]
 
     def number(self, name: str) -> int | None:
-        """The same of what is a number. StateDirError if it is none."""
+        """Return the fact `name`, a number, or None. Raises StateDirError for another type."""
         found = self.fact(name)
         if found is None or type(found) is int:
             return found
         raise self.error(f"{LOG_NAME} is damaged: its {name} is {found!r}", _DAMAGED)
 
     def text(self, name: str) -> str | None:
-        """The same of what is a text."""
+        """Return the fact `name`, a text, or None. Raises StateDirError for another type."""
         found = self.fact(name)
         if found is None or type(found) is str:
             return found
-        raise self.error(f"{LOG_NAME} is damaged: its {name} is no text", _DAMAGED)
+        raise self.error(f"{LOG_NAME} is damaged: its {name} is not a text", _DAMAGED)
 
     def image(self) -> tuple[int, bytes] | None:
-        """The last image and the number of the last record in it; None if there is none yet."""
+        """Return (number of the last record in the last image, image), or None if there is no image yet."""
         number = self.number("image")
         if number is None:
             return None
@@ -136,12 +136,12 @@ class Log:
 
     @property
     def fsynced(self) -> bool:
-        """Whether what is in it may be fsynced, and is to survive the death of the machine."""
+        """Whether the journal is fsynced by `sync`, so that it survives a machine crash."""
         return bool(self.fact("fsynced"))
 
     @property
     def covered(self) -> int:
-        """The number of the last record in the last image; 0 if there is none."""
+        """Number of the last record in the last image; 0 if there is no image."""
         return self.number("image") or 0
 
     def image_path(self, number: int) -> Path:
@@ -149,15 +149,15 @@ class Log:
 
     @property
     def nbytes(self) -> int:
-        """What log and images take of the disk."""
+        """Size of log and images on disk in bytes."""
         found = 0
         for path in [*self.directory.glob(f"{LOG_NAME}*"), *self.directory.glob("image-*")]:
-            with contextlib.suppress(FileNotFoundError):  # an image that another one replaced
+            with contextlib.suppress(FileNotFoundError):  # a newer image may have replaced it
                 found += path.stat().st_size
         return found
 
     def records(self, after: int, upto: int | None = None) -> Iterator[tuple[int, bytes]]:
-        """(number, record) of everything appended after record `after`, and up to `upto`."""
+        """Yield (number, record) for the records after `after`, up to and including `upto` (None: to the last)."""
         expected = after + 1
         while upto is None or expected <= upto:
             with self._named("cannot be read"):
@@ -173,8 +173,7 @@ class Log:
                 return
 
     def write_image(self, number: int, image: bytes) -> None:
-        """Put an image beside the journal, whole or not at all; on the disk when this returns if the journal is forced
-        there."""
+        """Write an image next to the journal, atomically. If the journal is fsynced, the image is on disk on return."""
         path = self.image_path(number)
         aside = path.with_name(f"{path.name}.aside")
         with self._named(f"{path.name} cannot be written"):
@@ -202,7 +201,7 @@ class Log:
             raise self.error(f"{'it' if isinstance(error, OSError) else LOG_NAME} {what}: {error}") from error
 
     def close(self) -> None:
-        """Let go of it. Idempotent."""
+        """Close the database. Idempotent."""
         self._db.close()
 
     def __enter__(self) -> Self:
@@ -213,10 +212,10 @@ class Log:
 
 
 class Journal(Log):
-    """The journal of this process's service. One thread at a time."""
+    """Write access to the journal, for the service process. Not thread-safe."""
 
     def __init__(self, directory: Path, lock: HeldFile) -> None:
-        """Use `open`."""
+        """Internal constructor; use `open`."""
         self._lock = lock
         self._last = 0
         self._droppable = 0
@@ -225,17 +224,17 @@ class Journal(Log):
         super().__init__(directory)
         try:
             self._end = LogEnd(directory / END_NAME)
-            self._tidy()
+            self._check_end()
         except BaseException:
             self._db.close()
             raise
 
     @classmethod
     def open(cls, directory: str | Path) -> Journal:
-        """The journal in `directory`, which is made (mode 0700) if it is not there.
+        """Open the journal in `directory`, which is created (mode 0700) if it does not exist.
 
-        StateDirError if another process uses it, if it is on a file system of the network (where locks and what a
-        dying process wrote cannot be relied on), or if it cannot be read and written.
+        Raises StateDirError if another process uses it, if it is on a network file system (where locks and the last
+        writes of a crashed process are unreliable), or if it cannot be read and written.
         """
         folder = Path(directory).absolute()
         lock = None
@@ -246,11 +245,13 @@ class Journal(Log):
                 raise StateDirError(
                     directory=str(folder),
                     why=f"it is on a file system of type {file_system(folder) or 'unknown'}, which may be shared",
-                    hint="Name a directory on a local disk",
+                    hint="Use a directory on a local disk",
                 )
             lock = HeldFile.take(folder / "lock")
             if lock is None:
-                raise StateDirError(directory=str(folder), why="another process uses it", hint="Stop that one first")
+                raise StateDirError(
+                    directory=str(folder), why="another process uses it", hint="Stop that process first"
+                )
             return cls(folder, lock)
         except OSError as error:
             if lock is not None:
@@ -260,7 +261,7 @@ class Journal(Log):
             raise StateDirError(directory=str(folder), why=f"it cannot be used: {error.strerror or error}") from error
 
     def _prepare(self) -> None:
-        make_private(self.directory / LOG_NAME)  # SQLite's other files are made as this one is
+        make_private(self.directory / LOG_NAME)  # SQLite creates its other files with the same mode
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.executescript(_SCHEMA)
         self._db.execute("PRAGMA synchronous = OFF")
@@ -275,40 +276,40 @@ class Journal(Log):
         return self._db.execute("SELECT 1 FROM log LIMIT 1").fetchone() is not None
 
     def force(self) -> None:
-        """From now on `sync` forces what was appended to the disk. What is there already is forced now."""
+        """Make the journal fsynced: from now on `sync` writes appended records to disk. Fsyncs the existing records."""
         with self._named("cannot be written"):
             self._fsynced = True
             self._checkpoint()
             self._end.fsynced(self._last)
-            # SQLite orders its own writes so that the log is whole after the machine's end; `sync` does the rest.
+            # SQLite orders its writes so that the log stays consistent in a machine crash; `sync` does the rest.
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._log_fd = os.open(self.directory / f"{LOG_NAME}-wal", os.O_RDONLY | os.O_CLOEXEC)
         self.set_facts(fsynced=1)
 
     def sync(self) -> None:
-        """All that was appended is on the disk when this returns. Blocks for as long as the disk takes, a millisecond
-        on a fast one. StateDirError if it is not there, and maybe never will be: do not go on with this journal."""
+        """Fsync all appended records. Blocks for the disk, about a millisecond on a fast one. Raises StateDirError if
+        the fsync fails; the journal must then not be used any further."""
         with self._named("cannot be fsynced"):
             os.fdatasync(self._log_fd)
             self._end.fsynced(self._last)
 
-    def _tidy(self) -> None:
-        """Find where the log ends; remove what an interrupted epoch left aside."""
+    def _check_end(self) -> None:
+        """Find the end of the log and check it against `journal.end`. Delete images of interrupted epochs."""
         with self._named("cannot be read"):
             (last,) = self._db.execute("SELECT max(number) FROM log").fetchone()
         self._droppable = self.covered
         self._last = max(last or 0, self._droppable)
         if self._end.damaged:
             raise self.error(
-                f"{END_NAME} is damaged: it does not tell where the log ends, which is record {self._last}",
-                f"Put back a copy of the directory; to go on with the log as it is, delete {END_NAME}",
+                f"{END_NAME} is damaged, so the end of the log, record {self._last}, cannot be verified",
+                f"Restore a copy of the directory; to continue with the log as it is, delete {END_NAME}",
             )
         if self._last < self._end.least:
             damaged = f"{LOG_NAME}-wal is damaged" if self._last else f"{LOG_NAME} is missing, empty or damaged"
             raise self.error(
                 f"its log ends with record {self._last}, but {self._end.least} were appended: {damaged}, and the last "
-                f"{self._end.least - self._last} are lost",
-                f"Put back a copy of the directory or restore a checkpoint; to go on without them, delete {END_NAME}",
+                f"{self._end.least - self._last} records are lost",
+                f"Restore a copy of the directory or a checkpoint; to continue without them, delete {END_NAME}",
             )
         image = self.image_path(self._droppable)
         if image.exists():
@@ -317,12 +318,12 @@ class Journal(Log):
 
     @property
     def last(self) -> int:
-        """The number of the last record; 0 before the first."""
+        """Number of the last record; 0 before the first."""
         return self._last
 
     def append(self, *records: bytes) -> None:
-        """The next records, all or none. StateDirError, and nothing is appended, where they cannot be written (a full
-        disk)."""
+        """Append `records` atomically. Raises StateDirError and appends nothing if they cannot be written, e.g. on a
+        full disk."""
         rows = [(number, record, zlib.crc32(record)) for number, record in enumerate(records, self._last + 1)]
         with self._named("cannot be written"):
             hit("journal.before_append")
@@ -338,11 +339,12 @@ class Journal(Log):
         self._note_end()
 
     def _note_end(self) -> None:
-        """Raises nothing: the record is there, and without the note only less would be noticed."""
+        """Write the end of the log to `journal.end`. Logs errors instead of raising: the records are already appended,
+        and a stale note only weakens damage detection."""
         try:
             self._end.appended(self._last)
         except OSError as error:
-            log.warning("%s: %s cannot be written: %s", self.directory, END_NAME, error)
+            log.warning("State directory %s: %s cannot be written: %s", self.directory, END_NAME, error)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -351,7 +353,7 @@ class Journal(Log):
             yield
             self._db.execute("COMMIT")
         except BaseException:
-            if self._db.in_transaction:  # a full disk may have ended it
+            if self._db.in_transaction:  # SQLite rolls back by itself on a full disk
                 self._db.execute("ROLLBACK")
             raise
 
@@ -364,7 +366,7 @@ class Journal(Log):
         self._db.execute("DELETE FROM log WHERE number <= ?", (upto,))
 
     def begin_from(self, number: int) -> None:
-        """From now on the image of record `number`, which is there, is where the next epoch begins."""
+        """Let the next epoch start from the image of record `number`, which must exist."""
         hit("image.before_begin")
         before = self.number("image")
         self._set_facts(image=number)
@@ -377,7 +379,7 @@ class Journal(Log):
                 self.image_path(before).unlink(missing_ok=True)
 
     def set_facts(self, **facts: int | str) -> None:
-        """Set these, all or none, and on disk when this returns."""
+        """Store `facts` atomically. They are on disk on return."""
         with self._named("cannot be written"):
             self._db.execute("PRAGMA synchronous = FULL")
             try:
@@ -390,8 +392,8 @@ class Journal(Log):
             self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
 
     def set_aside(self, folder: Path) -> Journal:
-        """A new journal in this one's place, which is closed and moved to `folder`. The lock stays held."""
-        self._let_go()
+        """Close this journal, move it to `folder` and return a new one in its place. The lock stays held."""
+        self._release()
         with self._named("cannot be set aside"):
             folder.mkdir(mode=0o700)
             for path in list(self.directory.iterdir()):
@@ -400,7 +402,7 @@ class Journal(Log):
         return Journal(self.directory, self._lock)
 
     def close(self) -> None:
-        """Force everything to the disk and let go of it. Idempotent; a forked child only lets go."""
+        """Fsync everything and release the directory. Idempotent; a forked child only releases it."""
         if self._lock.fd < 0:
             return
         try:
@@ -409,18 +411,18 @@ class Journal(Log):
                 self._end.fsynced(self._last)
             self.set_facts(clean=1)
         except StateDirError as error:
-            log.warning("%s; the next epoch takes it for that of a process that was killed", error)
-        self._let_go()
+            log.warning("%s; the next start treats this as a crash of the service", error)
+        self._release()
         self._lock.close()
 
     def _checkpoint(self) -> None:
-        """Write everything to the disk, again if need be."""
+        """Fsync the image and the directory, and write the write-ahead log to the database."""
         sync_path(self.image_path(self.covered))
         sync_path(self.directory)
         self._db.execute("PRAGMA synchronous = FULL")
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         super().close()
         self._end.close()
         if self._log_fd >= 0:

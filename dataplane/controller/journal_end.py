@@ -1,5 +1,5 @@
-"""Where the log of a journal ends, kept outside the log: SQLite takes damage in its write-ahead log for the end of what
-was written, and says nothing."""
+"""The end of a journal's log, stored outside the log: SQLite silently treats damage in its write-ahead log as its
+end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from dataplane.core.addresses import boot_id
 
 _CONTENT = struct.Struct("<QQ36s")
 MOST = 2**63 - 1
-"""SQLite numbers no record higher."""
+"""Highest record number that SQLite supports."""
 
 
 class LogEnd:
-    """The numbers of the last record appended and of the last fsynced, in a file, each written after the log
-    has the record. After the end of the machine only the second counts: of what nobody forced there, the disk may have
-    taken this file and not the log. OSError if it cannot be used."""
+    """File with the numbers of the last appended and the last fsynced record, each written after the record itself.
+
+    After a machine crash only the second number is reliable: without an fsync, this file may have reached the disk
+    before the log. Raises OSError if the file cannot be opened or written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,19 +28,19 @@ class LogEnd:
         appended, self._fsynced, boot = _CONTENT.unpack(content) if len(content) == _CONTENT.size else (0, 0, b"")
         self.damaged = max(appended, self._fsynced) > MOST or self._fsynced > appended
         self.least = appended if boot == self._boot else self._fsynced
-        """The record that the log must reach, unless the file is `damaged`."""
+        """Number of the last record that the log must contain, unless the file is `damaged`."""
 
     def appended(self, number: int) -> None:
-        """The log has all up to this record."""
+        """Note that the log contains all records up to `number`."""
         os.pwrite(self._fd, _CONTENT.pack(number, self._fsynced, self._boot), 0)
 
     def fsynced(self, number: int) -> None:
-        """So has the disk."""
+        """Note that the disk contains all records up to `number`."""
         self._fsynced = number
         self.appended(number)
 
     def close(self) -> None:
-        """Let go of the file. Idempotent."""
+        """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

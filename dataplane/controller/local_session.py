@@ -1,4 +1,4 @@
-"""A session of the service's own process, for those who look into it: no server, no socket."""
+"""A session within the service process, for inspection commands. It uses neither a server nor a socket."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ASK_S = 10.0
 
 
 class LocalSession:
-    """Opens its session at the first question, and another one when the service gave that up. Thread-safe."""
+    """Opens a session with the first command, and a new one after the service expired it. Thread-safe."""
 
     def __init__(self, shell: LedgerThread, *, name: str, address: str) -> None:
         self._shell = shell
@@ -35,12 +35,12 @@ class LocalSession:
         self._number = 0
 
     def ask(self, command: c.Command) -> c.Result:
-        """What the ledger answers (figures without this session, which is no client's); raises the error that it
-        answers with. One question at a time: others wait for their turn. `CallTimeoutError` after `ASK_S`,
-        `ServiceUnavailableError` once the service is stopping."""
+        """Execute `command` and return the ledger's result, or raise the error that it answers. Statistics omit this
+        session, because it does not belong to a client. Concurrent calls run one at a time. Raises `CallTimeoutError`
+        after `ASK_S` seconds, `ServiceUnavailableError` once the service is stopping."""
         deadline = time.monotonic() + ASK_S
         if not self._turn.acquire(timeout=ASK_S):
-            raise self._late(command)
+            raise self._timeout_error(command)
         try:
             try:
                 return self._ask(command, deadline)
@@ -48,19 +48,19 @@ class LocalSession:
                 self._session = 0
                 return self._ask(command, deadline)
         except queue.Empty:
-            raise self._late(command) from None
+            raise self._timeout_error(command) from None
         finally:
             self._turn.release()
 
     def beat(self) -> None:
-        """The session's heartbeat."""
+        """Send the session's heartbeat."""
         session = self._session
         if session:
             with contextlib.suppress(ServiceUnavailableError):
                 self._shell.submit(c.Heartbeat(session=session))
 
     def close(self) -> None:
-        """End the session. Nothing is waited for."""
+        """End the session without waiting for an answer."""
         session, self._session = self._session, 0
         if session:
             self._number += 1
@@ -75,9 +75,9 @@ class LocalSession:
         assert isinstance(answer, c.Answer)
         if isinstance(answer.result, DataPlaneError):
             raise answer.result
-        return self._without_itself(answer.result)
+        return self._without_own_session(answer.result)
 
-    def _without_itself(self, result: c.Result) -> c.Result:
+    def _without_own_session(self, result: c.Result) -> c.Result:
         if not isinstance(result, c.StatsReport):
             return result
         return msgspec.structs.replace(
@@ -85,7 +85,7 @@ class LocalSession:
         )
 
     def _call(self, session: int, command: c.Command) -> c.Call:
-        """Answers to what was asked before are of no use any more."""
+        """Build a numbered call. Its watermark discards the answers to all earlier calls."""
         return c.Call(session=session, number=self._number, watermark=self._number, command=command)
 
     def _open(self, deadline: float) -> None:
@@ -99,7 +99,7 @@ class LocalSession:
         self._session, self._number = opened.session, 0
 
     def _submit(self, item: c.Input, deadline: float) -> c.Output:
-        """`queue.Empty` if no answer comes in time."""
+        """Submit `item` and wait for its answer. Raises `queue.Empty` after `deadline`."""
         answers: queue.SimpleQueue[c.Output] = queue.SimpleQueue()
         reply: Callable[[c.Output], None] = answers.put
         self._shell.submit(item, reply)
@@ -110,6 +110,6 @@ class LocalSession:
                 self._shell.withdraw(item, reply)
             raise
 
-    def _late(self, command: c.Command) -> CallTimeoutError:
+    def _timeout_error(self, command: c.Command) -> CallTimeoutError:
         what, peer = type(command).__name__, f"the service at {self._address}"
         return CallTimeoutError(what=what, waited_s=ASK_S, peer=peer)

@@ -1,4 +1,4 @@
-"""What the service does with a request, whatever carried it: both servers use this and nothing else."""
+"""Conversion of requests to ledger inputs and of ledger outputs to replies, shared by the ZMQ and gRPC servers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from dataplane.protocol import codec
 from dataplane.protocol.pb import control_pb2 as pb
 
 Reply = Callable[[c.Output], None]
-"""Takes the one output that answers a request. Called in the ledger's thread; returns at once."""
+"""Callback for the single output that answers a request. Called in the ledger thread; must not block."""
 
 Key = tuple[str, int | str, int]
-"""What a request and the output that answers it have in common."""
+"""Correlation key that a request shares with the output that answers it."""
 
 CALLERS_REPORTS = frozenset({c.OpenSession.__name__, c.Heartbeat.__name__, c.DropUnit.__name__})
-"""The unnumbered inputs that anyone with the token may send. The rest are for units, or for the service itself."""
+"""The unnumbered inputs that clients may send. All others come from storage units or from the service itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a service tells of itself. `endpoints` are ZMQ endpoints, ipc first; a host `*` is for the client to fill
-    in. `durable`: it keeps its state over a restart; `fsynced`: over the end of its machine, too. `curve_key`: of its
-    ZMQ server, "" where that does not encrypt. `service`: a public name of its state; `instance`: of this start;
-    `secret`: what its proof and its ticket are made with, "" where it has none; `told`: holders of a certificate are
-    told the secret."""
+    """Properties of a service that its servers report to clients.
+
+    `endpoints`: ZMQ endpoints, ipc first; the client replaces a host `*`. `durable`: the state survives a restart;
+    `fsynced`: it survives a machine crash too. `curve_key`: public key of the ZMQ server, "" without encryption.
+    `service`: public name of the state; `instance`: public name of this start; `secret`: key of the proof and the
+    ticket, "" if none; `told`: whether GetKeys returns the secret (to clients with a TLS certificate)."""
 
     address: str
     epoch: int
@@ -47,14 +48,14 @@ class Facts:
 
 
 def parse(method: str, body: bytes) -> c.Input:
-    """The input behind a caller's request. `InvalidRequestError` for what is malformed or not for callers to send."""
+    """Decode a client's request. Raises `InvalidRequestError` if it is malformed or reserved for other senders."""
     if method not in codec.METHODS and method not in CALLERS_REPORTS:
         raise InvalidRequestError(f"unknown method {method[:80]!r}; is the client newer than the service?")
     return codec.decode(method, body)
 
 
 def key_of(item: c.Input | c.Output) -> Key | None:
-    """What tells which output answers which input; None for what neither answers nor is answered."""
+    """Return the key that correlates an input with its answer; None for items outside the request-reply scheme."""
     match item:
         case c.Call() | c.Answer():
             return "call", item.session, item.number
@@ -68,7 +69,7 @@ def key_of(item: c.Input | c.Output) -> Key | None:
 
 
 def refused(item: c.Input, error: DataPlaneError) -> c.Output | None:
-    """The output that answers `item` with an error."""
+    """Return the output that answers `item` with `error`, or None if `item` has no answer."""
     match item:
         case c.Call():
             return c.Answer(session=item.session, number=item.number, result=error)
@@ -82,7 +83,7 @@ def refused(item: c.Input, error: DataPlaneError) -> c.Output | None:
 
 
 def message_of(output: c.Output, facts: Facts) -> Message:
-    """The reply that an output becomes. Raises the error it carries."""
+    """Convert an output to its reply message. Raises the error that the output carries."""
     match output:
         case c.Answer():
             if isinstance(output.result, DataPlaneError):
@@ -97,9 +98,9 @@ def message_of(output: c.Output, facts: Facts) -> Message:
                 wire.host, wire.heartbeat_s, wire.durable = facts.host, facts.heartbeat_s, facts.durable
                 wire.put_timeout_s = facts.put_timeout_s
             return wire
-    raise InternalError(what=f"{type(output).__name__} is no answer")
+    raise InternalError(what=f"{type(output).__name__} does not answer a request")
 
 
 def heartbeat_reply(facts: Facts) -> pb.HeartbeatReply:
-    """The answer to every heartbeat: an epoch other than the session's tells that the session is over."""
+    """Return the reply to a heartbeat. An epoch that differs from the session's epoch means that the session ended."""
     return pb.HeartbeatReply(epoch=facts.epoch)

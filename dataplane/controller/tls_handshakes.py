@@ -1,4 +1,4 @@
-"""Connections to the gRPC port with TLS that come to no call are counted: gRPC's line for each stays out of the log."""
+"""Counts TLS connections to the gRPC port that never make a call, instead of gRPC's log line for each of them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 REPORT_S = 60.0
-"""How often the log says how many there were. It is also the time that a connection has for its first call, which is
-more than its handshake may take."""
+"""Interval in seconds of the log line. It is also the time limit for the first call of a connection, which exceeds the
+time limit of the handshake."""
 PEERS = 4096
-"""How many connections that have made a call are remembered. Beyond it, one may be counted twice."""
+"""Maximum number of remembered connections that made a call. With more, one may be counted twice."""
 
 
 class Handshakes(grpc.aio.ServerInterceptor):
-    """Counts connections that `began`, and takes off those that a call comes from. gRPC does not tell which handshakes
-    fail, or why."""
+    """Counts connections that `began` and subtracts those that make a call. gRPC does not report which handshakes fail,
+    or why."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """loop: of the server."""
+        """loop: the server's event loop."""
         self._loop = loop
         self._began = 0
         self._before = 0
         self._called = 0
-        self._told = 0
+        self._reported = 0
         self._peers: dict[str, None] = {}
         self._reporting = False
 
     def began(self) -> None:
-        """A peer has connected. Any thread."""
-        with contextlib.suppress(RuntimeError):  # the server has ended
+        """Count a new connection. Any thread."""
+        with contextlib.suppress(RuntimeError):  # the server's loop is closed
             self._loop.call_soon_threadsafe(self._begin)
 
     def _begin(self) -> None:
@@ -47,15 +47,15 @@ class Handshakes(grpc.aio.ServerInterceptor):
             self._loop.call_later(REPORT_S, self._report)
 
     def _report(self) -> None:
-        """Those that began before the last report have had their time."""
-        came_to_nothing = self._before - self._called
-        if came_to_nothing > self._told:
+        """Log the connections without a call that began before the last report, whose time limit has passed."""
+        without_call = self._before - self._called
+        if without_call > self._reported:
             log.warning(
-                "%d connections to the port of gRPC came to no call: those peers do not speak TLS, or have no "
-                "certificate of the authority in tls_ca_file that is valid now",
-                came_to_nothing - self._told,
+                "%d connections to the gRPC port made no call: these peers do not use TLS, or lack a currently valid "
+                "certificate of the authority in tls_ca_file",
+                without_call - self._reported,
             )
-            self._told = came_to_nothing
+            self._reported = without_call
         self._reporting = self._before < self._began
         self._before = self._began
         if self._reporting:

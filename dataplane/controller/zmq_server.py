@@ -1,4 +1,4 @@
-"""The ZMQ server: a ROUTER that our own clients send their commands to, and that notices when they are cut off."""
+"""The ZMQ server: a ROUTER socket that receives the commands of Python clients and detects their disconnects."""
 
 from __future__ import annotations
 
@@ -27,30 +27,32 @@ from dataplane.protocol.zap import Admission
 log = logging.getLogger(__name__)
 
 BEFORE_DISCONNECTS = 256
-"""The most requests that are handled in one look at the ends of connections, before those ends are."""
+"""Maximum number of requests handled after each read of the monitor, before disconnects are handled."""
 LOOKS = 8
-"""The most looks in one call: connections may begin or end while the requests of a look are handled."""
+"""Maximum number of monitor reads per call: connections may open or close while requests are handled."""
 BACKLOG = 4096
-"""A client connects twice, and a thousand may come in one second."""
+"""Listen backlog. A client opens two connections, and a thousand clients may start within one second."""
 GOODBYE_MS = 500
-"""How long closing waits for the last replies to leave."""
+"""Time in milliseconds that closing waits for the last replies to be sent."""
 
 
-_STRANGER = "it does not begin with this protocol's handshake; an older client does so: install the same release there"
+_NO_HANDSHAKE = (
+    "it did not send this protocol's handshake; if it is an older client, install the release of the service"
+)
 
 
 class Handler(Protocol):
-    """Who applies inputs, in the thread that calls `ZmqServer.serve`."""
+    """Applies inputs, in the thread that calls `ZmqServer.serve`."""
 
     def handle(self, item: c.Input, reply: Reply | None, *, caller: object) -> None: ...
 
 
 class ZmqServer:
-    """Binds at once, to `host`:`port` (0: any free one) and an ipc name. One thread serves: it polls `socket`
-    and `monitor` and calls `serve` and `notice_disconnects`.
+    """Binds in the constructor, to `host`:`port` (0: any free port) and an ipc endpoint. One thread must serve: it
+    polls `socket` and `monitor` and calls `serve` and `notice_disconnects`.
 
-    The connection that a session's heartbeats come from stands for its client: when it ends before the session said
-    Bye, the handler gets `SessionSilent`. With a `ticket` it talks to those only who show it, encrypted with `keys`.
+    The connection that carries a session's heartbeats represents its client: if it closes before the session sends Bye,
+    the handler receives `SessionSilent`. With a `ticket`, only peers that present it are served, encrypted with `keys`.
     Raises `PortTakenError` if the port is in use.
     """
 
@@ -63,8 +65,8 @@ class ZmqServer:
         self.socket.set(zmq.MAXMSGSIZE, zmq_frames.MAX_REQUEST_FRAME_BYTES)
         self._admission: Admission | None = None
         self._sessions: dict[int, int] = {}
-        self._heard: set[int] = set()  # descriptors that heartbeats came from since the monitor was read
-        self._is_stranger = False
+        self._heard: set[int] = set()  # descriptors of heartbeats received since the last read of the monitor
+        self._handshake_failed = False
         self._closed = False
         try:
             guarded = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if ticket else 0
@@ -91,28 +93,28 @@ class ZmqServer:
             raise cannot_listen(host, port, error.errno) from error
 
     def introduce(self, facts: Facts) -> None:
-        """What the server tells of the service; before `serve`."""
+        """Set the facts that replies contain. Must be called before `serve`."""
         self._facts = facts
 
     def serve(self, handler: Handler) -> bool:
-        """Handle one message, whenever `socket` is readable; whether there was one. Does not block."""
+        """Handle one message and return whether there was one. Call it when `socket` is readable. Does not block."""
         try:
             frames = receive(self.socket, NOBLOCK)
         except zmq.Again:
             return False
-        self._take(handler, *frames)
+        self._dispatch(handler, *frames)
         return True
 
     def notice_disconnects(self, handler: Handler) -> None:
-        """Handle which connections have ended, whenever `monitor` is readable, after what came through them before.
-        Does not block."""
+        """Handle closed connections, after the messages that they sent before. Call it when `monitor` is readable. Does
+        not block."""
         events: list[tuple[int, int]] = []
         for _ in range(LOOKS):
-            # What came through a connection was there before its end was told, and its beginning before that.
-            told = self._told()
-            if not told:
+            # The messages of a connection are queued before its disconnect event, and after its accept event.
+            new = self._monitor_events()
+            if not new:
                 break
-            events += told
+            events += new
             for _ in range(BEFORE_DISCONNECTS):
                 if not self.serve(handler):
                     break
@@ -124,45 +126,46 @@ class ZmqServer:
                     if self._admission is not None:
                         self._unauthenticated.began(descriptor)
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                    self._is_stranger = True  # the next connection that ends is its
+                    self._handshake_failed = True  # the next disconnect belongs to this peer
                 case zmq.EVENT_DISCONNECTED:
-                    # The last heartbeat may have come from a later connection that has the same descriptor.
+                    # The last heartbeat may belong to a later connection that reuses the descriptor.
                     replaced = later[descriptor] > 0 and descriptor in self._heard
                     self._end_connection(handler, descriptor, replaced)
         self._heard.clear()
 
-    def _told(self) -> list[tuple[int, int]]:
-        """What the monitor says: events, each with its descriptor."""
+    def _monitor_events(self) -> list[tuple[int, int]]:
+        """Read the pending events of the monitor. Return (event, descriptor) pairs."""
         events = []
         while readable(self.monitor):
-            told = recv_monitor_message(self.monitor)
-            events.append((int(told["event"]), int(told["value"])))
+            message = recv_monitor_message(self.monitor)
+            events.append((int(message["event"]), int(message["value"])))
         return events
 
     def _end_connection(self, handler: Handler, descriptor: int, replaced: bool) -> None:
         peer = self._unauthenticated.ended(descriptor)
-        if self._admission is not None and self._is_stranger:
-            self._is_stranger = False
-            self._admission.complain(f"a peer at {peer or 'an unknown address'}", _STRANGER)
+        if self._admission is not None and self._handshake_failed:
+            self._handshake_failed = False
+            self._admission.complain(f"a peer at {peer or 'an unknown address'}", _NO_HANDSHAKE)
         session = None if replaced else self._sessions.pop(descriptor, None)
         if session is not None and session not in self._sessions.values():
             handler.handle(c.SessionSilent(session=session), None, caller=None)
 
     def pause_ms(self, most: int | None) -> int | None:
-        """How long to wait before `hang_up` is called: `most` at most (None: for ever)."""
+        """Return the time until `hang_up` must be called, in milliseconds, at most `most` (None: unlimited)."""
         return self._unauthenticated.pause_ms(most)
 
     def hang_up(self) -> None:
-        """End connections of peers that have not shown the ticket, where there are too many. Does not block."""
+        """Close connections of unauthenticated peers if there are too many. Does not block."""
         self._unauthenticated.hang_up()
 
-    def _take(self, handler: Handler, peer: zmq.Frame, *frames: zmq.Frame) -> None:
+    def _dispatch(self, handler: Handler, peer: zmq.Frame, *frames: zmq.Frame) -> None:
+        """Parse one request and pass it to `handler`; reply with the error if it is malformed."""
         caller = peer.bytes
         try:
             if self._admission is not None:
                 self._unauthenticated.spoke(int(peer.get(zmq.SRCFD)))
             if len(frames) < 2:
-                raise InvalidRequestError(f"a request has 2 or more frames (method, message), not {len(frames)}")
+                raise InvalidRequestError(f"a request needs 2 or more frames (method, message), got {len(frames)}")
             method, *parts = [frame.bytes for frame in frames]
             item = parse(method.decode(errors="replace"), parts[0] if len(parts) == 1 else b"".join(parts))
             if isinstance(item, c.Heartbeat):
@@ -173,19 +176,19 @@ class ZmqServer:
             self._complain(error)
             self._send(caller, zmq_frames.refusal(0, error))
         except Exception as error:
-            line = self._failures.take("failed on a request")
+            line = self._failures.take("Failed on a request")
             if line is not None:
                 log.exception("%s", line)
             self._send(caller, zmq_frames.refusal(0, InternalError(what=repr(error))))
 
     def _complain(self, error: DataPlaneError) -> None:
-        line = self._refusals.take(f"refused a request: {error}")
+        line = self._refusals.take(f"Rejected a request: {error}")
         if line is not None:
             log.warning("%s", line)
 
     def _beat(self, handler: Handler, item: c.Heartbeat, peer: zmq.Frame) -> None:
         assert self._facts is not None
-        # Nobody else has this connection's descriptor now, so whatever session it stood for before is not meant.
+        # Only this connection has the descriptor now, so an earlier session of the descriptor is obsolete.
         descriptor = int(peer.get(zmq.SRCFD))
         self._sessions[descriptor] = item.session
         self._heard.add(descriptor)
@@ -204,11 +207,11 @@ class ZmqServer:
         self._send(caller, frames)
 
     def _send(self, caller: bytes, frames: list[bytes]) -> None:
-        """Never blocks: a ROUTER drops what its peer does not take, and the peer asks again."""
+        """Send `frames` without blocking. A ROUTER drops messages that the peer does not accept; the client resends."""
         send(self.socket, [caller, *frames])
 
     def close(self) -> None:
-        """Let the last replies leave, then close. Idempotent; only in the thread that served, or before it did."""
+        """Send the last replies, then close. Idempotent. Only for the serving thread, or before it starts."""
         if self._closed:
             return
         self._closed = True

@@ -1,6 +1,6 @@
-"""Values to bytes and back, for samples in one process.
+"""Conversion of field values to bytes and back, within one process.
 
-`columns` encodes fields for a put and decodes what was read, `batch` and `jagged` are the containers, `meta` is what
+`columns` encodes the fields of a put and decodes the rows of a read. `batch` and `jagged` are the containers, `meta`
 names samples, `packing` divides samples among ranks and micro-batches. Imports `ledger`'s commands, `config`, `core`
 and `errors`. Start with `meta` and `columns.encode`.
 """

@@ -1,4 +1,4 @@
-"""`BatchedDataDict`, the batch that training code holds, and `materialize`, which makes one of a TensorDict."""
+"""`BatchedDataDict`, the batch type of training code, and `materialize`, which converts a TensorDict to one."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ DictT = TypeVar("DictT")
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
-    """Columns by name, all of one number of rows N: tensors `[N, ...]`, nested (jagged) tensors, lists, numpy arrays
-    (object arrays among them).
+    """Columns by name, all with N rows: tensors `[N, ...]`, nested (jagged) tensors, lists, numpy arrays (including
+    object arrays).
 
-    `micro_batch_indices`, `micro_batch_lengths` and `elem_counts_per_gb` are what sharding with packing leaves on a
-    shard (see `schema`), None otherwise; `not_per_token` names padded columns whose dimension 1 is not the samples'
-    tokens (see `materialize`). Methods that change rows give a new batch over the same memory where they can,
-    and say so where they work in place. Columns can be put in and replaced one after another, also with another number
-    of rows: a column whose number differs from the others' is a ValueError of `size` and of all that deals with rows.
+    Sharding with packing sets `micro_batch_indices`, `micro_batch_lengths` and `elem_counts_per_gb` on each shard (see
+    `schema`); otherwise they are None. `not_per_token` names padded columns whose dimension 1 is not the token axis
+    (see `materialize`). Methods that change rows return a new batch, over the same memory where possible, unless their
+    docstring says that they work in place. Columns can be added and replaced one by one, also with a different number
+    of rows; while row counts differ, `size` and all row operations raise ValueError.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -50,60 +50,60 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, Any] | None = None
     ) -> BatchedDataDict[Any]:
-        """All rows of `batches`, in order.
+        """Concatenate the rows of `batches`, in order.
 
-        Dense tensors that differ in dimension 1 are padded on the right to the widest, with `pad_value_dict[name]` or
-        0; jagged tensors, lists and arrays are joined. Batches without rows are passed over. A key that one batch has
-        and another lacks is a KeyError; kinds, dtypes or other dimensions that differ are a ValueError.
+        Dense tensors that differ in dimension 1 are right-padded to the widest, with `pad_value_dict[name]` or 0.
+        Jagged tensors, lists and arrays are concatenated. Batches without rows are skipped. Raises KeyError for a key
+        that only some batches have, ValueError for kinds, dtypes or other dimensions that differ.
         """
         pads = pad_value_dict or {}
         filled = [batch for batch in batches if _rows_of(batch)] or list(batches[:1])
         names = list(filled[0]) if filled else []
         for number, batch in enumerate(filled):
-            odd = set(names) ^ set(batch)
-            if odd:
-                raise KeyError(f"{min(odd)!r} is in some of the batches only (batch {number} differs from batch 0)")
+            partial = set(names) ^ set(batch)
+            if partial:
+                raise KeyError(f"column {min(partial)!r} is in some batches only (batch {number} differs from batch 0)")
         joined = cls({name: _joined(name, [batch[name] for batch in filled], pads.get(name, 0)) for name in names})
         joined.not_per_token = frozenset().union(*(getattr(batch, "not_per_token", ()) for batch in filled))
         return joined
 
     @property
     def size(self) -> int:
-        """Number of rows; 0 without columns."""
+        """Number of rows; 0 if the batch has no columns."""
         return _rows_of(self.data)
 
     def get_dict(self) -> dict[str, Any]:
-        """The columns as a plain dict (the columns themselves, not copied)."""
+        """Return the columns as a plain dict, without copying the columns."""
         return dict(self.data)
 
     # --- rows ---
 
     def slice(self, start: int, end: int) -> BatchedDataDict[Any]:
-        """Rows [start, end), as views where the column allows. ValueError unless 0 <= start <= end <= N."""
+        """Return rows [start, end), as views where the column allows. ValueError unless 0 <= start <= end <= N."""
         if not 0 <= start <= end <= self.size:
-            raise InvalidRequestError(f"slice [{start}, {end}) of a batch of {self.size} rows")
+            raise InvalidRequestError(f"slice [{start}, {end}) is outside a batch of {self.size} rows")
         return self._each(lambda column: _sliced(column, start, end))
 
     def chunk(self, rank: int, chunks: int) -> BatchedDataDict[Any]:
-        """Part `rank` of `chunks` equal contiguous parts. ValueError if they cannot be equal."""
+        """Return part `rank` of `chunks` equal contiguous parts. ValueError if `chunks` does not divide N."""
         size = self.size
         if chunks < 1 or size % chunks:
             raise InvalidRequestError(f"{size} rows cannot be split evenly into {chunks} chunks")
         if not 0 <= rank < chunks:
-            raise InvalidRequestError(f"chunk {rank} of {chunks}")
+            raise InvalidRequestError(f"chunk {rank} is out of range: there are {chunks} chunks")
         return self.slice(rank * (size // chunks), (rank + 1) * (size // chunks))
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> BatchedDataDict[Any]:
-        """Batch number `batch_idx` of `batch_size` rows each, the last one maybe shorter; on a shard whose global
-        batches have their own numbers of rows (`elem_counts_per_gb`) those, whatever `batch_size` says. Micro-batch
-        attributes come along."""
+        """Return batch `batch_idx` of `batch_size` rows each; the last one may be shorter. On a shard with
+        `elem_counts_per_gb`, return global batch `batch_idx` and ignore `batch_size`. Micro-batch attributes are
+        kept."""
         counts = self.elem_counts_per_gb
         if counts is None:
             if batch_size is None or batch_size < 1:
                 raise InvalidRequestError(f"batch_size={batch_size}: expected 1 or more")
             counts = [min(batch_size, self.size - start) for start in range(0, self.size, batch_size)]
         if not 0 <= batch_idx < len(counts):
-            raise InvalidRequestError(f"batch {batch_idx} of {len(counts)}")
+            raise InvalidRequestError(f"batch {batch_idx} is out of range: there are {len(counts)} batches")
         start = sum(counts[:batch_idx])
         batch = self.slice(start, start + counts[batch_idx])
         if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
@@ -114,23 +114,23 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return batch
 
     def select_indices(self, indices: Sequence[int] | Tensor | np.ndarray[Any, Any]) -> BatchedDataDict[Any]:
-        """The rows at `indices` (each in [0, N), any order, repeats allowed), copied."""
+        """Return a copy of the rows at `indices` (each in [0, N), any order, repeats allowed)."""
         places = _places(indices, self.size)
         return self._each(lambda column: _selected(column, places))
 
     def reorder_data(self, order: Sequence[int] | Tensor | np.ndarray[Any, Any]) -> None:
-        """Moves row i to place `order[i]`, in place: undoes a reordering that took row `order[i]` to place i.
-        ValueError if `order` is no permutation of the rows."""
+        """Move row i to position `order[i]`, in place. This reverts a reordering that moved row `order[i]` to position
+        i. Raises ValueError if `order` is not a permutation of the rows."""
         places = _places(order, self.size)
         if not torch.equal(places.sort().values, torch.arange(self.size)):
-            raise InvalidRequestError(f"the order of {len(places)} places is no permutation of {self.size} rows")
+            raise InvalidRequestError(f"an order of {len(places)} indices is not a permutation of {self.size} rows")
         back = places.argsort()
         self.data = {name: _selected(column, back) for name, column in self.data.items()}
 
     def repeat_interleave(self, num_repeats: int) -> BatchedDataDict[Any]:
-        """Every row `num_repeats` times, one after another (objects are repeated by reference)."""
+        """Repeat every row `num_repeats` times, adjacent to each other. Objects are repeated by reference."""
         if num_repeats < 0:
-            raise InvalidRequestError(f"cannot repeat {num_repeats} times")
+            raise InvalidRequestError(f"num_repeats={num_repeats}: expected 0 or more")
         return self.select_indices(torch.arange(self.size).repeat_interleave(num_repeats))
 
     # --- shards and micro-batches ---
@@ -143,18 +143,18 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         dynamic_batching_args: Mapping[str, Any] | None = None,
         sequence_packing_args: Mapping[str, Any] | None = None,
     ) -> list[BatchedDataDict[Any]] | tuple[list[BatchedDataDict[Any]], list[int]]:
-        """The rows of each of `shards` data-parallel ranks, copied: a part of every global batch of `batch_size` rows
-        (default: all of them), batch after batch.
+        """Copy the rows into `shards` shards, one per data-parallel rank. Each shard gets a part of every global batch
+        of `batch_size` rows (default: all rows), in batch order.
 
-        Plain parts are equal, contiguous and in order; with `allow_uneven_shards` (and no `batch_size`) the last ones
-        may be shorter. With packing or dynamic batching (see `packing.plan_shards`; lengths are the column that
-        "input_lengths_key" names) every shard gets as many micro-batches as the others, in its attributes, and the
-        result is (shards, order): row i of the shards, one after another, is row `order[i]` here, so that
-        `reorder_data(order)` puts results of theirs back. A column that "input_key" names may be narrower than a
-        micro-batch's length, which is rounded up.
+        Without packing, the parts are equal, contiguous and in order; with `allow_uneven_shards` (and no `batch_size`)
+        the last ones may be shorter. With packing or dynamic batching (see `packing.plan_shards`; "input_lengths_key"
+        names the column of lengths) every shard gets the same number of micro-batches, in its attributes, and the
+        result is (shards, order). Row i of the concatenated shards is row `order[i]` of this batch, so
+        `reorder_data(order)` restores the order of their results. The column that "input_key" names may be narrower
+        than the length of a micro-batch, because that length is rounded up.
 
-        KeyError without the column of lengths; ValueError for numbers that do not divide, and for a row over the
-        budget.
+        Raises KeyError without the column of lengths, ValueError for numbers that do not divide and for a row over the
+        token budget.
         """
         plan = plan_shards(
             self.size,
@@ -177,15 +177,16 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return parts, [row for shard in plan for row in shard.rows.tolist()]
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[BatchedDataDict[Any]]:
-        """Micro-batches of `microbatch_size` rows, in order. ValueError if they do not come out even."""
+        """Iterate over micro-batches of `microbatch_size` rows, in order. Raises ValueError if N is not a multiple."""
         size = self.size
         if microbatch_size < 1 or size % microbatch_size:
             raise InvalidRequestError(f"{size} rows cannot be cut into micro-batches of {microbatch_size}")
         return (self.slice(start, start + microbatch_size) for start in range(0, size, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[BatchedDataDict[Any]]:
-        """The micro-batches that dynamic batching made of this one global batch (see `get_batch`), every dense tensor
-        that has dimension `sequence_dim` cut there to the micro-batch's length. ValueError without them."""
+        """Iterate over the micro-batches that dynamic batching created for this single global batch (see `get_batch`).
+        Every dense tensor with dimension `sequence_dim` is truncated there to the length of the micro-batch. Raises
+        ValueError if the batch has no micro-batches."""
         indices, lengths = self._micro_batches()
 
         def cut(start: int, end: int, length: int) -> BatchedDataDict[Any]:
@@ -196,43 +197,46 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return (cut(start, end, length) for (start, end), length in zip(indices, lengths, strict=True))
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        """How many micro-batches `make_microbatch_iterator_with_dynamic_shapes` gives."""
+        """Return the number of micro-batches that `make_microbatch_iterator_with_dynamic_shapes` yields."""
         return len(self._micro_batches()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[BatchedDataDict[Any]]:
-        """The micro-batches that packing made of this one global batch (see `get_batch`): the sequences of one bin
-        each, as they are. ValueError without them."""
+        """Iterate over the micro-batches that packing created for this single global batch (see `get_batch`): each
+        holds the unmodified sequences of one bin. Raises ValueError if the batch has no micro-batches."""
         indices, _ = self._micro_batches()
         return (self.slice(start, end) for start, end in indices)
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """(how many micro-batches `make_microbatch_iterator_for_packable_sequences` gives, the most tokens of one)."""
+        """Return (number of micro-batches of `make_microbatch_iterator_for_packable_sequences`, largest number of
+        tokens in one)."""
         indices, lengths = self._micro_batches()
         return len(indices), max(lengths)
 
     def _micro_batches(self) -> tuple[list[list[int]], list[int]]:
         indices, lengths = self.micro_batch_indices, self.micro_batch_lengths
         if indices is None or lengths is None:
-            raise InvalidRequestError("no micro-batches here: shard_by_batch_size makes them with packing arguments")
+            raise InvalidRequestError(
+                "this batch has no micro-batches: create them with the packing arguments of shard_by_batch_size"
+            )
         if len(indices) != 1:
             raise InvalidRequestError(
-                f"the micro-batches are those of {len(indices)} global batches: use get_batch first"
+                f"the micro-batches belong to {len(indices)} global batches: select one with get_batch first"
             )
         return indices[0], lengths[0]
 
     def _lengths(self, key: str) -> Any:
         if key not in self.data:
-            raise KeyError(f"there is no column {key!r} to cut micro-batches by")
+            raise KeyError(f"micro-batches need the column of lengths {key!r}, which this batch does not have")
         column = self.data[key]
         if is_jagged(column):
-            raise InvalidRequestError(f"{key!r}: expected the lengths of the rows, got a jagged column")
+            raise InvalidRequestError(f"column {key!r}: expected the lengths of the rows, got a jagged column")
         return column.cpu().numpy() if isinstance(column, Tensor) else column
 
     # --- columns ---
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cuts every dense tensor that has dimension `dim` to `truncated_len` there, in place (as views); in dimension
-        1 not those of `not_per_token`."""
+        """Truncate every dense tensor that has dimension `dim` to `truncated_len` there, in place, as views. For
+        dimension 1, skip the columns of `not_per_token`."""
         for name, column in self.data.items():
             if dim == 1 and name in self.not_per_token:
                 continue
@@ -240,8 +244,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 self.data[name] = column.narrow(dim, 0, min(truncated_len, column.shape[dim]))
 
     def to(self, device: torch.device | str) -> BatchedDataDict[DictT]:
-        """Moves every tensor (those in a list column too) to `device`, in place; returns the batch itself. Jagged
-        columns that share offsets go on sharing them."""
+        """Move every tensor, including tensors in list columns, to `device`, in place. Return the batch itself. Jagged
+        columns that share offsets still share them afterwards."""
         moved: dict[int, Tensor] = {}
         for name, column in self.data.items():
             self.data[name] = _moved(column, device, moved)
@@ -263,22 +267,23 @@ def materialize(
     sequence_lengths: Sequence[int] | None = None,
     pad_to_multiple: int = 1,
 ) -> BatchedDataDict[Any]:
-    """A batch of the columns of `td`.
+    """Return a batch with the columns of `td`.
 
-    layout "padded": jagged columns become `[N, S, *inner]`, right-padded with `pad_value_dict[name]` or 0, S being the
-    column's longest row, or for per-token columns `pad_to_seqlen` if that is more than 0, else that row rounded up to
-    `pad_to_multiple`. Per-token are those that `schema.TOKEN_ALIGNED_FIELDS` names, and those whose rows are as long as
-    `sequence_lengths` `[N]` (if None, as those of such a column) says; all of them, where neither tells. Images and the
-    like are not: they are in `not_per_token` of the batch. Nested columns of another layout are padded as jagged ones
-    are. layout "jagged": they stay as they are. All other columns are passed on untouched, never padded; a
-    NonTensorStack becomes a list if all its rows are tensors (ragged columns), else an object array.
+    layout "padded": jagged columns become `[N, S, *inner]`, right-padded with `pad_value_dict[name]` or 0. S is the
+    longest row of the column. For per-token columns, S is `pad_to_seqlen` if that is more than 0, else the longest row
+    rounded up to `pad_to_multiple`. A column is per-token if `schema.TOKEN_ALIGNED_FIELDS` names it, or if its row
+    lengths equal `sequence_lengths` `[N]` (if None: those of the first column that the schema names). Without either
+    reference, all columns are per-token. The other jagged columns, such as images, are listed in `not_per_token` of
+    the batch. Nested columns of another layout are padded like jagged ones. layout "jagged": nested columns stay
+    unchanged. All other columns are passed through without padding; a NonTensorStack becomes a list if all its rows
+    are tensors (ragged columns), else an object array.
 
-    ValueError, naming the field, if `pad_to_seqlen` is below the longest row of a per-token column, a dtype cannot hold
-    its pad value, or rows that are to be padded differ in more than their length; and if `sequence_lengths` are not as
-    many as the rows.
+    Raises ValueError, naming the field, if `pad_to_seqlen` is below the longest row of a per-token column, a dtype
+    cannot hold its pad value, or rows to pad differ in more than their length. Raises ValueError if the number of
+    `sequence_lengths` differs from the number of rows.
     """
     if layout not in ("padded", "jagged"):
-        raise InvalidRequestError(f"layout is 'padded' or 'jagged', got {layout!r}")
+        raise InvalidRequestError(f"layout={layout!r}: expected 'padded' or 'jagged'")
     pads = pad_value_dict or {}
     batch: BatchedDataDict[Any] = BatchedDataDict()
     columns: dict[str, Any] = dict(td.items())
@@ -301,14 +306,14 @@ def materialize(
 
 
 def _as_jagged(name: str, value: Any) -> Any:
-    """A nested tensor of another layout as a jagged one, its rows copied; all else as it is."""
+    """Copy a nested tensor of another layout into a jagged one. Return any other value unchanged."""
     if not isinstance(value, Tensor) or is_jagged(value) or not value.is_nested:
         return value
     rows = value.unbind()
     if len({row.shape[1:] for row in rows}) > 1:
-        told = ", ".join(str(list(row.shape)) for row in rows[:5])
+        shapes = ", ".join(str(list(row.shape)) for row in rows[:5])
         raise InvalidRequestError(
-            f"field {name!r}: rows that are padded can differ in their first dimension only, got shapes {told}"
+            f"field {name!r}: rows to pad may differ in their first dimension only, got shapes {shapes}"
         )
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64, device=value.device)
     return jagged_from_values(torch.cat(rows) if rows else value.new_empty(0), offsets_of(lengths))
@@ -340,13 +345,16 @@ def _length(column: Any) -> int:
 
 
 def _rows_of(columns: Mapping[str, Any]) -> int:
+    """Return the common number of rows. Raises ValueError if the columns differ or have no rows."""
     first: str | None = None
     rows = 0
     for name, column in columns.items():
         try:
             length = _length(column)
         except (TypeError, IndexError) as error:
-            raise InvalidRequestError(f"column {name!r} has no rows: {type(column).__name__}") from error
+            raise InvalidRequestError(
+                f"column {name!r}: a value of type {type(column).__name__} has no rows; pass N rows"
+            ) from error
         if first is None:
             first, rows = name, length
         elif length != rows:
@@ -407,7 +415,7 @@ def _joined(name: str, columns: list[Any], pad_value: Any) -> Any:
     if all(isinstance(column, list | tuple) for column in columns):
         return [row for column in columns for row in column]
     kinds = sorted({type(column).__name__ for column in columns})
-    raise InvalidRequestError(f"column {name!r} is of different kinds in different batches: {', '.join(kinds)}")
+    raise InvalidRequestError(f"column {name!r} has different types in the batches: {', '.join(kinds)}")
 
 
 def _joined_jagged(columns: list[Tensor]) -> Tensor:
@@ -419,7 +427,9 @@ def _joined_jagged(columns: list[Tensor]) -> Tensor:
 def _joined_dense(name: str, columns: list[Tensor], pad_value: Any) -> Tensor:
     if len({(column.dtype, column.shape[2:], column.dim()) for column in columns}) > 1:
         shapes = [f"{str(column.dtype).removeprefix('torch.')} {list(column.shape)}" for column in columns[:5]]
-        raise InvalidRequestError(f"column {name!r} cannot be joined: {'; '.join(shapes)}")
+        raise InvalidRequestError(
+            f"column {name!r} cannot be concatenated: dtypes or shapes differ: {'; '.join(shapes)}"
+        )
     if columns[0].dim() < 2 or len({column.shape[1] for column in columns}) == 1:
         return torch.cat(columns)
     rows = sum(len(column) for column in columns)

@@ -1,4 +1,4 @@
-"""Conditions on tags, as people write them: "reward > 0.5"."""
+"""Parser of conditions on tags, such as "reward > 0.5"."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from dataplane.errors import InvalidRequestError
 Condition = tuple[str, str, Any]
 """(tag, operator, value)."""
 Where = str | Sequence[str | Condition]
-"""One condition as text, or several, each as text or as (tag, operator, value). A sample must fulfil all."""
+"""One condition as text, or several, each as text or as (tag, operator, value). A sample must match all of them."""
 
 OPERATORS = ("==", "!=", "<", "<=", ">", ">=", "in")
 _TEXT = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|<|>|(?<=\s)in(?=[\s\[]))\s*(.+?)\s*", re.DOTALL)
 _WORDS = {"True": True, "False": False, "None": None}
 _NO_WORD = re.compile(r"[\s=<>!'\"\[\]{},]")
-"""Text with one of these is quoted: without, two conditions in one string would pass for one."""
+"""Text values with one of these characters need quotes. Otherwise two conditions in one string would parse as one."""
 
 
 def conditions_of(where: Where) -> tuple[Condition, ...]:
-    """`where` as (tag, operator, value) each. `InvalidRequestError` (a ValueError) for what is none."""
+    """Parse `where` into (tag, operator, value) triples. Raises `InvalidRequestError` (a ValueError) if malformed."""
     if isinstance(where, str):
         return (parsed(where),)
     if not isinstance(where, Iterable):
-        raise InvalidRequestError(f"where={where!r}: pass a text as 'reward > 0.5', or a list of conditions")
+        raise InvalidRequestError(f"where={where!r}: expected text such as 'reward > 0.5', or a list of conditions")
     return tuple(_condition(number, part) for number, part in enumerate(where))
 
 
@@ -37,22 +37,22 @@ def _condition(number: int, part: object) -> Condition:
         return parsed(part)
     if not isinstance(part, Sequence) or len(part) != 3 or part[1] not in OPERATORS:
         raise InvalidRequestError(
-            f"where[{number}]={part!r}: expected a text as 'reward > 0.5', or (tag, operator, value) with one of "
+            f"where[{number}]={part!r}: expected text such as 'reward > 0.5', or (tag, operator, value) with one of "
             f"{' '.join(OPERATORS)}"
         )
     tag, operator, value = part
     if operator == "in" and (isinstance(value, str) or not isinstance(value, Iterable)):
-        raise InvalidRequestError(f"where[{number}]={part!r}: `in` takes a list of values")
+        raise InvalidRequestError(f"where[{number}]={part!r}: `in` needs a list of values")
     return tag, operator, value
 
 
 def parsed(text: str) -> Condition:
-    """One condition: a tag, an operator and a value. The value is JSON, True, False, None, text in single quotes, or
-    one word; that of `in` is a JSON list."""
+    """Parse one condition: a tag, an operator and a value. The value is JSON, True, False, None, text in single quotes,
+    or one word. For `in` it is a JSON list."""
     matched = _TEXT.fullmatch(text)
     if matched is None:
         raise InvalidRequestError(
-            f"{text!r} is not TAG OPERATOR VALUE, as 'reward > 0.5' or 'source in [\"a\", \"b\"]'"
+            f"{text!r}: expected TAG OPERATOR VALUE, such as 'reward > 0.5' or 'source in [\"a\", \"b\"]'"
         )
     tag, operator, value = matched.groups()
     if operator != "in":
@@ -60,7 +60,7 @@ def parsed(text: str) -> Condition:
     try:
         return tag, operator, tuple(msgspec.json.decode(value, type=list[Scalar]))
     except msgspec.MsgspecError:
-        raise InvalidRequestError(f'{text!r}: `in` takes a JSON list of values, as [1, 2] or ["a", "b"]') from None
+        raise InvalidRequestError(f'{text!r}: `in` needs a JSON list of values, such as [1, 2] or ["a", "b"]') from None
 
 
 def _value(text: str, value: str) -> Scalar:
@@ -74,7 +74,5 @@ def _value(text: str, value: str) -> Scalar:
         if quoted:
             return value[1:-1]
     if _NO_WORD.search(value):
-        raise InvalidRequestError(
-            f"{text!r}: put quotes around a text of several words, and pass several conditions as a list"
-        )
+        raise InvalidRequestError(f"{text!r}: quote a text of several words, and pass several conditions as a list")
     return value

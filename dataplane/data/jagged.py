@@ -1,7 +1,7 @@
-"""Torch's side of columns: dtypes by name, nested (jagged) tensors from and to rows, packing and padding.
+"""Columns as torch tensors: dtypes by name, conversion between rows and nested (jagged) tensors, packing, padding.
 
-A jagged tensor here is a `torch.nested` tensor of layout `torch.jagged` whose ragged dimension is 1: row i is
-`values[offsets[i]:offsets[i + 1]]`, or the first `lengths[i]` of it where the tensor has holes.
+A jagged tensor here is a `torch.nested` tensor of layout `torch.jagged` whose ragged dimension is 1. Row i is
+`values[offsets[i]:offsets[i + 1]]`, or the first `lengths[i]` elements of that if the tensor has holes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nested._internal.nested_tensor import (
-    NestedTensor,  # `layout` of a nested tensor costs 25 us, its type nothing
+    NestedTensor,  # an isinstance check is free; reading `layout` of a nested tensor takes 25 us
     nested_view_from_values_offsets_lengths,  # its public wrapper loads torch.fx and logs a warning in each process
 )
 
@@ -30,28 +30,28 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYP
 _CARRIERS: dict[torch.dtype, str] = {
     dtype: name if hasattr(np, name) else f"uint{8 * dtype.itemsize}" for name, dtype in TORCH_DTYPES.items()
 }
-"""The numpy dtype that torch takes as each dtype, or as one of its size."""
+"""The numpy dtype that carries each torch dtype: the same one if numpy has it, else an unsigned one of equal size."""
 _NUMPYS = frozenset(dtype for name, dtype in TORCH_DTYPES.items() if hasattr(np, name))
-"""Those that numpy has, too: its views cost a fraction of torch's."""
+"""Dtypes that numpy has too: a numpy view costs a fraction of a torch view."""
 _TYPE_STRINGS: dict[torch.dtype, str] = {dtype: np.dtype(name).str for dtype, name in _CARRIERS.items()}
 
 Lengths = Tensor | np.ndarray[Any, Any] | Sequence[int]
-"""Row lengths as callers have them; `as_lengths` makes `[N]` int64 on the CPU of them."""
+"""Row lengths as callers pass them; `as_lengths` converts them to an int64 CPU tensor `[N]`."""
 
 
 def is_jagged(value: object) -> bool:
-    """Whether `value` is a nested tensor of layout `torch.jagged` with ragged dimension 1."""
+    """Return whether `value` is a nested tensor of layout `torch.jagged` with ragged dimension 1."""
     return isinstance(value, NestedTensor) and _ragged_dim(value) == 1
 
 
 def _ragged_dim(nested: Tensor) -> int:
-    held: Any = nested
-    dim: int = held._ragged_idx  # looking for the symbolic size costs 10 us
+    untyped: Any = nested
+    dim: int = untyped._ragged_idx  # finding the symbolic size in the shape takes 10 us
     return dim
 
 
 def as_lengths(lengths: Lengths, *, rows: int | None = None) -> Tensor:
-    """`lengths` as an int64 CPU tensor `[N]`; ValueError unless they are `rows` non-negative integers."""
+    """Convert `lengths` to an int64 CPU tensor `[N]`. ValueError unless they are `rows` non-negative integers."""
     tensor = torch.as_tensor(lengths).detach()
     if tensor.numel() and (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool):
         raise InvalidRequestError(f"lengths must be integers, got {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}")
@@ -66,7 +66,7 @@ def as_lengths(lengths: Lengths, *, rows: int | None = None) -> Tensor:
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """`[N + 1]` offsets of rows of these lengths, on their device."""
+    """Return the `[N + 1]` int64 offsets of rows of these lengths, on the device of `lengths`."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
@@ -75,9 +75,9 @@ def offsets_of(lengths: Tensor) -> Tensor:
 def jagged_from_values(
     values: Tensor, offsets: Tensor, *, lengths: Tensor | None = None, span: tuple[int, int] | None = None
 ) -> Tensor:
-    """A jagged tensor over `values` (not copied). Tensors made with the same `offsets` object can be combined.
+    """Create a jagged tensor over `values`, without a copy. Tensors with the same `offsets` object can be combined.
 
-    `span` is (shortest, longest) row where the caller knows them, which spares a pass over the offsets.
+    span: (shortest, longest) row length if the caller knows them; this saves a pass over the offsets.
     """
     if span is not None and lengths is None and _without_autograd(values) and _constructor_serves():
         return _constructed(values, offsets, span)
@@ -93,14 +93,14 @@ def _without_autograd(values: Tensor) -> bool:
 
 
 def _constructed(values: Tensor, offsets: Tensor, span: tuple[int, int]) -> Tensor:
-    """A jagged tensor without the view operator around its constructor: that costs 50 us and serves autograd only."""
+    """Create a jagged tensor without the view operator, which takes 50 us and is needed for autograd only."""
     cache = {"min_seqlen": torch.zeros(span[0], 0), "max_seqlen": torch.zeros(span[1], 0)}
     return NestedTensor(values, offsets, _metadata_cache=cache)
 
 
 @functools.cache
 def _constructor_serves() -> bool:
-    """Whether the constructor of this torch, no public one, makes what its view operator makes."""
+    """Return whether this torch's private constructor gives the same result as its view operator."""
     values, offsets = torch.arange(3), torch.tensor([0, 2, 3])
     wanted = nested_view_from_values_offsets_lengths(  # type: ignore[no-untyped-call]
         values, offsets, None, ragged_idx=1, min_seqlen=1, max_seqlen=2
@@ -113,17 +113,17 @@ def _constructor_serves() -> bool:
 
 
 def detached_values(nested: Tensor) -> Tensor:
-    """The values buffer of a jagged tensor, outside autograd (`nested.values()` is the one within, at 50 us)."""
-    held: Any = nested
-    values: Tensor = held._values
+    """Return the values buffer of a jagged tensor, detached from autograd (`nested.values()` takes 50 us)."""
+    untyped: Any = nested
+    values: Tensor = untyped._values
     return values.detach()
 
 
 def row_places(nested: Tensor) -> tuple[Int64s, Int64s]:
-    """`[N]` int64 places in `values` where the rows of a jagged tensor begin, and `[N]` int64 lengths, on the host."""
-    held: Any = nested
-    offsets = _on_host(held._offsets)
-    lengths = offsets[1:] - offsets[:-1] if held._lengths is None else _on_host(held._lengths)
+    """Return the `[N]` int64 start indices into `values` and `[N]` int64 lengths of a jagged tensor, on the host."""
+    untyped: Any = nested
+    offsets = _on_host(untyped._offsets)
+    lengths = offsets[1:] - offsets[:-1] if untyped._lengths is None else _on_host(untyped._lengths)
     return offsets[:-1], lengths
 
 
@@ -133,31 +133,31 @@ def _on_host(integers: Tensor) -> Int64s:
 
 
 def row_starts(nested: Tensor) -> Tensor:
-    """`[N]` int64 places in `values` where the rows of a jagged tensor begin, on its device."""
+    """Return the `[N]` int64 start indices of the rows of a jagged tensor into `values`, on its device."""
     offsets: Tensor = nested.offsets()  # type: ignore[attr-defined]  # torch.nested has no stubs for its tensors
     return offsets[:-1].to(torch.int64)
 
 
 def row_offsets(nested: Tensor) -> Tensor | None:
-    """The `[N + 1]` offsets object of a jagged tensor; None if it has holes."""
+    """Return the `[N + 1]` offsets object of a jagged tensor, or None if it has holes."""
     offsets: Tensor = nested.offsets()  # type: ignore[attr-defined]
     return offsets if nested.lengths() is None else None  # type: ignore[attr-defined]
 
 
 def row_lengths(nested: Tensor) -> Tensor:
-    """`[N]` int64 lengths of the rows of a jagged tensor, on its device."""
+    """Return the `[N]` int64 row lengths of a jagged tensor, on its device."""
     given: Tensor | None = nested.lengths()  # type: ignore[attr-defined]
     offsets: Tensor = nested.offsets()  # type: ignore[attr-defined]
     return (offsets.diff() if given is None else given).to(torch.int64)
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The bytes, uint8 `[nbytes]`, of a contiguous tensor on its device, not copied."""
+    """View a contiguous tensor as uint8 `[nbytes]`, on its device."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def byte_view(tensor: Tensor) -> UInt8s:
-    """The bytes `[nbytes]` of a contiguous CPU tensor, not copied; they keep its storage alive."""
+    """View a contiguous CPU tensor as a uint8 array `[nbytes]`. The view keeps the tensor's storage alive."""
     assert tensor.is_contiguous(), tensor.stride()
     plain = tensor.detach() if tensor.requires_grad else tensor
     view: UInt8s = plain.numpy().reshape(-1).view(np.uint8) if tensor.dtype in _NUMPYS else flat_bytes(plain).numpy()
@@ -165,7 +165,7 @@ def byte_view(tensor: Tensor) -> UInt8s:
 
 
 def tensor_over(memory: UInt8s, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A CPU tensor over writable `memory`, which has exactly its bytes, aligned to the element."""
+    """Create a CPU tensor over writable `memory`, which must have exactly its size and element alignment."""
     tensor = torch.from_numpy(memory.view(_CARRIERS[dtype]).reshape(shape))
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
@@ -174,9 +174,9 @@ def tensor_over(memory: UInt8s, shape: tuple[int, ...], dtype: torch.dtype) -> T
 
 
 def to_nested_by_length(padded: Tensor, lengths: Lengths) -> Tensor:
-    """Rows `padded[i, :lengths[i]]` of `[N, S, *inner]` as one contiguous jagged tensor on the same device.
+    """Pack rows `padded[i, :lengths[i]]` of `[N, S, *inner]` into a contiguous jagged tensor on the same device.
 
-    ValueError if a length exceeds S, is negative, or their number is not N. Gradients flow through.
+    Raises ValueError if a length exceeds S or is negative, or the number of lengths is not N. Differentiable.
     """
     counts = _checked_lengths("padded", padded, lengths)
     return _pack(padded, counts, offsets_of(counts.to(padded.device)))
@@ -188,12 +188,12 @@ def pack_jagged_fields(
     lengths: Lengths,
     token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
 ) -> dict[str, Any]:
-    """`fields` with every padded per-token tensor `[N, S, *inner]` cut row by row to `lengths`, as jagged tensors that
+    """Return `fields` with every padded per-token tensor `[N, S, *inner]` packed to `lengths`, as jagged tensors that
     share one offsets tensor.
 
-    Which fields are per-token is declared by `token_aligned_fields`, never guessed from shapes. All else is passed on
-    as it is: other fields, values that are jagged already, lists of rows, and one-dimensional tensors, which have no
-    token axis. ValueError, naming the field, if S is below the longest length or N is not the number of lengths.
+    `token_aligned_fields` declares which fields are per-token; shapes are not used to guess. Other fields, values that
+    are already jagged, lists of rows, and one-dimensional tensors (they have no token axis) are passed through.
+    Raises ValueError, naming the field, if S is below the longest length or N is not the number of lengths.
     """
     return dict(_packed(fields, lengths, token_aligned_fields, copy=True))
 
@@ -203,7 +203,7 @@ def maybe_pack_jagged(
     lengths: Lengths | None = None,
     token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
 ) -> dict[str, Any]:
-    """`pack_jagged_fields` where lengths are known; without lengths, `fields` as they are."""
+    """Call `pack_jagged_fields` if lengths are given; otherwise return `fields` unchanged."""
     if lengths is None:
         return dict(fields.items())
     return pack_jagged_fields(fields, lengths=lengths, token_aligned_fields=token_aligned_fields)
@@ -215,14 +215,15 @@ def view_jagged_fields(
     lengths: Lengths,
     token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
 ) -> dict[str, Any]:
-    """As `pack_jagged_fields`, but tensors on the CPU are not copied: the jagged ones are views of the padded ones,
-    with holes. For a put, which reads them once."""
+    """Do the same as `pack_jagged_fields`, but without copying CPU tensors: their jagged tensors are views of the
+    padded ones, with holes. Meant for a put, which reads them once."""
     return dict(_packed(fields, lengths, token_aligned_fields, copy=False))
 
 
 def _packed(
     fields: Mapping[str, Any], lengths: Lengths, names: Collection[str], *, copy: bool
 ) -> list[tuple[str, Any]]:
+    """Pack the padded fields among `names`, with a copy or as views; pass other fields through."""
     counts = as_lengths(lengths)
     shared: dict[torch.device, Tensor] = {}
     packed: list[tuple[str, Any]] = []
@@ -266,8 +267,8 @@ def _pack(padded: Tensor, counts: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _view_rows(padded: Tensor, counts: Tensor) -> Tensor:
-    """Jagged with holes over the memory of `padded` [N, S, *inner], where its rows lie a whole number of elements
-    apart (any slice of a contiguous tensor along dim 1 does); copied first where not."""
+    """Return a jagged tensor with holes over the memory of `padded` [N, S, *inner]. `padded` is copied first unless its
+    row stride is a multiple of its element stride, as in any slice of a contiguous tensor along dim 1."""
     rows, width = padded.shape[:2]
     step = padded.stride(1)
     if not padded.numel():
@@ -288,9 +289,8 @@ def _view_rows(padded: Tensor, counts: Tensor) -> Tensor:
 
 
 def pad_nested(nested: Tensor, pad_value: float | bool = 0, *, width: int = 0) -> Tensor:
-    """`[N, S, *inner]` on the same device, S the longest row or `width` if that is more than 0; rest is `pad_value`.
-
-    ValueError if `width` is below the longest row, or the dtype cannot hold `pad_value`.
+    """Pad to `[N, S, *inner]` with `pad_value`, on the same device. S is `width` if that is more than 0, else the
+    longest row. Raises ValueError if `width` is below the longest row, or the dtype cannot hold `pad_value`.
     """
     lengths = row_lengths(nested).cpu()
     size = padded_width(lengths.numpy(), width)
@@ -317,7 +317,7 @@ def _pad_rows(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_va
 
 
 def _pad_by_mask(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_value: Any) -> Tensor:
-    """The same with a few kernels for all rows together, for accelerators."""
+    """Pad all rows together with a few kernels, for tensors on an accelerator."""
     out = values.new_empty((len(lengths), size, *values.shape[1:]))
     out.fill_(pad_scalar(pad_value, values.dtype))
     places = torch.arange(size, device=values.device)
@@ -327,9 +327,10 @@ def _pad_by_mask(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad
 
 
 def not_per_token(columns: Mapping[str, Int64s], tokens: Sequence[int] | None) -> frozenset[str]:
-    """Which of these jagged columns, given the lengths of their rows `[N]`, have not one element per token of the
-    samples: neither does `schema.TOKEN_ALIGNED_FIELDS` name them, nor are their rows as long as `tokens` `[N]` (where
-    None, as the first column that it names). None of them where nothing tells the tokens."""
+    """Return the jagged columns that do not have one element per token. `columns` maps names to row lengths `[N]`.
+
+    These are the columns that `schema.TOKEN_ALIGNED_FIELDS` does not name and whose row lengths differ from `tokens`
+    `[N]` (if None: from those of the first column that the schema names). Empty if neither reference exists."""
     named = (lengths for name, lengths in columns.items() if name in TOKEN_ALIGNED_FIELDS)
     counts = next(named, None) if tokens is None else tokens
     if counts is None:
@@ -342,24 +343,24 @@ def not_per_token(columns: Mapping[str, Int64s], tokens: Sequence[int] | None) -
 
 
 def padded_width(lengths: Int64s, width: int) -> int:
-    """The width that rows of `lengths` are padded to: `width`, or the longest row when `width` is 0."""
+    """Return the width to pad rows of `lengths` to: `width`, or the longest row if `width` is 0."""
     longest = int(lengths.max()) if len(lengths) else 0
     if width and width < longest:
-        raise InvalidRequestError(f"cannot pad to {width}: the longest row has {longest}")
+        raise InvalidRequestError(f"cannot pad to {width}: the longest row has {longest} elements")
     if width < 0:
-        raise InvalidRequestError(f"cannot pad to {width}")
+        raise InvalidRequestError(f"cannot pad to {width}: expected 0 or more")
     return width or longest
 
 
 def pad_scalar(pad_value: Any, dtype: torch.dtype) -> bool | int | float | complex:
-    """`pad_value` as a Python number that `dtype` holds without wrapping or becoming infinite; ValueError otherwise."""
+    """Convert `pad_value` to a Python number. Raises ValueError if `dtype` would wrap it or make it infinite."""
     try:
         value = pad_value.item() if hasattr(pad_value, "item") else pad_value
     except (RuntimeError, ValueError) as error:
         shape = f"{type(pad_value).__name__} of shape {list(pad_value.shape)}"
-        raise InvalidRequestError(f"a pad value is a number, got a {shape}") from error
+        raise InvalidRequestError(f"the pad value must be a number, got a {shape}") from error
     if not isinstance(value, bool | int | float | complex):
-        raise InvalidRequestError(f"a pad value is a number, got {type(pad_value).__name__}")
+        raise InvalidRequestError(f"the pad value must be a number, got {type(pad_value).__name__}")
     if not _holds(dtype, value):
         raise InvalidRequestError(f"pad value {str(value)[:40]} does not fit {DTYPE_NAMES[dtype]}")
     if dtype.is_complex:
@@ -369,7 +370,7 @@ def pad_scalar(pad_value: Any, dtype: torch.dtype) -> bool | int | float | compl
 
 @functools.lru_cache(maxsize=256)
 def _holds(dtype: torch.dtype, value: bool | int | float | complex) -> bool:
-    """Whether the value is within the range of `dtype`: only what is infinite becomes infinite."""
+    """Return whether `dtype` can represent `value`: in range, integral for integers, and not newly infinite."""
     if dtype.is_complex or dtype.is_floating_point:
         parts = (value.real, value.imag) if dtype.is_complex else (value,)
         return all(not isinstance(part, complex) and _is_within(part, dtype) for part in parts)
@@ -381,19 +382,19 @@ def _holds(dtype: torch.dtype, value: bool | int | float | complex) -> bool:
 
 def _is_within(number: int | float, dtype: torch.dtype) -> bool:
     if number in (math.inf, -math.inf):
-        return dtype != torch.float8_e4m3fn  # it has none
+        return dtype != torch.float8_e4m3fn  # this dtype has no infinity
     return number != number or abs(number) <= torch.finfo(dtype).max
 
 
 def pad_element(pad_value: Any, dtype: torch.dtype) -> np.ndarray[Any, Any]:
-    """The bits of `pad_value` in `dtype`, as a read-only 0-d array of the numpy dtype of `row_copy.WORD_TYPES`."""
+    """Return the bits of `pad_value` in `dtype` as a read-only 0-d array of the dtype in `row_copy.WORD_TYPES`."""
     scalar = pad_scalar(pad_value, dtype)
     return _bits_of(repr(scalar), scalar, dtype)
 
 
 @functools.lru_cache(maxsize=256)
 def _bits_of(text: str, scalar: bool | int | float | complex, dtype: torch.dtype) -> np.ndarray[Any, Any]:
-    """`text` tells apart the zeros, which are equal."""
+    """Compute the bits of `scalar`. `text` is part of the cache key because 0.0 and -0.0 compare equal."""
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
         element = torch.from_numpy(np.array([scalar], dtype=DTYPE_NAMES[dtype]))
     else:
@@ -407,7 +408,7 @@ def _bits_of(text: str, scalar: bool | int | float | complex, dtype: torch.dtype
 
 
 def select_rows(nested: Tensor, indices: Tensor) -> Tensor:
-    """The rows `indices` [M] of a jagged tensor, in that order, as a contiguous one of their own."""
+    """Copy the rows `indices` [M] of a jagged tensor, in that order, into a contiguous jagged tensor."""
     indices = indices.to(device=nested.device, dtype=torch.int64)
     lengths = row_lengths(nested)[indices]
     starts = row_starts(nested)[indices]
@@ -419,28 +420,30 @@ def select_rows(nested: Tensor, indices: Tensor) -> Tensor:
 
 
 def response_from_nested(full: Tensor, response_mask: Tensor) -> Tensor:
-    """What a model said *about* each response token, from its outputs over the whole sequence.
+    """Extract the model outputs that refer to response tokens from outputs over the whole sequence.
 
-    `full` is jagged with rows `[prompt_i + response_i, *inner]`: output t of a row speaks of token t + 1 (log-probs,
-    values, logits). `response_mask` is jagged with rows `[response_i]`; only its row lengths r_i are looked at. Row i
-    of the result is `full_i[len_i - r_i - 1 : len_i - 1]`: the response slice, shifted left by one, so that its element
-    j speaks of response token j. The result shares the offsets of `response_mask` (unless that has holes) and can be
-    combined with it. Gradients flow through.
+    `full` is jagged with rows `[prompt_i + response_i, *inner]`: output t of a row refers to token t + 1 (log-probs,
+    values, logits). `response_mask` is jagged with rows `[response_i]`; only its row lengths r_i are used. Row i of
+    the result is `full_i[len_i - r_i - 1 : len_i - 1]`: the response slice, shifted left by one, so that element j
+    refers to response token j. The result shares the offsets of `response_mask` (unless that has holes) and can be
+    combined with it. Differentiable.
 
-    ValueError if the rows differ in number, or a response leaves no token before it.
+    Raises ValueError if the numbers of rows differ, or if no token precedes a response.
     """
     for name, value in (("full", full), ("response_mask", response_mask)):
         if not is_jagged(value):
             raise InvalidRequestError(f"{name}: expected a nested tensor of layout torch.jagged, got {_shown(value)}")
     if full.size(0) != response_mask.size(0):
-        raise InvalidRequestError(f"full has {full.size(0)} rows, response_mask {response_mask.size(0)}")
+        raise InvalidRequestError(
+            f"full has {full.size(0)} rows, but response_mask has {response_mask.size(0)} rows: they must match"
+        )
     wanted, have = row_lengths(response_mask), row_lengths(full)
     short = (wanted > 0) & (wanted >= have)
     if bool(short.any()):
         row = int(short.nonzero()[0])
         raise InvalidRequestError(
-            f"row {row}: a response of {int(wanted[row])} tokens in a sequence of {int(have[row])}; "
-            "at least one token must come before it"
+            f"row {row}: the response has {int(wanted[row])} tokens, the sequence {int(have[row])}; "
+            "at least one token must precede the response"
         )
     offsets = row_offsets(response_mask)
     if offsets is None or int(offsets[0]):
@@ -457,8 +460,8 @@ def _shown(value: object) -> str:
 
 
 def tensor_from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """A CPU tensor of the array's values: over its memory where torch can, else over a copy (byte order, alignment,
-    negative strides). Meant for reading: memory that numpy marks read-only must not be written through it."""
+    """Create a CPU tensor over the array's memory, or over a copy if torch does not support its byte order, alignment
+    or negative strides. Treat the tensor as read-only if numpy marks the memory as read-only."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
@@ -468,7 +471,7 @@ def tensor_from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
 
 
 class _Window:
-    """Memory of `owner` offered under the array interface as writable, so that torch takes it without a warning."""
+    """Exposes memory of `owner` through the array interface as writable, so that torch accepts it without a warning."""
 
     def __init__(self, place: int, shape: tuple[int, ...], typestr: str, owner: object, strides: Any = None) -> None:
         self.owner = owner
@@ -482,17 +485,18 @@ class _Window:
 
 
 def writable_alias(array: np.ndarray[Any, Any], owner: object = None) -> np.ndarray[Any, Any]:
-    """The same memory as an array that does not say it is read-only (writing through it may crash the process).
+    """Return an array over the same memory that is marked writable. Writing through it may crash the process.
 
     torch has no read-only tensors and warns about read-only arrays. The result, and every tensor over it, keeps `owner`
-    (the array itself by default) alive through its storage.
+    (by default the array itself) alive through its storage.
     """
     place, shape, typestr, strides = address(array), array.shape, array.dtype.str, array.strides
     return np.asarray(_Window(place, shape, typestr, array if owner is None else owner, strides))
 
 
 def tensor_at(place: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object) -> Tensor:
-    """A CPU tensor over the memory at address `place`, aligned to the element. Its storage is that memory alone and
-    keeps `owner` alive, which keeps the memory; if that is read-only, writing to the tensor crashes the process."""
+    """Create a CPU tensor over the memory at address `place`, which must be aligned to the element. The storage covers
+    exactly this memory and keeps `owner`, which owns the memory, alive. If the memory is read-only, writing to the
+    tensor crashes the process."""
     tensor = torch.from_numpy(np.asarray(_Window(place, shape, _TYPE_STRINGS[dtype], owner)))
     return tensor if tensor.dtype == dtype else tensor.view(dtype)

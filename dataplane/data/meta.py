@@ -1,4 +1,4 @@
-"""`KVBatchMeta`: names samples of a partition without holding their data. No torch."""
+"""`KVBatchMeta`: references to samples of a partition, without their data. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_LENGTH = (1 << 63) - 1
 
 
 class FixedList(list[_Value]):
-    """A list that stays as it is: what a meta says by sample belongs to its row handles, place for place."""
+    """A list that rejects changes in place: the per-sample lists of a meta stay aligned with its row handles."""
 
     __slots__ = ()
 
@@ -31,7 +31,7 @@ class FixedList(list[_Value]):
             field="a list of a KVBatchMeta",
             row=None,
             got="a change in place",
-            hint="Take a new meta with subset, slice, drop or stamp_tags, or a copy with list().",
+            hint="Create a new meta with subset, slice, drop or stamp_tags, or copy the list with list().",
         )
 
     append = extend = insert = remove = pop = clear = sort = reverse = _refuse
@@ -43,8 +43,9 @@ class FixedList(list[_Value]):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CellPlaces:
-    """Where the cells of one field were when somebody looked: a hint, which a reader has confirmed before it counts.
-    All arrays are aligned with the samples. epochs: of the storage units, by number."""
+    """Last known locations of the cells of one field. They are hints: a reader must have them confirmed.
+
+    All arrays are aligned with the samples. epochs: storage unit number -> epoch of that unit."""
 
     spec: FieldSpec
     epochs: dict[int, int]
@@ -55,7 +56,7 @@ class CellPlaces:
     checksums: npt.NDArray[np.uint32] | None
 
     def take(self, where: npt.NDArray[Any]) -> CellPlaces:
-        """Those of some samples."""
+        """Return the locations of the samples at indices `where`."""
         return dataclasses.replace(
             self,
             units=self.units[where],
@@ -67,7 +68,7 @@ class CellPlaces:
 
     @classmethod
     def joined(cls, parts: Sequence[CellPlaces]) -> CellPlaces | None:
-        """One after another; None unless they agree."""
+        """Concatenate `parts`. Return None if their specs, epochs or presence of checksums differ."""
         first, known = parts[0], [part.checksums for part in parts if part.checksums is not None]
         epochs = {unit: epoch for part in parts for unit, epoch in part.epochs.items()}
         agreed = all(part.spec == first.spec and part.epochs.items() <= epochs.items() for part in parts)
@@ -86,23 +87,23 @@ class CellPlaces:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class KVBatchMeta:
-    """N samples, by name, with what is known about them without their data.
+    """References to N samples of one partition, with their metadata but without their data.
 
-    partition_id: where they live. task_name: the task that claimed them, None if none did. sample_ids: `[N]`.
-    fields: columns the meta speaks of, None if it does not say. sequence_lengths: `[N]` tokens of each, None if not
-    known. extra_info: anything about the batch as a whole (`schema` has the keys that the library uses). tags: `[N]`
-    small scalars by name, None if not known; the dicts are shared between metas, so read them only.
+    partition_id: partition of the samples. task_name: task that claimed them, or None. sample_ids: `[N]`.
+    fields: columns that the meta refers to, None if unspecified. sequence_lengths: `[N]` tokens per sample, None if
+    unknown. extra_info: data about the batch as a whole (`schema` defines the keys that the library uses). tags: `[N]`
+    mappings of tag name to scalar, None if unknown. Metas share these mappings: treat them as read-only.
 
-    Every method returns a new meta and leaves this one alone; whatever is per sample stays aligned. Metas minted by the
-    service carry row handles, unseen, through all of them and through pickle: a read or an update through such a meta
-    is refused if a sample was cleared since, even when its id lives again. Those of a claim carry the id of their claim
-    beside them, by which the service knows whose lease `ack`, `nack` and `extend` mean. So that handles, lengths and
-    tags never come to belong to other ids, the lists cannot be changed in place (a TypeError), and other ids beside
-    them (`dataclasses.replace`) are a ValueError. `extra_info` is copied (not deeply) into the
-    new meta, without the packing keys (`schema.PACKING_KEYS`) when the rows changed.
+    Every method returns a new meta and leaves this one unchanged; per-sample values stay aligned. Metas created by
+    the service carry hidden row handles, which all methods and pickle preserve. The service rejects a read or an
+    update through such a meta if a sample was cleared since, even if its id was put again. Metas returned by a claim
+    also carry claim ids, which identify the lease for `ack`, `nack` and `extend`. Handles, lengths and tags must not
+    be paired with other ids: changing a list in place is a TypeError, and replacing the ids (`dataclasses.replace`)
+    is a ValueError. `extra_info` is copied (shallowly) into the new meta, without the packing keys
+    (`schema.PACKING_KEYS`) if the rows changed.
 
-    Raises InvalidRequestError (a ValueError) for what does not align, UnsupportedValueError (a TypeError) for wrong
-    types.
+    Raises InvalidRequestError (a ValueError) for values that do not align, UnsupportedValueError (a TypeError) for
+    wrong types.
     """
 
     partition_id: str
@@ -123,8 +124,8 @@ class KVBatchMeta:
         kept = self._rows is not None or FixedList in (type(self.sequence_lengths), type(self.tags))
         if kept and self._named is not None and ids != self._named:
             raise InvalidRequestError(
-                "sample_ids were replaced beside row handles, sequence_lengths or tags that belong to other samples; "
-                "take subset, slice or drop of the meta, or make a KVBatchMeta of the new ids"
+                "sample_ids were replaced, but row handles, sequence_lengths or tags belong to the previous samples; "
+                "use subset, slice or drop of the meta, or create a KVBatchMeta with the new ids"
             )
         fields = None if self.fields is None else _names("fields", self.fields)
         tags = None if self.tags is None else _aligned("tags", self.tags, len(ids))
@@ -141,10 +142,10 @@ class KVBatchMeta:
             "_claims": _handles(self._claims, len(ids)),
         }
         if (self._rows is None) != (self._generations is None):
-            raise InvalidRequestError("row handles are rows and generations together")
+            raise InvalidRequestError("row handles need both rows and generations; pass both or neither")
         _set(self, values)
 
-    # --- what it says ---
+    # --- contents ---
 
     @property
     def size(self) -> int:
@@ -156,17 +157,17 @@ class KVBatchMeta:
 
     @property
     def handles(self) -> tuple[Int64s, Int64s] | None:
-        """(rows, generations), each `[N]`, of a meta minted by the service."""
+        """(rows, generations), each `[N]`, if the service created the meta; else None."""
         return None if self._rows is None or self._generations is None else (self._rows, self._generations)
 
     @property
     def claims(self) -> Int64s | None:
-        """`[N]` ids of the claims that the samples are of, of a meta that a claim returned."""
+        """`[N]` claim ids, one per sample, if a claim returned the meta; else None."""
         return self._claims
 
     @property
     def places(self) -> Mapping[str, CellPlaces]:
-        """Where the cells of some fields were, of a meta that carries that (see `DataPlaneClient.locate`)."""
+        """Last known cell locations by field; empty unless the meta carries them (see `DataPlaneClient.locate`)."""
         return self._places or {}
 
     def __eq__(self, other: object) -> bool:
@@ -195,31 +196,33 @@ class KVBatchMeta:
     # --- other samples ---
 
     def subset(self, indices: Indices) -> KVBatchMeta:
-        """The samples at `indices` (each in [0, N), any order, repeats allowed), or where a boolean mask `[N]` is."""
+        """Return the samples at `indices` (each in [0, N), any order, repeats allowed) or selected by a boolean mask
+        `[N]`."""
         places = _places(indices, self.size)
         return self._take(places.tolist(), places)
 
     def slice(self, start: int, end: int) -> KVBatchMeta:
-        """Samples [start, end); ValueError unless 0 <= start <= end <= N."""
+        """Return samples [start, end). Raises ValueError unless 0 <= start <= end <= N."""
         if not 0 <= start <= end <= self.size:
-            raise InvalidRequestError(f"slice [{start}, {end}) of a meta of {self.size} samples")
+            raise InvalidRequestError(f"slice [{start}, {end}) is outside a meta of {self.size} samples")
         return self._take(range(start, end), np.arange(start, end))
 
     def drop(self, sample_ids: Collection[str]) -> KVBatchMeta:
-        """All samples but those with these ids, each of which must be there. (By position: `subset` with a mask.)"""
+        """Return all samples except those with these ids. Raises ValueError if the meta lacks one of the ids. To drop
+        samples by position, use `subset` with a mask."""
         dropped = set(_names("sample_ids", sample_ids))
         unknown = dropped.difference(self.sample_ids)
         if unknown:
-            raise InvalidRequestError(f"cannot drop {first_few(sorted(unknown))}: not in this meta")
+            raise InvalidRequestError(f"cannot drop samples {first_few(sorted(unknown))}: they are not in this meta")
         return self.subset([place for place, name in enumerate(self.sample_ids) if name not in dropped])
 
     @classmethod
     def concat(cls, metas: Iterable[KVBatchMeta]) -> KVBatchMeta:
-        """The samples of all, in order. They must be of one partition and of no two tasks.
+        """Concatenate the samples of `metas`, in order. All must have the same partition and at most one task.
 
-        `fields` are those of every meta. What some meta that has samples does not know (lengths, handles, claims;
-        fields when None) is unknown in the result; missing tags are empty. `extra_info` has the entries on which all
-        metas that have them agree, the global pad target only if every meta has the same one.
+        `fields` of the result are those that every meta has. Lengths, handles, claim ids and `fields` are unknown
+        (None) in the result if they are unknown in any meta that has samples; missing tags become empty. `extra_info`
+        keeps each entry that is equal in all metas that have it; the global pad target must be equal in every meta.
         """
         if isinstance(metas, KVBatchMeta):
             raise UnsupportedValueError(field="metas", row=None, got="one KVBatchMeta", hint="Pass a list of metas.")
@@ -228,7 +231,7 @@ class KVBatchMeta:
         tasks = [task for task in dict.fromkeys(meta.task_name for meta in given) if task is not None]
         if len(partitions) != 1 or len(tasks) > 1:
             what = f"partitions {first_few(partitions)}" if len(partitions) != 1 else f"tasks {first_few(tasks)}"
-            raise InvalidRequestError(f"cannot concatenate {len(given)} metas of {what}: they must be of one")
+            raise InvalidRequestError(f"cannot concatenate {len(given)} metas of {what}: expected only one")
         parts = [meta for meta in given if meta.size] or given[:1]
         return _made(
             partition_id=partitions[0],
@@ -247,25 +250,26 @@ class KVBatchMeta:
     # --- the same samples ---
 
     def with_fields(self, fields: Sequence[str] | None) -> KVBatchMeta:
-        """Speaking of other fields."""
+        """Return a meta that refers to `fields`."""
         return self._changed(fields=None if fields is None else _names("fields", fields))
 
     def with_handles(self, rows: Int64s, generations: Int64s) -> KVBatchMeta:
-        """Carrying these row handles, `[N]` each. For the client, which gets them from the service."""
+        """Return a meta with these row handles, `[N]` each, which the client receives from the service."""
         return self._changed(
             _rows=_handles(rows, self.size), _generations=_handles(generations, self.size), _places=None
         )
 
     def with_claims(self, claims: Int64s) -> KVBatchMeta:
-        """Carrying these ids of claims, `[N]`. For the client, which gets them from the service."""
+        """Return a meta with these claim ids, `[N]`, which the client receives from the service."""
         return self._changed(_claims=_handles(claims, self.size))
 
     def with_places(self, places: Mapping[str, CellPlaces]) -> KVBatchMeta:
-        """Carrying where these fields' cells are. For the client, which gets that from the service."""
+        """Return a meta with these cell locations added, by field. The client receives them from the service."""
         return self._changed(_places={**self.places, **places})
 
     def stamp_tags(self, tags: Sequence[Mapping[str, Scalar]] | Mapping[str, Sequence[Scalar]]) -> KVBatchMeta:
-        """With these tags merged in: a mapping per sample, or name -> `[N]` values. The service is not told."""
+        """Return a meta with `tags` merged in: one mapping per sample, or name -> `[N]` values. The tags stored by the
+        service do not change."""
         if isinstance(tags, Mapping):
             columns = {name: _aligned(f"tag {name!r}", values, self.size) for name, values in tags.items()}
             new: list[dict[str, Scalar]] = [
@@ -295,7 +299,7 @@ class KVBatchMeta:
 
 
 def _made(**values: Any) -> KVBatchMeta:
-    """A meta of values that are valid already."""
+    """Create a meta from values that are already validated."""
     meta = object.__new__(KVBatchMeta)
     _set(meta, values)
     return meta
@@ -329,7 +333,7 @@ def _names(what: str, names: Iterable[str]) -> list[str]:
 def _aligned(what: str, values: Iterable[Any], size: int) -> list[Any]:
     listed = list(values.tolist() if hasattr(values, "tolist") else values)
     if len(listed) != size:
-        raise InvalidRequestError(f"{what}: got {len(listed)} for {size} samples")
+        raise InvalidRequestError(f"{what}: got {len(listed)} values for {size} samples")
     return listed
 
 
@@ -357,16 +361,17 @@ def _handles(handles: Any, size: int) -> Int64s | None:
         return None
     array = np.asarray(handles, dtype=np.int64)
     if array.shape != (size,):
-        raise InvalidRequestError(f"row handles of shape {list(array.shape)} for {size} samples")
+        raise InvalidRequestError(f"row handles have shape {list(array.shape)}, expected [{size}] (one per sample)")
     return array
 
 
 def _places(indices: Any, size: int) -> Int64s:
+    """Convert indices or a boolean mask to validated int64 indices."""
     listed = hasattr(indices, "tolist") and not isinstance(indices, np.ndarray)
     given = np.asarray(indices.tolist() if listed else indices)
     if given.dtype == np.bool_:
         if given.shape != (size,):
-            raise InvalidRequestError(f"a mask of shape {list(given.shape)} for {size} samples")
+            raise InvalidRequestError(f"the mask has shape {list(given.shape)}, expected [{size}] (one per sample)")
         return np.flatnonzero(given)
     if not given.size:
         return np.zeros(0, dtype=np.int64)

@@ -1,20 +1,21 @@
-"""The codec of object rows: Python values as msgpack, without pickle, each coming back with exactly its own type.
+"""Codec of object rows: Python values as msgpack, without pickle. Decoding restores the exact type of each value.
 
-Carried: None, bool, int (of any size), float, str, bytes, list, tuple, set, frozenset, dict and OrderedDict with str
+Supported: None, bool, int (of any size), float, str, bytes, list, tuple, set, frozenset, dict and OrderedDict with str
 or int keys, numpy arrays of any dtype without objects, numpy scalars (numbers, str, bytes), torch tensors of every
-dtype of `types.DTYPE_BYTES` (they come back on the CPU, without grad), PIL images (they come back as `PIL.Image.Image`,
-whatever file they are of), nested in one another up to `MAX_DEPTH`. Anything else, subclasses of these types included
-(named tuples, enums, masked arrays), is refused before a byte is written: it would come back as something else. (A list
-of a `KVBatchMeta` comes back as a plain one.)
+dtype of `types.DTYPE_BYTES` (decoded to the CPU, without grad), PIL images (decoded to `PIL.Image.Image` for any file
+format). Values may be nested up to `MAX_DEPTH`. All other types, including subclasses of these types (named tuples,
+enums, masked arrays), are rejected before any byte is written, because decoding could not restore them. One exception:
+the list type of a `KVBatchMeta` is decoded as a plain list.
 
-With `pickles`, which a client of an authenticated service may set (`DataPlaneConfig.objects`), a row that is refused is
-pickled instead. Only such clients read pickled rows; for others they are an error, and the service reads none.
+With `pickles`, which a client of an authenticated service may set (`DataPlaneConfig.objects`), rejected rows are
+pickled instead. Only clients with this setting read pickled rows; other clients raise an error. The service never
+unpickles.
 
 A row is one msgpack value. Extension types: 1 tuple (msgpack array), 2 integer beyond 64 bits (two's complement,
 little-endian), 3 numpy array, 4 numpy scalar, 5 torch tensor, 6 set, 7 frozenset (msgpack arrays), 8 OrderedDict
 (msgpack map), 9 PIL image (msgpack array `[mode, size, palette mode, palette, transparency, raw bytes]`), 10 pickle.
-3 to 5 hold a msgpack array `[dtype, shape, raw bytes]`; a dtype is torch's name, or numpy's description of it as a list
-of fields or a string.
+3 to 5 hold a msgpack array `[dtype, shape, raw bytes]`. The dtype is the torch name, or the numpy description: a string
+or a list of fields.
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ _ATOMS = frozenset({type(None), bool, float})
 _SCALAR_KINDS = "biufcMmSU"
 _PLAIN_DTYPE = re.compile(r"[<>|=][?biufcmMSUV][0-9]*(\[[0-9a-zA-Z/]+\])?")
 _HINT = (
-    "Object columns carry None, bool, int, float, str, bytes, list, tuple, set, dict with str or int keys, numpy "
-    "arrays, torch tensors and PIL images, exactly these types; convert the value first, or set objects='pickle' in "
+    "Object columns support None, bool, int, float, str, bytes, list, tuple, set, dict with str or int keys, numpy "
+    "arrays, torch tensors and PIL images, but no subclasses; convert the value first, or set objects='pickle' in "
     "clients of a service with a token or TLS."
 )
 _encoder = msgspec.msgpack.Encoder()
 
 
 class _RefusedValue(Exception):
-    """`got` says what cannot be carried, `hint` what to do; the caller adds field and row."""
+    """A value that the codec does not support. `got` describes it, `hint` is the remedy; the caller adds field and
+    row."""
 
     def __init__(self, got: str, hint: str = _HINT) -> None:
         super().__init__(got)
@@ -64,8 +66,8 @@ class _RefusedValue(Exception):
 
 
 def encode_rows(values: Iterable[object], *, field: str, pickles: bool = False) -> tuple[bytearray, list[int]]:
-    """The rows' bytes one after another, and the bytes of each. UnsupportedValueError names field, row and type.
-    pickles: rows that would be refused are pickled."""
+    """Return (concatenated bytes of the rows, size of each row in bytes). UnsupportedValueError names field, row and
+    type. pickles: pickle unsupported rows instead of rejecting them."""
     buffer = bytearray()
     sizes: list[int] = []
     for row, value in enumerate(values):
@@ -83,13 +85,13 @@ def encode_rows(values: Iterable[object], *, field: str, pickles: bool = False) 
                 field=field,
                 row=row,
                 got=f"an object of {sizes[-1]:,} bytes",
-                hint=f"A row of an object column has at most {MAX_ROW_BYTES:,}; put tensors in a field of their own.",
+                hint=f"The limit per row is {MAX_ROW_BYTES:,} bytes; put tensors in a separate field.",
             )
     return buffer, sizes
 
 
 def encode_object(value: object, *, field: str = "value") -> bytes:
-    """One row's bytes; raises as `encode_rows`."""
+    """Return the bytes of one row. Raises the same errors as `encode_rows`."""
     return bytes(encode_rows([value], field=field)[0])
 
 
@@ -97,31 +99,31 @@ def _pickled(value: object, field: str, row: int) -> bytes:
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        got, hint = f"a value that cannot be pickled ({error})", "Put what can be of it."
+        got, hint = f"a value that cannot be pickled ({error})", "Put only the parts that can be pickled."
         raise UnsupportedValueError(field=field, row=row, got=got, hint=hint) from error
 
 
 def decode_object(data: bytes | bytearray | memoryview, *, pickles: bool = False) -> Any:
-    """The value that `encode_object` was given. InternalError if the bytes are no such row, whatever they are. pickles:
-    what was pickled is unpickled; else it is an `UnsupportedValueError`."""
+    """Return the value that `encode_object` encoded. Raises InternalError for any malformed bytes. pickles: unpickle
+    pickled rows; otherwise they raise `UnsupportedValueError`."""
     try:
         found = _decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RuntimeError, MemoryError) as error:
-        # RuntimeError: too deep for Python, or a shape that torch cannot have.
+        # RuntimeError: recursion limit of Python, or a shape that torch does not accept.
         raise InternalError(what=f"the bytes of an object row are damaged ({error})") from error
     if type(found) is not Ext:
         return found
     if not pickles:
-        hint = "Set objects='pickle' in this client to read it, if those who put such objects may run code here."
+        hint = "Set objects='pickle' in this client to read it. This lets the programs that put objects run code here."
         raise UnsupportedValueError(field="value", row=None, got="a pickled object", hint=hint)
-    return pickle.loads(found.data)  # noqa: S301  # all clients of the service have shown its token, and this one asked
+    return pickle.loads(found.data)  # noqa: S301  # this client enabled it, and all clients are authenticated
 
 
 # --- encoding -----------------------------------------------------------------------------------------------------
 
 
 def _checked(value: Any, depth: int) -> Any:
-    """`value` itself, or with its parts that msgpack has no type for replaced by extensions."""
+    """Return `value` with every part that has no msgpack type replaced by an extension."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -156,8 +158,8 @@ _CONTAINERS: dict[type, int] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 
 
 def _image(value: Any) -> tuple[Any, ...] | None:
-    """Mode, size, palette, transparency and pixels of a PIL image; None for anything else. There is none where nobody
-    has imported PIL."""
+    """Return mode, size, palette, transparency and pixels of a PIL image; None for other values. Without an imported
+    PIL, no value can be an image."""
     pil = sys.modules.get("PIL.Image")
     if pil is None or not isinstance(value, pil.Image):
         return None
@@ -169,7 +171,7 @@ def _image(value: Any) -> tuple[Any, ...] | None:
 
 
 def _decoded_image(parts: list[Any]) -> Any:
-    from PIL import Image  # noqa: PLC0415  # only where there are images
+    from PIL import Image  # noqa: PLC0415  # PIL is optional
 
     mode, size, palette_mode, palette, clear, pixels = parts
     width, height = size
@@ -182,7 +184,7 @@ def _decoded_image(parts: list[Any]) -> Any:
 
 
 def type_name(value: object) -> str:
-    """The type's name, with its module unless it is a builtin."""
+    """Return the name of the value's type, with its module unless it is a builtin."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -191,7 +193,7 @@ def _checked_key(key: Any) -> Any:
     if type(key) is str or (type(key) is int and -(1 << 63) <= key < 1 << 64):
         return key
     what = f"the key {key}" if type(key) is int else f"a key of type {type_name(key)}"
-    raise _RefusedValue(f"a dict with {what}", "Keys are str, or int of 64 bits; convert them first.")
+    raise _RefusedValue(f"a dict with {what}", "Keys must be str, or int of at most 64 bits; convert them first.")
 
 
 def _big_int(value: int) -> Ext:
@@ -201,12 +203,12 @@ def _big_int(value: int) -> Ext:
 def _array(array: np.ndarray[Any, Any]) -> Ext:
     if array.dtype.hasobject:
         raise _RefusedValue(
-            f"a numpy array of dtype {array.dtype} inside an object", "Turn it into a list, or give it a number dtype."
+            f"a numpy array of dtype {array.dtype} inside an object", "Convert it to a list or to a numeric dtype."
         )
     description = npy.dtype_to_descr(array.dtype)
     if _described_dtype(description) != array.dtype:
         raise _RefusedValue(
-            f"a numpy array of dtype {array.dtype}", "Convert it to a dtype of numpy's own, or a tensor."
+            f"a numpy array of dtype {array.dtype}", "Convert it to a built-in numpy dtype or to a tensor."
         )
     return Ext(_ARRAY, _encoder.encode((description, array.shape, array.tobytes())))
 
@@ -216,16 +218,16 @@ def _tensor(tensor: Tensor) -> Ext:
     if plain is None:
         raise _RefusedValue(
             f"{describe_tensor(tensor)} inside an object",
-            "Only dense tensors of the usual dtypes can be; put nested ones in a field of their own.",
+            "Objects may contain only dense tensors of the standard dtypes; put nested tensors in a separate field.",
         )
     data = byte_view(plain.cpu().contiguous())
     return Ext(_TENSOR, _encoder.encode((DTYPE_NAMES[plain.dtype], tuple(plain.shape), data.data)))
 
 
 def plain_tensor(tensor: Tensor) -> Tensor | None:
-    """`tensor` outside autograd and with conjugation and negation done; None if it is not an ordinary strided tensor
-    with memory of its own and a dtype that columns carry (sparse, quantized, meta, DTensor and other wrappers are
-    not)."""
+    """Return `tensor` detached from autograd, with conjugation and negation resolved. Return None unless it is an
+    ordinary strided tensor with memory and a dtype that columns support (sparse, quantized, meta, DTensor and other
+    wrapper tensors give None)."""
     if type(tensor) is not Tensor:
         if tensor.is_nested or is_traceable_wrapper_subclass(tensor):
             return None
@@ -238,7 +240,7 @@ def plain_tensor(tensor: Tensor) -> Tensor | None:
 
 
 def describe_tensor(tensor: Tensor) -> str:
-    """The tensor for an error message: what sets it apart from an ordinary one."""
+    """Describe the tensor's type, dtype, layout and device for an error message."""
     name = "torch.Tensor" if type(tensor) is Tensor else type_name(tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")
     layout = "" if tensor.layout == torch.strided else f", layout {str(tensor.layout).removeprefix('torch.')}"
@@ -249,6 +251,7 @@ def describe_tensor(tensor: Tensor) -> str:
 
 
 def _extension(code: int, data: memoryview) -> Any:
+    """Decode one msgpack extension. Raises ValueError if it is malformed."""
     if code in _MADE:
         return _MADE[code](_parts(data))
     if code == _BIG_INT:
@@ -256,7 +259,7 @@ def _extension(code: int, data: memoryview) -> Any:
     if code == _ORDERED:
         pairs = _decoder.decode(data)
         if type(pairs) is not dict:
-            raise ValueError("an OrderedDict without its items")
+            raise ValueError("an OrderedDict extension does not contain a map")
         return OrderedDict(pairs)
     if code == _PICKLE:
         return Ext(code, bytes(data))
@@ -267,7 +270,7 @@ def _extension(code: int, data: memoryview) -> Any:
         return _decoded_tensor(description, _shape(shape), raw)
     dtype = _described_dtype(description)
     if code == _SCALAR and not dtype.itemsize:
-        return dtype.type()  # an empty str or bytes, of which numpy writes one zero
+        return dtype.type()  # an empty str or bytes, for which numpy writes one zero byte
     array: np.ndarray[Any, Any] = np.ndarray(_shape(shape), dtype=dtype, buffer=raw)
     if array.nbytes != len(raw):
         raise ValueError(f"{len(raw)} bytes for an array of {array.nbytes}")
@@ -288,7 +291,7 @@ def _decoded_tensor(name: object, shape: tuple[int, ...], raw: bytes) -> Tensor:
 def _parts(data: memoryview) -> list[Any]:
     parts = _decoder.decode(data)
     if type(parts) is not list:
-        raise ValueError("an extension without its parts")
+        raise ValueError("an extension does not contain an array of parts")
     return parts
 
 
@@ -299,16 +302,16 @@ def _shape(shape: object) -> tuple[int, ...]:
 
 
 def _described_dtype(description: Any) -> np.dtype[Any]:
-    """The dtype of numpy's description of it, in which tuples may have become lists (msgpack has no tuples)."""
+    """Return the dtype for a numpy description, in which tuples may have become lists (msgpack has no tuples)."""
     dtype = npy.descr_to_dtype(_with_tuples(description))
     if dtype.hasobject:
-        raise ValueError(f"not a dtype for numbers: {description!r}")
+        raise ValueError(f"not a numeric dtype: {description!r}")
     return dtype
 
 
 def _with_tuples(description: Any) -> Any:
     if isinstance(description, str):
-        if not _PLAIN_DTYPE.fullmatch(description):  # numpy would parse others, some as Python
+        if not _PLAIN_DTYPE.fullmatch(description):  # numpy parses other strings too, some as Python code
             raise ValueError(f"not a dtype: {description!r}")
         return description
     return [

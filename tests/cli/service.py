@@ -23,7 +23,7 @@ TQ = [
 ]
 """`tq`, but for how long it waits for a service: one in a test process may be slow to answer on a busy machine."""
 
-BUSY = ("stood still", "did not confirm the session", "did not close within", "the ledger's thread did not end within")
+BUSY = ("was paused for", "did not confirm the session", "did not close within", "Ledger thread did not stop within")
 """What programs of ours say where the machine is too busy for one of their ends."""
 
 

@@ -63,20 +63,20 @@ def test_paragraphs_of_help_are_broken_where_the_terminal_ends(
 ) -> None:
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 400)
     assert main(["drain", "--help"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "The rows travel" in line]
-    assert line.strip().endswith("and undoes it.")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "The rows pass" in line]
+    assert line.strip().endswith("and undoes the drain.")
 
 
 def test_help_has_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "Exit codes: 0 done, 1 refused" in capsys.readouterr().out
+    assert "Exit codes: 0 success, 1 failure" in capsys.readouterr().out
 
 
 def test_no_command_shows_them_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     told = capsys.readouterr()
     assert "checkpoint" in told.out
-    assert told.err == "tq: name one of these commands\n"
+    assert told.err == "tq: a command is required; choose one of the above\n"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_no_command_shows_them_all(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--bogus"], "--bogus"),
         (["unit"], "ADDRESS"),
         (["status"], "set TQ_ADDRESS"),
-        (["status", "127.0.0.1:1", "--address", "127.0.0.1:2"], "name one"),
+        (["status", "127.0.0.1:1", "--address", "127.0.0.1:2"], "pass only one address"),
         (["checkpoint"], "PATH"),
         (["restore", "a", "b", "c"], "got 3"),
         (["dance"], "dance"),

@@ -28,7 +28,7 @@ def test_samples_that_are_not_there_are_exit_1(filled: DataPlaneClient, capsys: 
     assert main(["clear", "train", "a", "zz", "--json"]) == 1
     told = capsys.readouterr()
     assert json.loads(told.out) == {"partition": "train", "cleared": 1}
-    assert told.err == "tq: of 2 samples named, 1 not there\n"
+    assert told.err == "tq: 1 of 2 samples not found\n"
     assert left(filled) == ["b", "c"]
 
 
@@ -44,7 +44,7 @@ def test_a_whole_partition_is_asked_about(
     assert main(["clear", "train"]) == code
     told = capsys.readouterr()
     assert "Drop the whole partition train (3 live samples, " in told.err
-    assert ("given up; nothing was done" in told.err) == bool(code)
+    assert ("aborted; nothing was changed" in told.err) == bool(code)
     assert bool(filled.stats().partitions) == bool(code)
 
 

@@ -77,8 +77,8 @@ def test_a_service_is_reached_and_used(filled: DataPlaneClient, capsys: pytest.C
     text = capsys.readouterr().out
     assert "ok     session: open, with neither token nor TLS" in text
     assert "ok     units: 1 storage unit, 1 on this host" in text
-    assert "there and back by the best connection" in text
-    assert "there and back by ZMQ" in text
+    assert "put and read over the best connection" in text
+    assert "put and read over ZMQ" in text
     assert "\x1b" not in text
     assert text.splitlines()[-1].startswith("all " if code == 0 else "")
     assert [part.partition for part in filled.stats().partitions] == ["train"]
@@ -116,7 +116,7 @@ def test_a_wrong_token(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         code, found = told([server.address, "--token-file", str(token)], capsys)
         assert code == 1
         assert found["session"].found == "open, with a token"
-        assert found["units"].found == "no storage unit: no row has a place"
+        assert found["units"].found == "no storage unit: puts cannot succeed"
 
 
 def only(findings: Iterator[Finding], what: str) -> Finding:
@@ -163,7 +163,7 @@ def test_what_a_killed_unit_left(tmp_path: Path) -> None:
 def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "ENOUGH_BYTES", 1 << 60)
     found = only(machine.machine(str(tmp_path), 0), "shared memory")
-    assert found.found.endswith(": little")
+    assert found.found.endswith(": too little")
     assert "--shm-size" in found.mend
 
 
@@ -175,7 +175,7 @@ def test_a_memory_limit(free: int, ok: bool, monkeypatch: pytest.MonkeyPatch) ->
     ]
     monkeypatch.setattr(machine, "cgroup_limits", lambda: limits)
     found = only(machine.machine("/dev/shm", 0), "memory limit")
-    assert "left of the limit; arenas count" in found.found
+    assert "left of the limit, which includes arenas" in found.found
     assert found.ok is ok
 
 
@@ -230,8 +230,8 @@ def test_packages_that_will_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["msgspec>=99.1", "numpy<1,>=0.1", "no-such-thing>=1", "torch>=1", 'pytest>=999; extra == "dev"']
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: wanted)
     found = only(packages.packages(), "packages")
-    assert f"msgspec is {importlib.metadata.version('msgspec')}, wanted >=99.1" in found.found
-    assert "numpy is " in found.found
+    assert f"msgspec has version {importlib.metadata.version('msgspec')}, required is >=99.1" in found.found
+    assert "numpy has version " in found.found
     assert "no-such-thing is not installed" in found.found
     assert "torch" not in found.found
     assert "pytest" not in found.found
@@ -297,7 +297,7 @@ def test_the_switch_that_replaces_modules(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delenv("TQ_REPLACE", raising=False)
-    assert found() == Finding(what="imports", found="TQ_REPLACE is not set: no other package's modules are replaced")
+    assert found() == Finding(what="imports", found="TQ_REPLACE is not set: no modules of other packages are replaced")
     monkeypatch.setenv("TQ_REPLACE", "transfer_queue")
     assert "has no effect" in found().found
     assert "--force-reinstall" in found().mend

@@ -84,8 +84,8 @@ def test_an_interrupt_undoes_it(
                 channel.call(c.Drain(unit=1))
         assert main(["drain", "unit-0", "--drop"]) == 1
         told = capsys.readouterr().err
-        assert "given up: storage unit 1 unit-0 takes " in told
-        assert ("takes nothing new, as before" in told) is before
+        assert "interrupted: storage unit 1 unit-0 " in told
+        assert ("gets no new rows, as before" in told) is before
         assert [unit.draining for unit in filled.stats().units] == [before, False]
         rows = filled.get_samples(["a", "b", "c"], "train", ["ids"])["ids"].unbind()
         assert [len(row) for row in rows] == [5, 2, 9]
@@ -101,8 +101,8 @@ def test_an_interrupt_before_it_is_dropped_does_not_say_that_nothing_was_done(
     with StorageUnit(OTHER, str(filled.config.address), name="other"):
         assert main(["drain", "unit-0", "--drop"]) == 1
         assert capsys.readouterr().err.splitlines()[-1] == (
-            "tq: given up: storage unit 1 unit-0 is empty and takes nothing new; "
-            "it may or may not have been dropped (`tq status`; `tq drop` does it)"
+            "tq: interrupted: storage unit 1 unit-0 is empty and gets no new rows; "
+            "it may or may not have been dropped (check `tq status`, run `tq drop`)"
         )
 
 
@@ -112,16 +112,16 @@ def test_ctrl_c_ends_a_drain_that_waits_for_space(filled: DataPlaneClient) -> No
         process.send_signal(signal.SIGINT)
         code, output, errors = process.finish()
     assert (code, output) == (1, "")
-    assert "tq: given up: storage unit 1 unit-0 takes new rows again" in errors
+    assert "tq: interrupted: storage unit 1 unit-0 takes new rows again" in errors
     assert "Traceback" not in errors
     assert not filled.stats().units[0].draining
 
 
 def test_what_contradicts_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["drain", "unit-0", "--undo", "--drop", "--address", "127.0.0.1:1"]) == 2
-    assert "it cannot both stay and go" in capsys.readouterr().err
+    assert "the flags exclude each other" in capsys.readouterr().err
 
 
 def test_no_such_unit_is_exit_1(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["drain", "zz"]) == 1
-    assert "storage unit 'zz': there is none such" in capsys.readouterr().err
+    assert "storage unit 'zz': not found" in capsys.readouterr().err

@@ -38,10 +38,12 @@ def test_rows_go_with_force_only(filled: DataPlaneClient, capsys: pytest.Capture
 
 def test_no_such_unit_is_exit_1(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["drop", "zz"]) == 1
-    assert capsys.readouterr().err == "tq: storage unit 'zz': there is none such; there are 1 unit-0\n"
+    assert capsys.readouterr().err == "tq: storage unit 'zz': not found; the service has 1 unit-0\n"
 
 
 def test_a_name_that_two_have_is_not_enough(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
     with StorageUnit(DataPlaneConfig(capacity_bytes=8 * MIB), str(filled.config.address), name="unit-0"):
         assert main(["drop", "unit-0"]) == 1
-        assert "several are called so: give its number; there are 1 unit-0, 2 unit-0" in capsys.readouterr().err
+        assert (
+            "several units have this name, pass a number; the service has 1 unit-0, 2 unit-0" in capsys.readouterr().err
+        )

@@ -45,7 +45,7 @@ def test_where_it_is(text: str, place: tuple[str, int]) -> None:
 @pytest.mark.parametrize("text", ["", "http://other", "host:port", "http://[::1"])
 def test_what_is_no_place(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "127.0.0.1:1", "--http", text]) == 2
-    assert "is no URL" in capsys.readouterr().err
+    assert "is not a URL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("security", [{}, {"token": "secret"}, {"token": "secret", **tls()}])
@@ -68,7 +68,7 @@ def test_top_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     with serve({"capacity_bytes": 8 * MIB, "http_port": 0}) as server:
         arguments = ["top", server.address, "--once", "--interval", "0.1", "--http"]
         assert main([*arguments, f"http://{server.http_address}/"]) == 0
-        assert "a second: 0 samples put (0 B), 0 got (0 B), 0 claimed, 0 cleared" in capsys.readouterr().out
+        assert "per second: 0 samples put (0 B), 0 got (0 B), 0 claimed, 0 cleared" in capsys.readouterr().out
         assert main([*arguments, server.http_address.rpartition(":")[2], "--json"]) == 0
         told = json.loads(capsys.readouterr().out)["flow"]
         assert told == {"puts": 0, "put_bytes": 0, "gets": 0, "get_bytes": 0, "claims": 0, "clears": 0}
@@ -108,5 +108,5 @@ def web_server(body: bytes) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b'{"puts": 1}'])
 def test_something_else_that_answers_is_said(body: bytes) -> None:
-    with web_server(body) as place, pytest.raises(ServiceUnavailableError, match="name the one that"):
+    with web_server(body) as place, pytest.raises(ServiceUnavailableError, match="pass the port that"):
         flow(place, DataPlaneConfig(), 1)

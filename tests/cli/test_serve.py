@@ -212,7 +212,7 @@ def test_a_killed_service_goes_on_with_its_state(services: list[Service], tmp_pa
         client.put_samples(["c"], "train", {"x": [torch.arange(1)]})
         assert client.claim_meta("train", "policy", ["x"], 3).sample_ids == ["a", "b", "c"]
     assert second.end(signal.SIGTERM) == 0
-    assert f"going on with what was in {state}" in second.errors
+    assert f"restored the state in {state}" in second.errors
     assert len(discard(state, ["/dev/shm"])) == 2
     assert not litter(first.files)
 
@@ -291,7 +291,7 @@ def test_a_service_without_a_state_ends_with_its_memory(services: list[Service])
     os.kill(child_of(service), signal.SIGKILL)
     _, errors = service.process.communicate(timeout=60)
     assert service.process.returncode == 1
-    assert "storage unit unit-0 ended with code -9; its rows are lost; the service ends" in errors
+    assert "storage unit unit-0 ended with code -9; its rows are lost; the service stops" in errors
     assert not litter(service.files)
 
 

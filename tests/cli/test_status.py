@@ -78,13 +78,13 @@ REPORT = c.StatsReport(
 """Figures that could be taken for each other differ."""
 SAID = """\
 data plane service at here:1, epoch 6
-  unit 3 left: 707 B of 1000 B used (101 B live, 202 B reserved, 55 B pinned), 808 B at most
-  unit 4 left: 707 B of 1000 B used (101 B live, 202 B reserved, 55 B pinned), 808 B at most, FILLING UP, DRAINING, \
+  unit 3 left: 707 B of 1000 B used (101 B live, 202 B reserved, 55 B pinned), peak 808 B
+  unit 4 left: 707 B of 1000 B used (101 B live, 202 B reserved, 55 B pinned), peak 808 B, FILLING UP, DRAINING, \
 NOT CONNECTED
     cannot grow: no memory
   partition train: 5 live (111 B), 7 of 9 born, sealed
-    222 B of a budget of 444 B used, 333 B at most, FILLING UP
-    11 evicted, and 12 that were not consumed
+    222 B of a budget of 444 B used, peak 333 B, FILLING UP
+    11 evicted, plus 12 evicted unconsumed
     13 puts waiting for space
     field x: 4 produced
     field y: 3 produced

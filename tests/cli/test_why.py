@@ -34,7 +34,7 @@ def test_what_the_latest_claim_wanted_is_the_default(
 
 def test_what_is_missing(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(["train", "policy", "ids", "logprobs"], capsys)
-    assert "would wait, as nothing with ids, logprobs is ready" in text
+    assert "would wait, because no sample with ids, logprobs is ready" in text
     assert "2 lack 'logprobs'" in text
     assert "lack logprobs" in text
 
@@ -45,7 +45,7 @@ def test_who_waits(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) 
     wait_until(lambda: len(filled.waits().waits) == 1)
     text = said(["train", "critic"], capsys)
     assert "task critic in partition train waits: 1 claim of at least 2, and 1 sample with logprobs ready" in text
-    assert "gives up in" in text
+    assert "times out in" in text
     told = json.loads(said(["train", "critic", "--json"], capsys))
     assert told["fields"] == ["logprobs"]
     assert told["blocked"]["lacking"] == {"logprobs": 2}
@@ -59,7 +59,7 @@ def test_who_waits(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) 
 def test_groups(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(["train", "critic", "ids", "--group-size", "2"], capsys)
     assert "would wait" in text
-    assert "groups in part" in text
+    assert "partial groups" in text
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_conditions(condition: str, fail: int, filled: DataPlaneClient, capsys: 
 
 def test_what_is_no_condition(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why", "train", "policy", "--where", "group"]) == 2
-    assert "'group' is not TAG OPERATOR VALUE" in capsys.readouterr().err
+    assert "'group': expected TAG OPERATOR VALUE" in capsys.readouterr().err
 
 
 def test_nothing_is_left(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:

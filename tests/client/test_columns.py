@@ -137,7 +137,7 @@ def test_kv_first_write() -> None:
         ({"input_ids": PADDED, "input_lengths": [1, 2]}, {}, "2 lengths for 3 rows"),
         ({"input_ids": PADDED, "input_lengths": [1, 2, 5]}, {}, "narrower than the longest sample of 5"),
         ({"input_ids": PADDED, "input_lengths": [1, 2, 3]}, {"pad_to_multiple": 0}, "pad_to_multiple=0"),
-        ({"input_ids": PADDED, "input_lengths": [1, 2, 3]}, {"tags": [{}]}, "tags: got 1 for 3"),
+        ({"input_ids": PADDED, "input_lengths": [1, 2, 3]}, {"tags": [{}]}, "tags: got 1 values for 3"),
     ],
 )
 def test_kv_first_write_refuses_before_anything_is_put(batch: Any, more: Any, told: str) -> None:

@@ -159,7 +159,7 @@ def test_conditions_may_be_texts(client: DataPlaneClient, partition: str) -> Non
     assert only.sample_ids == ["s0", "s2"]
     both = client.claim_meta(partition, "train", ["x"], 8, blocking=False, where=["std > 0", 'source in ["math"]'])
     assert both.sample_ids == ["s1", "s3"]
-    with pytest.raises(ValueError, match="'std' is not TAG OPERATOR VALUE"):
+    with pytest.raises(ValueError, match="'std': expected TAG OPERATOR VALUE"):
         client.claim_meta(partition, "ref", ["x"], 1, where="std")
 
 

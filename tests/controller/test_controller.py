@@ -67,7 +67,7 @@ def test_beyond_loopback_it_needs_a_token_and_gives_an_address_for_others() -> N
 def test_beyond_loopback_without_any_guard_it_must_be_told_to_and_warns(caplog: pytest.LogCaptureFixture) -> None:
     with serve({"host": "0.0.0.0", "insecure": True, "capacity_bytes": 1 << 20}) as server:
         assert [record.message for record in caplog.records if "insecure" in record.message] == [
-            "insecure: whoever reaches 0.0.0.0 may read, change and drop everything this service holds"
+            "insecure: any client that can connect to 0.0.0.0 can read, change and drop all data of this service"
         ]
         port = split_address(server.address)[1]
         connect(f"127.0.0.1:{port}").close()
@@ -135,7 +135,7 @@ def test_a_port_that_is_taken_meanwhile_is_told(tmp_path: Path, monkeypatch: pyt
     config = DataPlaneConfig(state_dir=str(tmp_path))
     with Controller(config) as first:
         host, _, port = first.address.rpartition(":")
-    taken = f"had port {port} before and clients look for it there"
+    taken = f"had port {port} before, and clients reconnect to it"
     with socket.create_server((host, int(port))), pytest.raises(OSError, match=taken):
         Controller(config).start()
     with Controller(config) as again:

@@ -183,7 +183,7 @@ def test_an_input_counts_though_the_image_after_it_fails(
     monkeypatch.setattr(durable._journal, "begin_from", fail)
     (answer,) = durable.apply(c.OpenSession(nonce="n", host="h", name="", protocol_version=PROTOCOL_VERSION))
     assert isinstance(answer, c.Opened)
-    assert "no image of the ledger could be made" in caplog.text
+    assert "Image of the ledger could not be written" in caplog.text
     durable.close()
     with Journal.open(tmp_path) as journal:
         assert answer.session in module.rebuild(journal)._state.sessions
@@ -214,7 +214,7 @@ def test_a_failed_image_is_told_and_the_journal_grows_on(
     if maker is not None:  # it may have failed, and been seen, by now
         maker.wait(60)
     live(durable, log[20:])
-    assert "no image of the ledger could be made" in caplog.text
+    assert "Image of the ledger could not be written" in caplog.text
     expected = durable._ledger.fingerprint()
     assert module.rebuild(durable._journal).fingerprint() == expected
     durable.close()
@@ -286,7 +286,7 @@ def test_a_machine_that_crashed_begins_anew_and_keeps_the_rest_aside(
     kill(first)
     second = opened(tmp_path)
     assert not second.recovered
-    assert "may be incomplete and is set aside" in caplog.text
+    assert "may be incomplete and was moved to" in caplog.text
     (aside,) = tmp_path.glob("before-*")
     assert {path.name for path in aside.iterdir()} >= {"journal.sqlite", "image-0"}
     second.close()

@@ -168,7 +168,7 @@ def test_when_the_disk_fails_nobody_is_told_and_the_service_ends(
     shell.submit(call(1), inbox.reply)
     assert isinstance(result(inbox.take()), ServiceUnavailableError)
     assert shell.ended.wait(WAIT_S)
-    assert "the service ends" in caplog.text
+    assert "Service stops" in caplog.text
     with pytest.raises(ServiceUnavailableError):
         shell.submit(call(2))
 
@@ -181,7 +181,7 @@ def test_a_reply_that_fails_stops_nothing(serve: Serve, caplog: pytest.LogCaptur
     shell.submit(call(1), broken)
     shell.submit(call(2), inbox.reply)
     assert isinstance(result(inbox.take()), c.Done)
-    assert "could not hand over" in caplog.text
+    assert "Could not deliver" in caplog.text
 
 
 def test_stopping_answers_parked_calls_and_refuses_new_ones(serve: Serve) -> None:
@@ -258,7 +258,7 @@ def test_a_journal_that_cannot_be_written_refuses_and_goes_on(
             error = result(inbox.take())
             assert isinstance(error, StateDirError)
             assert error.directory == "/state"
-    assert caplog.text.count("nothing is done") == 1  # said now and then, not for each
+    assert caplog.text.count("requests are rejected") == 1  # said now and then, not for each
     shell.submit(call(3), inbox.reply)
     assert isinstance(result(inbox.take()), c.Done)
 
@@ -272,7 +272,7 @@ def test_a_units_link_that_fails_stops_nothing(serve: Serve, caplog: pytest.LogC
     shell.submit(add_unit(), inbox.reply, orders=broken)
     assert isinstance(inbox.take(), c.UnitAdded)
     ledger_orders(ledger, shell, c.GrowArena(unit=1, backed_bytes=1))
-    assert "could not hand over GrowArena" in caplog.text
+    assert "Could not deliver GrowArena" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["handle", "_detach", "_forget"])
@@ -282,7 +282,7 @@ def test_a_fault_in_what_was_submitted_is_logged_and_the_thread_goes_on(
     shell = serve(ScriptedLedger())
     with monkeypatch.context() as patched:
         patched.setattr(shell, where, fail)
-        with logged("the service failed on what was submitted, and goes on"):
+        with logged("Service failed to handle a submitted input and continues"):
             shell.submit(call(1))
             shell.detach(1, fail)
             shell.withdraw(call(1), fail)
@@ -298,7 +298,7 @@ def test_a_fault_in_the_server_is_logged_and_the_thread_goes_on(serve: Serve, mo
         patched.setattr(ZmqServer, "serve", lambda server, handler: serve_one(server, handler) and fail())
         peer.connect(shell._zmq.endpoints[0])
         # The message is read on its own, or with what there is to know of its connection.
-        with logged("and goes on"):
+        with logged("and continues"):
             peer.send_multipart([b"Seal", b"", b""])
     ledger_wakes(shell)
 

@@ -282,8 +282,8 @@ def test_a_defect_in_a_handler_is_logged_and_told_and_the_server_goes_on(
     for error in (told, beat):
         assert error.value.code() == grpc.StatusCode.INTERNAL
         assert "ZeroDivisionError" in error.value.details()
-    assert "failed on a SealRequest" in caplog.text
-    assert "failed on a HeartbeatRequest" in caplog.text
+    assert "Failed on a SealRequest" in caplog.text
+    assert "Failed on a HeartbeatRequest" in caplog.text
     stub.Seal(pb.SealRequest(header=pb.Header(session=1, number=2)), timeout=WAIT_S)
 
 

@@ -94,7 +94,7 @@ def test_a_ledger_that_stands_still_is_not_serving(
         ledger.thawed.clear()
         assert next(watched).status == NOT_SERVING
         assert answers(controller) == (NOT_SERVING, 503)
-        assert "its ledger gives no answer within 0.1 s" in ask(controller.http_address, "/healthz").text
+        assert "the ledger did not answer within 0.1 s" in ask(controller.http_address, "/healthz").text
         monkeypatch.setattr(health, "HEALTHY_S", WAIT_S)
         ledger.thawed.set()
         assert next(watched).status == SERVING

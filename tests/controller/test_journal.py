@@ -133,7 +133,7 @@ def test_an_orderly_end_is_told(tmp_path: Path) -> None:
 
 
 def test_one_owner_at_a_time(tmp_path: Path) -> None:
-    with Journal.open(tmp_path), pytest.raises(StateDirError, match=r"another process uses it. Stop that one first"):
+    with Journal.open(tmp_path), pytest.raises(StateDirError, match=r"another process uses it. Stop that process"):
         Journal.open(tmp_path)
     Journal.open(tmp_path).close()
 
@@ -368,7 +368,7 @@ def test_a_damaged_note_of_the_end_is_named_as_that(tmp_path: Path) -> None:
     with Journal.open(tmp_path / "state") as journal:
         journal.append(b"one")
     (tmp_path / "state" / END_NAME).write_bytes(b"\xff" * 52)
-    with pytest.raises(StateDirError, match=r"journal\.end is damaged: it does not tell where the log ends"):
+    with pytest.raises(StateDirError, match=r"journal\.end is damaged, so the end of the log, record 1, cannot"):
         Journal.open(tmp_path / "state")
     (tmp_path / "state" / END_NAME).unlink()
     with Journal.open(tmp_path / "state") as journal:
@@ -383,5 +383,5 @@ def test_a_log_that_is_missing_or_empty_is_named_as_that(tmp_path: Path, left: b
     log.unlink()
     if left is not None:
         log.write_bytes(left)
-    with pytest.raises(StateDirError, match=r"journal\.sqlite is missing, empty or damaged, and the last 2 are lost"):
+    with pytest.raises(StateDirError, match=r"journal\.sqlite is missing, empty or damaged, and the last 2 records"):
         Journal.open(tmp_path / "state")

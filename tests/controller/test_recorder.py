@@ -163,7 +163,7 @@ def test_one_that_cannot_be_counted_is_logged_and_the_rest_is(told: Told, caplog
     told.put(1)
     with caplog.at_level(logging.ERROR):
         told.recorder.count()
-    assert caplog.text.count("could not count the answer to") == 1
+    assert caplog.text.count("Could not count the answer to") == 1
     assert told.recorder.moved.put_samples == 1
 
 

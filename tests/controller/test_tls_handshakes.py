@@ -31,7 +31,7 @@ CONFIG = DataPlaneConfig(**STILL)
 
 def told(caplog: pytest.LogCaptureFixture) -> list[int]:
     """How many each line of the log says there were."""
-    found = [re.match(r"(\d+) connections to the port of gRPC came to no call", each) for each in caplog.messages]
+    found = [re.match(r"(\d+) connections to the gRPC port made no call", each) for each in caplog.messages]
     return [int(each[1]) for each in found if each]
 
 

@@ -107,6 +107,6 @@ def test_a_port_that_the_state_had_before(tmp_path: Path, monkeypatch: pytest.Mo
     config = replace(CONFIG, state_dir=str(tmp_path))
     with Controller(config) as before:
         port = int(before.address.rpartition(":")[2])
-    why = f"in use by process .*had port {port} before and clients look for it there"
+    why = f"in use by process .*had port {port} before, and clients reconnect to it"
     with socket.create_server(("127.0.0.1", port)), pytest.raises(PortTakenError, match=why):
         Controller(config).start()

@@ -87,15 +87,15 @@ def test_what_differs_from_the_schema_is_refused_naming_both(value: Any, spec: F
         (torch.zeros(()), ["without dimensions"]),
         (np.array(1.0), ["without dimensions"]),
         ([torch.zeros(1), torch.zeros(1, dtype=torch.int64)], ["different dtypes", "float32", "int64"]),
-        (Shared(["a"], [0, 1]), ["points at value 1 of 1"]),
+        (Shared(["a"], [0, 1]), ["refers to value 1 of 1"]),
         (Shared(["a"], [0]), ["must be 2 integers"]),
         (Shared(["a"], [0, -1]), ["must be 2 integers"]),
         (Shared(["a"], [0.0, 0.0]), ["must be 2 integers"]),
         (
             jagged_from_values(torch.zeros(4), torch.tensor([0, 2, 4]), lengths=torch.tensor([2, 3])),
-            ["leave its values"],
+            ["outside its values"],
         ),
-        (jagged_from_values(torch.zeros(4), torch.tensor([0, 2, 9])), ["leave its values"]),
+        (jagged_from_values(torch.zeros(4), torch.tensor([0, 2, 9])), ["outside its values"]),
     ],
 )
 def test_malformed_values_are_named(value: Any, told: list[str]) -> None:

@@ -302,8 +302,8 @@ def test_response_of_tensors_with_holes_and_inner_dimensions() -> None:
     [
         (torch.zeros(2, 3), nested_of([torch.ones(1)]), "full: expected a nested"),
         (nested_of([torch.ones(3)]), torch.zeros(1, 2), "response_mask: expected a nested"),
-        (nested_of([torch.ones(3)]), nested_of([torch.ones(1)] * 2), "full has 1 rows, response_mask 2"),
-        (nested_of([torch.ones(3)] * 2), nested_of([torch.ones(1), torch.ones(3)]), "row 1: a response of 3 tokens"),
+        (nested_of([torch.ones(3)]), nested_of([torch.ones(1)] * 2), "full has 1 rows, but response_mask has 2 rows"),
+        (nested_of([torch.ones(3)] * 2), nested_of([torch.ones(1), torch.ones(3)]), "row 1: the response has 3 tokens"),
     ],
 )
 def test_response_that_does_not_fit(full: Any, mask: Any, told: str) -> None:

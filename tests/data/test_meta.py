@@ -72,7 +72,7 @@ def test_unknown_stays_unknown() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "told"),
     [
-        ({"sequence_lengths": [1, 2]}, ValueError, "sequence_lengths: got 2 for 3 samples"),
+        ({"sequence_lengths": [1, 2]}, ValueError, "sequence_lengths: got 2 values for 3 samples"),
         ({"sequence_lengths": [1, -2, 3]}, ValueError, "got -2"),
         ({"sequence_lengths": [1, 2.5, 3]}, ValueError, "got 2.5"),
         ({"sequence_lengths": [1, math.inf, 3]}, ValueError, "got inf"),
@@ -80,13 +80,13 @@ def test_unknown_stays_unknown() -> None:
         ({"sequence_lengths": [1, None, 3]}, ValueError, "got None"),
         ({"sequence_lengths": [1, "2", 3]}, ValueError, "got 2"),
         ({"sequence_lengths": [1, 10**400, 3]}, ValueError, "got 1000"),
-        ({"tags": [{}]}, ValueError, "tags: got 1 for 3 samples"),
+        ({"tags": [{}]}, ValueError, "tags: got 1 values for 3 samples"),
         ({"tags": [1, 2, 3]}, TypeError, "mapping per sample"),
         ({"sample_ids": "abc"}, TypeError, "list of str"),
         ({"sample_ids": ["a", 1, "c"]}, TypeError, "row 1"),
         ({"fields": "abc"}, TypeError, "list of str"),
-        ({"_rows": np.arange(3)}, ValueError, "rows and generations together"),
-        ({"_rows": np.arange(2), "_generations": np.arange(2)}, ValueError, "for 3 samples"),
+        ({"_rows": np.arange(3)}, ValueError, "both rows and generations"),
+        ({"_rows": np.arange(2), "_generations": np.arange(2)}, ValueError, r"\[2\], expected \[3\]"),
     ],
 )
 def test_what_does_not_align_is_refused(change: dict[str, Any], error: type[Exception], told: str) -> None:
@@ -155,9 +155,9 @@ def test_stamp_tags() -> None:
     assert by_row.tags == [{"group": i // 2, "reward": float(i)} for i in range(4)]
     assert meta.stamp_tags({"reward": np.arange(4.0)}) == by_row
     assert KVBatchMeta("train", None, ["a"]).stamp_tags([{"k": None}]).tags == [{"k": None}]
-    with pytest.raises(ValueError, match="3 for 4"):
+    with pytest.raises(ValueError, match="3 values for 4"):
         meta.stamp_tags([{}] * 3)
-    with pytest.raises(ValueError, match="tag 'reward': got 2 for 4"):
+    with pytest.raises(ValueError, match="tag 'reward': got 2 values for 4"):
         meta.stamp_tags({"reward": [1, 2]})
 
 

@@ -68,7 +68,7 @@ def test_lists_are_lists() -> None:
 @pytest.mark.parametrize("meta", [minted(), dataclasses.replace(minted(), _rows=None, _generations=None, _claims=None)])
 def test_other_ids_beside_what_belongs_to_these_are_refused(meta: KVBatchMeta) -> None:
     for ids in (["c", "b", "a"], ["a", "b"], ["x", "y", "z"]):
-        with pytest.raises(InvalidRequestError, match="take subset, slice or drop"):
+        with pytest.raises(InvalidRequestError, match="use subset, slice or drop"):
             dataclasses.replace(meta, sample_ids=ids)
     assert dataclasses.replace(meta, sample_ids=["a", "b", "c"]) == meta
     assert dataclasses.replace(meta, sequence_lengths=[4, 5, 6]).sequence_lengths == [4, 5, 6]

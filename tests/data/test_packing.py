@@ -189,7 +189,7 @@ def test_empty_rows_are_packed(algorithm: PackingAlgorithm) -> None:
 
 @pytest.mark.parametrize("algorithm", PackingAlgorithm)
 def test_what_fits_no_bin_is_refused_by_name(algorithm: PackingAlgorithm) -> None:
-    with pytest.raises(ValueError, match=r"^sequence 1 has 9 tokens, more than bin_capacity=8; so have 1 others$"):
+    with pytest.raises(ValueError, match=r"^sequence 1 has 9 tokens, more than bin_capacity=8; 1 more are too long$"):
         get_packer(algorithm, 8).pack([8, 9, 0, 10])
 
 
@@ -216,7 +216,7 @@ def test_packers_by_name() -> None:
 
 @pytest.mark.parametrize("other", ["best_fit", "", None, 1, ConcatenativePacker, ["concatenative"]])
 def test_what_is_no_packing_algorithm_is_refused_with_the_choices(other: Any) -> None:
-    known = f"{re.escape(repr(other))} is not known; there are CONCATENATIVE, FIRST_FIT_DECREASING, "
+    known = f"{re.escape(repr(other))}; expected one of CONCATENATIVE, FIRST_FIT_DECREASING, "
     with pytest.raises(ValueError, match=known):
         get_packer(other, 10)
 

@@ -60,10 +60,10 @@ def test_global_batches_are_split_each_and_the_inverse_restores_the_order(
     ("size", "dp_world", "batch_size", "told"),
     [
         (7, 2, None, "7 rows cannot be split evenly over 2 shards: pass a multiple of 2 rows"),
-        (8, 2, 3, "8 rows are no multiple of the global batch of 3: pass a multiple of 3 rows, or another batch size"),
+        (8, 2, 3, "8 rows are not a multiple of the global batch size 3: pass a multiple of 3 rows, or another"),
         (6, 2, 3, "3 rows of a global batch cannot be split evenly over 2 shards: pass a multiple of 2 rows"),
         (6, 0, None, "0 shards"),
-        (6, 2, 0, "global batch of 0"),
+        (6, 2, 0, "batch_size=0: expected 1 or more"),
     ],
 )
 def test_uneven_splits_name_both_numbers(size: int, dp_world: int, batch_size: int | None, told: str) -> None:
@@ -350,9 +350,9 @@ def test_even_runs() -> None:
     ("arguments", "told"),
     [
         ({"sequence_packing_args": PACKED, "dynamic_batching_args": DYNAMIC}, "exclude each other"),
-        ({"sequence_packing_args": {}}, "sequence_packing_args lacks 'max_tokens_per_microbatch'"),
-        ({"dynamic_batching_args": {}}, "dynamic_batching_args lacks 'max_tokens_per_microbatch'"),
-        ({"sequence_packing_args": {**PACKED, "algorithm": "best"}}, "'best' is not known"),
+        ({"sequence_packing_args": {}}, "sequence_packing_args lacks the required key 'max_tokens_per_microbatch'"),
+        ({"dynamic_batching_args": {}}, "dynamic_batching_args lacks the required key 'max_tokens_per_microbatch'"),
+        ({"sequence_packing_args": {**PACKED, "algorithm": "best"}}, "unknown packing algorithm 'best'"),
         ({"sequence_packing_args": {**PACKED, "microbatch_order": "random"}}, "packer, largest_first, got 'random'"),
         (
             {"sequence_packing_args": {**PACKED, "sequence_length_pad_multiple": 0}},
@@ -369,7 +369,7 @@ def test_even_runs() -> None:
         ({"batch_size": "2"}, "batch_size='2': expected an integer"),
         ({"dp_world": 2.0}, "shards=2.0: expected an integer"),
         ({"sequence_packing_args": PACKED, "dp_world": 3}, "4 rows cannot be split evenly over 3"),
-        ({"dynamic_batching_args": DYNAMIC, "batch_size": 3}, "no multiple of the global batch of 3"),
+        ({"dynamic_batching_args": DYNAMIC, "batch_size": 3}, "not a multiple of the global batch size 3"),
     ],
 )
 def test_arguments_that_cannot_be(arguments: Mapping[str, Any], told: str) -> None:
@@ -378,10 +378,12 @@ def test_arguments_that_cannot_be(arguments: Mapping[str, Any], told: str) -> No
 
 
 def test_a_sample_over_the_budget_is_named() -> None:
-    with pytest.raises(ValueError, match=r"^sample 's1' has 11 tokens, outside 0 to max_tokens_per_microbatch=10; so "):
+    with pytest.raises(ValueError, match=r"^sample 's1' has 11 tokens, outside 0 to max_tokens_per_microbatch=10; "):
         shard_meta_for_dp(meta_with([1, 11, 12, 4]), dp_world=2, sequence_packing_args=PACKED)
     rounding = {**DYNAMIC, "sequence_length_round": 4}
-    with pytest.raises(ValueError, match=r"^sample 's2' has 9 tokens \(12 at a multiple of 4\), outside .*=10$"):
+    with pytest.raises(
+        ValueError, match=r"^sample 's2' has 9 tokens \(12 rounded up to a multiple of 4\), outside .*=10$"
+    ):
         shard_meta_for_dp(meta_with([1, 2, 9, 4]), dp_world=2, dynamic_batching_args=rounding)
     named = {**PACKED, "budget_name": "train_mb_tokens"}
     with pytest.raises(ValueError, match=r"^sample 's1' has 11 tokens, outside 0 to train_mb_tokens=10$"):

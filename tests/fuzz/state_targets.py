@@ -79,7 +79,7 @@ def journals(data: bytes) -> None:
         for other, content in files.items():
             (Path(folder) / other).write_bytes(content)
         (Path(folder) / name).write_bytes(_patched(feed, files[name]))
-        with mock.patch("dataplane.controller.durable_ledger._may_lack_its_end", return_value=bool(feed.number(2))):
+        with mock.patch("dataplane.controller.durable_ledger._may_be_incomplete", return_value=bool(feed.number(2))):
             durable = DurableLedger.open(folder, SETTINGS)
         durable.close()
 

@@ -143,7 +143,7 @@ def test_global_batches_are_split_over_data_parallel_ranks(policy: TQPolicy) -> 
     policy.write_to_dataplane(meta, {"advantages": torch.ones(8, 8)})
     trained = policy.train_from_meta(meta, "loss", gbs=4)
     assert trained["all_mb_metrics"]["ids"] == [10, 11, 14, 15, 12, 13, 16, 17]
-    with pytest.raises(ValueError, match="8 rows are no multiple of the global batch of 3"):
+    with pytest.raises(ValueError, match="8 rows are not a multiple of the global batch size 3"):
         policy.train_from_meta(meta, "loss", gbs=3)
     policy.finish_step(meta)
 
@@ -222,7 +222,7 @@ def test_packing_needs_its_settings(policy: TQPolicy, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("packing", "told"),
     [
-        ({"train_mb_tokens": 16, "algorithm": "best"}, "'best' is not known; there are CONCATENATIVE"),
+        ({"train_mb_tokens": 16, "algorithm": "best"}, "unknown packing algorithm 'best'; expected one of"),
         ({"logprob_mb_tokens": 0}, "'logprob_mb_tokens'.*1 or more, got 0"),
     ],
 )

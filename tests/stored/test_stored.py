@@ -140,7 +140,7 @@ def test_a_state_of_another_format_is_refused_and_stays(
     folder, number = unpack(ARCHIVE, tmp_path), module.FORMAT
     monkeypatch.setattr(module, "FORMAT", number + step)
     why = {
-        journal: rf"its journal has format {number}, this version reads {number + step}\. Use the version it is of",
+        journal: rf"its journal has format {number}, this version reads {number + step}\. Use the version that",
         image: rf"image has format {number}, expected {number + step}\. Use the version that wrote it",
     }[module]
     with pytest.raises(StateDirError, match=why), service_of(folder):

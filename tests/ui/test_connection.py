@@ -138,7 +138,7 @@ def test_a_lost_connection_is_said_and_found_again(visit: Visitor) -> None:
         assert page.locator("#lost").is_hidden()
         epoch = page.inner_text("#epoch")
     seen.until("#connection", "connection lost")
-    seen.until("#lost-why", "Connection lost: nobody answers at this address. What is below is from ")
+    seen.until("#lost-why", "Connection lost: no response from this address. The data below is from ")
     seen.until("#lost-next", "next try in")
     assert page.locator(".partition .title").inner_text() == "train"  # what was known stays
     seen.keep("lost")
@@ -225,5 +225,5 @@ def test_a_paused_page_stays_as_it_is(service: Server, visit: Visitor) -> None:
         page.evaluate("window.dispatchEvent(new Event('online'))")
         page.evaluate("() => fetch('healthz').then((answer) => answer.text())")
         assert (seen.asked("api/"), page.inner_text("#tile-live")) == (before, "24")
-        page.get_by_role("button", name="Go on").click()
+        page.get_by_role("button", name="Resume").click()
         seen.until("#tile-live", "23")

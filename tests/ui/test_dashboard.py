@@ -32,8 +32,8 @@ def test_a_run_is_seen_at_a_glance(service: Server, client: DataPlaneClient, vis
         seen.until(".attention li.warn", "Task policy of train: policy-0 has waited")
         seen.until(".attention .sentence", "no client has produced field 'logprobs' for any live sample")
         seen.until("#health", "1 needs attention")
-    seen.until("#no-waits", "Nobody waits.")
-    seen.until("#health", "all well")
+    seen.until("#no-waits", "No calls are waiting.")
+    seen.until("#health", "healthy")
 
 
 def test_calls_that_wait_and_are_not_listed_are_told_of(
@@ -44,10 +44,10 @@ def test_calls_that_wait_and_are_not_listed_are_told_of(
     seen = visit(service.http_address)
     with scene.waiting(service), scene.waiting(service, name="policy-1"):
         page = seen.open()
-        seen.until("#some-waits", "The 1 that have waited longest, of 2.")
+        seen.until("#some-waits", "The 1 longest-waiting of 2 calls.")
         assert page.locator("#waits tr").count() == 1
         assert page.inner_text("#tile-waits") == "2"
-    seen.until("#no-waits", "Nobody waits.")
+    seen.until("#no-waits", "No calls are waiting.")
     assert page.locator("#some-waits").is_hidden()
 
 
@@ -126,7 +126,7 @@ def test_a_service_that_holds_nothing_says_so(service: Server, visit: Visitor) -
     page = seen.open()
     assert page.locator("#no-partitions").is_visible()
     assert page.locator("#no-waits").is_visible()
-    assert page.inner_text("#health") == "all well"
+    assert page.inner_text("#health") == "healthy"
     assert page.inner_text("#tile-memory-more") == "0 B of 64.0 MiB"
 
 
@@ -136,13 +136,13 @@ def test_a_full_arena_is_told_of(service: Server, client: DataPlaneClient, visit
     seen = visit(service.http_address)
     page = seen.open()
     seen.until(".attention li", "Partition train is near its budget: 96% of what new rows may take is used.")
-    assert page.inner_text(".budget span").startswith("budget: 6.5 MiB of 8.0 MiB (81%), 6.5 MiB at most; when full, ")
+    assert page.inner_text(".budget span").startswith("budget: 6.5 MiB of 8.0 MiB (81%), peak 6.5 MiB; when full, ")
     with connect(service.address, client_name="rollout-1", put_timeout_s=600.0) as other, scene.putting(other):
         seen.until(".attention li.bad", "A put of rollout-1 has waited")
         seen.until("#waits tr", "4.0 MiB")
         assert page.locator("#waits .op").inner_text() == "put"
         client.clear_samples(["a"], "train")
-        seen.until("#no-waits", "Nobody waits.")
+        seen.until("#no-waits", "No calls are waiting.")
 
 
 def test_a_sample_is_looked_up_by_its_id(service: Server, client: DataPlaneClient, visit: Visitor) -> None:

@@ -176,17 +176,15 @@ def test_a_service_that_is_well_has_no_troubles(page: Page) -> None:
 
 
 def test_units_that_trouble(page: Page) -> None:
-    assert troubles(page, units=[]) == [
-        ("bad", "There is no storage unit: nothing can be put. Start one with tq unit.")
-    ]
+    assert troubles(page, units=[]) == [("bad", "No storage unit: puts cannot succeed. Start one with tq unit.")]
     unit = {**UNIT, "pressed": True, "problem": "no space in /dev/shm", "connected": False}
     assert troubles(page, units=[unit]) == [
         ("bad", "Storage unit 1 (unit-0) is not connected: its rows cannot be read."),
         ("bad", "Storage unit 1 (unit-0) cannot grow: no space in /dev/shm"),
         (
             "warn",
-            "Storage unit 1 (unit-0) is filling up: 90% of the 10.0 MiB that new rows may take is used. "
-            "Clear samples that are done.",
+            "Storage unit 1 (unit-0) is filling up: 90% of the 10.0 MiB that new rows may use is used. "
+            "Clear consumed samples.",
         ),
     ]
 
@@ -194,9 +192,9 @@ def test_units_that_trouble(page: Page) -> None:
 def test_partitions_and_clients_that_trouble(page: Page) -> None:
     partition = {**PARTITION, "pressed": True, "evicted_unconsumed": 1}
     assert troubles(page, partitions=[partition], sessions=[{**SESSION, "silent_s": 12.0}]) == [
-        ("warn", "Partition train is near its budget: 95% of what new rows may take is used."),
-        ("warn", "Partition train evicted 1 sample that nobody had consumed."),
-        ("warn", "Client session 3 on host node-a has not been heard for 12 s (live)."),
+        ("warn", "Partition train is near its budget: 95% of the space for new rows is used."),
+        ("warn", "Partition train evicted 1 sample before consumption."),
+        ("warn", "Client session 3 on host node-a has been silent for 12 s (live)."),
     ]
 
 
@@ -205,7 +203,7 @@ def test_waits_that_trouble_the_worst_first(page: Page) -> None:
     assert troubles(page, waits) == [
         (
             "bad",
-            "A put of session 3 has waited 1.0 s for space in train: it wants 3.0 MiB, 1.0 KiB are free. "
+            "A put of session 3 has waited 1.0 s for space in train: it needs 3.0 MiB, 1.0 KiB are free. "
             "1 more put too.",
         ),
         (

@@ -159,7 +159,7 @@ def test_a_drained_unit_says_so(visit: Visitor) -> None:
         seen.until(".arena .told", "new rows may take")
         client.drain(1)
         seen.expected.append("net::ERR")  # the service ends before the page
-        seen.until(".arena .told", "it is drained, and gets nothing new")
+        seen.until(".arena .told", "draining, gets no new rows")
         assert page.locator(".arena .told", has_text="new rows may take").count() == 1
 
 

@@ -1,3 +1,3 @@
-"""What `tq doctor` looks at: this machine, what is installed on it, and a service at work."""
+"""The checks of `tq doctor`: this machine, the installed packages, and a running service."""
 
 from dataplane.cli.checks.finding import Finding as Finding

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """`what` was looked at and what was `found`; `mend` says what to do about it ("": nothing, it is well)."""
+    """The subject of a check (`what`), its result (`found`), and the remedy (`mend`; "" if the check passed)."""
 
     what: str
     found: str
@@ -16,7 +16,7 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether it is well."""
+        """Whether the check passed."""
         return not self.mend
 
 
@@ -24,7 +24,7 @@ Check = Callable[[], Iterator[Finding]]
 
 
 def careful(what: str, check: Check, mend: str) -> Iterator[Finding]:
-    """What `check` finds, and what it raises as a finding of its own, with this to mend it."""
+    """Yield the findings of `check`. An exception becomes a failed finding with the remedy `mend`."""
     try:
         yield from check()
     except Exception as error:

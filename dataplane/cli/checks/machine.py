@@ -1,4 +1,4 @@
-"""This machine: memory, files, ports."""
+"""Checks of this machine: memory, files, ports."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from dataplane.core.ports import require_free_port
 from dataplane.core.private_dir import leave, own_directory, own_path
 
 ENOUGH_BYTES = 256 * MIB
-"""Less shared memory or less free memory than this is of little use."""
+"""Minimum of free shared memory and free memory for a passing check."""
 ENOUGH_FILES = 4096
-"""A service has a few open files for each session, a client about fifteen."""
+"""Minimum open-file limit. A service has a few open files per session, a client about fifteen."""
 _REACH_S = 5.0
 _NAMED = 3
 _BLOCK_BYTES = 512
-"""Of `st_blocks`."""
-_OTHER_DIRECTORY = "name a local directory that is there and can be written with --arena-dir"
+"""Unit of `st_blocks`."""
+_OTHER_DIRECTORY = "pass an existing, writable local directory with --arena-dir"
 _MORE_SHM = (
-    "give it more: `mount -o remount,size=16g /dev/shm`, in a container `docker run --shm-size=16g` or an emptyDir of "
-    "medium Memory at /dev/shm; or name another local directory with --arena-dir"
+    "enlarge it: `mount -o remount,size=16g /dev/shm`, in a container `docker run --shm-size=16g` or an emptyDir of "
+    "medium Memory at /dev/shm; or pass another local directory with --arena-dir"
 )
 
 
 def machine(arena_dir: str, port: int) -> Iterator[Finding]:
-    """All of it; port: that a service is to have (0: any)."""
+    """Run all checks of the machine. port: planned port of a service (0: any)."""
     yield from careful("system", _system, "run it on Linux, with /proc")
     yield from careful("shared memory", lambda: _shared_memory(arena_dir), _OTHER_DIRECTORY)
-    yield from careful("memory limit", _memory_limit, "see that /proc and /sys/fs/cgroup can be read")
+    yield from careful("memory limit", _memory_limit, "make /proc and /sys/fs/cgroup readable")
     yield from _directory(arena_dir)
     yield from careful("arenas", lambda: _arenas(arena_dir), _OTHER_DIRECTORY)
     yield from _open_files()
@@ -59,10 +59,10 @@ def _shared_memory(arena_dir: str) -> Iterator[Finding]:
     kind = file_system(arena_dir)
     found = f"{arena_dir} ({kind}): {readable(free)} free of {readable(total)}"
     if free < ENOUGH_BYTES:
-        yield Finding(what="shared memory", found=f"{found}: little", mend=_MORE_SHM)
+        yield Finding(what="shared memory", found=f"{found}: too little", mend=_MORE_SHM)
     else:
-        memory = "" if kind in MEMORY_FILE_SYSTEMS else ", not memory: slower, but it outlives the machine"
-        default = f"; a unit takes {readable(default_capacity(arena_dir))} unless told otherwise"
+        memory = "" if kind in MEMORY_FILE_SYSTEMS else ", not memory: slower, but it survives a machine crash"
+        default = f"; the default capacity of a unit is {readable(default_capacity(arena_dir))}"
         yield Finding(what="shared memory", found=found + memory + default)
 
 
@@ -72,8 +72,8 @@ def _memory_limit() -> Iterator[Finding]:
         yield Finding(what="memory limit", found="no cgroup limits this process")
         return
     least = min(limits, key=lambda limit: limit.free_bytes)
-    found = f"{readable(least.free_bytes)} left of {least.limit}; arenas count"
-    mend = "" if least.free_bytes >= ENOUGH_BYTES else "raise the container's memory limit, or stop what uses it"
+    found = f"{readable(least.free_bytes)} left of {least.limit}, which includes arenas"
+    mend = "" if least.free_bytes >= ENOUGH_BYTES else "raise the container's memory limit, or stop processes in it"
     yield Finding(what="memory limit", found=found, mend=mend)
 
 
@@ -84,9 +84,7 @@ def _directory(arena_dir: str) -> Iterator[Finding]:
         mode = stat.S_IMODE(os.lstat(path).st_mode)
         leave(arena_dir)
     except PermissionError as error:
-        yield Finding(
-            what=what, found=str(error), mend="remove it, or have it and what is above it belong to this user"
-        )
+        yield Finding(what=what, found=str(error), mend="remove it, or make this user the owner of it and its parents")
     except OSError as error:
         yield Finding(what=what, found=str(error), mend=_OTHER_DIRECTORY)
     else:
@@ -94,28 +92,28 @@ def _directory(arena_dir: str) -> Iterator[Finding]:
 
 
 def _arenas(arena_dir: str) -> Iterator[Finding]:
-    """What units that were killed have left there."""
+    """Look for arenas that killed storage units left in the directory."""
     from dataplane.storage.arena import leftovers
 
     folder = own_path(arena_dir)
     left = leftovers(folder) if folder.is_dir() else []
     if not left:
-        yield Finding(what="arenas", found=f"{folder}: none is left of a storage unit that was killed")
+        yield Finding(what="arenas", found=f"{folder}: no leftover arenas of killed storage units")
         return
     nbytes = 0
     for path in left:
         with contextlib.suppress(FileNotFoundError):
             nbytes += path.stat().st_blocks * _BLOCK_BYTES
     names = ", ".join(path.name for path in left[:_NAMED]) + (", ..." if len(left) > _NAMED else "")
-    found = f"{folder}: storage units that were killed left {counted(len(left), 'arena')} ({readable(nbytes)}): {names}"
+    found = f"{folder}: killed storage units left {counted(len(left), 'arena')} ({readable(nbytes)}): {names}"
     mend = "the next storage unit that starts there removes them (`tq serve`, or `tq doctor` without an address)"
     yield Finding(what="arenas", found=found, mend=mend)
 
 
 def _open_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = "without limit" if hard == resource.RLIM_INFINITY else f"{hard:,}"
-    found = f"{soft:,} for a process, {most} at most (tq serve takes what it may)"
+    most = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
+    found = f"limit {soft:,} per process, hard limit {most} (tq serve raises its limit as needed)"
     few = hard != resource.RLIM_INFINITY and hard < ENOUGH_FILES
     mend = "raise it: `ulimit -Hn 65536`, LimitNOFILE= of systemd, or docker run --ulimit nofile=65536" if few else ""
     yield Finding(what="open files", found=found, mend=mend)
@@ -130,19 +128,19 @@ def _ports(port: int) -> Iterator[Finding]:
         yield Finding(
             what="ports",
             found=str(error),
-            mend=f"stop what listens there (`ss -ltnp 'sport = :{port}'`), or choose other ports",
+            mend=f"stop the process that listens there (`ss -ltnp 'sport = :{port}'`), or choose other ports",
         )
         return
     free = f"{port} and {port + 1} are free" if port else "can listen on loopback"
     try:
-        free += f"; others would call this machine {reachable_host('0.0.0.0')}"
+        free += f"; other hosts would use the address {reachable_host('0.0.0.0')}"
     except (OSError, ValueError) as error:
         free += f"; {error}"
     yield Finding(what="ports", found=free)
 
 
 def _loopback() -> Iterator[Finding]:
-    """One can listen on an interface that is down."""
+    """Connect over loopback: listening alone also works on an interface that is down."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         socket.create_connection(listener.getsockname(), timeout=_REACH_S).close()
-    yield Finding(what="loopback", found="this machine reaches itself at 127.0.0.1")
+    yield Finding(what="loopback", found="a connection to 127.0.0.1 works")

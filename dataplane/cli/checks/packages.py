@@ -1,4 +1,4 @@
-"""What is installed: versions, and whether it loads and can do what is needed of it."""
+"""Checks of the installed packages: versions, imports and required features."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEVICES = Path("/dev")
 
 
 def packages() -> Iterator[Finding]:
-    """All of it."""
+    """Run all checks of the installed packages."""
     yield from careful("packages", _versions, _INSTALL)
     yield from careful("imports", _imports, f"correct {VARIABLE}, or unset it")
     yield from careful("protobuf", _protobuf, "pip install -U 'protobuf>=5.29,<8'")
@@ -31,7 +31,7 @@ def packages() -> Iterator[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    """Whether everything that is required is there, in a version that will do."""
+    """Check that all required packages are installed in a suitable version."""
     wrong, count = [], 0
     for requirement in importlib.metadata.requires(PACKAGE) or []:
         if "extra ==" in requirement:
@@ -39,12 +39,12 @@ def _versions() -> Iterator[Finding]:
         count += 1
         wrong += _unmet(requirement)
     version = importlib.metadata.version(PACKAGE)
-    found = f"{PACKAGE} {version}, {'; '.join(wrong) or f'and all {count} that it requires'}"
+    found = f"{PACKAGE} {version}, {'; '.join(wrong) or f'and all {count} required packages'}"
     yield Finding(what="packages", found=found, mend=_INSTALL if wrong else "")
 
 
 def _unmet(requirement: str) -> list[str]:
-    """What is wrong with one requirement."""
+    """Return the problems with one requirement, as texts."""
     matched = _REQUIREMENT.match(requirement)
     assert matched is not None, requirement
     name, clauses = matched[1], _CLAUSE.findall(matched[2])
@@ -54,7 +54,7 @@ def _unmet(requirement: str) -> list[str]:
         return [f"{name} is not installed"]
     if all(_holds(version, operator, bound) for operator, bound in clauses):
         return []
-    return [f"{name} is {version}, wanted {matched[2].strip()}"]
+    return [f"{name} has version {version}, required is {matched[2].strip()}"]
 
 
 def _holds(version: str, operator: str, bound: str) -> bool:
@@ -72,7 +72,7 @@ def _holds(version: str, operator: str, bound: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release without the noughts at its end: 2.13.0+cpu is (2, 13)."""
+    """Parse the release number without trailing zeros: 2.13.0+cpu is (2, 13)."""
     matched = re.match(r"\d+(?:\.\d+)*", version)
     numbers = list(map(int, matched[0].split("."))) if matched else []
     while numbers and not numbers[-1]:
@@ -81,10 +81,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _imports() -> Iterator[Finding]:
-    """Whether the switch is on, and does what it should. ValueError for a wrong value of its variable."""
+    """Check whether the compat switch is on and effective. Raises ValueError for an invalid value of its variable."""
     value = os.environ.get(VARIABLE)
     if not value:
-        yield Finding(what="imports", found=f"{VARIABLE} is not set: no other package's modules are replaced")
+        yield Finding(what="imports", found=f"{VARIABLE} is not set: no modules of other packages are replaced")
     elif all(replaced(name) for name in names_in(value)):
         pairs = ", ".join(f"{name} is {MODULES[name]}" for name in names_in(value))
         yield Finding(what="imports", found=f"{pairs} ({VARIABLE}={value})")
@@ -102,8 +102,8 @@ def _protobuf() -> Iterator[Finding]:
     for made in (bulk_pb2, control_pb2):
         assert made.DESCRIPTOR.message_types_by_name
     kind = api_implementation.Type()
-    mend = "" if kind == "upb" else "pip install -U --only-binary :all: protobuf (this one has no compiled part: slow)"
-    yield Finding(what="protobuf", found=f"{__version__} ({kind}), our messages load", mend=mend)
+    mend = "" if kind == "upb" else "pip install -U --only-binary :all: protobuf (this one is pure Python: slow)"
+    yield Finding(what="protobuf", found=f"{__version__} ({kind}), the generated messages load", mend=mend)
 
 
 def _grpc() -> Iterator[Finding]:
@@ -119,7 +119,7 @@ def _zmq() -> Iterator[Finding]:
     found = f"pyzmq {zmq.pyzmq_version()}, libzmq {zmq.zmq_version()}"
     lacking = [name for name in ("curve", "ipc") if not zmq.has(name)]
     if lacking:
-        mend = "pip install -U --force-reinstall --only-binary :all: pyzmq (its wheels have both; TLS needs CURVE)"
+        mend = "pip install -U --force-reinstall --only-binary :all: pyzmq (wheels support both; TLS needs CURVE)"
         yield Finding(what="ZMQ", found=f"{found}, without {' and '.join(lacking)}", mend=mend)
     else:
         yield Finding(what="ZMQ", found=f"{found}, with CURVE and ipc")
@@ -141,7 +141,7 @@ def _torch() -> Iterator[Finding]:
         names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}))
         yield Finding(what="GPU", found=f"{torch.cuda.device_count()} for torch: {names}")
     elif devices:
-        mend = "install a torch with CUDA for this driver (`nvidia-smi`), and see CUDA_VISIBLE_DEVICES"
+        mend = "install a torch with CUDA for this driver (`nvidia-smi`), and check CUDA_VISIBLE_DEVICES"
         yield Finding(what="GPU", found=f"{len(devices)} in /dev, but torch cannot use any", mend=mend)
     else:
         yield Finding(what="GPU", found="none; tensors on CPUs only")

@@ -1,4 +1,4 @@
-"""A service at work: the one at an address, or one that is started for it."""
+"""Checks of a running service: the one at an address, or a temporary local one."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _PUT_S = 10.0
 
 
 def trial(config: DataPlaneConfig, arena_dir: str) -> Iterator[Finding]:
-    """Of the service at `config.address`; without one, of a service that is started here and ended again."""
+    """Check the service at `config.address`; without an address, a service that is started here and stopped again."""
     if config.address is None:
-        mend = "see what is wrong above, and what `tq serve` says"
+        mend = "fix the problems above, and check the output of `tq serve`"
         yield from careful("a service here", lambda: _own(config, arena_dir), mend)
         return
     reached = list(_reach(config.address))
     yield from reached
     if all(finding.ok for finding in reached):
-        mend = "see that the service is of this version and this end has its token (--token-file) or certificates"
+        mend = "check that the service has this version, and pass its token (--token-file) or certificates"
         yield from careful("session", lambda: _work(config), mend)
 
 
@@ -42,11 +42,11 @@ def _own(config: DataPlaneConfig, arena_dir: str) -> Iterator[Finding]:
     with own_service(capacity_bytes=_CAPACITY_BYTES, arena_dir=arena_dir) as address:
         yield Finding(what="a service here", found=f"started, at {address}")
         alone = DataPlaneConfig(address=address, client_name=config.client_name)
-        yield from careful("round trip", lambda: _round_trip(alone), "see what is wrong above")
+        yield from careful("round trip", lambda: _round_trip(alone), "fix the problems above")
 
 
 def _reach(address: str) -> Iterator[Finding]:
-    """Whether both of its ports take connections."""
+    """Check that both ports of the service accept connections."""
     host, port = split_address(address)
     for number, name in ((port, "gRPC"), (port + 1, "ZMQ")):
         began = time.monotonic()
@@ -54,7 +54,7 @@ def _reach(address: str) -> Iterator[Finding]:
         try:
             socket.create_connection((host, number), timeout=_REACH_S).close()
         except OSError as error:
-            mend = "see that `tq serve` runs there, listens on more than loopback (--host) and no firewall is between"
+            mend = "check that `tq serve` runs there and listens beyond loopback (--host), and check firewalls"
             yield Finding(what=what, found=f"{host}: {error.strerror or error}", mend=mend)
         else:
             yield Finding(what=what, found=f"{host} answers in {(time.monotonic() - began) * 1000:.1f} ms")
@@ -67,14 +67,14 @@ def _work(config: DataPlaneConfig) -> Iterator[Finding]:
     try:
         client = DataPlaneClient(config).connect()
     except ServiceUnavailableError as error:
-        mend = "see its log and, on its host, the state of its process: `ps` shows T for one that is stopped"
+        mend = "check its log and, on its host, the state of its process: `ps` shows T for a stopped process"
         yield Finding(what="session", found=str(error), mend=mend)
         return
     with client:
         security = "TLS" if config.tls else "a token" if config.secret() else "neither token nor TLS"
         yield Finding(what="session", found=f"open, with {security}")
         yield from _units(client)
-    yield from careful("round trip", lambda: _round_trip(config), "see `tq status`: is there a unit, with space?")
+    yield from careful("round trip", lambda: _round_trip(config), "check in `tq status` that a unit has space")
 
 
 def _units(client: DataPlaneClient) -> Iterator[Finding]:
@@ -82,23 +82,23 @@ def _units(client: DataPlaneClient) -> Iterator[Finding]:
     mine = sum(unit.host == boot_id() for unit in units)
     found = f"{counted(len(units), 'storage unit')}, {mine} on this host"
     if not units:
-        yield Finding(what="units", found="no storage unit: no row has a place", mend="start one: `tq unit ADDRESS`")
+        yield Finding(what="units", found="no storage unit: puts cannot succeed", mend="start one: `tq unit ADDRESS`")
     for unit in units:
         name = f"unit {unit.unit}"
         if not unit.connected:
-            yield Finding(what=name, found=f"{unit.name} is not connected", mend="see its log; start it again")
+            yield Finding(what=name, found=f"{unit.name} is not connected", mend="check its log and restart it")
         elif unit.problem:
-            mend = "see to its process, and to free memory, on its host"
+            mend = "check its process and the free memory on its host"
             yield Finding(what=name, found=f"{unit.name} cannot grow: {unit.problem}", mend=mend)
         elif unit.pressed:
-            mend = "clear what is consumed, or add a unit (`tq unit`)"
-            yield Finding(what=name, found=f"{unit.name} fills up: {readable(unit.used_bytes)} used", mend=mend)
+            mend = "clear consumed samples, or add a unit (`tq unit`)"
+            yield Finding(what=name, found=f"{unit.name} is filling up: {readable(unit.used_bytes)} used", mend=mend)
     if units:
         yield Finding(what="units", found=found)
 
 
 def _round_trip(config: DataPlaneConfig) -> Iterator[Finding]:
-    """A row goes there and comes back, by shared memory where that is possible and over ZMQ."""
+    """Put a row and get it back, over the best connection (shared memory if possible) and over ZMQ."""
     import torch
 
     from dataplane import DataPlaneClient
@@ -112,15 +112,15 @@ def _round_trip(config: DataPlaneConfig) -> Iterator[Finding]:
             back = client.get_samples(["row"], name, ["bytes"])["bytes"].values()
             took_ms = (time.monotonic() - began) * 1000
             if not torch.equal(back, row):
-                raise ValueError(f"a row of {readable(_ROW_BYTES)} came back changed by {connection_kind}")
+                raise ValueError(f"a row of {readable(_ROW_BYTES)} was changed in transit over {connection_kind}")
         yield Finding(
-            what="round trip", found=f"{readable(_ROW_BYTES)} there and back by {connection_kind} in {took_ms:.1f} ms"
+            what="round trip", found=f"{readable(_ROW_BYTES)} put and read over {connection_kind} in {took_ms:.1f} ms"
         )
 
 
 @contextlib.contextmanager
 def _partition(client: DataPlaneClient) -> Iterator[str]:
-    """One of its own, gone afterwards."""
+    """Create a temporary partition, which is cleared at the end of the block."""
     name = f"tq-doctor-{secrets.token_hex(6)}"
     client.register_partition(name, ["bytes"], None, ["doctor"])
     try:

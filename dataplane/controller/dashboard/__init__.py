@@ -1,1 +1,1 @@
-"""The page for people: its JSON, and the static files that show it."""
+"""The dashboard: its JSON interface and its static files."""

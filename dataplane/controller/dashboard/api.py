@@ -1,4 +1,4 @@
-"""The service's state as JSON: what the page draws."""
+"""JSON interface of the dashboard: the state of the service."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from dataplane.protocol.http.messages import HttpRequest, Parameters, Response, 
 from dataplane.protocol.http.routes import Handler
 
 PARTS = 256
-"""Columns and cells of a picture, unless the request names another number."""
+"""Default number of columns or cells of a chart."""
 MOST_PARTS = 4096
 WAITS = 1000
-"""Calls that wait, unless the request names another number (0: all)."""
+"""Default number of waiting calls in a response (0: all)."""
 MOST_WAITS = 1 << 16
 
 
 class Ask(Protocol):
-    """Has the ledger answer a command; raises the error that it answers with."""
+    """Executes a command on the ledger. Raises the error that the ledger answers."""
 
     def __call__(self, command: c.Command) -> c.Result: ...
 
 
 class Recorded(Protocol):
-    """What went through the service."""
+    """Reports on past operations of the service."""
 
     def flow(self) -> FlowReport: ...
     def timeline(self) -> TimelineReport: ...
 
 
 def api(ask: Ask, recorded: Recorded) -> Mapping[str, Handler]:
-    """Handlers by path."""
+    """Return the handlers by path."""
 
-    def asked(command: Callable[[HttpRequest], c.Command]) -> Handler:
+    def answer(command: Callable[[HttpRequest], c.Command]) -> Handler:
         return lambda request: as_json(ask(command(request)))
 
     def flow(request: HttpRequest) -> Response:
@@ -48,19 +48,20 @@ def api(ask: Ask, recorded: Recorded) -> Mapping[str, Handler]:
         return as_json(recorded.timeline())
 
     return {
-        "/api/stats": asked(_stats),
-        "/api/matrix": asked(_matrix),
-        "/api/memory": asked(_memory),
-        "/api/waits": asked(_waits),
+        "/api/stats": answer(_stats),
+        "/api/matrix": answer(_matrix),
+        "/api/memory": answer(_memory),
+        "/api/waits": answer(_waits),
         "/api/why": lambda request: as_json(ask(_why(request, ask))),
-        "/api/sample": asked(_sample),
+        "/api/sample": answer(_sample),
         "/api/flow": flow,
         "/api/timeline": timeline,
     }
 
 
 def health(why_not: Callable[[], str]) -> Handler:
-    """Whether the service serves, as a load balancer or Kubernetes asks it. `why_not` says why not, "" if it does."""
+    """Return the health handler for load balancers and Kubernetes. `why_not` returns why the service is unhealthy, or
+    ""."""
 
     def healthz(request: HttpRequest) -> Response:
         why = why_not()
@@ -79,24 +80,26 @@ def _waits(request: HttpRequest) -> c.Command:
 
 
 def _matrix(request: HttpRequest) -> c.Command:
-    asked = Parameters(request, "partition", "columns")
-    return c.Inspect(partition=asked.text("partition"), columns=asked.number("columns", PARTS, most=MOST_PARTS))
+    parameters = Parameters(request, "partition", "columns")
+    return c.Inspect(
+        partition=parameters.text("partition"), columns=parameters.number("columns", PARTS, most=MOST_PARTS)
+    )
 
 
 def _memory(request: HttpRequest) -> c.Command:
-    asked = Parameters(request, "unit", "cells")
-    return c.MapMemory(unit=asked.number("unit"), cells=asked.number("cells", PARTS, most=MOST_PARTS))
+    parameters = Parameters(request, "unit", "cells")
+    return c.MapMemory(unit=parameters.number("unit"), cells=parameters.number("cells", PARTS, most=MOST_PARTS))
 
 
 def _sample(request: HttpRequest) -> c.Command:
-    asked = Parameters(request, "partition", "id")
-    return c.Show(partition=asked.text("partition"), samples=c.Samples(ids=(asked.text("id"),)))
+    parameters = Parameters(request, "partition", "id")
+    return c.Show(partition=parameters.text("partition"), samples=c.Samples(ids=(parameters.text("id"),)))
 
 
 def _why(request: HttpRequest, ask: Ask) -> c.Command:
-    """With the fields that the task's latest claim wanted."""
-    asked = Parameters(request, "partition", "task")
-    partition, task = asked.text("partition"), asked.text("task")
+    """Build the command with the fields of the task's latest claim."""
+    parameters = Parameters(request, "partition", "task")
+    partition, task = parameters.text("partition"), parameters.text("task")
     report = ask(c.Stats())
     assert isinstance(report, c.StatsReport)
     tasks = (found for part in report.partitions if part.partition == partition for found in part.tasks)

@@ -1,4 +1,4 @@
-"""The static files of the page, and at which paths they are served."""
+"""The static files of the dashboard and their HTTP paths."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TYPES = {
 }
 
 LOGIN_FILES = ("/base.css", "/icon.svg")
-"""What the login form looks like: for everybody."""
+"""Files of the login form, served without authentication."""
 
 
 def page(folder: Path = PAGE) -> dict[str, Handler]:
-    """Handlers of the files in `folder`, which are read now; index.html is at /."""
+    """Read the files in `folder` and return their handlers by path; index.html is at /."""
     files = [path for path in sorted(folder.iterdir()) if path.suffix in _TYPES]
     return {"/" if path.name == "index.html" else f"/{path.name}": _file(path) for path in files}
 

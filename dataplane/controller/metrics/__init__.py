@@ -1,1 +1,1 @@
-"""What the controller counts while it works, and its export for Prometheus."""
+"""Counters of the controller and their export to Prometheus."""

@@ -1,4 +1,4 @@
-"""The metrics of a controller: what the ledger holds when it is asked, and what was counted since it began."""
+"""Prometheus metrics of a controller: the current state of the ledger, and counters since its start."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from dataplane.core.metrics.catalog import JOURNAL, PARTITIONS, SERVICE, TASKS, 
 from dataplane.ledger import commands as c
 
 PARTITIONS_SHOWN = 200
-"""So many partitions have metrics of their own: those that were registered last."""
+"""Maximum number of partitions with separate metrics: the most recently registered ones."""
 TASKS_SHOWN = 32
-"""So many tasks of each."""
+"""Maximum number of tasks per partition with separate metrics."""
 STATES = ("live", "silent", "ending")
 
 
 class AskLedger(Protocol):
-    """Has the ledger answer a command."""
+    """Executes a command on the ledger."""
 
     def __call__(self, command: c.Command) -> c.Result: ...
 
 
 class JournalFacts(Protocol):
-    """What a journal tells of itself."""
+    """Properties of a journal that are exported as metrics."""
 
     fsynced: bool
 
@@ -38,7 +38,7 @@ class JournalFacts(Protocol):
 
 
 class ServiceMetrics(Collector):
-    """Asks the ledger whenever Prometheus does. Partitions that are gone are forgotten."""
+    """Queries the ledger on every scrape. Drops the counters of partitions that no longer exist."""
 
     def __init__(self, ask: AskLedger, recorder: Recorder, journal: JournalFacts | None = None) -> None:
         self._ask = ask
@@ -46,7 +46,7 @@ class ServiceMetrics(Collector):
         self._journal = journal
 
     def collect(self) -> Iterable[Metric]:
-        known = self._recorder.partitions  # before the question: one that comes meanwhile is not gone
+        known = self._recorder.partitions  # read before the query, so that a partition created meanwhile is kept
         stats, waits = self._ask(c.Stats()), self._ask(c.Waits())
         assert isinstance(stats, c.StatsReport)
         assert isinstance(waits, c.WaitList)
@@ -165,7 +165,7 @@ def _moved(sheet: Sheet, prefix: str, moved: MovedTotals, *labels: str) -> None:
 
 
 def _oldest(waits: c.WaitList) -> dict[tuple[str, str], float]:
-    """How long the oldest call of each partition and task has waited; of puts, under no task."""
+    """Return the longest wait in seconds by (partition, task) of the pending calls. Puts have task ""."""
     found: dict[tuple[str, str], float] = {}
     for wait in waits.waits:
         key = wait.partition, wait.task

@@ -1,4 +1,4 @@
-"""What a controller counts of the calls it answers."""
+"""Counters of the calls that a controller answers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from dataplane.ledger.state.arrays import total
 log = logging.getLogger(__name__)
 
 TOGETHER = 64
-"""So many answers are counted at once, which takes less time than one by one."""
+"""Number of answers that are counted together, which is faster than one by one."""
 HEAVY = 4_096
-"""Those of so many samples, together, are not kept for that."""
+"""Pending answers are counted earlier if they hold this many samples, to release their memory."""
 _OF_SAMPLES = (c.Committed, c.Located, c.Claimed)
 
 Follow = Callable[[c.Call, Any, Any, float, float], None]
-"""(call, its command, its result, when it came, when it was answered): what more is kept of a call that went well."""
+"""Called as (call, command, result, arrival time, answer time) to count details of a successful call."""
 
 
 class MovedTotals:
-    """Samples and bytes of one partition, or of all, since the service began."""
+    """Numbers of samples and bytes of one partition, or of all, since the service started."""
 
     __slots__ = (
         "claimed_samples",
@@ -54,11 +54,11 @@ class MovedTotals:
 
 
 class Recorder:
-    """The ledger's thread tells it of each answer; it is counted soon, and at the latest before somebody reads. Memory
-    is bounded.
+    """Counts the answers that the ledger thread reports, in batches, but always before a counter is read. Memory is
+    bounded.
 
-    `clock` must be the one that the times of `answered` are of. `wall` is the machine's, which is set now and then:
-    reports are by that clock as it is when they are asked for.
+    `clock` must be the clock of the times passed to `answered`. `wall` is the machine's clock, which may be adjusted:
+    reports use its current setting.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Recorder:
         self.busy_s = 0.0
         self._pending: deque[tuple[c.Input, c.Output, float, float]] = deque()
         self._samples = 0
-        self._counting = threading.RLock()  # whoever counts, sums up or forgets
+        self._counting = threading.RLock()  # held to count, sum or drop counters
         self._flow = Throughput()
         self._timeline = Timeline()
         self._reserved: dict[tuple[int, int], float] = {}
@@ -94,7 +94,7 @@ class Recorder:
     # --- the ledger's thread
 
     def answered(self, item: c.Input, output: c.Output, began: float) -> None:
-        """`output` is the answer to `item`, which came at `began`."""
+        """Record that `output` answers `item`, which arrived at `began`."""
         pending = self._pending
         pending.append((item, output, began, self.clock()))
         if type(output) is c.Answer:
@@ -105,7 +105,7 @@ class Recorder:
             self.count()
 
     def count(self) -> None:
-        """Count what is not counted yet. Any thread."""
+        """Count all pending answers. Any thread."""
         with self._counting:
             self._samples = 0
             while self._pending:
@@ -113,12 +113,13 @@ class Recorder:
                 try:
                     self._count(item, output, began, now)
                 except Exception:
-                    log.exception("could not count the answer to %r", item)
+                    log.exception("Could not count the answer to %r", item)
 
     def _count(self, item: c.Input, output: c.Output, began: float, now: float) -> None:
+        """Count one answer: its duration, its outcome, and the details of its command."""
         if type(item) is c.Call:
             if not item.session:
-                return  # of no session: the service looks whether its ledger answers
+                return  # a call without a session is a health check
             assert type(output) is c.Answer
             command, result = item.command, output.result
             kind = type(command)
@@ -139,11 +140,11 @@ class Recorder:
             self._reported(item, output, now - began)
 
     def synced(self, took_s: float) -> None:
-        """The journal was fsynced."""
+        """Record an fsync of the journal that took `took_s` seconds."""
         self.syncs.add(took_s)
 
     def lives(self, nbytes: int) -> None:
-        """So many bytes are live now."""
+        """Record the current number of live bytes."""
         with self._counting:
             self.count()
             self._flow.at(self.clock() + self._unix_s).live_bytes = nbytes
@@ -244,7 +245,7 @@ class Recorder:
 
     @property
     def moved(self) -> MovedTotals:
-        """Of all partitions together."""
+        """Totals of all partitions, including dropped ones."""
         with self._counting:
             self.count()
             everything = MovedTotals()
@@ -254,13 +255,13 @@ class Recorder:
 
     @property
     def partitions(self) -> set[str]:
-        """Those that something is counted of."""
+        """Names of the partitions that have counters."""
         with self._counting:
             self.count()
             return set(self.by_partition)
 
     def forget(self, partitions: Iterable[str]) -> None:
-        """These are gone."""
+        """Drop the counters of these partitions. Their totals are kept in `moved`."""
         gone = set(partitions)
         with self._counting:
             for name in gone & self.by_partition.keys():
@@ -277,5 +278,5 @@ class Recorder:
         return self._timeline.report(self._unix_s + self._set_by_s())
 
     def _set_by_s(self) -> int:
-        """By how many seconds the machine's clock was set since this began."""
+        """Return by how many seconds the machine's clock was adjusted since the start."""
         return round(self._wall() - self.clock() - self._unix_s)

@@ -1,4 +1,4 @@
-"""How much went through the service in each of the last seconds."""
+"""Throughput of the service per second."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ KEPT_S = 900
 
 
 class FlowReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`times` are ends of seconds (Unix time), oldest first; the rest is aligned with them: samples and bytes in that
-    second, and the bytes that were live at its end."""
+    """Throughput per second. `times` are the ends of the seconds (Unix time), oldest first. The other lists are aligned
+    with them: samples and bytes in that second, and the live bytes at its end."""
 
     step_s: int
     times: list[int]
@@ -25,7 +25,7 @@ class FlowReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Second:
-    """What went through in one second, which ends at `end` (Unix time)."""
+    """Throughput of one second, which ends at `end` (Unix time)."""
 
     __slots__ = ("claims", "clears", "end", "get_bytes", "gets", "live_bytes", "put_bytes", "puts")
 
@@ -36,14 +36,14 @@ class Second:
 
 
 class Throughput:
-    """The seconds in which something happened, of the last `KEPT_S`. One thread writes."""
+    """The seconds with activity among the last `KEPT_S`. Only one thread may write."""
 
     def __init__(self) -> None:
         self._seconds: deque[Second] = deque(maxlen=KEPT_S)
         self._latest = Second(0, 0)
 
     def at(self, now: float) -> Second:
-        """The second of `now`, to add to."""
+        """Return the record of the current second, to add to."""
         if now >= self._latest.end:
             end = int(now) + 1
             self._latest = Second(end, self._latest.live_bytes)
@@ -51,7 +51,7 @@ class Throughput:
         return self._latest
 
     def report(self, now: float, later_s: int = 0) -> FlowReport:
-        """Every second of the last `KEPT_S` that is over, up to the one before `now`; told as `later_s` later."""
+        """Report the last `KEPT_S` complete seconds before `now`. `later_s` is added to the reported times."""
         last = int(now)
         first = last - KEPT_S + 1
         known = list(self._seconds)

@@ -1,4 +1,4 @@
-"""Who did what when: the last operations that moved samples."""
+"""Timeline of the last operations on samples, with client, partition and times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 KEPT = 2_000
 OPEN = 4_096
-"""Operations that have begun and not ended, and names of clients: so many are remembered."""
+"""Maximum number of entries in each bounded mapping (operations in progress, client names)."""
 SHOWN_FIELDS = 6
 
 Key = TypeVar("Key")
@@ -18,7 +18,8 @@ Kept = TypeVar("Kept")
 
 
 class TimelineSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """`what` is put, claim, get, clear or version, `name` the task of a claim, else the fields. Unix time."""
+    """One operation. `what` is put, claim, get, clear or version. `name` is the task of a claim, the version, or the
+    fields. `start` and `end` are Unix times."""
 
     client: str
     session: int
@@ -32,7 +33,7 @@ class TimelineSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimelineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Oldest end first."""
+    """The spans, ordered by end time, oldest first."""
 
     spans: list[TimelineSpan]
 
@@ -42,7 +43,7 @@ Done = tuple[int, str, str, Sequence[str], int, int, float, float]
 
 
 class Timeline:
-    """The last `KEPT` spans. One thread writes; what is a name now is joined when it is read."""
+    """The last `KEPT` spans. Only one thread may write. Names are joined when a report is created."""
 
     def __init__(self) -> None:
         self._done: deque[Done] = deque(maxlen=KEPT)
@@ -50,11 +51,11 @@ class Timeline:
         self.add: Callable[[Done], None] = self._done.append
 
     def opened(self, session: int, name: str) -> None:
-        """The session is that client's."""
+        """Record the client name of a session."""
         bounded(self.clients, session, name)
 
     def report(self, unix_s: float) -> TimelineReport:
-        """unix_s: what makes Unix time of the times in the spans."""
+        """Report all spans. unix_s: offset from the clock of the spans to Unix time."""
         return TimelineReport(
             spans=[
                 TimelineSpan(
@@ -74,7 +75,7 @@ class Timeline:
 
 
 def bounded(kept: dict[Key, Kept], key: Key, value: Kept) -> Kept | None:
-    """Keep `value`, and give up the oldest of those that are too many."""
+    """Store `value`. If the mapping exceeds `OPEN` entries, remove the oldest and return its value."""
     kept[key] = value
     return None if len(kept) <= OPEN else kept.pop(next(iter(kept)))
 

@@ -1,4 +1,4 @@
-"""Columns: what a put's fields become on their way into memory, and what memory becomes on its way out."""
+"""Columns: the fields of a put encoded for storage, and stored rows decoded to values."""
 
 from dataplane.data.columns.append import appended
 from dataplane.data.columns.decode import (

@@ -1,4 +1,4 @@
-"""Rows that grow: what is stored of them and what is put now, joined into the rows that replace them."""
+"""Appends: stored rows and newly put values are concatenated into replacement rows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from dataplane.data.columns.values import FlatValues
 
 
 def appended(column: EncodedColumn, stored: RowSource, stored_lengths: Int64s, places: Int64s) -> EncodedColumn:
-    """The jagged column with its values behind the stored ones: row `places[i]` begins with row i of `stored`, which
-    has `stored_lengths[i]` elements (of no bytes, where the inner shape has a 0); other rows are as they are. Copies
-    both into memory of its own; values shared between rows are so no more. `ChecksumError` if stored rows are not what
-    was written.
+    """Return the jagged column with its values appended to the stored ones.
+
+    Row `places[i]` begins with row i of `stored`, which has `stored_lengths[i]` elements (of 0 bytes if the inner shape
+    contains a 0). Other rows keep their values. Copies both into new memory; values that rows shared are duplicated.
+    Raises `ChecksumError` if stored rows do not match their checksums.
     """
     values, lengths = column.values, column.lengths
     if column.index is not None:

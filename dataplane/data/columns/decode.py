@@ -1,4 +1,4 @@
-"""From rows in memory to tensors and objects: gathered with one copy, or as views."""
+"""Decodes rows in memory to tensors and objects, either with one gathering copy or as views."""
 
 from __future__ import annotations
 
@@ -44,30 +44,30 @@ from dataplane.data.object_codec import decode_object
 from dataplane.errors import InternalError, InvalidRequestError
 
 Column = Tensor | list[Tensor] | np.ndarray[Any, Any]
-"""What `decode` makes of a column: a dense or jagged tensor, the list of a ragged one, or an object array."""
+"""A decoded column: a dense or jagged tensor, a list of ragged tensors, or an object array."""
 
 MAX_LENGTH = 1 << 44
-"""No row is longer: sums of as many lengths as a read has do not overflow."""
+"""Limit for the length of a row, so that sums of the lengths of one read cannot overflow int64."""
 
 Empty = Callable[[tuple[int, ...], torch.dtype], tuple[Tensor, UInt8s]]
-"""Makes a contiguous tensor of any content for values to be gathered into, and gives its bytes too."""
+"""Allocates an uninitialized contiguous tensor and returns (the tensor, its bytes)."""
 
 
 class Check(Protocol):
-    """Compares rows, which lie at `offsets` of `memory`, with what they are to be; raises if they are not that."""
+    """Verifies rows, which are at `offsets` of `memory`. Raises if they differ from the expected content."""
 
     def __call__(self, memory: UInt8s, offsets: Int64s, rows: Int64s | slice) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class RowSource:
-    """Where the N rows of one column are in memory.
+    """Memory locations of the N rows of one column.
 
     spec: settled. buffers: flat byte arrays (an arena's mapping, received frames). which: `[N]` int32 into `buffers`
-    (None: all in the first). offsets: `[N]` int64 bytes into the buffer. lengths: `[N]` int64 in units of
-    `spec.unit_bytes`. A row without bytes may have any offset. ours: the buffers are this process's own and writable,
-    nobody else reads them, and hold nothing but this column, so that a result may keep them. check: compares the rows
-    where a reader has them in the end (None: they are not compared).
+    (None: all rows are in the first one). offsets: `[N]` int64 byte offsets into the buffer. lengths: `[N]` int64 in
+    units of `spec.unit_bytes`. A row without bytes may have any offset. ours: the buffers are writable, private to this
+    process, have no other readers and hold only this column, so that a result may keep them. check: verifies the rows
+    at their final location (None: no verification).
     """
 
     spec: FieldSpec
@@ -80,7 +80,7 @@ class RowSource:
 
     @functools.cached_property
     def sizes(self) -> Int64s:
-        """`[N]` int64 bytes. InternalError if a row lies outside its buffer: told before memory is taken for it."""
+        """`[N]` int64 sizes in bytes. Raises InternalError if a row is outside its buffer, before any allocation."""
         lengths, unit = self.lengths, self.spec.unit_bytes
         if not len(lengths):
             return lengths
@@ -97,18 +97,21 @@ class RowSource:
         return row_outside(self.buffers, self.which, self.offsets, sizes)
 
     def _outside(self, row: int) -> InternalError:
-        return InternalError(what=f"row {row}, {self.lengths[row]} long from byte {self.offsets[row]} on, is nowhere")
+        return InternalError(
+            what=f"row {row} of length {self.lengths[row]} at byte {self.offsets[row]} is outside its buffer"
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def rows(self) -> list[UInt8s]:
-        """The bytes of each row, not copied."""
+        """Return the bytes of each row, without a copy."""
         places = zip(self.holders(), self.offsets.tolist(), self.sizes.tolist(), strict=True)
         return [self.buffers[holder][offset : offset + size] for holder, offset, size in places]
 
     def own_rows(self) -> list[UInt8s]:
-        """The same; where they are compared, of a copy that nobody can change any more."""
+        """Return the bytes of each row. If the rows have a check, they are verified in a private copy, which other
+        processes cannot change afterwards."""
         if self.check is None:
             return self.rows()
         ends = np.cumsum(self.sizes)
@@ -118,7 +121,7 @@ class RowSource:
         return [memory[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
     def check_in_place(self) -> None:
-        """Compare the rows where they are."""
+        """Verify the rows at their current location."""
         if self.check is None:
             return
         if self.which is None:
@@ -129,19 +132,19 @@ class RowSource:
             self.check(self.buffers[holder], self.offsets[mine], mine)
 
     def holders(self) -> list[int]:
-        """Which buffer each row is in."""
+        """Return the buffer index of each row."""
         return [0] * len(self) if self.which is None else self.which.tolist()
 
 
 class _Copies:
-    """Copies that are left to make, and what then is to be compared."""
+    """Pending copies, and the checks to run after them."""
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self._checks: list[Callable[[], None]] = []
 
     def compare(self, source: RowSource, memory: UInt8s, offsets: Int64s) -> None:
-        """The rows of `source` will lie at `offsets` of `memory`."""
+        """Verify the rows of `source` at `offsets` of `memory` once the copies are made."""
         check = source.check
         if check is not None:
             self._checks.append(lambda: check(memory, offsets, slice(None)))
@@ -153,13 +156,13 @@ class _Copies:
 
 
 class SharedOffsets:
-    """Offsets tensors of one read: columns with equal lengths get the same one, so that they can be combined."""
+    """Cache of offsets tensors for one read. Columns with equal lengths share one, so that they can be combined."""
 
     def __init__(self) -> None:
         self._made: dict[bytes, tuple[Tensor, tuple[int, int]]] = {}
 
     def of(self, lengths: Int64s) -> tuple[Tensor, tuple[int, int]]:
-        """`[N + 1]` int64, and the shortest and longest length."""
+        """Return (offsets `[N + 1]` int64, (shortest length, longest length))."""
         key = lengths.tobytes()
         found = self._made.get(key)
         if found is None:
@@ -171,13 +174,13 @@ class SharedOffsets:
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, UInt8s]:
-    """An `Empty` of new memory."""
+    """Allocate new memory. An `Empty`."""
     memory = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
     return tensor_over(memory, shape, dtype), memory
 
 
 def warm(memory: BufferPool) -> Empty:
-    """An `Empty` of memory that was touched before, where there is some; small tensors are new."""
+    """Return an `Empty` that reuses memory of the pool if available. Small tensors always get new memory."""
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, UInt8s]:
         nbytes = math.prod(shape) * dtype.itemsize
@@ -190,15 +193,15 @@ def warm(memory: BufferPool) -> Empty:
 
 
 def decode(source: RowSource) -> Column:
-    """The column in memory of its own: dense `[N, *inner]`, a jagged tensor (whatever the lengths), a list of ragged
-    tensors, or a `[N]` object array. InternalError if ragged or object rows are malformed, `ChecksumError` if rows are
-    compared and differ. Values that lie together in a buffer that is ours are not copied."""
+    """Decode the column into its own memory: dense `[N, *inner]`, a jagged tensor (also if all lengths are equal), a
+    list of ragged tensors, or a `[N]` object array. Contiguous values in a buffer marked `ours` are not copied. Raises
+    InternalError for malformed ragged or object rows, `ChecksumError` for rows that fail their check."""
     return decode_columns({"": source})[""]
 
 
 def decode_padded(source: RowSource, *, pad_value: Any = 0, width: int = 0) -> Tensor:
-    """A jagged column right-padded, gathered straight to its place: `[N, S, *inner]`, S the longest row, or `width` if
-    that is more than 0. ValueError if `width` is below the longest row or the dtype cannot hold `pad_value`."""
+    """Decode a jagged column directly into a right-padded tensor `[N, S, *inner]`. S is `width` if that is more than 0,
+    else the longest row. ValueError if `width` is below the longest row or the dtype cannot hold `pad_value`."""
     copies = _Copies()
     padded = _padded(source, pad_value, width, fresh, copies)
     copies.make(copy_runs)
@@ -206,11 +209,11 @@ def decode_padded(source: RowSource, *, pad_value: Any = 0, width: int = 0) -> T
 
 
 def decode_views(source: RowSource, *, offsets: SharedOffsets | None = None) -> Column | None:
-    """The column as views of the buffer, where its rows lie one after another in one buffer, aligned to their element;
-    None where they do not, and for objects.
+    """Return the column as views of the buffer. Return None for objects, and unless the rows are adjacent in one buffer
+    and aligned to the element.
 
-    The views' storage keeps the very array object of `buffers` alive, so that a finalizer on it tells when the last
-    view is gone. If that memory is read-only, so are the views, though torch cannot say so: writing to one crashes.
+    The storage of the views keeps the array object in `buffers` alive, so that a finalizer on it runs when the last
+    view is released. Views of read-only memory are read-only, which torch cannot express: writing to one crashes.
     """
     if source.spec.kind is FieldKind.OBJECT:
         return None
@@ -236,8 +239,8 @@ def assemble(
     copier: CopyRuns = copy_runs,
     pickles: bool = False,
 ) -> TensorDict:
-    """The columns as a TensorDict of batch size `[N]`; objects and ragged rows as a NonTensorStack. Jagged columns of
-    equal lengths share one offsets tensor. `copy=False` takes views where `decode_views` can."""
+    """Return the columns as a TensorDict of batch size `[N]`; object and ragged columns become a NonTensorStack. Jagged
+    columns of equal lengths share one offsets tensor. `copy=False` uses views where `decode_views` supports them."""
     columns = decode_columns(sources, copy=copy, empty=empty, copier=copier, pickles=pickles)
     rows = {len(source) for source in sources.values()}
     assert len(rows) <= 1, f"columns of different row counts: {rows}"
@@ -245,7 +248,7 @@ def assemble(
         name: column if isinstance(column, Tensor) else _non_tensor_stack(list(column))
         for name, column in columns.items()
     }
-    # Without the constructor's checks, 40 us: every column was made here with N rows.
+    # Skips the checks of the constructor, which take 40 us: every column was created above with N rows.
     made: TensorDict = TensorDict._new_unsafe(stacked, batch_size=torch.Size([rows.pop() if rows else 0]))
     return made
 
@@ -258,7 +261,7 @@ def decode_columns(
     copier: CopyRuns = copy_runs,
     pickles: bool = False,
 ) -> dict[str, Column]:
-    """Every column, as `decode` makes it or, with `copy=False` and where they can, as `decode_views` does; jagged
+    """Decode every column as `decode` does, or with `copy=False` as views where `decode_views` supports them. Jagged
     columns of equal lengths share one offsets tensor."""
     offsets = SharedOffsets()
     copies = _Copies()
@@ -281,12 +284,12 @@ def decode_batch(
     copier: CopyRuns = copy_runs,
     pickles: bool = False,
 ) -> dict[str, Column]:
-    """What `materialize` makes of the same columns, gathered straight into the padded tensors. others: those that are
-    padded to their own longest row, whatever `pad_to_seqlen` is."""
+    """Decode the columns to the result of `materialize`, gathering directly into the padded tensors. others: columns
+    that are padded to their own longest row instead of `pad_to_seqlen`."""
     if layout == "jagged":
         return decode_columns(sources, empty=empty, copier=copier, pickles=pickles)
     if layout != "padded":
-        raise InvalidRequestError(f"layout is 'padded' or 'jagged', got {layout!r}")
+        raise InvalidRequestError(f"layout={layout!r}: expected 'padded' or 'jagged'")
     pads = pad_value_dict or {}
     offsets = SharedOffsets()
     copies = _Copies()
@@ -308,7 +311,7 @@ def decode_batch(
 
 
 def _copied(source: RowSource, offsets: SharedOffsets, empty: Empty, copies: _Copies, pickles: bool) -> Column:
-    """What `decode` says; the column is whole when `copies` are made."""
+    """Prepare the result of `decode`; it is complete after the pending `copies` are made."""
     match source.spec.kind:
         case FieldKind.DENSE | FieldKind.JAGGED:
             in_place = decode_views(source, offsets=offsets) if source.ours else None
@@ -324,10 +327,10 @@ def _copied(source: RowSource, offsets: SharedOffsets, empty: Empty, copies: _Co
 
 
 def _padded(source: RowSource, pad_value: Any, width: int, empty: Empty, copies: _Copies) -> Tensor:
-    """What `decode_padded` says; whole when `copies` are made."""
+    """Prepare the result of `decode_padded`; it is complete after the pending `copies` are made."""
     spec = source.spec
     if spec.kind is not FieldKind.JAGGED or spec.inner is None:
-        raise InvalidRequestError(f"only jagged columns are padded, this one is {spec}")
+        raise InvalidRequestError(f"only jagged columns can be padded, got {spec}")
     dtype, sizes = TORCH_DTYPES[spec.dtype or ""], source.sizes
     size = padded_width(source.lengths, width)
     pad = pad_element(pad_value, dtype)
@@ -352,7 +355,7 @@ def _shaped(source: RowSource, values: Tensor, offsets: SharedOffsets | None) ->
 
 
 def _window(source: RowSource, holder: int, start: int) -> Tensor | None:
-    """The values from byte `start` of a buffer as `[M, *inner]`, over its memory; None if they are not aligned."""
+    """View the values from byte `start` of a buffer as `[M, *inner]`. Return None if they are not aligned."""
     spec = source.spec
     buffer = source.buffers[holder]
     place = address(buffer) + start
@@ -385,17 +388,15 @@ def _ragged_view(spec: FieldSpec, row: UInt8s, owner: UInt8s) -> Tensor:
 
 
 def _ragged_parts(spec: FieldSpec, row: UInt8s) -> tuple[tuple[int, ...], UInt8s]:
-    """Shape and data bytes of a ragged row."""
+    """Parse a ragged row into its shape and data bytes. Raises InternalError if the header is malformed."""
     dims = struct.unpack_from("<q", row.data)[0] if row.nbytes >= 8 else -1
     if not 0 <= dims <= 64 or ragged_header_bytes(dims) > row.nbytes:
-        raise InternalError(what=f"a ragged row of {row.nbytes} bytes is damaged: its header names {dims} dimensions")
+        raise InternalError(what=f"malformed ragged row of {row.nbytes} bytes: its header has {dims} dimensions")
     shape = struct.unpack_from(f"<{dims}q", row.data, 8)
     nbytes = math.prod(shape) * DTYPE_BYTES[spec.dtype or ""]
     start = ragged_header_bytes(dims)
     if any(size < 0 for size in shape) or start + nbytes > row.nbytes:
-        raise InternalError(
-            what=f"a ragged row of {row.nbytes} bytes is damaged (its header names shape {list(shape)})"
-        )
+        raise InternalError(what=f"malformed ragged row of {row.nbytes} bytes: its header has shape {list(shape)}")
     return shape, row[start : start + nbytes]
 
 

@@ -1,5 +1,5 @@
-"""From the caller's fields to columns: what each field is, how long its rows are, where its bytes lie. Copies nothing
-but objects; `EncodedColumn.write` copies the rest, once."""
+"""Encodes a caller's fields as columns: the spec, row lengths and memory locations of each. Only objects are copied
+here; `EncodedColumn.write` copies all other values, once."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _COLUMN_HINT = (
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Rows that are the same bytes: row i is `values[index[i]]`.
+    """A column whose rows share values: row i is `values[index[i]]`.
 
-    values: K rows of any kind of field (a tensor [K, ...], a nested tensor, lists). index: N integers in [0, K).
-    Stored and sent once per value, e.g. a GRPO group's prompt or image. Values that no row points at are left out.
+    values: K rows of any field kind (a tensor [K, ...], a nested tensor, lists). index: N integers in [0, K).
+    Each value is stored and sent once, e.g. the prompt or image of a GRPO group. Unreferenced values are omitted.
     """
 
     values: Any
@@ -54,15 +54,15 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True)
 class PerToken:
-    """A padded tensor `[N, S, *inner]` whose row i has `lengths[i]` elements, the tokens of sample i, unless the schema
-    says that the field is dense or objects: then it is put as it is."""
+    """A padded tensor `[N, S, *inner]` whose row i has `lengths[i]` elements, one per token of sample i. If the schema
+    declares the field as dense or objects, the padded tensor is put unchanged."""
 
     values: Tensor | np.ndarray[Any, Any]
     lengths: Tensor
 
     @staticmethod
     def of(fields: Mapping[str, Any], lengths: Any, names: Collection[str]) -> dict[str, Any]:
-        """`fields`, those of `names` marked that are padded tensors (of two or more dimensions)."""
+        """Return `fields` with the padded tensors (two or more dimensions) among `names` wrapped in `PerToken`."""
         counts = as_lengths(lengths)
         return {
             name: PerToken(value, counts) if name in names and _is_padded(value) else value
@@ -70,7 +70,8 @@ class PerToken:
         }
 
     def under(self, spec: FieldSpec, name: str) -> Any:
-        """The values as a field of this spec takes them. InvalidRequestError for rows narrower than their sample."""
+        """Return the values in the form that `spec` requires. InvalidRequestError for rows narrower than their
+        sample."""
         if spec.kind in (FieldKind.DENSE, FieldKind.OBJECT):
             return self.values
         return view_jagged_fields({name: self.values}, lengths=self.lengths, token_aligned_fields=(name,))[name]
@@ -87,9 +88,9 @@ class EncodedColumn:
     """One field of a put, ready to be written.
 
     spec: settled. lengths: `[K]` int64, in units of `spec.unit_bytes`. sizes: `[K]` int64 bytes. index: `[N]` int64,
-    row i is value `index[i]`; None where row i is value i. The caller's tensors are kept, not copied: they must not be
-    changed before the last `write`. checksums: of each value `[K]`, where they are wanted. by_schema: the kind is the
-    one that the schema declared or had settled on; without it the value might have become another.
+    row i is value `index[i]`; None if row i is value i. The column references the caller's tensors without a copy: they
+    must not change before the last `write`. checksums: `[K]`, None unless requested. by_schema: whether the schema had
+    already fixed the kind; otherwise the kind was derived from the value.
     """
 
     name: str
@@ -102,30 +103,31 @@ class EncodedColumn:
     by_schema: bool = False
 
     def with_checksums(self) -> EncodedColumn:
-        """The same with checksums. Values on an accelerator come to the host for it, once."""
+        """Return the column with checksums. Values on an accelerator are copied to the host once."""
         values = in_host_memory(self.values)
         return dataclasses.replace(self, values=values, checksums=values.checksums())
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Bytes of all its values."""
+        """Total size of all values in bytes."""
         return int(np.add.reduce(self.sizes))
 
     def bytes_of(self, first: int, last: int) -> int:
-        """Bytes of values first..last (exclusive)."""
+        """Return the total size of values [first, last) in bytes."""
         return self.nbytes if last - first == len(self.sizes) else int(np.add.reduce(self.sizes[first:last]))
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
-        """Copies values first..last (exclusive) one after another into `target`, which has exactly their bytes.
+        """Copy values [first, last), concatenated, into `target`, which must have exactly their size.
 
-        later: is given long copies of plain memory, which the caller then makes; by default they are made here.
+        later: list to which long copies of contiguous CPU memory are added; the caller must perform them. With None
+        they are performed here.
         """
         wanted = self.bytes_of(first, last)
         assert target.nbytes == wanted, f"field {self.name!r}: {target.nbytes} bytes of space for {wanted}"
         self.values.write(first, last, target, later)
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
-        """The same bytes as a list of arrays, none empty, not copied where they lie in CPU memory."""
+        """Return the same bytes as a list of non-empty arrays, without a copy if the values are in CPU memory."""
         return self.values.buffers(first, last)
 
 
@@ -138,20 +140,20 @@ def encode_fields(
     token_lengths: Any = None,
     pickles: bool = False,
 ) -> list[EncodedColumn]:
-    """The columns of a put of `rows` samples, in the order of `fields`.
+    """Encode the fields of a put of `rows` samples as columns, in the order of `fields`.
 
-    specs: what `partition` says of its fields; a field may be missing or its spec open. What it leaves open is settled
-    by the value: nested tensors are jagged; a dense tensor `[N, ...]` is dense, but jagged where it has two or more
-    dimensions and `specs` has the field, under a name of `schema.TOKEN_ALIGNED_FIELDS`; a list of tensors is jagged if
-    their shapes agree beyond dimension 0, dense if all are scalars, else ragged; anything else is objects. An empty
-    list whose kind nobody declared says nothing and is left out.
+    specs: field specs of `partition`; a field may be missing or its spec open. The value settles the open parts: nested
+    tensors are jagged. A dense tensor `[N, ...]` is dense, but jagged if it has two or more dimensions and `specs` has
+    the field under a name of `schema.TOKEN_ALIGNED_FIELDS`. A list of tensors is jagged if their shapes agree beyond
+    dimension 0, dense if all are scalars, else ragged. All other values are objects. An empty list without a declared
+    kind is omitted.
 
-    A dense `[N, L, *inner]` put into a jagged field is N rows of L; with `token_lengths` `[N]` (given where the
-    samples' lengths are known, as in a write-back by meta) row i is its first `token_lengths[i]` elements. pickles:
-    objects that the codec does not carry are pickled.
+    A dense `[N, L, *inner]` put into a jagged field becomes N rows of length L. With `token_lengths` `[N]` (passed if
+    the lengths of the samples are known, as in a write-back by meta) row i is its first `token_lengths[i]` elements.
+    pickles: pickle objects that the codec does not support.
 
-    Raises, before anything is copied: SchemaError (differs from the spec), InvalidRequestError (row counts, mixed
-    dtypes, lengths), UnsupportedValueError (a value no kind carries), each naming the field.
+    Raises, before any copy: SchemaError (differs from the spec), InvalidRequestError (row counts, mixed dtypes,
+    lengths), UnsupportedValueError (a value that no kind supports), each naming the field.
     """
     counts = None if token_lengths is None else as_lengths(token_lengths, rows=rows)
     columns: list[EncodedColumn] = []
@@ -171,7 +173,7 @@ def encode_fields(
 
 
 def require_fields(fields: Any) -> None:
-    """UnsupportedValueError for what holds no fields by name."""
+    """Raise UnsupportedValueError unless `fields` is a TensorDict or a mapping."""
     if not isinstance(fields, TensorDictBase | Mapping):
         hint = "Pass a TensorDict or a mapping of field names to N rows each."
         raise UnsupportedValueError(field="fields", row=None, got=type_name(fields), hint=hint)
@@ -188,14 +190,14 @@ def _named_values(fields: TensorDictBase | Mapping[str, Any], rows: int) -> list
     named = list(fields.items())
     for name, _ in named:
         if type(name) is not str or not name:
-            raise InvalidRequestError(f"field names are non-empty str, got {name!r}")
+            raise InvalidRequestError(f"field names must be non-empty str, got {name!r}")
     return named
 
 
 @dataclasses.dataclass(frozen=True)
 class _FieldEncoder:
-    """Encodes the value of one field. Its methods are the kinds of value there are. per_token: padded tensors are
-    jagged where the spec leaves the kind open."""
+    """Encodes the value of one field; one method per kind of value. per_token: treat padded tensors as jagged if the
+    spec leaves the kind open."""
 
     name: str
     spec: FieldSpec
@@ -205,6 +207,7 @@ class _FieldEncoder:
     pickles: bool = False
 
     def column(self, value: Any, rows: int) -> EncodedColumn | None:
+        """Encode the value. Return None for an empty list without a declared kind."""
         if isinstance(value, Shared):
             return self._shared(value, rows)
         value = self._normal(value.under(self.spec, self.name) if isinstance(value, PerToken) else value)
@@ -221,6 +224,7 @@ class _FieldEncoder:
         return EncodedColumn(self.name, spec, lengths, values.sizes, None, values, by_schema=by_schema)
 
     def _shared(self, shared: Shared, rows: int) -> EncodedColumn | None:
+        """Encode the values of a `Shared` column, without the unreferenced ones."""
         index = self._index(shared.index, rows)
         values = self._normal(shared.values)
         plain = dataclasses.replace(self, token_lengths=None).column(values, _row_count(values))
@@ -228,7 +232,7 @@ class _FieldEncoder:
             return None
         if rows and index.max() >= len(plain.sizes):
             raise InvalidRequestError(
-                f"field {self.name!r}: Shared.index points at value {index.max()} of {len(plain.sizes)}"
+                f"field {self.name!r}: Shared.index refers to value {index.max()} of {len(plain.sizes)}"
             )
         used, place = np.unique(index, return_inverse=True)
         if len(used) == len(plain.sizes):
@@ -247,13 +251,14 @@ class _FieldEncoder:
             )
         return array.astype(np.int64)
 
-    # --- what the caller gave, as a tensor, a nested tensor or a list ---
+    # --- normalization to a tensor, a nested tensor or a list ---
 
     def _normal(self, value: Any) -> Tensor | list[Any]:
+        """Convert the value to a tensor, a nested tensor or a list of rows."""
         if isinstance(value, Tensor):
             return self._normal_tensor(value)
         if isinstance(value, NonTensorData) and isinstance(value.data, np.ndarray) and value.data.dtype.hasobject:
-            value = value.data  # a TensorDict wraps object arrays so
+            value = value.data  # a TensorDict wraps object arrays in NonTensorData
         if isinstance(value, np.ndarray):
             return self._normal_array(value)
         if isinstance(value, NonTensorStack):
@@ -261,7 +266,7 @@ class _FieldEncoder:
         if isinstance(value, NonTensorData):
             raise self._unsupported(
                 f"a bare non-tensor value (NonTensorData of {type_name(value.data)})",
-                "A field needs a value per sample: use a NonTensorStack, a list or an object array of N values.",
+                "A field needs one value per sample: use a NonTensorStack, a list or an object array of N values.",
             )
         if isinstance(value, TensorDictBase | Mapping) or is_tensorclass(value):
             raise self._unsupported(f"a nested {type_name(value)}", "Flatten it first, e.g. td.flatten_keys('.').")
@@ -284,7 +289,7 @@ class _FieldEncoder:
             raise self._without_rows("an array")
         if array.dtype.hasobject:
             if array.ndim > 1:
-                raise self._unsupported(f"an object array of shape {list(array.shape)}", "Give it one dimension, [N].")
+                raise self._unsupported(f"an object array of shape {list(array.shape)}", "Reshape it to [N].")
             return list(array)
         return self._from_numpy(array, None)
 
@@ -292,7 +297,7 @@ class _FieldEncoder:
         if array.dtype.name not in DTYPE_NAMES.values():
             raise self._unsupported(
                 f"a numpy array of dtype {array.dtype}",
-                "Number arrays are stored as tensors; for others use an object array of N values.",
+                "Numeric arrays are stored as tensors; for other dtypes use an object array of N values.",
                 row,
             )
         return tensor_from_numpy(array)
@@ -302,13 +307,14 @@ class _FieldEncoder:
         if plain is None:
             hint = "Convert it to an ordinary dense tensor first (to_dense(), dequantize(), DTensor.full_tensor())."
             if tensor.layout == torch.strided and not tensor.is_quantized and tensor.dtype not in DTYPE_NAMES:
-                hint = f"Put its bytes, x.view(torch.uint8), and view what is read as {tensor.dtype} again."
+                hint = f"Put its bytes, x.view(torch.uint8), and view the bytes as {tensor.dtype} after reading."
             raise self._unsupported(describe_tensor(tensor), hint, row)
         return plain
 
     # --- kinds ---
 
     def _settled(self, value: Tensor | list[Any]) -> tuple[FieldSpec, Int64s, Values]:
+        """Return (settled spec, lengths, values) of a normalized value, according to the kind of the schema."""
         kind = self.spec.kind
         if isinstance(value, list):
             tensors = None if kind is FieldKind.OBJECT else self._all_tensors(value)
@@ -329,7 +335,7 @@ class _FieldEncoder:
         return self._tensor_list(list(value.unbind()))
 
     def _all_tensors(self, rows: list[Any]) -> list[Tensor] | None:
-        """The rows as tensors if every one is a tensor or a number array, else None (objects)."""
+        """Return the rows as tensors if every row is a tensor or a numeric array, else None (objects)."""
         if not rows:
             return None if self.spec.kind is None else []
         if all(isinstance(row, Tensor) for row in rows):
@@ -351,13 +357,13 @@ class _FieldEncoder:
         return FieldSpec(FieldKind.OBJECT), sizes, values
 
     def _dense(self, tensor: Tensor) -> tuple[FieldSpec, Int64s, Values]:
-        """[N, *inner]"""
+        """Encode a tensor `[N, *inner]`."""
         spec = self._spec(FieldKind.DENSE, tensor, tuple(tensor.shape[1:]))
         ones = np.ones(len(tensor), dtype=np.int64)
         return spec, ones, _row_values(tensor, None)
 
     def _padded(self, tensor: Tensor) -> tuple[FieldSpec, Int64s, Values]:
-        """[N, L, *inner], as rows of L or cut to `token_lengths`"""
+        """Encode a tensor `[N, L, *inner]` as rows of length L, or of `token_lengths` if given."""
         if tensor.dim() < 2:
             raise self._differs(
                 f"dense {DTYPE_NAMES[tensor.dtype]} of shape {list(tensor.shape)} (no axis for its rows)"
@@ -379,7 +385,7 @@ class _FieldEncoder:
         starts, lengths = row_places(nested)
         negative = len(lengths) and np.minimum.reduce(starts | lengths) < 0
         if negative or (len(lengths) and np.maximum.reduce(starts + lengths) > len(values)):
-            raise InvalidRequestError(f"field {self.name!r}: offsets or lengths of the nested tensor leave its values")
+            raise InvalidRequestError(f"field {self.name!r}: nested tensor has offsets or lengths outside its values")
         spec = self._spec(FieldKind.JAGGED, values, tuple(values.shape[1:]))
         if values.device.type == "cpu" and values.is_contiguous():
             unit = spec.unit_bytes
@@ -389,12 +395,13 @@ class _FieldEncoder:
         return spec, lengths, TensorValues(values, starts, lengths)
 
     def _tensor_list(self, tensors: list[Tensor]) -> tuple[FieldSpec, Int64s, Values]:
+        """Encode a list of tensors; the schema or their shapes determine the kind."""
         if not tensors:
             return self._empty_list()
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
             names = sorted(DTYPE_NAMES[dtype] for dtype in dtypes)
-            raise InvalidRequestError(f"field {self.name!r}: rows of different dtypes: {first_few(names)}")
+            raise InvalidRequestError(f"field {self.name!r}: rows have different dtypes: {first_few(names)}")
         kind = self.spec.kind or _list_kind(tensors)
         first = tensors[0]
         if kind is FieldKind.RAGGED:
@@ -411,7 +418,9 @@ class _FieldEncoder:
 
     def _empty_list(self) -> tuple[FieldSpec, Int64s, Values]:
         if not self.spec.settled:
-            raise InvalidRequestError(f"field {self.name!r}: an empty list does not say its dtype and shape")
+            raise InvalidRequestError(
+                f"field {self.name!r}: an empty list does not define dtype and shape; declare them or put rows first"
+            )
         none = np.zeros(0, dtype=np.int64)
         return self.spec, none, FlatValues(np.zeros(0, dtype=np.uint8), none, none)
 
@@ -451,7 +460,7 @@ def _list_kind(tensors: list[Tensor]) -> FieldKind:
 
 
 def _row_values(tensor: Tensor, lengths: Int64s | None) -> Values:
-    """Row i of `tensor` [N, ...], or the first `lengths[i]` along its dimension 1."""
+    """Return the rows of `tensor` [N, ...] as values; with `lengths`, only the first `lengths[i]` steps of row i."""
     rows = len(tensor)
     row_shape = tensor.shape[1:]
     unit = tensor.element_size() * math.prod(row_shape if lengths is None else row_shape[1:])
@@ -473,7 +482,7 @@ def _row_values(tensor: Tensor, lengths: Int64s | None) -> Values:
 
 
 def _without_holes(values: Tensor, starts: Int64s, lengths: Int64s) -> tuple[Tensor, Int64s]:
-    """The same rows, packed on their device: one copy to the host instead of one per row."""
+    """Pack the rows on their device, so that one copy to the host suffices instead of one per row."""
     firsts = np.cumsum(lengths) - lengths
     places = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - firsts, lengths)
     return values[torch.from_numpy(places).to(values.device)], firsts

@@ -1,4 +1,4 @@
-"""Copying long runs of bytes with several threads: one core does not use all of a machine's memory bandwidth."""
+"""Copies of long byte runs with several threads: one core cannot use the full memory bandwidth of a machine."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from dataplane.core.row_copy import Run, copy_runs
 
 MOST_BY_DEFAULT = 4
 FROM_BYTES = 2 << 20
-"""Less than this in long runs is copied by the calling thread: waking others takes as long."""
+"""If the long runs have fewer bytes than this, the calling thread copies them: waking threads takes as long."""
 LONG_BYTES = 256 << 10
-"""Shorter runs are: between them threads would wait for each other's turn with the interpreter."""
+"""The calling thread copies shorter runs: several threads would contend for the interpreter lock between them."""
 _PIECE_BYTES = 1 << 20
 
 
 def default_threads() -> int:
-    """One for each core that this process may use, up to a few: then the memory is the limit."""
+    """Return the number of cores that this process may use, at most 4: beyond that the memory is the bottleneck."""
     return min(MOST_BY_DEFAULT, len(os.sched_getaffinity(0)))
 
 
 class Copier:
-    """Copies with up to `threads` threads, the calling one included; the others are started when first needed and wait
-    for work until `close`, or until nothing refers to this. Thread-safe.
+    """Copies with up to `threads` threads, including the calling one. Thread-safe.
 
-    The caller copies whatever no other thread has begun. So it never waits for one that is late, and in a forked child,
-    where there are no others, it copies alone.
+    Helper threads start on first use and wait for work until `close` or until the copier is garbage-collected. The
+    caller copies every piece that no helper has started. It therefore never waits for a helper that starts late, and
+    in a forked child, which has no helpers, it copies alone.
     """
 
     def __init__(self, threads: int) -> None:
@@ -41,8 +41,8 @@ class Copier:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def copy(self, runs: Sequence[Run]) -> None:
-        """Copy every run. Returns, or raises, when each thread that copies any of them has ended: also after a
-        KeyboardInterrupt. Blocks for the copy only."""
+        """Copy every run. Returns or raises only after every helper has stopped copying, even on a KeyboardInterrupt.
+        Blocks only for the copy."""
         long = [run for run in runs if run[0].nbytes >= LONG_BYTES] if self._helpers else []
         if sum(target.nbytes for target, _ in long) < FROM_BYTES:
             copy_runs(runs)
@@ -58,14 +58,15 @@ class Copier:
                 self._started += 1
 
     def _together(self, job: _Job) -> None:
+        """Copy the pieces of `job` with the helpers and wait until they have stopped."""
         interrupted: BaseException | None = None
         try:
             for _ in range(min(self._helpers, len(job.pieces) - 1)):
                 self._jobs.put(job)
             job.work()
         finally:
-            # An interrupt may come at any call. Until the helpers have ended it must not leave this block, so nothing
-            # here is done by a function of our own, and every step may be done again.
+            # An interrupt can arrive at any call and must not leave this block before the helpers have stopped.
+            # Therefore the block calls no Python functions of this module, and every step can be repeated.
             while True:
                 try:
                     job.pieces.clear()
@@ -80,13 +81,13 @@ class Copier:
             raise failed
 
     def close(self) -> None:
-        """End the threads; what is copied from now on is copied by the calling thread. Idempotent."""
+        """Stop the helper threads; the calling thread performs all later copies. Idempotent."""
         self._helpers = 0
         self._jobs.put(None)
 
 
 class _Job:
-    """Pieces that are left to copy. Whoever has counted itself in `active` takes them one by one."""
+    """The remaining pieces of one copy. `active` counts the helpers that are copying pieces."""
 
     def __init__(self, pieces: collections.deque[Run]) -> None:
         self.pieces = pieces
@@ -95,7 +96,7 @@ class _Job:
         self.error: BaseException | None = None
 
     def work(self) -> None:
-        """Copy pieces until there are none left."""
+        """Copy pieces until none are left."""
         pieces = self.pieces
         while pieces:
             try:
@@ -105,7 +106,7 @@ class _Job:
             target[...] = source
 
     def help(self) -> None:
-        """The same, by a thread that the caller waits for."""
+        """Run `work` in a helper thread. The caller waits until `active` is 0."""
         with self.changed:
             self.active += 1
         try:

@@ -1,4 +1,4 @@
-"""What a caller declares of a partition's fields."""
+"""Field specs that a caller declares for a partition."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataplane.errors import InvalidRequestError
 
 
 def declared_specs(fields: Iterable[str] | Mapping[str, Any] | None) -> dict[str, FieldSpec]:
-    """The `fields` of `register_partition`: names, or name -> FieldSpec (or a mapping of its parts, or None).
+    """Parse the `fields` of `register_partition`: names, or name -> FieldSpec (or a mapping of its parts, or None).
 
-    What a spec leaves open is settled by the first put (see `encode_fields`). ValueError for names that repeat, are
-    empty or no str, and for bad specs.
+    The first put settles the parts that a spec leaves open (see `encode_fields`). Raises ValueError for names that
+    repeat, are empty or are not str, and for invalid specs.
     """
     if isinstance(fields, str):
         raise InvalidRequestError(f"fields={fields!r}: pass a list of names, not one string")
@@ -21,7 +21,7 @@ def declared_specs(fields: Iterable[str] | Mapping[str, Any] | None) -> dict[str
     specs: dict[str, FieldSpec] = {}
     for name, given in named:
         if type(name) is not str or not name:
-            raise InvalidRequestError(f"field names are non-empty str, got {name!r}")
+            raise InvalidRequestError(f"field names must be non-empty str, got {name!r}")
         if name in specs:
             raise InvalidRequestError(f"field {name!r} is declared twice")
         specs[name] = _spec(name, given)

@@ -1,12 +1,12 @@
-"""The values of one column while they still lie in the caller's memory, and how they get from there to a target.
+"""The values of one column in the caller's memory, before they are copied to a target.
 
-Each class holds K values, `sizes` their bytes `[K]`, and
-- `write(first, last, target, later)` copies values first..last, one after another, into `target`, which has exactly
-  their bytes: one copy, from whatever device or strides the caller's tensors have. `later` is given long copies of
-  plain memory, which the caller then makes (None: they are made at once);
-- `buffers(first, last)` gives the same bytes as a list of arrays, not copied where the values lie in CPU memory;
-- `take(which)` is the values `which`, not copied;
-- `checksums()` is that of each value `[K]`. Where torch must copy them to reach their bytes, they are copied.
+Each class holds K values. `sizes` `[K]` are their sizes in bytes.
+- `write(first, last, target, later)` copies values [first, last), concatenated, into `target`, which must have exactly
+  their size. Tensors on any device and with any strides take one copy. Long copies of contiguous CPU memory are added
+  to the list `later`, and the caller must perform them; with None they are performed at once.
+- `buffers(first, last)` returns the same bytes as a list of arrays, without a copy if the values are in CPU memory.
+- `take(which)` returns the values `which`, without a copy.
+- `checksums()` returns one checksum per value `[K]`. It copies values whose bytes are accessible only through torch.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from dataplane.core.row_copy import LONG_BYTES, Int64s, Run, UInt8s, address, ga
 from dataplane.data.jagged import byte_view
 
 RAGGED_ALIGN_BYTES = 16
-"""Ragged rows are padded to multiples of this, and their data begins at one."""
+"""The size of a ragged row and the offset of its data are multiples of this."""
 
 _WORTH_A_BUFFER_BYTES = 16384
-"""Rows shorter than this on average are joined for `buffers`: a frame of its own costs more than the copy."""
+"""`buffers` concatenates rows that are shorter than this on average: a separate frame costs more than the copy."""
 
 
 class Values(Protocol):
-    """What the module's docstring says."""
+    """Interface of a column's values; the module docstring describes the methods."""
 
     sizes: Int64s
 
     @property
     def on_host(self) -> bool:
-        """Whether they are in CPU memory: to copy them waits for no accelerator."""
+        """Whether all values are in CPU memory, so that a copy does not wait for an accelerator."""
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None: ...
 
@@ -51,7 +51,7 @@ class Values(Protocol):
 
 
 class FlatValues:
-    """Values that are each contiguous in one stretch of CPU memory: value k is `memory[starts[k]:][:sizes[k]]`."""
+    """Values in one CPU buffer, each contiguous: value k is `memory[starts[k]:][:sizes[k]]`."""
 
     def __init__(self, memory: UInt8s, starts: Int64s, sizes: Int64s) -> None:
         self.memory = memory
@@ -77,7 +77,7 @@ class FlatValues:
 
 
 def in_host_memory(values: Values) -> Values:
-    """The same values, each contiguous in CPU memory; only those are copied that are not yet so, once."""
+    """Return the same values, each contiguous in CPU memory. Copies them once unless they already are."""
     if isinstance(values, FlatValues):
         return values
     if isinstance(values, ListValues | RaggedValues) and all(t.is_cpu and t.is_contiguous() for t in values.tensors):
@@ -88,8 +88,8 @@ def in_host_memory(values: Values) -> Values:
 
 
 class TensorValues:
-    """Values that torch must copy (on an accelerator, or strided): value k is `counts[k]` steps along dimension 0 of
-    `tensor`, from `starts[k]`."""
+    """Values that torch must copy (on an accelerator, or strided): value k is
+    `tensor[starts[k]:starts[k] + counts[k]]`."""
 
     def __init__(self, tensor: Tensor, starts: Int64s, counts: Int64s) -> None:
         self.tensor = tensor
@@ -124,7 +124,7 @@ class TensorValues:
 
 
 class ListValues:
-    """Values that are a tensor `[len, *inner]` each, anywhere, alike but for their length."""
+    """Values that are one tensor `[len, *inner]` each, on any device. Dtype and inner shape are equal."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
@@ -165,7 +165,7 @@ def _on_one_device(tensors: list[Tensor]) -> Tensor:
 
 
 class RaggedValues:
-    """Values that are a tensor of its own shape each: a header with the shape, the data, zeros up to the alignment."""
+    """Values that are tensors of different shapes, stored as a header with the shape, the data, and zero padding."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
@@ -209,9 +209,10 @@ class RaggedValues:
 
 
 def copy_tensor(tensor: Tensor, target: UInt8s, later: list[Run] | None = None) -> None:
-    """The tensor's elements, row-major, into `target`, which has exactly their bytes. One copy, from any device (two
-    where only torch can copy and the target is not aligned to the element: torch crashes on those). `later` is given
-    what is long and torch need not copy."""
+    """Copy the tensor's elements, row-major, into `target`, which must have exactly their size, from any device.
+
+    Takes one copy, or two if only torch can copy the tensor and the target is not aligned to the element (torch crashes
+    on such targets). Long copies that do not need torch are added to `later` instead, if it is given."""
     if not target.nbytes:
         return
     if tensor.is_cpu and tensor.is_contiguous():
@@ -234,7 +235,7 @@ def ragged_header_bytes(dims: int) -> int:
 
 
 def ragged_header(tensor: Tensor) -> UInt8s:
-    """Number of dimensions and sizes, little-endian int64, zeros up to the alignment."""
+    """Return the header: number of dimensions and sizes as little-endian int64, zero-padded to the alignment."""
     packed = struct.pack(f"<{1 + tensor.dim()}q", tensor.dim(), *tensor.shape)
     return np.frombuffer(packed.ljust(ragged_header_bytes(tensor.dim()), b"\0"), dtype=np.uint8)
 

@@ -1,4 +1,4 @@
-"""Rows compared with the checksums of their writer, where they lie when they are done with."""
+"""Verification of rows against the checksums of their writer, at their final location in memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dataplane.ledger.commands import FieldLocations, Int64s
 
 @dataclasses.dataclass(frozen=True)
 class FieldCheck:
-    """What the rows of one field are to be, and how to name one that is not. samples: their ids, in order."""
+    """Expected checksums of the rows of one field. samples: sample ids in row order, for error messages."""
 
     partition: str
     samples: Sequence[str]
     located: FieldLocations
 
     def __call__(self, memory: UInt8s, offsets: Int64s, rows: Int64s | slice) -> None:
-        """Compare these rows, which lie at `offsets` of `memory`. `ChecksumError` names the first that differs."""
+        """Verify `rows`, which are at `offsets` of `memory`. `ChecksumError` names the first row that differs."""
         found = self.located
         assert found.checksums is not None
         sizes = found.lengths[rows] * found.spec.unit_bytes
@@ -46,7 +46,7 @@ class FieldCheck:
 def checked(
     sources: Mapping[str, RowSource], located: Sequence[FieldLocations], partition: str, samples: Sequence[str]
 ) -> dict[str, RowSource]:
-    """The same rows, of which those that have checksums are compared when they are read."""
+    """Return `sources` with a check for every field that has checksums; its rows are verified when they are read."""
     checks = {found.name: FieldCheck(partition, samples, found) for found in located if found.checksums is not None}
     return {
         name: dataclasses.replace(source, check=checks[name]) if name in checks else source

@@ -1,4 +1,4 @@
-"""Sequences into bins, and samples to data-parallel ranks, from lengths alone. No torch."""
+"""Packing of sequences into bins, and of samples to data-parallel ranks, by length. Does not import torch."""
 
 from dataplane.data.packing.packers import ConcatenativePacker as ConcatenativePacker
 from dataplane.data.packing.packers import FirstFitDecreasingPacker as FirstFitDecreasingPacker

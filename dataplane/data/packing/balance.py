@@ -1,4 +1,4 @@
-"""Bins to data-parallel ranks: each the same number, with about the same tokens."""
+"""Assignment of bins to data-parallel ranks: equal numbers of bins, about equal numbers of tokens."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from dataplane.data.packing.bins import Bins, Int64s, concatenate, loads_of, spl
 from dataplane.data.packing.packers import SequencePacker
 
 CLOSE_ENOUGH = 1.01
-"""The heaviest rank's tokens over the mean, at which nothing more is moved."""
+"""Balancing stops when the heaviest rank has at most this many times the mean number of tokens."""
 MOVES_PER_RANK = 8
 MOST_EXCHANGED = 256
-"""So many runs may change ranks, to even out what dealing left uneven: every pair of them is looked at."""
+"""With more runs than this, runs do not change ranks during balancing, because every pair of runs is compared."""
 
 
 def deal(loads: Int64s, ranks: int) -> list[list[int]]:
-    """The bins of each rank, their numbers rising. `loads` `[B]` are the bins' tokens, B a multiple of `ranks`.
+    """Return the bin numbers of each rank, ascending. `loads` `[B]` are tokens per bin, B a multiple of `ranks`.
 
-    Round by round, from the heaviest bins down, the rank with the fewest tokens so far gets the heaviest of the round.
+    Each round deals one bin to every rank, from the heaviest bins down. Within a round, the rank with the fewest tokens
+    so far gets the heaviest bin.
     """
     rounds = np.argsort(-loads, kind="stable").reshape(-1, ranks).tolist()
     tokens = loads.tolist()
@@ -35,10 +36,10 @@ def deal(loads: Int64s, ranks: int) -> list[list[int]]:
 
 
 def balanced(packer: SequencePacker, tokens: Int64s, ranks: int) -> tuple[Bins, Int64s, list[list[int]]]:
-    """(bins of the rows, whose tokens are `tokens` `[N]`, N at least 1; the tokens of each bin; the bins of each rank).
+    """Pack and balance rows of `tokens` `[N]`, N >= 1. Return (bins, tokens of each bin, bins of each rank).
 
-    `packer` gives a multiple of `ranks` of bins. Dealing evens out many bins a rank; where it does not, single rows
-    move, or runs of neighbours are cut anew.
+    `packer` must return a multiple of `ranks` of bins. Dealing balances ranks with many bins. If it leaves them
+    unbalanced, single rows move, or for an order-preserving packer the bin boundaries are recomputed.
     """
     bins = packer.pack(tokens)
     loads = loads_of(bins, tokens)
@@ -53,7 +54,7 @@ def balanced(packer: SequencePacker, tokens: Int64s, ranks: int) -> tuple[Bins, 
 
 
 def even_runs(tokens: Int64s, count: int) -> Bins:
-    """`count` bins of neighbouring rows, the fullest one as empty as can be."""
+    """Cut the rows into `count` bins of consecutive rows so that the fullest bin has the fewest possible tokens."""
     low = max(int(tokens.max()), -(-int(tokens.sum()) // count), 1)
     capacities = range(low, int(tokens.sum()) + 1)
     enough = bisect_left(capacities, True, key=lambda capacity: len(concatenate(tokens, capacity)) <= count)
@@ -61,11 +62,11 @@ def even_runs(tokens: Int64s, count: int) -> Bins:
 
 
 def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[Bins, Int64s, list[list[int]]]:
-    """(runs of neighbouring rows, as many as `runs`; their tokens; the runs of each rank).
+    """Balance runs of consecutive rows over ranks. Return (the new runs, their tokens, the runs of each rank).
 
-    Dealt, then evened out step by step until the ranks are close or no step helps: the row at an end of a run goes to
-    the run beside it, or two runs change ranks, whichever brings the ranks' totals together most. No run is emptied,
-    none gets beyond `capacity`.
+    The runs are dealt to ranks, then balanced in steps until the ranks are close or no step helps. A step moves the row
+    at an end of a run to the adjacent run, or swaps two runs between ranks, whichever reduces the imbalance most. The
+    number of runs stays the same, no run becomes empty, and none exceeds `capacity`.
     """
     counts, loads = np.array([len(rows) for rows in runs]), loads_of(runs, tokens)
     rank_of = np.empty(len(runs), dtype=np.int64)
@@ -78,7 +79,7 @@ def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[
             break
         of_run = totals[rank_of]
         starts = np.cumsum(counts)[:-1]
-        right = _gains(tokens[starts - 1], of_run[:-1] - of_run[1:])  # by the last row of a run, to the next one
+        right = _gains(tokens[starts - 1], of_run[:-1] - of_run[1:])  # moves the last row of a run to the next run
         right[(counts[:-1] == 1) | (loads[1:] + tokens[starts - 1] > capacity)] = 0
         left = _gains(tokens[starts], of_run[1:] - of_run[:-1])
         left[(counts[1:] == 1) | (loads[:-1] + tokens[starts] > capacity)] = 0
@@ -103,14 +104,14 @@ def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[
 
 
 def _gains(moved: Int64s, gaps: Int64s) -> Int64s:
-    """Half of what the sum of the ranks' squared totals loses when so many tokens go from a rank to one that has so
-    many fewer; where that is positive, the heavier one of both gets lighter."""
+    """Return half the decrease of the sum of squared rank totals if `moved` tokens move to a rank that has `gaps` fewer
+    tokens. A positive value means that the larger total of the two ranks decreases."""
     return moved * (gaps - moved)
 
 
 def level(bins: Bins, loads: Int64s, dealt: Sequence[Sequence[int]], sizes: Sequence[int], capacity: int) -> None:
-    """Moves single rows from the heaviest rank to the lightest, in place (`bins` and `loads`), until the ranks are
-    close, or nothing that helps fits. No bin is emptied, none exceeds `capacity`; `sizes` are the rows' tokens."""
+    """Move single rows from the heaviest rank to the lightest, in place (`bins` and `loads`), until the ranks are close
+    or no row that helps fits. No bin becomes empty, none exceeds `capacity`; `sizes` are tokens per row."""
     totals = _totals(loads, dealt)
     for _ in range(MOVES_PER_RANK * len(totals)):
         heavy, light = totals.index(max(totals)), totals.index(min(totals))

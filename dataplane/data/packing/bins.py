@@ -1,6 +1,6 @@
-"""Bin packing over integer lengths: every row into one bin, no bin beyond its capacity.
+"""Bin packing over integer lengths: every row goes into one bin, and no bin exceeds its capacity.
 
-Each function takes lengths `[N]` of 0 to `capacity` and returns bins as lists of rows; none is empty.
+Each function takes lengths `[N]` of 0 to `capacity` and returns bins as non-empty lists of rows.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy.typing as npt
 Int64s = npt.NDArray[np.int64]
 Bins = list[list[int]]
 MOST_OPEN = 16
-"""First-fit looks through so many bins one after another."""
+"""Number of open bins that first-fit searches linearly; the others are in a tree."""
 
 
 def concatenate(lengths: Int64s, capacity: int) -> Bins:
-    """Rows in their order; a new bin where the next row would not fit. O(bins log N)."""
+    """Fill bins with rows in order and start a new bin when the next row does not fit. O(bins log N)."""
     ends = np.cumsum(lengths).tolist()
     bins: Bins = []
     start = before = 0
@@ -32,8 +32,8 @@ def concatenate(lengths: Int64s, capacity: int) -> Bins:
 
 
 def first_fit(lengths: Int64s, order: Int64s, capacity: int) -> Bins:
-    """Each row of `order` into the first bin with space for it, else into a new one. O(N log bins)."""
-    # The few bins with space for most rows are in a short list; those that only the shortest rows may fit, in a tree.
+    """Put each row of `order` into the first bin with space for it, else into a new one. O(N log bins)."""
+    # A short list holds the few bins with space for most rows. A tree holds the bins that only the shortest rows fit.
     closes_at = int(np.partition(lengths, len(lengths) // 20)[len(lengths) // 20])
     closed = _Residuals(min(len(order), 2 * int(lengths.sum()) // capacity + 2))
     numbers: list[int] = []
@@ -67,29 +67,30 @@ def first_fit(lengths: Int64s, order: Int64s, capacity: int) -> Bins:
 
 
 def first_fit_decreasing(lengths: Int64s, capacity: int) -> Bins:
-    """Longest first (of equal ones the lower row first), each into the first bin with space. O(N log N)."""
+    """Put rows, longest first (ties: lower row first), each into the first bin with space. O(N log N)."""
     bins: Bins = []
     _fill(lengths, np.arange(len(lengths)), capacity, bins, [])
     return bins
 
 
 def modified_first_fit_decreasing(lengths: Int64s, capacity: int) -> Bins:
-    """First-fit decreasing; where it may take over a thousandth too many bins, and this takes fewer, its modification
-    by Johnson and Garey (1985): bins of rows over half the capacity first get a row over a third each, or two over a
-    sixth. O(N log N)."""
+    """Pack with first-fit decreasing, or with its modification by Johnson and Garey (1985) if that needs fewer bins.
+
+    The modification is tried only if first-fit decreasing exceeds the lower bound by more than 0.1 percent. It first
+    adds to each bin with a row over half the capacity one row over a third, or two rows over a sixth. O(N log N)."""
     plain = first_fit_decreasing(lengths, capacity)
     if len(plain) * 1000 <= fewest_bins(lengths, capacity) * 1001:
         return plain
-    bins, residuals, rest = _large_and_their_company(lengths, capacity)
+    bins, residuals, rest = _pair_large_rows(lengths, capacity)
     _fill(lengths, rest, capacity, bins, residuals)
     return bins if len(bins) < len(plain) else plain
 
 
 def fewest_bins(lengths: Int64s, capacity: int) -> int:
-    """A number of bins below which no packing gets: the bound L2 of Martello and Toth (1990). O(N log N).
+    """Return a lower bound for the number of bins: the bound L2 of Martello and Toth (1990). O(N log N).
 
-    For any k up to half the capacity: rows over `capacity - k` are alone, other rows over half of it are in bins of
-    their own, and rows from k to half of it must fit into the space that those leave, or into further bins.
+    For any k up to half the capacity: each row over `capacity - k` fills a bin alone. Every other row over half the
+    capacity needs a separate bin. Rows from k to half the capacity use the space left in the latter, or more bins.
     """
     rising = _sorted(lengths)[1]
     sums = np.concatenate([[0], np.cumsum(rising)])
@@ -103,19 +104,20 @@ def fewest_bins(lengths: Int64s, capacity: int) -> int:
 
 
 def loads_of(bins: Bins, lengths: Int64s) -> Int64s:
-    """The sum of the lengths in each of `bins`, one or more, none of them empty."""
+    """Return the sum of the lengths in each bin. There must be at least one bin, and none may be empty."""
     rows = np.fromiter(chain.from_iterable(bins), dtype=np.int64)
     sums: Int64s = np.add.reduceat(lengths[rows], [0, *accumulate(map(len, bins[:-1]))])
     return sums
 
 
 def split(bins: Bins, lengths: Int64s, count: int) -> Bins:
-    """`count` bins of the same rows in the same order: while there are fewer, the fullest one of two rows or more is
-    cut where its halves are most alike. There must be `count` rows or more."""
+    """Split `bins` into `count` bins, keeping the order of rows. There must be at least `count` rows.
+
+    Each step cuts the fullest bin with two or more rows at the position where its two parts are most equal."""
     loads = loads_of(bins, lengths)
     several = np.flatnonzero(np.fromiter(map(len, bins), dtype=np.int64) > 1)
     fullest = several[np.argsort(-loads[several], kind="stable")][: count - len(bins)]
-    # A piece is (tokens, negated; bin; rows from; to).
+    # A piece is (negated tokens, bin number, first row, end row).
     pieces = [(-int(loads[number]), number, 0, len(bins[number])) for number in fullest.tolist()]
     whole = {number for _, number, _, _ in pieces}
     single: list[tuple[int, int, int, int]] = []
@@ -138,16 +140,16 @@ def split(bins: Bins, lengths: Int64s, count: int) -> Bins:
 
 
 class _Residuals:
-    """The space left in bins, by their numbers below `most_bins`, to find the first one with enough. O(log bins)."""
+    """Free space per bin, for bin numbers below `most_bins`. Finds the first bin with enough space in O(log bins)."""
 
     def __init__(self, most_bins: int) -> None:
         self._leaves = 1
         while self._leaves < most_bins:
             self._leaves *= 2
-        self._residual = [-1] * (2 * self._leaves)  # of each node the most space of a bin below it
+        self._residual = [-1] * (2 * self._leaves)  # per node: the largest free space of a bin below it
 
     def first(self, size: int) -> int:
-        """The first bin with space for `size`; there must be one."""
+        """Return the first bin with space for `size`. Such a bin must exist."""
         residual, node, leaves = self._residual, 1, self._leaves
         while node < leaves:
             node *= 2
@@ -156,7 +158,7 @@ class _Residuals:
         return node - leaves
 
     def put(self, number: int, free: int) -> int:
-        """Bin `number` has `free` left. Gives the most of any bin."""
+        """Set the free space of bin `number`. Return the largest free space of any bin."""
         residual, node = self._residual, number + self._leaves
         residual[node] = free
         while node > 1:
@@ -170,12 +172,12 @@ class _Residuals:
         return residual[1]
 
     def take(self, number: int, size: int) -> int:
-        """`size` of bin `number` is taken. Gives the most that is left in any."""
+        """Subtract `size` from the free space of bin `number`. Return the largest free space of any bin."""
         return self.put(number, self._residual[number + self._leaves] - size)
 
 
 def _by_bin(order: Int64s, where: Sequence[int]) -> Bins:
-    """The rows of each bin, in `order`; `where` is the bin of each."""
+    """Return the rows of each bin. `where[i]` is the bin of row `order[i]`."""
     numbers = np.array(where)
     counts = np.bincount(numbers)
     rows = order[_sorted(numbers)[0]].tolist()
@@ -183,11 +185,11 @@ def _by_bin(order: Int64s, where: Sequence[int]) -> Bins:
 
 
 def _fill(lengths: Int64s, rows: Int64s, capacity: int, bins: Bins, residuals: list[int]) -> None:
-    """First-fit decreasing of `rows` into `bins` with `residuals` left, and into as many new ones as it takes.
+    """Pack `rows` first-fit decreasing into `bins` with free space `residuals`, and into new bins as needed. In place.
 
-    Bin after bin, each takes the longest row that fits until none does: what a bin refuses once does not fit it later
-    either, so that is what taking row after row comes to. Rows of one length are one class, found by bisection;
-    `below[c]` leads from a class that has run out to the next shorter one (a disjoint set; 0 means none is left).
+    The loop fills one bin at a time with the longest row that fits. The result equals row-by-row first-fit, because a
+    row that does not fit a bin cannot fit it later. Rows of one length form a class, found by bisection. `below[c]`
+    leads from an exhausted class to the next shorter one (a disjoint-set forest; 0 means that no class is left).
     """
     places, rising = _sorted(lengths[rows])
     order = rows[places]
@@ -224,33 +226,34 @@ def _fill(lengths: Int64s, rows: Int64s, capacity: int, bins: Bins, residuals: l
         number += 1
 
 
-def _large_and_their_company(lengths: Int64s, capacity: int) -> tuple[Bins, list[int], Int64s]:
-    """(a bin for each row over half the capacity, longest first, with what phases 2 and 3 of the method add; the space
-    left in each; all other rows)."""
+def _pair_large_rows(lengths: Int64s, capacity: int) -> tuple[Bins, list[int], Int64s]:
+    """Run phases 1 to 3 of the method. Return (a bin for each row over half the capacity, longest first, including the
+    rows that phases 2 and 3 add; the free space of each bin; all other rows)."""
     rising, sorted_ = _sorted(lengths)
     sixth, third, half = np.searchsorted(sorted_ * 6, [capacity, 2 * capacity, 3 * capacity], side="right")
     large = rising[half:][::-1]
     bins = [[row] for row in large.tolist()]
     residuals = (capacity - lengths[large]).tolist()
     sizes = lengths.tolist()
-    company: list[int] = []
+    added: list[int] = []
 
     def add(number: int, row: int) -> None:
         bins[number].append(row)
         residuals[number] -= sizes[row]
-        company.append(row)
+        added.append(row)
 
-    # The space grows from bin to bin: what fits one fits all later ones, and the last to come in is the longest.
+    # Free space grows from bin to bin: a row that fits one bin fits all later bins, and the last row of `fitting` is
+    # the longest.
     fitting: list[int] = []
-    coming = iter(rising[third:half].tolist())
-    following = next(coming, None)
+    candidates = iter(rising[third:half].tolist())
+    candidate = next(candidates, None)
     for number in range(len(bins)):
-        while following is not None and sizes[following] <= residuals[number]:
-            fitting.append(following)
-            following = next(coming, None)
+        while candidate is not None and sizes[candidate] <= residuals[number]:
+            fitting.append(candidate)
+            candidate = next(candidates, None)
         if fitting:
             add(number, fitting.pop())
-    # Backwards it shrinks: a row that is too long beside the shortest one is too long for all bins to come.
+    # In reverse order free space shrinks: a row that is too long next to the shortest row stays too long.
     small = rising[sixth:third].tolist()
     low, high = 0, len(small) - 1
     for number in range(len(bins) - 1, -1, -1):
@@ -265,12 +268,12 @@ def _large_and_their_company(lengths: Int64s, capacity: int) -> tuple[Bins, list
         add(number, small[high])
         high -= 1
     rest = np.ones(len(lengths), dtype=np.bool_)
-    rest[large] = rest[company] = False
+    rest[large] = rest[added] = False
     return bins, residuals, np.flatnonzero(rest)
 
 
 def _sorted(lengths: Int64s) -> tuple[Int64s, Int64s]:
-    """(rows from the shortest to the longest, of equal ones the lower first; their lengths)."""
+    """Return (rows from the shortest to the longest, ties in row order; their lengths)."""
     short = not len(lengths) or int(lengths.max()) < 1 << 16
-    rows = np.argsort(lengths.astype(np.uint16) if short else lengths, kind="stable")  # 16 bits: a radix sort
+    rows = np.argsort(lengths.astype(np.uint16) if short else lengths, kind="stable")  # radix sort for 16 bits
     return rows, lengths[rows]

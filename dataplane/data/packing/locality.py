@@ -1,5 +1,6 @@
-"""Rows nearer to where they are used, at no cost: among assignments that balance as well, the one that moves fewer
-tokens between hosts. No torch."""
+"""Locality of shards: among equally balanced assignments, prefer the one that moves fewer tokens between hosts.
+
+A row is at home if its shard is on the host that stores the row. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,29 +14,28 @@ from dataplane.data.packing.bins import Bins, Int64s
 from dataplane.errors import InvalidRequestError
 
 NOWHERE = -1
-"""The home of a row that no shard is near to, or that is not known."""
+"""Home of a row whose host is unknown or has no shard."""
 ROUNDS = 24
 MANY = 1 << 10
-"""Another round follows one that exchanged a row of so many."""
+"""Another round follows if the last one exchanged more than 1 in this many of the rows away from home."""
 PART = 4
-"""A bin gives up a quarter of its space at a time."""
+"""One exchange uses at most this fraction (1 / PART) of the free space of a bin."""
 MOST_BINS = 512
-"""Whole bins are exchanged up to so many: every pair of them is looked at."""
+"""With more bins than this, whole bins are not exchanged, because every pair of bins is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Locality:
-    """Where rows are and where shards are used. rows: the host of each, `[N]`, None where it is not known; shards: the
-    host of each shard. lengths: the tokens of each row, `[N]`, where they are known; so much is it worth to have it
-    near."""
+    """Hosts of rows and shards. rows: the host that stores each row, `[N]`; shards: the host of each shard; None if
+    unknown. lengths: tokens of each row, `[N]`, used as the weight of its locality; None if unknown."""
 
     rows: Sequence[str | None]
     shards: Sequence[str | None]
     lengths: Sequence[int] | Int64s | None = None
 
     def numbered(self, size: int, shards: int) -> tuple[Int64s, Int64s]:
-        """(the home of each row, that of each shard), as numbers; no row's is that of a shard whose host is not
-        known. ValueError unless there are as many as rows and shards."""
+        """Return (home of each row, host of each shard) as numbers. Unknown hosts of shards match no row. Raises
+        ValueError unless `size` and `shards` match the numbers of rows and shards."""
         if len(self.rows) != size or len(self.shards) != shards:
             raise InvalidRequestError(
                 f"locality of {len(self.rows)} rows and {len(self.shards)} shards for {size} rows over {shards} shards"
@@ -46,12 +46,12 @@ class Locality:
         return homes, hosts
 
     def sizes(self, size: int) -> Int64s:
-        """Tokens of each row; 1 where they are not known."""
+        """Return the tokens of each row, or 1 per row if they are unknown."""
         return np.ones(size, np.int64) if self.lengths is None else np.asarray(self.lengths, np.int64)
 
 
 def shards_of(dealt: Sequence[Sequence[int]], bins: int) -> Int64s:
-    """The shard that each bin was dealt to."""
+    """Return the shard of each bin."""
     found = np.empty(bins, np.int64)
     for shard, numbers in enumerate(dealt):
         found[numbers] = shard
@@ -61,14 +61,14 @@ def shards_of(dealt: Sequence[Sequence[int]], bins: int) -> Int64s:
 def exchange_bins(
     bins: Bins, loads: Int64s, dealt: list[list[int]], sizes: Int64s, homes: Int64s, hosts: Int64s
 ) -> None:
-    """Let bins change shards, two at a time, while that brings more tokens home than away, and no shard gets more
-    tokens than the one with most had. In place: `dealt`, the bins of each shard."""
+    """Swap pairs of bins between shards while a swap increases the tokens at home and no shard exceeds the initial
+    maximum of tokens per shard. Changes `dealt`, the bins of each shard, in place."""
     if len(bins) > MOST_BINS or len(set(hosts.tolist())) < 2:
         return
     totals = np.array([int(loads[numbers].sum()) for numbers in dealt])
     most = int(totals.max(initial=0))
     shard_of = shards_of(dealt, len(bins))
-    at_home = np.zeros((len(bins), int(hosts.max()) + 1), np.int64)  # tokens of each bin that are at home on a host
+    at_home = np.zeros((len(bins), int(hosts.max()) + 1), np.int64)  # [bin, host]: tokens of the bin stored on the host
     for number, rows in enumerate(bins):
         known = np.array(rows)[homes[rows] >= 0]
         np.add.at(at_home[number], homes[known], sizes[known])
@@ -80,9 +80,10 @@ def exchange_bins(
 
 
 def _exchange_some(at_home: Int64s, shard_of: Int64s, loads: Int64s, totals: Int64s, hosts: Int64s, most: int) -> bool:
-    """One round, each bin once at most; whether there was any exchange."""
+    """Run one round, in which each bin moves at most once. Return whether any bins were swapped."""
     known = hosts >= 0
-    near = np.where(known[shard_of][None, :], at_home[:, np.maximum(hosts[shard_of], 0)], 0)  # [bin, beside which bin]
+    # near[a, b]: tokens of bin a that are stored on the host of bin b's shard.
+    near = np.where(known[shard_of][None, :], at_home[:, np.maximum(hosts[shard_of], 0)], 0)
     own = np.diagonal(near)
     gains = np.triu(near + near.T - own[:, None] - own[None, :], 1)
     ones, others = np.nonzero(gains > 0)
@@ -107,11 +108,11 @@ def _exchange_some(at_home: Int64s, shard_of: Int64s, loads: Int64s, totals: Int
 
 @dataclass(kw_only=True)
 class Exchange:
-    """Single rows that change places, so that more of them are at home. O(N log N).
+    """Swaps single rows between bins so that more rows are at home. O(N log N).
 
-    bins: the rows of each, changed in place. shards: of each bin the shard that has it; kinds: of each bin a number:
-    rows are exchanged within one kind only. sizes: tokens of each row; homes: of each row; hosts: of each shard.
-    capacity: what no bin gets beyond (None: there is no bound). No shard gets more tokens than the one with most had.
+    bins: rows of each bin, changed in place. shards: shard of each bin. kinds: a number per bin; only rows of bins with
+    equal kinds are swapped. sizes: tokens of each row; homes: home of each row; hosts: host of each shard. capacity:
+    maximum tokens per bin (None: unlimited). No shard exceeds the initial maximum of tokens per shard.
     """
 
     bins: Bins
@@ -123,7 +124,7 @@ class Exchange:
     capacity: int | None = None
 
     def run(self) -> bool:
-        """Exchange while it helps; whether anything was."""
+        """Swap rows while it helps, for at most `ROUNDS` rounds. Return whether any rows were swapped."""
         if len(set(self.hosts.tolist())) < 2:
             return False
         counts = np.fromiter(map(len, self.bins), np.int64, len(self.bins))
@@ -145,12 +146,12 @@ class Exchange:
         return exchanged
 
     def loads(self) -> Int64s:
-        """The tokens of each bin, after `run`."""
+        """Return the tokens of each bin after `run`."""
         return self._loads
 
     def _round(self) -> tuple[int, int]:
-        """(places whose rows were away from home; pairs that were exchanged): first those that are both at home then,
-        then rows that are at home then for others that are away in any case."""
+        """Run one round. Return (number of rows that were away from home, number of swaps). The round first swaps pairs
+        of rows that both get home, then rows that get home for rows that stay away."""
         homes, every = self.homes[self._rows], int(self.hosts.max()) + 1
         away = np.flatnonzero(homes != self._host_of)
         homes, here, kinds = homes[away], self._host_of[away], self.kinds[self._bin_of[away]]
@@ -167,8 +168,8 @@ class Exchange:
         return len(away), found
 
     def _pair(self, ones: Int64s, groups: Int64s, others: Int64s, their_groups: Int64s, moved: bytearray) -> int:
-        """Exchange the rows of the places `ones` for those of `others` of the same group, about as long; how many were.
-        Those `moved` are left."""
+        """Swap rows at the places `ones` with rows of similar length at `others` in the same group. Return the number
+        of swaps. Places marked in `moved` are skipped."""
         nearest = [self._longer(ones, groups, others, their_groups), self._longer(others, their_groups, ones, groups)]
         pairs = np.concatenate(nearest)
         sizes = self.sizes[self._rows[pairs]]
@@ -181,9 +182,11 @@ class Exchange:
         return found
 
     def _longer(self, ones: Int64s, groups: Int64s, others: Int64s, their_groups: Int64s) -> Int64s:
-        """Pairs `[P, 2]` of one of `ones` and one of `others` of its group that is no shorter, and for which there is
-        space in its stead: the shortest or, where bins have bounds, the longest that takes a `PART` of that space. It
-        leaves as much elsewhere, and many bins with some space are worth more than few with much."""
+        """Pair each place of `ones` with a place of `others` in its group whose row is no shorter and fits. Return
+        `[P, 2]`.
+
+        The partner is the shortest such row or, with a capacity, the longest that needs at most 1 / `PART` of the free
+        space. This spreads free space: many bins with some space are more useful than few bins with much."""
         if not len(ones) or not len(others):
             return np.zeros((0, 2), np.int64)
         sizes, theirs = self.sizes[self._rows[ones]], self.sizes[self._rows[others]]
@@ -203,7 +206,7 @@ class Exchange:
         return np.stack([ones[fit], others[near[fit]]], axis=1)
 
     def _exchanged(self, one: int, other: int) -> bool:
-        """Exchange the rows of two places, the other's being no shorter, unless a bin or a shard gets too much."""
+        """Swap the rows of two places unless a bin or shard would exceed its limit. Row `other` must be no shorter."""
         rows, loads, totals = self._rows, self._loads, self._totals
         change = self.sizes[rows[other]] - self.sizes[rows[one]]
         if change:

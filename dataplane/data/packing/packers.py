@@ -1,4 +1,4 @@
-"""Sequence packers: which sequences go into one bin (a packed row, a micro-batch) of a fixed number of tokens.
+"""Sequence packers: they assign sequences to bins (packed rows, micro-batches) of a fixed token capacity.
 
 Names and arguments are those of `nemo_rl.data.packing`.
 """
@@ -37,13 +37,13 @@ class PackingAlgorithm(enum.Enum):
 class SequencePacker(ABC):
     """Packs sequences into bins of at most `bin_capacity` tokens.
 
-    min_bin_count, bin_count_multiple: how many bins there are at least, and what their number is a multiple of. Where
-    the sequences fill fewer, the fullest bins are cut in two. collect_metrics: whether `pack` remembers what
-    `get_aggregated_metrics` tells.
+    min_bin_count, bin_count_multiple: minimum number of bins, and the number that it must be a multiple of. If the
+    sequences fill fewer bins, the fullest bins are split in two. collect_metrics: whether `pack` records metrics for
+    `get_aggregated_metrics`.
     """
 
     keeps_order: ClassVar[bool] = False
-    """Whether bins are runs of neighbouring sequences."""
+    """Whether each bin is a run of consecutive sequences."""
 
     def __init__(
         self,
@@ -65,23 +65,24 @@ class SequencePacker(ABC):
         self._totals: dict[str, float] = {}
 
     def pack(self, sequence_lengths: Lengths) -> list[list[int]]:
-        """Bins of indices into `sequence_lengths` (`[N]`, 0 or more tokens each): each index once, no bin empty.
+        """Return bins of indices into `sequence_lengths` (`[N]`, 0 or more tokens each). Each index occurs once, and no
+        bin is empty.
 
-        ValueError, naming sequence, length and capacity, for one that fits no bin; ValueError if there are fewer
-        sequences than bins asked for.
+        Raises ValueError, naming sequence, length and capacity, for a sequence that fits no bin, and ValueError if
+        there are fewer sequences than required bins.
         """
         lengths = _checked(sequence_lengths)
         over = np.flatnonzero(lengths > self.bin_capacity)
         if len(over):
             raise InvalidRequestError(
                 f"sequence {over[0]} has {lengths[over[0]]} tokens, more than bin_capacity={self.bin_capacity}"
-                + (f"; so have {len(over) - 1} others" if len(over) > 1 else "")
+                + (f"; {len(over) - 1} more are too long" if len(over) > 1 else "")
             )
         bins = self._bins(lengths) if len(lengths) else []
         count = max(len(bins), self.min_bin_count or 0)
         count = -(-count // (self.bin_count_multiple or 1)) * (self.bin_count_multiple or 1)
         if count > len(lengths):
-            raise InvalidRequestError(f"{len(lengths)} sequences cannot fill {count} bins: each needs one at least")
+            raise InvalidRequestError(f"{len(lengths)} sequences cannot fill {count} bins: each bin needs at least one")
         if count > len(bins):
             bins = split(bins, lengths, count)
         if self.collect_metrics:
@@ -90,12 +91,12 @@ class SequencePacker(ABC):
 
     @abstractmethod
     def _bins(self, lengths: Int64s) -> Bins:
-        """Bins of one or more lengths `[N]`, of which none is over the capacity."""
+        """Pack one or more lengths `[N]`, none of which exceeds the capacity, into bins."""
 
     def compute_metrics(self, sequence_lengths: Lengths, bins: Sequence[Sequence[int]]) -> dict[str, float]:
-        """How well `bins` are filled: counts and tokens; average_utilization and waste_ratio, shares of the capacity;
-        bin_balance, 1 less the deviation of the bins' tokens over their mean; bin_efficiency, the fewest bins that
-        could be over those there are."""
+        """Return metrics of how well `bins` are filled: counts and tokens; average_utilization and waste_ratio as
+        fractions of the capacity; bin_balance, 1 minus standard deviation over mean of the tokens per bin;
+        bin_efficiency, the minimum number of bins over the actual number."""
         lengths = _checked(sequence_lengths)
         loads = [int(lengths[list(rows)].sum()) for rows in bins]
         tokens, capacity = sum(loads), len(bins) * self.bin_capacity
@@ -117,7 +118,7 @@ class SequencePacker(ABC):
         }
 
     def get_aggregated_metrics(self) -> dict[str, float]:
-        """The metrics of all calls of `pack` since the last reset; empty without any, or without `collect_metrics`."""
+        """Return the metrics of all `pack` calls since the last reset; empty without calls or `collect_metrics`."""
         totals = self._totals
         if not totals:
             return {}
@@ -148,12 +149,12 @@ class SequencePacker(ABC):
         totals["calls"] = totals.get("calls", 0) + 1
 
     def reset_metrics(self) -> None:
-        """Forget what `pack` has remembered."""
+        """Discard the metrics that `pack` recorded."""
         self._totals.clear()
 
 
 class ConcatenativePacker(SequencePacker):
-    """Sequences in their order; a new bin where the next would not fit."""
+    """Fills bins with sequences in order and starts a new bin when the next sequence does not fit."""
 
     keeps_order = True
 
@@ -162,15 +163,15 @@ class ConcatenativePacker(SequencePacker):
 
 
 class FirstFitDecreasingPacker(SequencePacker):
-    """Longest first, each into the first bin with space for it."""
+    """Puts sequences, longest first, each into the first bin with space for it."""
 
     def _bins(self, lengths: Int64s) -> Bins:
         return first_fit_decreasing(lengths, self.bin_capacity)
 
 
 class FirstFitShufflePacker(SequencePacker):
-    """In a shuffled order, each into the first bin with space for it. The order is the same for the same number of
-    sequences, so that all who pack them come to the same bins."""
+    """Puts sequences, in shuffled order, each into the first bin with space for it. The order depends only on the
+    number of sequences, so that all processes compute the same bins."""
 
     def _bins(self, lengths: Int64s) -> Bins:
         order = np.random.default_rng(0).permutation(len(lengths))
@@ -178,7 +179,7 @@ class FirstFitShufflePacker(SequencePacker):
 
 
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
-    """First-fit decreasing after Johnson and Garey (1985); never more bins than the plain one's."""
+    """Modified first-fit decreasing by Johnson and Garey (1985). Never needs more bins than first-fit decreasing."""
 
     def _bins(self, lengths: Int64s) -> Bins:
         return modified_first_fit_decreasing(lengths, self.bin_capacity)
@@ -199,11 +200,12 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
-    """The packer of an algorithm, or of its name in any case. ValueError, naming the algorithms, for anything else."""
+    """Create the packer of an algorithm, given as enum or name (case-insensitive). Raises ValueError, listing the
+    algorithms, for other values."""
     named = PackingAlgorithm.__members__.get(algorithm.upper()) if isinstance(algorithm, str) else algorithm
     if not isinstance(named, PackingAlgorithm):
         known = ", ".join(PackingAlgorithm.__members__)
-        raise InvalidRequestError(f"packing algorithm {algorithm!r} is not known; there are {known}")
+        raise InvalidRequestError(f"unknown packing algorithm {algorithm!r}; expected one of {known}")
     return _PACKERS[named](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
 
 

@@ -1,4 +1,4 @@
-"""Splitting samples over data-parallel ranks, from their number and lengths alone. No torch."""
+"""Splits samples over data-parallel ranks, given only their number and lengths. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ORDERS = ("packer", "largest_first")
 
 @dataclass(frozen=True)
 class Shard:
-    """What one data-parallel rank gets: `rows` `[M]` of the whole, in the rank's order, and what cuts them into global
-    batches and micro-batches (see `schema`), None where each batch is a plain part."""
+    """The share of one data-parallel rank: its `rows` `[M]`, as indices into all rows, in the order of the rank. The
+    other attributes divide them into global batches and micro-batches (see `schema`); None for a plain split."""
 
     rows: Int64s
     micro_batch_indices: list[list[list[int]]] | None = None
@@ -43,23 +43,23 @@ def shard_meta_for_dp(
     row_hosts: Sequence[str | None] | None = None,
     rank_hosts: Sequence[str | None] | None = None,
 ) -> tuple[list[KVBatchMeta], list[int] | None]:
-    """One meta per data-parallel rank, and what puts their rows back in order.
+    """Return one meta per data-parallel rank, and the permutation that restores the original order of their rows.
 
-    Plain split: each rank gets an equal contiguous part of every global batch of `batch_size` samples (default: of the
+    Plain split: each rank gets an equal contiguous part of every global batch of `batch_size` samples (default: the
     whole meta). With `sequence_packing_args` or `dynamic_batching_args` (see `plan_shards`; keys that name columns are
-    not looked at) it gets micro-batches by `meta.sequence_lengths`, as many as every other rank, told in `extra_info`:
-    "micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb". Tags, lengths, row handles and other
-    `extra_info` ride along. Row for row this is what `BatchedDataDict.shard_by_batch_size` does with the data.
+    ignored) each rank gets the same number of micro-batches, cut by `meta.sequence_lengths` and described in
+    `extra_info`: "micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb". Tags, lengths, row handles and
+    other `extra_info` are kept. The split equals that of `BatchedDataDict.shard_by_batch_size`, row for row.
 
-    row_hosts, rank_hosts: the host that each sample's bytes are on, `[N]`, and that each rank fetches on, None where it
-    is not known; given both, samples change ranks so that more tokens are where they are used, as far as that costs
-    nothing (see `plan_shards`).
+    row_hosts, rank_hosts: the host that stores each sample, `[N]`, and the host of each rank; None if unknown. If both
+    are given, samples move between ranks so that more tokens are on the host that uses them, as far as the balance
+    does not get worse (see `plan_shards`).
 
-    The second value is None if the ranks' rows, one rank after another, are in the meta's own order; else the inverse
+    The second value is None if the concatenated ranks are already in the order of the meta. Otherwise it is the inverse
     permutation: row `inverse[i]` of the concatenated ranks is row i of `meta`.
 
-    ValueError, naming both numbers, where the split is not even; ValueError for a sample over the budget, by id, and
-    for a meta without lengths where they are needed.
+    Raises ValueError, naming both numbers, for an uneven split; ValueError for a sample over the budget, by id, and for
+    a meta without required lengths.
     """
     locality = None
     if row_hosts is not None and rank_hosts is not None:
@@ -100,36 +100,36 @@ def plan_shards(
     locality: Locality | None = None,
     name: Callable[[int], str] = "row {}".format,
 ) -> list[Shard]:
-    """Which of `size` rows each of `shards` gets, `batch_size` (default: all) of them at a time.
+    """Assign `size` rows to `shards`, one global batch of `batch_size` rows (default: all) at a time.
 
-    lengths_of: gives the tokens of each row, `[size]`, for the "input_lengths_key" of the arguments (default
-    `schema.INPUT_LENGTHS`); called where micro-batches are cut by them. name: what an error calls a row.
-    allow_uneven_shards: without `batch_size`, a number of rows that does not divide; plain shards are then as long as
-    the first but for the last ones, packed ones of any length.
+    lengths_of: returns the tokens of each row, `[size]`, given the "input_lengths_key" of the arguments (default
+    `schema.INPUT_LENGTHS`); called only if micro-batches are cut. name: names a row in error messages.
+    allow_uneven_shards: without `batch_size`, allow a number of rows that does not divide. Plain shards then have equal
+    lengths except for the last ones; packed shards have any length.
 
     sequence_packing_args: "max_tokens_per_microbatch", "algorithm" (a `PackingAlgorithm` or its name, default
-    "modified_first_fit_decreasing"), "sequence_length_pad_multiple" (default 1) that each length is rounded up to,
-    "microbatch_order": "packer" (default), or "largest_first" in each global batch of a rank. A micro-batch is a bin,
-    its length the tokens in it. Bins are dealt so that tokens per rank balance; where whole bins cannot, single rows
-    move to bins with space ("concatenative": bins are cut anew). "budget_name": what errors call the budget (default
-    "max_tokens_per_microbatch").
+    "modified_first_fit_decreasing"), "sequence_length_pad_multiple" (default 1) to which each length is rounded up,
+    "microbatch_order": "packer" (default), or "largest_first" in each global batch of a rank. A micro-batch is one bin;
+    its length is the tokens in it. Bins are dealt so that tokens per rank balance. If whole bins cannot balance, single
+    rows move to bins with space ("concatenative": bin boundaries move). "budget_name": name of the budget in errors
+    (default "max_tokens_per_microbatch").
 
     dynamic_batching_args: "max_tokens_per_microbatch", "budget_name", "sequence_length_round" (default 1). The rows of
-    a global batch are dealt in turn from the shortest to the longest; a micro-batch is as many as fit at the rounded
-    length of the longest of any rank, which is its length. All ranks have the same.
+    a global batch are dealt round-robin from the shortest to the longest. A micro-batch holds as many rows as fit the
+    budget at its length: the rounded longest row of any rank. All ranks have the same micro-batch sizes and lengths.
 
-    locality: rows change shards, and places in their micro-batches, so that more tokens are in shards on their own
-    host, but never so that it costs anything: micro-batches are as many and within the budget (with dynamic batching of
-    the same lengths), shards have as many rows (packed ones about as many), and in no global batch has the heaviest one
-    more tokens. Where nothing can be gained, the result is the same as without.
+    locality: rows move between shards, and within their micro-batches, so that more tokens are in shards on their own
+    host, at no cost. The number of micro-batches stays the same, each within the budget (with dynamic batching, of the
+    same length). Shards keep their number of rows (packed shards approximately), and the heaviest shard of a global
+    batch gets no more tokens. If nothing can improve, the result equals the one without locality.
 
-    ValueError for numbers that do not divide, both kinds of arguments at once, arguments that are missing or out of
-    range, and rows over the budget.
+    Raises ValueError for numbers that do not divide, both kinds of arguments at once, arguments that are missing or out
+    of range, and rows over the budget.
     """
     if sequence_packing_args is not None and dynamic_batching_args is not None:
-        raise InvalidRequestError("sequence_packing_args and dynamic_batching_args exclude each other: pass one")
+        raise InvalidRequestError("sequence_packing_args and dynamic_batching_args exclude each other: pass only one")
     if allow_uneven_shards and batch_size is not None:
-        raise InvalidRequestError("allow_uneven_shards splits all rows at once: leave batch_size out")
+        raise InvalidRequestError("allow_uneven_shards cannot be combined with batch_size: omit one of them")
     even = not allow_uneven_shards or dynamic_batching_args is not None
     per_batch = _rows_per_batch(size, shards, batch_size, even=even)
     if sequence_packing_args is not None:
@@ -137,7 +137,7 @@ def plan_shards(
         budget, multiple = given.budget(), given.count("sequence_length_pad_multiple", 1)
         order = given.get("microbatch_order", "packer")
         if order not in ORDERS:
-            raise InvalidRequestError(f"microbatch_order is one of {', '.join(ORDERS)}, got {order!r}")
+            raise InvalidRequestError(f"microbatch_order must be one of {', '.join(ORDERS)}, got {order!r}")
         algorithm = given.get("algorithm", PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING)
         packer = get_packer(algorithm, budget, min_bin_count=shards, bin_count_multiple=shards)
         _, tokens = _lengths(given, lengths_of, size, budget, multiple, name)
@@ -150,11 +150,11 @@ def plan_shards(
         near = None if locality is None else locality.numbered(size, shards)
         return _dynamic(lengths, tokens, budget, shards, per_batch, near)
     plan = _plain(size, shards, per_batch)
-    return plan if locality is None else _plain_nearer(plan, size, per_batch, locality)
+    return plan if locality is None else _improve_plain(plan, size, per_batch, locality)
 
 
 def inverse_permutation(order: Int64s) -> list[int] | None:
-    """`inverse` with `order[inverse[i]] == i`; None if `order` is 0, 1, 2, ... already."""
+    """Return `inverse` with `order[inverse[i]] == i`, or None if `order` is the identity."""
     if np.array_equal(order, np.arange(len(order))):
         return None
     places: list[int] = _inverse(order).tolist()
@@ -167,28 +167,28 @@ def _inverse(order: Int64s) -> Int64s:
     return inverse
 
 
-# --- the numbers --------------------------------------------------------------------------------------------------
+# --- arguments ----------------------------------------------------------------------------------------------------
 
 
 class _Arguments:
-    """A user's settings, by name."""
+    """The settings of `sequence_packing_args` or `dynamic_batching_args`, by name."""
 
     def __init__(self, what: str, given: Mapping[str, Any]) -> None:
         self.what, self._given = what, given
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The setting; a ValueError if there is neither one nor a default."""
+        """Return the setting or its default. Raises ValueError if it has neither."""
         value = self._given.get(key)
         if value is None and default is None:
-            raise InvalidRequestError(f"{self.what} lacks {key!r}")
+            raise InvalidRequestError(f"{self.what} lacks the required key {key!r}")
         return default if value is None else value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """The setting, an integer of 1 or more."""
+        """Return the setting as an integer. Raises ValueError unless it is 1 or more."""
         return self._count(key, self.get(key, default))
 
     def budget(self) -> int:
-        """The tokens that a micro-batch may have."""
+        """Return the maximum number of tokens per micro-batch."""
         return self._count(self.budget_name, self.get(MAX_TOKENS))
 
     @property
@@ -203,17 +203,18 @@ class _Arguments:
 
 
 def _rows_per_batch(size: int, shards: int, batch_size: int | None, *, even: bool) -> int:
+    """Validate the numbers and return the rows per global batch."""
     for what, number in (("shards", shards), ("batch_size", batch_size)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, Integral)):
             raise InvalidRequestError(f"{what}={number!r}: expected an integer")
     if shards < 1:
-        raise InvalidRequestError(f"cannot split over {shards} shards")
+        raise InvalidRequestError(f"cannot split over {shards} shards: expected 1 or more")
     per_batch = size if batch_size is None else batch_size
     if per_batch < 1 and size:
-        raise InvalidRequestError(f"a global batch of {per_batch} rows")
+        raise InvalidRequestError(f"batch_size={per_batch}: expected 1 or more rows per global batch")
     if per_batch and size % per_batch:
         raise InvalidRequestError(
-            f"{size} rows are no multiple of the global batch of {per_batch}: pass a multiple of "
+            f"{size} rows are not a multiple of the global batch size {per_batch}: pass a multiple of "
             f"{per_batch} rows, or another batch size"
         )
     if even and per_batch % shards:
@@ -227,7 +228,7 @@ def _rows_per_batch(size: int, shards: int, batch_size: int | None, *, even: boo
 def _lengths_of(meta: KVBatchMeta) -> list[int]:
     if meta.sequence_lengths is None:
         raise InvalidRequestError(
-            "this meta has no sequence_lengths to cut micro-batches by; claims lift them from the tag 'input_lengths'"
+            "this meta has no sequence_lengths, which micro-batches need; claims set them from the tag 'input_lengths'"
         )
     return meta.sequence_lengths
 
@@ -240,7 +241,7 @@ def _lengths(
     multiple: int,
     name: Callable[[int], str],
 ) -> tuple[Int64s, Int64s]:
-    """(the length of each row; what it takes of the budget: that rounded up)."""
+    """Return (the length of each row, the tokens that it uses of the budget: the length rounded up to `multiple`)."""
     key = given.get("input_lengths_key", INPUT_LENGTHS)
     column = np.asarray(lengths_of(key))
     if column.shape != (size,) or (size and column.dtype.kind not in "iu"):
@@ -250,27 +251,27 @@ def _lengths(
     wrong = np.flatnonzero((lengths < 0) | (tokens > budget))
     if len(wrong):
         row = int(wrong[0])
-        padded = f" ({tokens[row]} at a multiple of {multiple})" if tokens[row] != lengths[row] else ""
-        others = f"; so with {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        padded = f" ({tokens[row]} rounded up to a multiple of {multiple})" if tokens[row] != lengths[row] else ""
+        others = f"; {len(wrong) - 1} more are out of range" if len(wrong) > 1 else ""
         raise InvalidRequestError(
             f"{name(row)} has {lengths[row]} tokens{padded}, outside 0 to {given.budget_name}={budget}{others}"
         )
     return lengths, tokens
 
 
-# --- the three ways -----------------------------------------------------------------------------------------------
+# --- plain, packed and dynamic splits -----------------------------------------------------------------------------
 
 
 def _plain(size: int, shards: int, per_batch: int) -> list[Shard]:
-    """Of every global batch to each shard a contiguous part, in order."""
+    """Give each shard a contiguous part of every global batch, in order."""
     each = -(-per_batch // shards)
     firsts = np.arange(0, size, per_batch or 1)[:, None]
     parts = [np.arange(shard * each, min((shard + 1) * each, per_batch)) for shard in range(shards)]
     return [Shard((firsts + part).reshape(-1)) for part in parts]
 
 
-def _plain_nearer(plan: list[Shard], size: int, per_batch: int, locality: Locality) -> list[Shard]:
-    """The same with rows exchanged for others of their global batch."""
+def _improve_plain(plan: list[Shard], size: int, per_batch: int, locality: Locality) -> list[Shard]:
+    """Improve the locality of a plain split by exchanging rows within their global batch."""
     homes, hosts = locality.numbered(size, len(plan))
     sizes = locality.sizes(size)
     parts: list[list[Int64s]] = [[np.zeros(0, dtype=np.int64)] for _ in plan]
@@ -291,7 +292,7 @@ def _plain_nearer(plan: list[Shard], size: int, per_batch: int, locality: Locali
     return [Shard(np.concatenate(part)) for part in parts]
 
 
-def _packed_nearer(
+def _improve_packed(
     bins: Bins,
     loads: Int64s,
     dealt: list[list[int]],
@@ -300,7 +301,7 @@ def _packed_nearer(
     homes: Int64s,
     hosts: Int64s,
 ) -> Int64s:
-    """Let bins change shards, then rows bins, in place; the tokens of each bin."""
+    """Exchange bins between shards, then rows between bins, in place. Return the tokens of each bin."""
     exchange_bins(bins, loads, dealt, tokens, homes, hosts)
     if packer.keeps_order:
         return loads
@@ -325,12 +326,13 @@ def _packed(
     *,
     largest_first: bool,
 ) -> list[Shard]:
+    """Pack each global batch into bins and assign the bins to shards."""
     batches = []
     for first in range(0, len(tokens), per_batch or 1):
         here = slice(first, first + per_batch)
         bins, loads, dealt = balanced(packer, tokens[here], shards)
         if near is not None:
-            loads = _packed_nearer(bins, loads, dealt, tokens[here], packer, near[0][here], near[1])
+            loads = _improve_packed(bins, loads, dealt, tokens[here], packer, near[0][here], near[1])
         counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
         rows = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=counts.sum()) + first
         batch = []
@@ -339,7 +341,7 @@ def _packed(
             if largest_first:
                 numbers = numbers[np.argsort(-loads[numbers], kind="stable")]
             ends = np.cumsum(counts[numbers])
-            behind = np.cumsum(counts)[numbers] - ends  # how far each bin's rows are behind their place in the shard
+            behind = np.cumsum(counts)[numbers] - ends  # offset of each bin in `rows` minus its offset in the shard
             places = np.arange(ends[-1]) + np.repeat(behind, counts[numbers])
             batch.append(Shard(rows[places], [_ranges(ends.tolist())], [loads[numbers].tolist()], [int(ends[-1])]))
         batches.append(batch)
@@ -349,20 +351,21 @@ def _packed(
 def _dynamic(
     lengths: Int64s, tokens: Int64s, budget: int, shards: int, per_batch: int, near: tuple[Int64s, Int64s] | None
 ) -> list[Shard]:
+    """Deal each global batch by length and cut it into micro-batches of equal shapes on all shards."""
     batches = []
     for first in range(0, len(tokens), per_batch or 1):
         rising = first + np.argsort(lengths[first : first + per_batch], kind="stable")
         grid = rising.reshape(-1, shards)  # [rows of a shard, shards]
-        ends, widths = _growing(tokens[grid[:, -1]].tolist(), budget)
+        ends, widths = _cut_micro_batches(tokens[grid[:, -1]].tolist(), budget)
         if near is not None:
             here = slice(first, first + per_batch)
-            grid = first + _dynamic_nearer(grid - first, ends, lengths[here], near[0][here], near[1])
+            grid = first + _improve_dynamic(grid - first, ends, lengths[here], near[0][here], near[1])
         batches.append([Shard(rows, [_ranges(ends)], [list(widths)], [len(rows)]) for rows in grid.T])
     return [_joined([parts[shard] for parts in batches]) for shard in range(shards)]
 
 
-def _dynamic_nearer(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: Int64s, hosts: Int64s) -> Int64s:
-    """The same with rows exchanged for others of their micro-batch."""
+def _improve_dynamic(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: Int64s, hosts: Int64s) -> Int64s:
+    """Improve the locality of `grid` by exchanging rows within their micro-batch."""
     shards = grid.shape[1]
     rising = _inverse(grid.reshape(-1)).tolist()
     parts = [grid[start:end].T.tolist() for start, end in pairwise([0, *ends])]
@@ -380,9 +383,9 @@ def _dynamic_nearer(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: I
     return np.array(of_shards, dtype=np.int64).T
 
 
-def _growing(widths: list[int], budget: int) -> tuple[list[int], list[int]]:
-    """(where each micro-batch ends, its width): as many rows each as fit `budget` at the width of the last one.
-    `widths` rise."""
+def _cut_micro_batches(widths: list[int], budget: int) -> tuple[list[int], list[int]]:
+    """Return (end of each micro-batch, its width). Each holds as many rows as fit `budget` at the width of its last
+    row. `widths` must be ascending."""
     ends: list[int] = []
     start = 0
     for row, width in enumerate(widths):
@@ -398,7 +401,7 @@ def _ranges(ends: list[int]) -> list[list[int]]:
 
 
 def _joined(parts: list[Shard]) -> Shard:
-    """The global batches of one shard, one after another."""
+    """Concatenate the global batches of one shard."""
     return Shard(
         np.concatenate([np.zeros(0, dtype=np.int64), *(part.rows for part in parts)]),
         [indices for part in parts for indices in part.micro_batch_indices or ()],

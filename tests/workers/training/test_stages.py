@@ -88,7 +88,7 @@ BOTH = {"sequence_packing": PACKING, "dynamic_batching": {"enabled": True, "trai
         ({"sequence_packing": {**PACKING, "train_mb_tokens": 0}}, "'train_mb_tokens'.*1 or more, got 0"),
         ({"dynamic_batching": {"enabled": True, "logprob_mb_tokens": -8}}, "'logprob_mb_tokens'.*1 or more, got -8"),
         ({"sequence_packing": {**PACKING, "logprob_mb_tokens": "8"}}, "'logprob_mb_tokens'.*1 or more, got '8'"),
-        ({"sequence_packing": {**PACKING, "algorithm": "best"}}, "'best' is not known"),
+        ({"sequence_packing": {**PACKING, "algorithm": "best"}}, "unknown packing algorithm 'best'"),
     ],
 )
 def test_settings_that_cannot_be(cfg: dict[str, Any], told: str) -> None:

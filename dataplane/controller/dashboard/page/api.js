@@ -1,18 +1,18 @@
-// Questions to the service. Every one has a deadline, and every failure is one of three errors, because the page does
-// something different about each: log in again, say that the service is gone, or tell what it refused.
+// Requests to the service. Every request has a deadline. Every failure is one of three errors, which the page handles
+// differently: it logs in again, reports that the service is unavailable, or shows why the request was rejected.
 
 const DEADLINE_MS = 8000;
-// A string or a number of JSON. An epoch, and a tag, may have more digits than this language's numbers: such are read
-// as text. Strings are tokens, so that nothing in one is taken for a number.
+// A string or a number in JSON. Epochs and tags may have more digits than a JavaScript number can represent; they are
+// read as text. Strings are matched as a whole, so that digits in a string are not treated as a number.
 const TOKEN = /"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?/g;
 
-/** Nobody answers, or nothing that can be read. */
+/** The service did not answer, or its answer could not be parsed. */
 export class ServiceGone extends Error {}
 
-/** The service wants a token that this browser does not have (any more). */
+/** The service requires a token, and this browser has none or an expired one. */
 export class LoginNeeded extends Error {}
 
-/** The service answered that it cannot: `kind` is the error's name, the message its sentence. */
+/** The service rejected the request: `kind` is the name of the error. */
 export class Refused extends Error {
   constructor(kind, message) {
     super(message);
@@ -22,25 +22,25 @@ export class Refused extends Error {
 
 let skewMs = 0;
 
-/** Now by the service's clock, unix seconds: whoever looks may have another time. */
+/** Returns the current time of the service in Unix seconds; the clock of the browser may differ. */
 export function serviceTime() {
   return (Date.now() + skewMs) / 1000;
 }
 
 let quickest = Infinity;
 
-/** How long the quickest answer took: the way there and back, more or less. */
+/** Returns the shortest response time so far, an estimate of the network round trip. */
 export function quickestMs() {
   return quickest;
 }
 
-/** The service just said that its clock is at this second: half a second has passed since, on average. */
+/** Updates the clock offset from a timestamp of the service, which is half a second old on average. */
 export function learnTime(second) {
   const seen = second * 1000 + 500 - Date.now();
   if (Math.abs(seen - skewMs) > 1500) skewMs = Math.abs(seen) > 1500 ? seen : 0;
 }
 
-/** The answer of /api/`what`. `stop`: an AbortSignal of who asked. */
+/** Fetches /api/`what`. `stop`: AbortSignal of the caller. */
 export async function ask(what, parameters = {}, stop = null) {
   const query = new URLSearchParams(parameters).toString();
   const signals = [AbortSignal.timeout(DEADLINE_MS), ...(stop ? [stop] : [])];
@@ -57,9 +57,9 @@ export async function ask(what, parameters = {}, stop = null) {
   } catch (error) {
     if (stop?.aborted) throw error;
     const late = error.name === "TimeoutError";
-    throw new ServiceGone(late ? `no answer within ${DEADLINE_MS / 1000} s` : "nobody answers at this address");
+    throw new ServiceGone(late ? `no answer within ${DEADLINE_MS / 1000} s` : "no response from this address");
   }
-  if (response.status === 401) throw new LoginNeeded("the service wants its token");
+  if (response.status === 401) throw new LoginNeeded("the service requires a token");
   quickest = Math.min(quickest, performance.now() - began);
   const answer = parse(body);
   if (response.ok && answer !== undefined) return answer;

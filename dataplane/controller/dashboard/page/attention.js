@@ -1,17 +1,17 @@
-// What a person has to know first: what is wrong, what waits and why. The sentences are made from the same figures that
-// the rest of the page shows.
+// Problems that need attention, and calls that wait, with the reasons. The sentences are built from the same data as
+// the rest of the page.
 
 import { ask, Refused } from "./api.js";
 import { el, keyed, mark, say } from "./dom.js";
 import { bytes, clientName, count, host, many, names, percent, seconds } from "./format.js";
 
-const PATIENCE_S = 5; // a claim that waits for less is how a pipeline works
+const PATIENCE_S = 5; // shorter waits of claims are normal in a pipeline
 const SILENT_S = 10;
-const WHYS = 3; // so many reasons are asked for each time
+const WHYS = 3; // number of reasons fetched per round
 
 /**
- * What needs attention, worst first: [{key, level, text, why?}], `level` being "bad" or "warn", `why` the task to ask
- * about. `stats` and `waits` are the answers of the service.
+ * Returns the problems, worst first: [{key, level, text, why?}]. `level` is "bad" or "warn". `why` is the task to fetch
+ * the reason for. `stats` and `waits` are the answers of the service.
  */
 export function troubles(stats, waits) {
   return [...aboutUnits(stats), ...aboutPartitions(stats), ...aboutWaits(waits), ...aboutSessions(stats)].sort(
@@ -21,7 +21,7 @@ export function troubles(stats, waits) {
 
 function aboutUnits({ units }) {
   if (!units.length) {
-    return [trouble("units", "bad", "There is no storage unit: nothing can be put. Start one with tq unit.")];
+    return [trouble("units", "bad", "No storage unit: puts cannot succeed. Start one with tq unit.")];
   }
   return units.flatMap((unit) => {
     const who = `Storage unit ${unit.unit} (${unit.name})`;
@@ -32,7 +32,7 @@ function aboutUnits({ units }) {
     if (unit.problem) found.push(trouble(`grow ${unit.unit}`, "bad", `${who} cannot grow: ${unit.problem}`));
     if (unit.pressed) {
       const share = `${percent(unit.used_bytes, unit.limit_bytes)} of the ${bytes(unit.limit_bytes)}`;
-      const text = `${who} is filling up: ${share} that new rows may take is used. Clear samples that are done.`;
+      const text = `${who} is filling up: ${share} that new rows may use is used. Clear consumed samples.`;
       found.push(trouble(`full ${unit.unit}`, "warn", text));
     }
     return found;
@@ -44,12 +44,12 @@ function aboutPartitions({ partitions }) {
     const found = [];
     if (one.pressed) {
       const share = percent(one.used_bytes, one.limit_bytes ?? one.budget_bytes);
-      const text = `Partition ${one.partition} is near its budget: ${share} of what new rows may take is used.`;
+      const text = `Partition ${one.partition} is near its budget: ${share} of the space for new rows is used.`;
       found.push(trouble(`budget ${one.partition}`, "warn", text));
     }
     if (one.evicted_unconsumed) {
       const lost = many(one.evicted_unconsumed, "sample");
-      const text = `Partition ${one.partition} evicted ${lost} that nobody had consumed.`;
+      const text = `Partition ${one.partition} evicted ${lost} before consumption.`;
       found.push(trouble(`lost ${one.partition}`, "warn", text));
     }
     return found;
@@ -66,7 +66,7 @@ function aboutWaits({ now, waits, total = waits.length }) {
   if (puts.length) {
     const first = puts.reduce((a, b) => (a.since <= b.since ? a : b));
     const who = clientName(first.client, first.session);
-    const space = `it wants ${bytes(first.wanted)}, ${bytes(first.ready)} are free`;
+    const space = `it needs ${bytes(first.wanted)}, ${bytes(first.ready)} are free`;
     const waited = seconds(age(now, first));
     const text = `A put of ${who} has waited ${waited} for space in ${first.partition}: ${space}.${others(puts, "put")}`;
     found.push(trouble("puts", "bad", text));
@@ -97,7 +97,7 @@ function aboutSessions({ sessions }) {
       return trouble(
         `silent ${session.session}`,
         "warn",
-        `Client ${who} on host ${host(session.host)} has not been heard for ${seconds(session.silent_s)} (${session.state}).`,
+        `Client ${who} on host ${host(session.host)} has been silent for ${seconds(session.silent_s)} (${session.state}).`,
       );
     });
 }
@@ -116,7 +116,7 @@ export class Attention {
   #found = [];
   #reasons = new Map();
 
-  /** Shows what needs attention, and why the first few tasks wait. */
+  /** Shows the problems, and the reasons why the first few tasks wait. */
   async refresh({ stats, waits }) {
     this.#found = troubles(stats, waits);
     this.#show();

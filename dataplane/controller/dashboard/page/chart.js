@@ -1,4 +1,4 @@
-// A small chart of figures over time: lines or one area, axes with round numbers, and the figures at any moment.
+// A small chart over time: lines or one area, axes with round numbers, and a tooltip with the values at any time.
 
 import { el, keyed, mark, say } from "./dom.js";
 import { clock } from "./format.js";
@@ -22,7 +22,7 @@ export class Chart {
   #base;
   #title;
 
-  /** `write(value)` says a figure; `base` is what round numbers are round in: 10, or 1024 for bytes. */
+  /** `write(value)` formats a value; `base` of the round numbers on the axis: 10, or 1024 for bytes. */
   constructor(title, { write, base = 10 }) {
     this.#title = title;
     this.#write = write;
@@ -42,8 +42,8 @@ export class Chart {
   }
 
   /**
-   * `series`: [{name, colour, values, now, dash, area}], each with a value for each of `times` (unix seconds, evenly
-   * apart), and what it is now.
+   * `series`: [{name, colour, values, now, dash, area}], each with one value per entry of `times` (Unix seconds, evenly
+   * spaced) and the current value `now`.
    */
   show(times, series) {
     this.#data = { times, step: times.length > 1 ? times[1] - times[0] : 1, series };
@@ -144,7 +144,7 @@ export class Chart {
   }
 }
 
-/** The smallest round number that is not below `most`. */
+/** Returns the smallest round number that is at least `most`. */
 export function ceiling(most, base) {
   if (most <= 0) return base === 10 ? 1 : base;
   const power = base ** Math.floor(Math.log(most) / Math.log(base));

@@ -1,7 +1,7 @@
-// Building and updating the document. Names of partitions, samples and clients are what users typed, so nothing here
-// takes markup: text goes in as text nodes, attributes one by one.
+// Creates and updates elements. Names of partitions, samples and clients are untrusted, so no function accepts markup:
+// text is inserted as text nodes, attributes one by one.
 
-/** An element with attributes (`class`, `aria-label`, ...), listeners (`onclick: f`) and children (nodes or text). */
+/** Creates an element with attributes (`class`, ...), listeners (`onclick: f`) and children (nodes or text). */
 export function el(name, attributes = {}, ...children) {
   const node = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
@@ -13,13 +13,13 @@ export function el(name, attributes = {}, ...children) {
   return node;
 }
 
-/** Sets an element's text, and only if it differs: an unchanged node is not repainted and keeps what is selected. */
+/** Sets the text of an element if it differs: an unchanged node is not repainted and keeps the selection. */
 export function say(node, text) {
   const wanted = String(text);
   if (node.textContent !== wanted) node.textContent = wanted;
 }
 
-/** Sets or removes an attribute, and only if it differs. */
+/** Sets or removes an attribute if it differs. */
 export function mark(node, name, value) {
   if (value === null || value === false || value === undefined) node.removeAttribute(name);
   else if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value === true ? "" : value);
@@ -28,14 +28,14 @@ export function mark(node, name, value) {
 const kept = new WeakMap();
 
 /**
- * Makes the children of `parent` those of `items`, in order. `make(item)` builds a child once, a view with `node` and
- * `update(item)`; later rounds only update it, so that focus, selection and open details stay. Views that go have
- * `close()` called if they have it.
+ * Synchronizes the children of `parent` with `items`, in order. `make(item)` creates a view with `node` and
+ * `update(item)` once. Later rounds only update it, so that focus, selection and open details are kept. `close()` of a
+ * removed view is called if it exists.
  */
 export function keyed(parent, items, key, make) {
   const before = kept.get(parent) ?? new Map();
   const wanted = new Map(items.map((item) => [key(item), item]));
-  // Those that go do so first: what stays is then in its place already, and a node that is moved loses its focus.
+  // Removes old views first, so that the remaining nodes need not move: a moved node loses its focus.
   for (const [name, view] of before) {
     if (wanted.has(name)) continue;
     view.close?.();
@@ -53,7 +53,7 @@ export function keyed(parent, items, key, make) {
   kept.set(parent, after);
 }
 
-/** Whether an element is, or is about to be, on the screen: what is not is not fetched either. */
+/** Tracks which elements are visible or about to become visible; data of other elements is not fetched. */
 export class Seen {
   #seen = new Set();
   #observer;

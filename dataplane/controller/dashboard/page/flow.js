@@ -1,15 +1,15 @@
-// What flows: samples and bytes over time, and what is held.
+// Throughput: samples and bytes over time, and live bytes.
 
 import { ask, learnTime } from "./api.js";
 import { Chart } from "./chart.js";
 import { brief, bytes } from "./format.js";
 
-const POINTS = 60; // of a line: more are noise
+const POINTS = 60; // maximum number of points per line; more would be noisy
 
 export class Flow {
   #samples = new Chart("samples per second", { write: (value) => brief(value) });
   #bytes = new Chart("bytes per second", { write: (value) => bytes(value), base: 1024 });
-  #held = new Chart("bytes that live", { write: (value) => bytes(value), base: 1024 });
+  #held = new Chart("live bytes", { write: (value) => bytes(value), base: 1024 });
   #span = document.getElementById("flow-span");
   #flow = null;
 
@@ -18,7 +18,7 @@ export class Flow {
     this.#span.addEventListener("change", () => this.#show());
   }
 
-  /** What came and went lately, by second, for the figures at the top. */
+  /** Recent rates per second, for the figures at the top. */
   get rates() {
     const flow = this.#flow;
     if (!flow) return null;
@@ -54,8 +54,8 @@ export class Flow {
 }
 
 /**
- * The last `span` seconds in bins of `size`: [first, end) places in `times`. They begin at whole multiples of the size,
- * so that a point keeps its value while time goes on; one that is not over yet is left out.
+ * Divides the last `span` seconds into bins of `size`: [first, end) indices into `times`. Bins begin at multiples of
+ * the size, so that the value of a point does not change over time. An incomplete bin is omitted.
  */
 export function binsOf(times, span, size) {
   const first = Math.max(
@@ -78,7 +78,7 @@ function mean(values, [first, end]) {
   return total / (end - first);
 }
 
-/** The mean of the last few seconds: single ones jump. */
+/** Returns the mean of the last few seconds, because single seconds vary too much. */
 function recent(values, seconds = 5) {
   return mean(values, [Math.max(0, values.length - seconds), values.length]);
 }

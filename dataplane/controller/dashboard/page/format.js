@@ -1,14 +1,14 @@
-// Figures for a person: one way to write each, in the same words as `tq status`.
+// Formatting of figures, in the same style as `tq status`.
 
 const grouped = new Intl.NumberFormat("en");
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
-/** 1234567 as "1,234,567". */
+/** Formats 1234567 as "1,234,567". */
 export function count(value) {
   return grouped.format(value);
 }
 
-/** 1234567 as "1.2M", where there is no space for more. */
+/** Formats 1234567 as "1.2M", for narrow places. */
 export function brief(value) {
   const steps = [
     [1e9, "G"],
@@ -19,7 +19,7 @@ export function brief(value) {
   return trim(value);
 }
 
-/** Bytes as "1.5 GiB". */
+/** Formats bytes as "1.5 GiB". */
 export function bytes(value) {
   let step = 0;
   while (value >= 1024 && step < UNITS.length - 1) {
@@ -29,7 +29,7 @@ export function bytes(value) {
   return `${step === 0 ? Math.round(value) : value.toFixed(1)} ${UNITS[step]}`;
 }
 
-/** Seconds as "0.4 s", "12 s", "3 min 20 s" or "2 h 5 min". */
+/** Formats seconds as "0.4 s", "12 s", "3 min 20 s" or "2 h 5 min". */
 export function seconds(value) {
   if (value < 0.0995) return `${Math.max(0, value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms`;
   if (value < 9.95) return `${value.toFixed(1)} s`;
@@ -40,12 +40,12 @@ export function seconds(value) {
   return minutes % 60 ? `${Math.floor(minutes / 60)} h ${minutes % 60} min` : `${minutes / 60} h`;
 }
 
-/** "1 sample", "2 samples". */
+/** Formats a count with its noun: "1 sample", "2 samples". */
 export function many(value, noun) {
   return `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
 }
 
-/** A share as "42%": never "100%" of less than all, nor "0%" of something, nor more than all. */
+/** Formats a share as "42%". "100%" means everything and "0%" nothing; the result does not exceed "100%". */
 export function percent(part, whole) {
   if (!whole) return "0%";
   const value = Math.min(Math.round((100 * part) / whole), 100);
@@ -54,7 +54,7 @@ export function percent(part, whole) {
   return `${value}%`;
 }
 
-/** A unix time as "14:03:07" here. */
+/** Formats a Unix time as "14:03:07" in the local time zone. */
 export function clock(time, withMillis = false) {
   const date = new Date(time * 1000);
   const two = (value) => String(value).padStart(2, "0");
@@ -62,17 +62,17 @@ export function clock(time, withMillis = false) {
   return withMillis ? `${base}.${String(date.getMilliseconds()).padStart(3, "0")}` : base;
 }
 
-/** What a client is called: itself, or its session's number. */
+/** Returns the name of a client, or the number of its session if it has no name. */
 export function clientName(client, session) {
   return client || `session ${session}`;
 }
 
-/** A host: what tells its boots apart is long, and its beginning does so as well. */
+/** Shortens a host that is a boot id to its first digits, which are distinctive enough. */
 export function host(name) {
   return /^[0-9a-f]{8}-[0-9a-f-]{27}$/.test(name) ? name.slice(0, 8) : name;
 }
 
-/** The first few of many names. */
+/** Formats the first `most` names of a list. */
 export function names(list, most = 4) {
   const shown = list.slice(0, most).join(", ");
   return list.length > most ? `${shown} and ${list.length - most} more` : shown;

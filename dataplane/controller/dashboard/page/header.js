@@ -1,4 +1,4 @@
-// The top of the page: which service this is, whether it is there, and the six figures that say most.
+// The top of the page: identity of the service, state of the connection, and six key figures.
 
 import { mark, say } from "./dom.js";
 import { brief, bytes, clock, count, many, percent, seconds } from "./format.js";
@@ -11,7 +11,7 @@ export class Header {
 
   constructor() {
     say(find("address"), window.location.host);
-    setInterval(() => this.#tellLost(), 1000); // the page says for how long nobody answers, even while nobody does
+    setInterval(() => this.#tellLost(), 1000); // updates the time since the connection was lost, also between requests
   }
 
   refresh({ stats, waits }, attention, rates) {
@@ -20,7 +20,7 @@ export class Header {
     this.#epoch = stats.epoch;
     const health = attention.count
       ? `${count(attention.count)} need${attention.count === 1 ? "s" : ""} attention`
-      : "all well";
+      : "healthy";
     say(find("health"), health);
     mark(find("health"), "data-level", attention.worst);
     say(find("as-of"), clock(this.#answered));
@@ -41,7 +41,7 @@ export class Header {
     say(find("tile-memory-more"), `${bytes(used)} of ${bytes(capacity)}`);
     say(find("tile-waits"), count(waiting));
     const longest = waits.length ? seconds(Math.max(0, now - Math.min(...waits.map((wait) => wait.since)))) : "";
-    say(find("tile-waits-more"), longest ? `longest for ${longest}` : "nobody waits");
+    say(find("tile-waits-more"), longest ? `longest for ${longest}` : "no calls waiting");
     say(find("tile-clients"), count(stats.sessions.length));
     say(find("tile-clients-more"), `${count(sum(stats.sessions, "pins"))} reading now`);
     if (!rates) return;
@@ -51,7 +51,7 @@ export class Header {
     say(find("tile-out-more"), `${bytes(rates.get_bytes)}/s read`);
   }
 
-  /** Hears from the poll how it goes. */
+  /** Shows the connection state that the poll reports. */
   connection(state) {
     this.#state = state;
     mark(document.documentElement, "data-lost", state.lost);
@@ -67,8 +67,8 @@ export class Header {
     if (!lost) return;
     const since = seconds(Math.max(1, Math.round((Date.now() - lostAt) / 1000)));
     const next = retryAt ? Math.max(0, Math.ceil((retryAt - Date.now()) / 1000)) : 0;
-    const seen = this.#answered === null ? "" : ` What is below is from ${clock(this.#answered)}.`;
-    say(find("lost-why"), `Connection lost: ${why || "nobody answers"}.${seen}`);
+    const seen = this.#answered === null ? "" : ` The data below is from ${clock(this.#answered)}.`;
+    say(find("lost-why"), `Connection lost: ${why || "no response"}.${seen}`);
     say(find("lost-next"), `${since} ago; ${next ? `next try in ${next} s` : "trying now"}.`);
   }
 }

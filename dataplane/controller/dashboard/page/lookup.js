@@ -1,4 +1,4 @@
-// Everything about one sample, by its id.
+// Lookup of one sample by its id.
 
 import { ask, LoginNeeded } from "./api.js";
 import { el, say } from "./dom.js";
@@ -18,7 +18,7 @@ export class Lookup {
     });
   }
 
-  /** Offers the partitions there are. */
+  /** Updates the list of partitions. */
   refresh({ stats }) {
     const names = stats.partitions.map((partition) => partition.partition);
     const known = JSON.stringify(names);
@@ -30,7 +30,7 @@ export class Lookup {
   }
 
   async #look() {
-    say(this.#result, "asking …");
+    say(this.#result, "loading …");
     try {
       this.#result.replaceChildren(
         ...tell(await ask("sample", { partition: this.#partition.value, id: this.#id.value })),

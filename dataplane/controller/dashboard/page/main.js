@@ -1,4 +1,4 @@
-// Puts the page together: one round asks for what everybody needs, shows it, then lets each part ask for its own.
+// Composes the page. Each round fetches the shared data and shows it, then lets each part fetch its own data.
 
 import { ask } from "./api.js";
 import { Attention } from "./attention.js";
@@ -17,7 +17,7 @@ const attention = new Attention();
 const flow = new Flow();
 const lookup = new Lookup();
 const waiting = new Waits();
-const soon = () => poll.now(); // what comes into view is asked for at once
+const soon = () => poll.now(); // fetches parts immediately when they become visible
 const partitions = new Partitions(soon);
 const memory = new Memory(soon);
 const timeline = new Timeline(soon);
@@ -34,7 +34,7 @@ async function round() {
     memory.refresh(now),
     timeline.refresh(now),
   ];
-  // All of them end before the next round begins, also where one fails.
+  // Waits for all parts, even if one fails, so that rounds do not overlap.
   const ends = await Promise.allSettled(parts);
   header.refresh(now, attention, flow.rates);
   document.documentElement.dataset.ready = "";
@@ -47,7 +47,7 @@ const pause = document.getElementById("pause");
 pause.addEventListener("click", () => {
   poll.paused = !poll.paused;
   pause.setAttribute("aria-pressed", String(poll.paused));
-  say(pause, poll.paused ? "Go on" : "Pause");
+  say(pause, poll.paused ? "Resume" : "Pause");
 });
 document.getElementById("try-now").addEventListener("click", () => poll.now());
 poll.now();

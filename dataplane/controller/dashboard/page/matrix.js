@@ -1,5 +1,5 @@
-// The picture of a partition: a row for each field, a column for each part of the samples, oldest first. Below, a row
-// for each task. What is not there is hollow, so that holes show before any figure is read.
+// The matrix of a partition: a row for each field and task, and a column for each part of the samples, oldest first.
+// Missing values are hollow, so that gaps are visible at a glance.
 
 import { el, keyed, mark, say } from "./dom.js";
 import { count, percent } from "./format.js";
@@ -10,9 +10,9 @@ import { Surface } from "./surface.js";
 const WIDEST = 22;
 const GAP = 10; // between fields and tasks
 const MOST_TALL_ROWS = 14;
-const MOST_NARROW = 460; // what the words below the picture take
+const MOST_NARROW = 460; // minimum width for the text below the matrix
 
-/** How many parts fit on a picture of that many pixels. */
+/** Returns the number of columns that fit into `width` pixels. */
 export function columnsFor(width) {
   return Math.max(16, Math.min(512, Math.floor(width / 3)));
 }
@@ -27,7 +27,7 @@ export class MatrixPicture {
   #canvas = el("canvas", { tabindex: "0", role: "img" });
   #oldest = el("span", {});
   #newest = el("span", {});
-  #empty = el("p", { class: "quiet", hidden: true }, "No samples live here now.");
+  #empty = el("p", { class: "quiet", hidden: true }, "No live samples.");
   #ends = el("div", { class: "ends" }, this.#oldest, this.#newest);
   #picture;
   #surface;
@@ -131,7 +131,7 @@ export class MatrixPicture {
     if (this.#marked) this.#outline(context, this.#marked, gap);
   }
 
-  /** What is to be painted in each column of a row, as a number: columns that look alike are painted at once. */
+  /** Returns a number per column of a row; adjacent columns with equal numbers are painted together. */
   #looks({ produced, task }) {
     const { examined } = this.#matrix;
     if (produced) return examined.map((all, column) => level(produced[column] / all));
@@ -182,11 +182,11 @@ export class MatrixPicture {
         `${count(claimed - leased)} claimed`,
       );
     }
-    if (all < samples[column]) lines.push(`(looked at ${count(all)} of ${count(samples[column])})`);
+    if (all < samples[column]) lines.push(`(examined ${count(all)} of ${count(samples[column])})`);
     return lines;
   }
 
-  /** Births are known where no sample between the first and the last has gone. */
+  /** Generations are known only if no sample between the first and the last was removed. */
   #generations(first, last) {
     const { first_generation: from, last_generation: to, live } = this.#matrix;
     if (to - from + 1 !== live) return "";
@@ -194,7 +194,7 @@ export class MatrixPicture {
   }
 }
 
-/** Stretches of equal numbers, [first, end); each number by itself if they are to be `apart`. */
+/** Returns runs of equal numbers, [first, end); with `apart`, one run per number. */
 function runs(looks, apart) {
   const found = [];
   for (let column = 0; column < looks.length; column += 1) {

@@ -1,4 +1,4 @@
-// The arenas: what their bytes are, by address, and how broken up the free space is.
+// The arenas: state of their bytes by address, and fragmentation of the free space.
 
 import { ask, Refused } from "./api.js";
 import { el, keyed, mark, say, Seen } from "./dom.js";
@@ -11,11 +11,11 @@ import { hatch, Surface } from "./surface.js";
 const KINDS = ["live", "reserved", "retired", "free", "unbacked"];
 const MEANING = {
   live: "rows that can be read",
-  reserved: "being written",
-  retired: "cleared, but somebody still reads them",
+  reserved: "reserved for puts",
+  retired: "cleared, but still pinned by readers",
   free: "backed with memory, unused",
-  unbacked: "not taken from the machine yet",
-  pinned: "somebody reads these bytes now",
+  unbacked: "not allocated from the machine yet",
+  pinned: "pinned by readers",
 };
 const PIN_HEIGHT = 6;
 
@@ -90,8 +90,8 @@ class Arena {
     say(this.#title, `unit ${unit.unit}: ${unit.name} on host ${host(unit.host)}`);
     const { used_bytes: used, capacity_bytes: capacity, limit_bytes: limit } = unit;
     const share = `${bytes(used)} of ${bytes(capacity)} used (${percent(used, capacity)})`;
-    const rows = unit.draining ? "it is drained, and gets nothing new" : `new rows may take ${bytes(limit)}`;
-    say(this.#told, `${share}, ${bytes(unit.peak_used_bytes)} at most; ${rows}`);
+    const rows = unit.draining ? "draining, gets no new rows" : `limit for new rows ${bytes(limit)}`;
+    say(this.#told, `${share}, peak ${bytes(unit.peak_used_bytes)}; ${rows}`);
     const problems = [unit.connected ? "" : "not connected", unit.pressed ? "filling up" : "", unit.problem];
     say(this.#problem, problems.filter(Boolean).join("; "));
     this.#problem.hidden = !problems.some(Boolean);
@@ -104,7 +104,7 @@ class Arena {
       this.#map = await this.#pace.time(() => ask("memory", { unit: this.#unit, cells }));
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
-      return; // it left between two questions; the next stats are without it
+      return; // the unit was dropped after the last stats; the next stats omit it
     }
     this.#legendOf(this.#map);
     this.#again();
@@ -180,7 +180,7 @@ class Arena {
   }
 }
 
-/** What the bytes of one cell are. The last cell of an arena may be shorter than the others. */
+/** Returns the bytes of one cell by state. The last cell of an arena may be shorter than the others. */
 export function partOf(map, cell) {
   const from = cell * map.cell_bytes;
   const to = Math.min(from + map.cell_bytes, map.capacity_bytes);
@@ -209,7 +209,7 @@ function totals(map) {
 
 function fragmentation(map) {
   const held = many(map.extents, "extent");
-  if (!map.free_bytes) return `${held}; nothing free in what is backed`;
+  if (!map.free_bytes) return `${held}; no free space in backed memory`;
   const broken = percent(map.free_bytes - map.largest_free_bytes, map.free_bytes);
   const ranges = `${bytes(map.free_bytes)} free in ${many(map.fragments, "range")}`;
   return `${held}; ${ranges}, the largest ${bytes(map.largest_free_bytes)} (fragmentation ${broken})`;

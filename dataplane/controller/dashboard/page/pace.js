@@ -1,20 +1,20 @@
-// How often something that is dear may be asked for. Looking must not slow down what is looked at: an answer that took
-// the service a while is not asked for again until a multiple of that has passed.
+// Limits the rate of expensive requests, so that the page does not slow down the service: a request is repeated only
+// after a multiple of the time that the previous one took.
 
 import { quickestMs } from "./api.js";
 
-const REST = 20; // so that one picture takes 5 % of the service's time at most
+const REST = 20; // limits each chart to 5 % of the service's time
 const LONGEST_MS = 10000;
 
 export class Pace {
   #next = 0;
 
-  /** Whether it may be asked for now. */
+  /** Whether the next request may start now. */
   get due() {
     return performance.now() >= this.#next;
   }
 
-  /** The answer of `ask()`, whose time is counted, but for what every answer takes on its way. */
+  /** Returns the result of `ask()` and measures its time, minus the network round trip. */
   async time(ask) {
     const began = performance.now();
     try {

@@ -1,5 +1,5 @@
-// The colours of the pictures are those of the style sheet, so that light and dark are decided in one place. They are
-// Okabe and Ito's, which people with any kind of colour blindness can tell apart.
+// The charts use the colours of the style sheet, which defines the light and dark themes. The colours are the palette
+// of Okabe and Ito, which is distinguishable with any kind of colour blindness.
 
 const NAMES = [
   "text",
@@ -35,7 +35,7 @@ window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () 
   for (const listener of listeners) listener();
 });
 
-/** The colours by name, as the style sheet has them now; `shades` by level. */
+/** Returns the current colours of the style sheet by name; `shades` by level. */
 export function palette() {
   if (!colours) {
     const style = getComputedStyle(document.documentElement);
@@ -46,13 +46,13 @@ export function palette() {
   return colours;
 }
 
-/** `listener` is called when light turns to dark or back. */
+/** Calls `listener` when the theme changes. Returns a function that removes it. */
 export function onTheme(listener) {
   listeners.add(listener);
   return () => listeners.delete(listener);
 }
 
-/** A colour between two that are written as #rrggbb: `share` 0 is the first, 1 the second. */
+/** Mixes two colours given as #rrggbb: `share` 0 is the first, 1 the second. */
 function between(first, second, share) {
   const [a, b] = [first, second].map((colour) => parseInt(colour.slice(1), 16));
   const mixed = [16, 8, 0].map((shift) => {
@@ -62,13 +62,13 @@ function between(first, second, share) {
   return `rgb(${mixed.join(" ")})`;
 }
 
-/** A share as one of `LEVELS` + 1 steps: 0 is nothing only, the last is all only. */
+/** Maps a share to one of `LEVELS` + 1 steps. Only a share of 0 maps to the first, only 1 to the last. */
 export function level(share) {
   if (share <= 0) return 0;
   return share >= 1 ? LEVELS : Math.max(1, Math.min(LEVELS - 1, Math.round(share * LEVELS)));
 }
 
-/** The shade of each level: nothing is hollow, anything is clearly more than nothing. */
+/** Returns the shade of each level: level 0 is hollow, and level 1 is clearly distinct from it. */
 function shadesOf({ empty, none, full }) {
   const shades = Array.from({ length: LEVELS }, (_, step) => between(none, full, 0.25 + (0.75 * (step + 1)) / LEVELS));
   return [empty, ...shades];

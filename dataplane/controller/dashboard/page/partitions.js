@@ -1,4 +1,4 @@
-// The partitions: a card each, with its picture and its tasks. Pictures are asked for only while they can be seen.
+// The partitions: a card each, with its matrix and its tasks. A matrix is fetched only while it is visible.
 
 import { ask, Refused } from "./api.js";
 import { el, keyed, mark, say, Seen } from "./dom.js";
@@ -15,12 +15,12 @@ export class Partitions {
   #seen;
   #cards = new Map();
 
-  /** `onSeen()` is called when a card comes into view that was not asked for. */
+  /** `onSeen()` is called when a card becomes visible. */
   constructor(onSeen) {
     this.#seen = new Seen(onSeen);
   }
 
-  /** Shows what the stats say, then asks for the pictures that can be seen. */
+  /** Shows the stats, then fetches the visible matrices. */
   async refresh({ stats, waits }) {
     this.#none.hidden = stats.partitions.length > 0;
     const items = stats.partitions.map((partition) => ({
@@ -94,7 +94,7 @@ class Card {
       bytes(partition.live_bytes),
       partition.sealed ? "sealed" : "",
       partition.evicted ? `${many(partition.evicted, "sample")} evicted` : "",
-      partition.evicted_unconsumed ? `${count(partition.evicted_unconsumed)} not consumed evicted` : "",
+      partition.evicted_unconsumed ? `${count(partition.evicted_unconsumed)} evicted unconsumed` : "",
       partition.dropped ? `${count(partition.dropped)} dropped with partial groups` : "",
       partition.waiting_puts ? `${many(partition.waiting_puts, "put")} waiting for space` : "",
     ];
@@ -130,10 +130,10 @@ class Card {
     const what = {
       wait: "puts wait",
       reject: "puts fail",
-      evict: "consumed samples go",
-      evict_oldest: "the oldest samples go",
+      evict: "consumed samples are evicted",
+      evict_oldest: "the oldest samples are evicted",
     };
-    const share = `${bytes(used)} of ${bytes(budget)} (${percent(used, budget)}), ${bytes(peak)} at most`;
+    const share = `${bytes(used)} of ${bytes(budget)} (${percent(used, budget)}), peak ${bytes(peak)}`;
     say(text, `budget: ${share}; when full, ${what[full] ?? full}${press}`);
     mark(this.#budget, "data-pressed", pressed);
   }

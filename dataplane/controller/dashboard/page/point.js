@@ -1,5 +1,5 @@
-// Pointing at pictures: one tooltip for all, by mouse, finger or keyboard. What it says is also announced to screen
-// readers when it was asked for with the keyboard.
+// The tooltip of the charts, for mouse, touch and keyboard. Its text is announced to screen readers when the user moves
+// with the keyboard.
 
 import { el, say } from "./dom.js";
 
@@ -9,15 +9,15 @@ document.body.append(tip, told);
 let owner = null;
 
 /**
- * Makes a canvas answer. `picture` has
- *   at(x, y): what is there, or null; describe(what): its lines, the first a title;
- *   step(what, dx, dy): its neighbour (what is null at first), for the arrow keys; place(what): {x, y} to show it at;
- *   mark(what): show which one is meant (null: none).
- * Returns what is to be called when there is a new picture below the pointer.
+ * Adds a tooltip to a canvas. `picture` has
+ *   at(x, y): the item at a position, or null; describe(item): lines of text, the first is a title;
+ *   step(item, dx, dy): the neighbour of an item (or of null), for the arrow keys; place(item): {x, y} of the tooltip;
+ *   mark(item): highlights an item (null: none).
+ * Returns a function to call after the chart changed, which updates the tooltip under the pointer.
  */
 export function pointable(canvas, picture) {
   let current = null;
-  let at = null; // where the pointer is, if that is what shows
+  let at = null; // position of the pointer, if the tooltip follows it
 
   function show(what, x, y, aloud) {
     current = what;
@@ -56,7 +56,7 @@ export function pointable(canvas, picture) {
   };
 }
 
-/** Takes the tooltip away if it is this canvas's. */
+/** Hides the tooltip if it belongs to this canvas. */
 export function hide(canvas) {
   if (owner !== canvas) return;
   owner = null;

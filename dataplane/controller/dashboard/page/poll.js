@@ -1,5 +1,5 @@
-// When to ask. One round at a time: the next begins a while after the last has ended, so that requests never pile up,
-// however slow the service is. Nobody looking, or nobody answering, makes the rounds rarer.
+// Schedules the rounds of requests. A round starts only after the previous one has ended, so that requests do not pile
+// up on a slow service. Rounds are less frequent while the page is hidden or the service does not answer.
 
 import { LoginNeeded, ServiceGone } from "./api.js";
 
@@ -17,7 +17,7 @@ export class Poll {
   #lostAt = null;
   #paused = false;
 
-  /** `round()` fetches and shows once. `onState({lost, lostAt, retryAt, why, paused})` hears how it went. */
+  /** `round()` fetches and shows once. `onState({lost, lostAt, retryAt, why, paused})` receives the state. */
   constructor(round, onState) {
     this.#round = round;
     this.#onState = onState;
@@ -27,7 +27,7 @@ export class Poll {
     window.addEventListener("online", () => this.now());
   }
 
-  /** A round at once, or as soon as the one that runs has ended. */
+  /** Starts a round immediately, or as soon as the current one has ended. */
   now() {
     if (this.#paused) return;
     if (this.#running) this.#again = true;
@@ -60,7 +60,7 @@ export class Poll {
         window.location.reload(); // the same address answers with the login form
         return;
       }
-      // A fault of this page is shown the same way as a lost service, and goes to the console as well.
+      // An error in this page is shown like a lost connection, and is also logged to the console.
       if (!(error instanceof ServiceGone)) console.error(error);
       this.#failures += 1;
       this.#lostAt ??= Date.now();

@@ -1,12 +1,12 @@
-// Where the spans of the timeline lie: a lane for each client, in it a band for each kind of call, so that the kinds
-// can be told apart by place as well as by colour. No drawing here.
+// Layout of the timeline, without drawing: a lane for each client, with a band for each kind of call, so that the kinds
+// differ in position as well as in colour.
 
 export const BANDS = ["put", "claim", "get", "clear"];
 export const BAND = 7;
 export const LANE = BANDS.length * BAND + 8;
 const LANES = 64;
 
-/** The lanes of these spans, in the order in which the clients first showed up: [{key, name, spans}]. */
+/** Groups spans into lanes, in the order of each client's first call: [{key, name, spans}]. */
 export function lanesOf(spans) {
   const lanes = new Map();
   for (const span of spans) {
@@ -18,7 +18,7 @@ export function lanesOf(spans) {
   return [...lanes.values()].slice(0, LANES);
 }
 
-/** The calls that wait now, as spans that have not ended: `open`. They end at `time`, which is now. */
+/** Converts the waiting calls to spans marked `open`, which end at `time`, the current time. */
 export function underWay({ now, waits }, time) {
   return waits.map((wait) => ({
     ...wait,
@@ -29,23 +29,23 @@ export function underWay({ now, waits }, time) {
   }));
 }
 
-/** The steps: where a partition's version was set. */
+/** Returns the spans that set the version of a partition. */
 export function versionsOf(spans) {
   return spans.filter((span) => span.what === "version");
 }
 
-/** The part of time that is shown: it follows now, or stays where it was put. */
+/** The visible part of the timeline: it either follows the current time or stays fixed. */
 export class View {
   follow = true;
   length = 60;
   #end = 0;
 
-  /** The last moment shown, with `now` being the latest there is. */
+  /** Returns the end of the visible time; `now` is the latest time. */
   end(now) {
     return this.follow ? now : this.#end;
   }
 
-  /** `factor` below 1 shows less time, around the moment `at`. */
+  /** Zooms around the time `at`; a `factor` below 1 shows less time. */
   zoom(factor, now, at = null) {
     const end = this.end(now);
     const length = Math.max(0.05, Math.min(3600, this.length * factor));
@@ -53,20 +53,20 @@ export class View {
     this.length = length;
   }
 
-  /** Shows `by` seconds later, or earlier if it is negative. At the latest moment it follows again. */
+  /** Moves by `by` seconds, to earlier times if negative. At the latest time the view follows again. */
   move(by, now) {
     this.#end = Math.min(this.end(now) + by, now);
     this.follow = this.#end >= now;
   }
 
-  /** Puts the latest moment and so many seconds before it into view. */
+  /** Shows the last `length` seconds and follows the current time. */
   latest(length) {
     this.follow = true;
     this.length = length;
   }
 }
 
-/** The span at a moment in a band of a lane, or the nearest within `reach` seconds; null if there is none. */
+/** Returns the span at `time` in a band of a lane, or the nearest within `reach` seconds, or null. */
 export function spanAt(lane, band, time, reach) {
   let best = null;
   let nearest = reach;
@@ -81,13 +81,13 @@ export function spanAt(lane, band, time, reach) {
   return best;
 }
 
-/** Whether two are the same call: every answer of the service brings new objects. */
+/** Returns whether two spans are the same call; every response creates new objects. */
 export function sameSpan(a, b) {
   const alike = a.session === b.session && a.what === b.what && Boolean(a.open) === Boolean(b.open);
   return alike && (a.open ? Math.abs(a.start - b.start) < 2 : a.start === b.start && a.end === b.end);
 }
 
-/** The lane of a span and its place there: [lane, place]; [0, -1] if it is forgotten. */
+/** Returns [lane index, index in the lane] of a span, or [0, -1] if it was discarded. */
 export function find(lanes, span) {
   for (const [number, lane] of lanes.entries()) {
     const place = lane.spans.findIndex((one) => sameSpan(one, span));
@@ -96,7 +96,7 @@ export function find(lanes, span) {
   return [0, -1];
 }
 
-/** Round moments for an axis of so many seconds, at most `most` of them. */
+/** Returns at most `most` round times for an axis from `start` to `end`. */
 export function ticks(start, end, most) {
   const steps = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800];
   const step = steps.find((each) => (end - start) / each <= most) ?? 3600;

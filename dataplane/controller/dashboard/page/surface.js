@@ -1,5 +1,5 @@
-// A canvas that is sharp on every screen, follows its box and the theme, and paints at most once a frame: updates that
-// come between two frames cost nothing, and a picture is replaced whole, so that nothing flickers.
+// A canvas that is sharp at every pixel ratio, follows its size and the theme, and paints at most once per frame.
+// Updates between two frames are merged, and each frame is painted completely, so that nothing flickers.
 
 import { onTheme, palette } from "./palette.js";
 
@@ -54,7 +54,7 @@ export class Surface {
   }
 }
 
-/** Fills a rectangle with thin diagonals: what is so marked is told apart without its colour. */
+/** Fills a rectangle with thin diagonals, which are recognizable without colour. */
 export function hatch(context, x, y, width, height, colour, step = 5) {
   context.save();
   context.beginPath();

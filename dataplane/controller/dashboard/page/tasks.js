@@ -1,5 +1,5 @@
-// The tasks of a partition: how many samples are ready for each, who has the others, and, when asked, the sentence that
-// says what keeps the next ones from it.
+// The tasks of a partition: counts of ready, leased and claimed samples and, on demand, the sentence that explains why
+// a claim waits.
 
 import { ask, Refused } from "./api.js";
 import { el, keyed, mark, say } from "./dom.js";
@@ -8,23 +8,23 @@ import { count, names, seconds } from "./format.js";
 export class TaskLines {
   #partition;
   #body = el("tbody", {});
-  #sentences = new Map(); // by task, whether shown or not
-  #open = new Map(); // those shown
+  #sentences = new Map(); // by task, shown or hidden
+  #open = new Map(); // the shown ones
 
   constructor(partition) {
     this.#partition = partition;
     const heads = ["task", "claims", "ready", "on lease", "held", "claimed", "waiting", "lag"];
     const titles = {
-      ready: "live, not claimed, with all fields of its latest claim",
-      claimed: "by this task, on lease included",
-      held: "taken for data-parallel ranks that have not come for them",
-      lag: "versions that the stalest ready sample is behind",
+      ready: "live and unclaimed samples with all fields of the latest claim",
+      claimed: "samples claimed by this task, including leased ones",
+      held: "samples held for data-parallel ranks that have not claimed them yet",
+      lag: "number of versions by which the stalest ready sample is behind",
     };
     const head = el("tr", {}, ...heads.map((name) => el("th", { scope: "col", title: titles[name] }, name)));
     this.node = el("div", { class: "scroll" }, el("table", { class: "tasks" }, el("thead", {}, head), this.#body));
   }
 
-  /** `waits` are those of this partition. */
+  /** `waits` are the waiting calls of this partition. */
   show(tasks, waits, now) {
     this.node.hidden = !tasks.length;
     const items = tasks.map((task) => ({ task, now, waits: waits.filter((wait) => wait.task === task.task) }));
@@ -36,7 +36,7 @@ export class TaskLines {
     );
   }
 
-  /** Asks for the sentences that are open. */
+  /** Fetches the shown sentences. */
   async refresh() {
     await Promise.all([...this.#open.entries()].map(([task, line]) => this.#fetch(task, line)));
   }
@@ -89,13 +89,13 @@ export class TaskLines {
     node.hidden = !node.hidden;
     mark(button, "aria-expanded", String(!node.hidden));
     if (node.hidden) return this.#open.delete(task);
-    say(said, "asking …");
+    say(said, "loading …");
     this.#open.set(task, said);
     return this.#fetch(task, said).catch((error) => say(said, error.message));
   }
 }
 
-/** Samples may say with which version they began while nobody has said which one the trainer is at. */
+/** Samples may have a version before the trainer has set the version of the partition. */
 function lagOf({ lag, stalest_version: stalest }) {
   if (lag !== null && lag !== undefined) return count(lag);
   return stalest === null || stalest === undefined ? "–" : "version not set";

@@ -1,4 +1,4 @@
-// The steps of a run as they happened: a lane for each client, its calls as bars, versions as lines through all lanes.
+// The timeline of a run: a lane for each client, its calls as bars, and weight versions as lines through all lanes.
 
 import { ask, serviceTime } from "./api.js";
 import { el, keyed, mark, say, Seen } from "./dom.js";
@@ -10,10 +10,10 @@ import { BAND, BANDS, find, LANE, lanesOf, sameSpan, spanAt, ticks, underWay, ve
 import { hatch, Surface } from "./surface.js";
 
 const AXIS = 22;
-const KEPT = 2000; // calls that the service remembers
+const KEPT = 2000; // number of calls that the service keeps
 const SHORT_S = 30;
 const LONG_S = 60;
-const REACH = 4; // pixels that a finger or mouse may be off
+const REACH = 4; // tolerance of the pointer in pixels
 
 export class Timeline {
   #node = document.getElementById("timeline");
@@ -27,7 +27,7 @@ export class Timeline {
   #marked = null;
   #now = 0;
   #pace = new Pace();
-  #known = -Infinity; // what ended before is forgotten
+  #known = -Infinity; // the service has discarded calls that ended before
   #section = document.getElementById("timeline-section");
   #surface;
   #again;
@@ -77,7 +77,7 @@ export class Timeline {
     this.#paint();
   }
 
-  /** Begins with all of a short history, so that its calls are not at the very edge. */
+  /** Shows a short history completely at first, so that its calls are not at the right edge. */
   #fit(first) {
     this.#view.latest(Math.max(SHORT_S, Math.min(LONG_S, (this.#now - first) * 1.1)));
   }
@@ -120,7 +120,7 @@ export class Timeline {
       event.preventDefault();
       keys[event.key]();
     });
-    // The wheel alone scrolls the page, as anywhere else.
+    // Without a modifier, the wheel scrolls the page.
     this.#canvas.addEventListener(
       "wheel",
       (event) => {

@@ -1,4 +1,4 @@
-// Who waits for what, and who is there at all.
+// The waiting calls and the clients.
 
 import { el, keyed, mark, say } from "./dom.js";
 import { bytes, clientName, count, host, many, seconds } from "./format.js";
@@ -15,7 +15,7 @@ export class Waits {
     this.#none.hidden = waits.waits.length > 0;
     this.#table.hidden = !waits.waits.length;
     this.#some.hidden = waits.waits.length >= waits.total;
-    say(this.#some, `The ${count(waits.waits.length)} that have waited longest, of ${count(waits.total)}.`);
+    say(this.#some, `The ${count(waits.waits.length)} longest-waiting of ${count(waits.total)} calls.`);
     keyed(
       this.#body,
       numbered(waits.waits, waits.now),
@@ -32,7 +32,7 @@ export class Waits {
   }
 }
 
-/** A client may have several calls that look alike: the key counts them. */
+/** Adds a unique key to each call; a counter distinguishes equal calls of one client. */
 function numbered(waits, now) {
   const seen = new Map();
   return waits.map((wait) => {
