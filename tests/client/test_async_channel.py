@@ -98,7 +98,7 @@ def test_a_lost_answer_is_asked_for_again(
 def test_no_answer_in_time(scripted: Controller, ledger: ScriptedLedger) -> None:
     async def script(channel: AsyncChannel) -> None:
         ledger.answer = lambda call: None if isinstance(call.command, c.Locate) else c.Done()
-        with pytest.raises(CallTimeoutError, match="Locate: no answer"):
+        with pytest.raises(CallTimeoutError, match="Locate: no response"):
             await channel.call(c.Locate(partition="p", samples=c.Samples(ids=("a",)), fields=("f",)), timeout_s=0.05)
         await seen(ledger, c.Release)
 

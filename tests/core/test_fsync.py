@@ -59,7 +59,7 @@ def test_far_apart_is_not_forced_together(monkeypatch: pytest.MonkeyPatch, data:
 
 def test_a_disk_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, data: np.ndarray) -> None:
     monkeypatch.setattr(fsync, "_msync", lambda: lambda address, nbytes, flags: -1)
-    with pytest.raises(OSError, match="forcing 10 bytes to the disk"):
+    with pytest.raises(OSError, match="cannot sync 10 bytes to the disk"):
         force_ranges(data, [0], [10])
 
 

@@ -62,7 +62,7 @@ def test_a_session_of_a_lost_state_is_told_both_epochs_and_what_is_lost() -> Non
     error = refused(Ledger(LATER), opening(session=session, epoch=EPOCH))
     assert isinstance(error, ServiceRestartedError)
     assert (error.expected_epoch, error.got_epoch) == (EPOCH, LATER)
-    assert f"without what it held: session {session}, and every partition, sample and claim" in str(error)
+    assert f"lost: session {session}, and every partition, sample and claim" in str(error)
 
 
 def test_a_session_of_a_lost_state_stays_lost_in_that_states_next_run() -> None:
