@@ -38,6 +38,7 @@ VARIANTS = {
     "skipped rollouts": ["--skip"],
     "separate_async": ["--mode", "separate_async", "--apart", "1", "--parts", "2"],
     "colocate_async": ["--mode", "colocate_async"],
+    "images in the prompts": ["--images"],
 }
 
 

@@ -51,7 +51,7 @@ class Cluster(PlainCluster):
     @classmethod
     def has_initialized(cls) -> bool:
         """Whether this process has created a cluster."""
-        return bool(PlainCluster._links)
+        return bool(PlainCluster._connections)
 
     @classmethod
     def find_free_port(cls, max_port_num: int | None = None) -> int:
