@@ -118,7 +118,7 @@ def test_a_process_that_is_not_edited(interpreter: str, request: pytest.FixtureR
     (tmp_path / "use.py").write_text(USE)
     told, lacking = run(python, "use.py", cwd=tmp_path, **{VARIABLE: "all"}).splitlines()
     assert told == f"import transfer_queue is replaced by dataplane.compat.transfer_queue: {VARIABLE}=all"
-    assert lacking.startswith(f"No module named 'transfer_queue.absent': {VARIABLE}=all makes")
+    assert lacking.startswith(f"No module named 'transfer_queue.absent': {VARIABLE}=all replaces")
 
 
 @pytest.mark.slow
