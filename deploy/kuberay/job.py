@@ -1,6 +1,6 @@
-"""What a RayJob runs: a data plane as Ray actors, rows from an actor on every node, and a driver that trains on them.
+"""The program of the RayJob: a data plane as Ray actors, rows from an actor on every node, a driver that reads them.
 
-A driver of your own does the same: `launch_service` first, then its workers, who attach with `service.config`.
+Your own driver does the same: it calls `launch_service` first, then starts workers that attach with `service.config`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def attached(config: DataPlaneConfig) -> DataPlaneClient:
 
 @ray.remote(num_cpus=0)
 def roll_out(config: DataPlaneConfig, node: int) -> int:
-    """Puts rows into the storage unit of the node that this runs on; how many."""
+    """Put rows into the storage unit of this actor's node. Return their number."""
     with attached(config) as client:
         ids = [f"{node}-{row}" for row in range(ROWS)]
         client.put_samples(ids, PARTITION, {"input_ids": [torch.arange(1 + row) for row in range(ROWS)]})
