@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SMALL_BYTES = 1 << 10
 LARGE_ROWS, LARGE_BYTES = 16, MIB
 MANY_ROWS, MANY_BYTES = 1024, 4 << 10
-AT_LEAST, WARM = 5, 8
+MIN_CALLS, WARM_UP_CALLS = 5, 8
 """Minimum number of timed calls, and number of warm-up calls before them, which allocate memory."""
 
 
@@ -56,7 +56,8 @@ def measure(config: DataPlaneConfig, budget_s: float) -> Iterator[Measure]:
 
     torch.manual_seed(0)
     for remote, connection_kind in ((False, ""), (True, " over ZMQ")):
-        with DataPlaneClient(replace(config, force_remote=remote)).connect() as client, _partition(client) as name:
+        settings = replace(config, force_remote=remote)
+        with DataPlaneClient(settings).connect() as client, _temporary_partition(client) as name:
             bench = _Bench(client, name, budget_s)
             if not remote:
                 yield from bench.small()
@@ -76,10 +77,13 @@ class _Bench:
         self._numbers = itertools.count()
 
     def small(self) -> Iterator[Measure]:
+        """Measure a request for statistics, and a put and a get of one small row."""
         yield self._measure("ask for statistics", 0, 0, lambda: None, lambda _: self._client.stats())
         yield from self.rows("1 row of 1 KiB", 1, SMALL_BYTES)
 
     def claim(self) -> Measure:
+        """Measure a claim of one ready sample."""
+
         def put() -> None:
             self._put(_rows(1, SMALL_BYTES))
 
@@ -115,8 +119,8 @@ class _Bench:
         """Measure `act`; `prepare` is not timed. Samples whose ids `act` returns are cleared."""
         times: list[float] = []
         end = math.inf
-        while len(times) < WARM + AT_LEAST or time.monotonic() < end:
-            if len(times) == WARM:
+        while len(times) < WARM_UP_CALLS + MIN_CALLS or time.monotonic() < end:
+            if len(times) == WARM_UP_CALLS:
                 end = time.monotonic() + self._budget_s
             ready = prepare()
             began = time.perf_counter()
@@ -124,7 +128,7 @@ class _Bench:
             times.append((time.perf_counter() - began) * 1000)
             if isinstance(done, list):
                 self._clear(done)
-        times = sorted(times[WARM:])
+        times = sorted(times[WARM_UP_CALLS:])
         p99 = times[math.ceil(0.99 * len(times)) - 1]
         return Measure(
             what=what,
@@ -143,12 +147,14 @@ def _rows(count: int, nbytes: int) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _partition(client: DataPlaneClient) -> Iterator[str]:
+def _temporary_partition(client: DataPlaneClient) -> Iterator[str]:
+    """A new partition, which is deleted at the end. Yields its name."""
     from dataplane import FieldKind, FieldSpec
 
     name = f"tq-bench-{secrets.token_hex(6)}"
-    client.register_partition(name, {"x": FieldSpec(FieldKind.JAGGED, "uint8", ())}, None, ["bench"])
+    fields = {"x": FieldSpec(FieldKind.JAGGED, "uint8", ())}
+    client.register_partition(name, fields, num_samples=None, consumer_tasks=["bench"])
     try:
         yield name
     finally:
-        client.clear_samples(None, name)
+        client.clear_samples(None, name)  # None: the whole partition

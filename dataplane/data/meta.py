@@ -121,8 +121,10 @@ class KVBatchMeta:
 
     def __post_init__(self) -> None:
         ids = _names("sample_ids", self.sample_ids)
-        kept = self._rows is not None or FixedList in (type(self.sequence_lengths), type(self.tags))
-        if kept and self._named is not None and ids != self._named:
+        # `dataclasses.replace` passes on `_named`, the ids of the original meta. Values that belong to those ids are
+        # row handles and FixedLists; lists from the caller are plain lists.
+        inherited = self._rows is not None or FixedList in (type(self.sequence_lengths), type(self.tags))
+        if inherited and self._named is not None and ids != self._named:
             raise InvalidRequestError(
                 "sample_ids were replaced, but row handles, sequence_lengths or tags belong to the previous samples; "
                 "use subset, slice or drop of the meta, or create a KVBatchMeta with the new ids"
@@ -281,10 +283,12 @@ class KVBatchMeta:
         return self._changed(tags=[{**before, **after} for before, after in zip(old, new, strict=True)])
 
     def _changed(self, **changes: Any) -> KVBatchMeta:
+        """Return a meta with these values, already validated, and this meta's other values."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return _made(**{**values, "extra_info": dict(self.extra_info), **changes})
 
     def _take(self, places: Sequence[int], where: npt.NDArray[Any]) -> KVBatchMeta:
+        """Return the samples at `places`. where: the same indices as an array."""
         lengths, tags = self.sequence_lengths, self.tags
         return self._changed(
             sample_ids=_picked(self.sample_ids, places),
@@ -306,6 +310,7 @@ def _made(**values: Any) -> KVBatchMeta:
 
 
 def _set(meta: KVBatchMeta, values: dict[str, Any]) -> None:
+    """Set attributes of a new meta. Its lists with one entry per sample become FixedLists, and `_named` its ids."""
     for name, value in values.items():
         fixed = name in _BY_SAMPLE and type(value) is list
         object.__setattr__(meta, name, FixedList(value) if fixed else value)
@@ -320,6 +325,7 @@ def _picked(values: list[_Value], places: Sequence[int]) -> list[_Value]:
 
 
 def _names(what: str, names: Iterable[str]) -> list[str]:
+    """Return the names as a list. UnsupportedValueError unless all are str."""
     if isinstance(names, str | bytes):
         raise UnsupportedValueError(field=what, row=None, got=f"one {type(names).__name__}", hint="Pass a list of str.")
     listed = list(names)
@@ -331,6 +337,7 @@ def _names(what: str, names: Iterable[str]) -> list[str]:
 
 
 def _aligned(what: str, values: Iterable[Any], size: int) -> list[Any]:
+    """Return the values as a list. InvalidRequestError unless there is one per sample."""
     listed = list(values.tolist() if hasattr(values, "tolist") else values)
     if len(listed) != size:
         raise InvalidRequestError(f"{what}: got {len(listed)} values for {size} samples")

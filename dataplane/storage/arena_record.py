@@ -1,4 +1,4 @@
-"""The arena record of a storage unit in a state directory, by which its next epoch adopts the same memory.
+"""The arena record of a storage unit in a state directory, by which its next epoch (run) adopts the same memory.
 
 `unit-NAME.json` names the arena and the unit's number at the controller. The arena itself stays in place, in shared
 memory or in a file, as long as this record exists.
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 HELD_S = 20.0
 """Maximum time that a stopping storage unit may hold its arena."""
 PAUSE_S = 0.05
+"""Time between attempts to adopt an arena that is held."""
 
 
 class ArenaRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,9 +94,9 @@ class UnitRecord:
         """Adopt the arena of the previous epoch. If that is impossible, log the reason, call `create` with the path of
         this record, and remove earlier arenas of this record that no process holds. Blocks for up to `HELD_S` until the
         previous epoch ends. Raises StateDirError if it does not end, or if its arena is, or may be, in another
-        directory than `arena_dir`; PermissionError if the state directory is another user's link."""
+        directory than `arena_dir`; PermissionError if the state directory is a symbolic link of another user."""
         refuse_link_of_another(self.path.parent)
-        was = self.path.exists()
+        existed = self.path.exists()  # `begin` creates the file
         record = self._record = self._read()
         arena = None if record is None else self._adopt(record, epoch)
         if record is not None and arena is not None:
@@ -103,7 +104,7 @@ class UnitRecord:
         self._record = None
         arena = self.begin(create)
         sweep_recorded(arena.path.parent, superseded=self.path)
-        return Adopted(arena=arena, lost="" if record is None else record.cookie, anew=was)
+        return Adopted(arena=arena, lost="" if record is None else record.cookie, anew=existed)
 
     def found(self, service: str) -> None:
         """Compare the record with `service`, the service at this unit's controller address. Raises StateDirError if the
@@ -148,12 +149,12 @@ class UnitRecord:
 
     def _adopt(self, record: ArenaRecord, epoch: int) -> Arena | None:
         """Adopt the recorded arena. Log the reason and return None if its memory is lost."""
-        booted = record.boot != self._boot
-        if booted and not record.fsynced:
+        rebooted = record.boot != self._boot
+        if rebooted and not record.fsynced:
             log.warning("Arena %s is lost: the machine was restarted; starting with an empty arena", record.arena)
             return None
         moved = record.directory != self._directory and record.arena_dir != self._arena_dir
-        elsewhere = not booted and record.locks != self._locks
+        elsewhere = not rebooted and record.locks != self._locks
         # In another container, a missing lock file does not prove that the process has ended.
         if elsewhere and not (moved and os.path.exists(record.arena)):
             log.warning("Arena %s belongs to another container; starting with an empty arena", record.arena)
@@ -164,7 +165,7 @@ class UnitRecord:
                 f"was created with --arena-dir {record.arena_dir}, but this start uses --arena-dir {self._arena_dir}",
                 f"Start the unit with --arena-dir {record.arena_dir}",
             )
-        if record.directory != self._directory and not (booted and os.path.exists(record.arena)):
+        if record.directory != self._directory and not (rebooted and os.path.exists(record.arena)):
             raise self._refusal(
                 record,
                 f"was created in another directory than the present {self._arena_dir}: the directory was replaced, or "
@@ -188,6 +189,7 @@ class UnitRecord:
                 return None
 
     def _refusal(self, record: ArenaRecord, why: str, hint: str) -> StateDirError:
+        """Return the error of a start that must not adopt the recorded arena, and must not drop its rows either."""
         return StateDirError(
             directory=str(self.path.parent),
             why=f"the arena of storage unit {self._name!r}, {record.arena}, {why}",
@@ -233,8 +235,8 @@ class UnitRecord:
 def identity(directory: str | Path) -> str:
     """Return an identity that distinguishes a directory from another one of the same path, in another container or
     created later."""
-    found = os.stat(directory)
-    return f"{found.st_dev}:{found.st_ino}"
+    info = os.stat(directory)
+    return f"{info.st_dev}:{info.st_ino}"
 
 
 def discard(state_dir: str | Path, arena_directories: Iterable[str | Path]) -> list[Path]:

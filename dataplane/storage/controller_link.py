@@ -44,7 +44,7 @@ LONGEST_PAUSE_S = 2.0
 """Maximum backoff between connection attempts. The backoff doubles from `FIRST_PAUSE_S`, with jitter."""
 FINAL = (AuthenticationError, InvalidRequestError, ProtocolVersionError, TlsError)
 """Permanent errors, which are not retried."""
-PASSING = (ServiceRestartedError, ServiceUnavailableError)
+TRANSIENT = (ServiceRestartedError, ServiceUnavailableError)
 """Transient errors, after which `open` registers the unit again."""
 
 
@@ -107,6 +107,10 @@ class UnitLink:
     then sends its attached sessions and the reports queued meanwhile. A controller that lost its state has no record of
     the unit, so the unit registers as a new one. If the link cannot reconnect within `reconnect_s`, or the controller
     rejects the unit, the link sets `lost` and drops further reports.
+
+    `_attached`: the attached sessions by number. `_answered`: the first registration succeeded or failed, with
+    `_outcome`. `_settled`: the current stream was accepted or has ended. `_busy`: the error of the last attempt, if the
+    service was unavailable.
     """
 
     def __init__(
@@ -220,7 +224,7 @@ class UnitLink:
                 if link is not None:
                     accepted, error = self._run_stream(link)
                     link.close()
-                    if not self._answered.is_set() and not isinstance(error, PASSING):
+                    if not self._answered.is_set() and not isinstance(error, TRANSIENT):
                         return
                     if accepted:
                         broke_at = time.monotonic()
@@ -266,8 +270,8 @@ class UnitLink:
         return True
 
     def _reconnect(self) -> tuple[GrpcLink | None, DataPlaneError | None]:
-        """Reconnect, or return the error. Every error counts as transient here, because another process may use the
-        controller's address for a while."""
+        """Reconnect, or return the error. Every error counts as transient here, because another process may listen
+        at the controller's address for a while."""
         try:
             return self._stream(resolve(self._address)), None
         except FINAL as error:
@@ -285,9 +289,9 @@ class UnitLink:
         with self._guard:
             add = self._add
             assert add is not None
-            again = list(self._attached.values()) if add.unit else []
+            attached = list(self._attached.values()) if add.unit else []
             grpc_stream = import_with_grpc("dataplane.storage.grpc_stream")
-            link: GrpcLink = grpc_stream.GrpcLink(address, keys, self._outbox.stream([add, *again]), self._tls)
+            link: GrpcLink = grpc_stream.GrpcLink(address, keys, self._outbox.stream([add, *attached]), self._tls)
             return link
 
     def _limit_s(self) -> float:
@@ -297,6 +301,7 @@ class UnitLink:
         return max(0.0, self._opening_end - time.monotonic())
 
     def _check(self) -> None:
+        """Raise `ClientClosedError` after `close`, to end a wait for the service's keys."""
         if self._closed.is_set():
             raise ClientClosedError()
 
@@ -325,6 +330,7 @@ class UnitLink:
         return accepted.is_set(), error
 
     def _accept(self, unit: int) -> None:
+        """Record the number under which the controller registered the unit."""
         with self._guard:
             assert self._add is not None
             self._add = msgspec.structs.replace(self._add, unit=unit)

@@ -81,7 +81,7 @@ def test_a_lost_answer_is_asked_for_again(
     scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pending_calls, "RESEND_S", 0.1)
-    monkeypatch.setattr(pending_calls.OutgoingCalls.__init__, "__defaults__", (0.1,))
+    monkeypatch.setattr(pending_calls.OutgoingCall.__init__, "__defaults__", (0.1,))
 
     async def script(channel: AsyncChannel) -> None:
         ledger.answer = lambda call: (
@@ -159,7 +159,7 @@ def test_a_dead_address_is_an_error_at_once() -> None:
 
 def test_a_service_that_goes_away_is_noticed(ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending_calls, "RESEND_S", 0.1)
-    monkeypatch.setattr(pending_calls.OutgoingCalls.__init__, "__defaults__", (0.1,))
+    monkeypatch.setattr(pending_calls.OutgoingCall.__init__, "__defaults__", (0.1,))
     controller = Controller(QUICK, ledger=ledger, epoch=1).start()
 
     async def script(channel: AsyncChannel) -> None:

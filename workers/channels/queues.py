@@ -56,7 +56,8 @@ class Broker:
     """Every method returns the answers to send. A request may be answered by a later call.
 
     memory: space for the bytes of items. Items that carry their own bytes may hold as many again; beyond that, puts
-    wait.
+    wait. `_waiting`: the queues whose requests for memory wait; `_starved`: the queues whose first put waits for fewer
+    carried bytes.
     """
 
     def __init__(self, memory: ItemMemory) -> None:
@@ -172,6 +173,8 @@ class Broker:
             self._serve(queue)
 
     def _fits(self, queue: Queue, item: wire.Item) -> bool:
+        """Return whether the item can be stored now. If only its carried bytes are too many, note the queue in
+        `_starved`."""
         if 0 < queue.channel.maxsize <= len(queue.items):
             return False
         carried = len(item.body)
@@ -181,6 +184,7 @@ class Broker:
         return True
 
     def _take_in(self, put: OpenPut) -> None:
+        """Store the item of the put, and answer the put."""
         put.queue.items.append(put.stored)
         self._carried_bytes += len(put.stored.item.body)
         self._answer(put.client, wire.BrokerDone(put.number, self._preallocate(put.client, put.want)))
@@ -219,6 +223,7 @@ class Broker:
         self._serve(queue)
 
     def _hand_out(self, get: OpenGet, taken: list[Stored]) -> None:
+        """Lease these items to the client, and answer the get."""
         queue = get.queue
         if len(taken) > 1:
             # An item that was returned meanwhile precedes the items that were collected before its return.
@@ -228,19 +233,20 @@ class Broker:
         self._answer(get.client, wire.Items(get.number, [each.item for each in taken]))
 
     def _collect(self, get: OpenGet) -> bool:
-        """Take the items that the first get in line may receive. Return whether its batch is complete."""
+        """Move items to `get.taken`, which stay there until the get is answered or withdrawn. Return whether it is
+        complete: it has its one item, or its batch reached the target weight or would exceed it with the next item."""
         items = get.queue.items
         if get.target is None:
             if items:
                 get.taken.append(items.popleft())
             return bool(get.taken)
         while items:
-            total = get.weight_with(items[0].weight)
-            if get.taken and sum(total) > get.target:
+            weight, rounded_off = get.weight_with(items[0].weight)
+            if get.taken and weight + rounded_off > get.target:
                 return True
             get.taken.append(items.popleft())
-            get.weight, get.rounded_off = total
-            if sum(total) >= get.target:
+            get.weight, get.rounded_off = weight, rounded_off
+            if weight + rounded_off >= get.target:
                 return True
         return False
 
@@ -270,6 +276,7 @@ class Broker:
 
     @staticmethod
     def _no_more(queue: Queue) -> bool:
+        """Whether a batch that was begun is as large as it will get, unless leased items return."""
         return queue.channel.closed and not queue.items
 
     def _end(self, queue: Queue) -> None:
@@ -309,6 +316,7 @@ class Broker:
             lease.queue.channel.forget(lease.queue)
 
     def _nack(self, client: Client, request: wire.NackItems) -> None:
+        """Return leased items to their places, and drop those that the client lost."""
         lease = self._lease(client, request.number)
         taken, lost = lease.taken, set(request.lost)
         lease.taken = [stored for place, stored in enumerate(taken) if place not in lost]
@@ -318,17 +326,20 @@ class Broker:
         self._settle((lease.queue,))
 
     def _lease(self, client: Client, number: int) -> ItemLease:
+        """Remove and return the lease of the client's get `number`."""
         lease = self._clients[client].open.pop(number, None)
         if not isinstance(lease, ItemLease):
             raise ValueError(f"request {number} holds no items")
         return lease
 
     def _forget(self, items: Iterable[Stored]) -> None:
+        """Drop items that were stored or leased."""
         for stored in items:
             self._carried_bytes -= len(stored.item.body)
             self._drop(stored)
 
     def _cancel(self, client: Client, number: int) -> None:
+        """Cancel a request, unless it was answered already."""
         found = self._clients[client].open.get(number)
         if found is None or isinstance(found, ItemLease):
             return
@@ -357,6 +368,7 @@ class Broker:
     # --- memory
 
     def _drop(self, stored: Stored) -> None:
+        """Free the reserved space of an item."""
         if stored.space_bytes:
             self._memory.give(stored.item.space, stored.space_bytes)
 

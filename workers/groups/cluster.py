@@ -28,6 +28,7 @@ from workers.transport.waiting import LoggedWait
 
 NODES_TIMEOUT_S = 600.0
 ANSWER_S = 120.0
+"""Timeout for the answer of a node agent."""
 _LOOK_EVERY_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,8 @@ class Cluster:
             ray.init(include_dashboard=False)
         try:
             head = _head()
-            first = ray.get_runtime_context().get_node_id() if head is None else _answer(head.node.remote())
-            self._nodes = _nodes(num_nodes or 0, first)
+            first_id = ray.get_runtime_context().get_node_id() if head is None else _answer(head.node.remote())
+            self._nodes = _await_nodes(num_nodes or 0, first_id)
             self._connection = self._connect()
         except BaseException:
             if self._started_ray:
@@ -131,8 +132,8 @@ class Cluster:
         wanted.pop(DIRECTORY_VARIABLE, None)
         if self.num_nodes > 1:
             return wanted
-        there = self._connection.environment
-        return {name: value for name, value in wanted.items() if there.get(name) != value}
+        of_node = self._connection.environment
+        return {name: value for name, value in wanted.items() if of_node.get(name) != value}
 
     def await_brokers(self) -> None:
         """Wait until every node has a broker for channels. Raise the error of a broker that failed to start."""
@@ -198,7 +199,8 @@ class Ending(Protocol):
 
 class _JobConnection:
     """One process's part of the job: its directory client and the actors that it started. The first process of a job
-    starts the directory, and the brokers for channels in the background."""
+    starts the directory, and the brokers for channels in the background. environment: the variables of the first
+    node's agent."""
 
     def __init__(self, first: Node) -> None:
         self._guard = threading.Lock()
@@ -279,6 +281,7 @@ def _answer(reference: ObjectRef) -> Any:
 
 
 def _agent(node: Node, name: str | None = None) -> ActorHandle:
+    """Start an agent on the node."""
     place = NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False)
     maker = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=place, name=name)
     agent: ActorHandle = maker.remote(node.host)
@@ -299,14 +302,15 @@ def _head() -> ActorHandle | None:
     return found
 
 
-def _nodes(wanted: int, first: str) -> list[Node]:
-    """Return the first `wanted` nodes (all if 0), as soon as Ray has that many."""
-    wait = LoggedWait(NODES_TIMEOUT_S)
-    while len(alive := alive_nodes()) < max(wanted, 1):
-        if wait.over(f"{wanted} Ray nodes, {len(alive)} of them alive"):
-            raise ResourcesNotReadyError(f"requested {wanted} nodes; after {wait.waited_s:.0f} s Ray has {len(alive)}")
+def _await_nodes(wanted: int, first_id: str) -> list[Node]:
+    """Wait until Ray has `wanted` nodes, and return that many (0: wait for one, return all): first the node `first_id`,
+    then the others by address. ResourcesNotReadyError after `NODES_TIMEOUT_S`."""
+    wait, least = LoggedWait(NODES_TIMEOUT_S), max(wanted, 1)
+    while len(alive := alive_nodes()) < least:
+        if wait.over(f"{least} Ray nodes, {len(alive)} of them alive"):
+            raise ResourcesNotReadyError(f"requested {least} nodes; after {wait.waited_s:.0f} s Ray has {len(alive)}")
         time.sleep(_LOOK_EVERY_S)
-    alive.sort(key=lambda node: (node["NodeID"] != first, node["NodeManagerAddress"], node["NodeID"]))
+    alive.sort(key=lambda node: (node["NodeID"] != first_id, node["NodeManagerAddress"], node["NodeID"]))
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0)))
         for node in alive[: wanted or None]

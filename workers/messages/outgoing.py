@@ -35,7 +35,8 @@ class ValueSnapshot:
     """A message's bytes as they were at the call, kept in a slab or inline until all receivers have them.
 
     inline: the frame of the inline bytes, made once for all receivers; tree: the tree of relays, None if all
-    receivers pull from this worker.
+    receivers pull from this worker. free: called once all receivers released the bytes, with the slab and whether a
+    receiver that was given up may still read it.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class ValueSnapshot:
 
 @dataclass(eq=False)
 class Sending:
-    """A message to one receiver. deadline: on the monotonic clock."""
+    """A message to one receiver. deadline: on the monotonic clock; kept: the receiver no longer needs this worker's
+    bytes; settling: the send waits up to `SETTLE_S` for a refusal, see `Contact.waits`."""
 
     to: str
     stream: bytes
@@ -93,10 +95,10 @@ class Sending:
 
     def fail(self, error: Exception) -> bool:
         """Fail the message. Return whether it was still pending."""
-        waited = not self.future.done()
-        if waited:
+        was_pending = not self.future.done()
+        if was_pending:
             self.future.set_exception(error)
-        return waited
+        return was_pending
 
 
 @dataclass
@@ -114,7 +116,12 @@ Transmit = Callable[[str, PostMessage, ValueSnapshot], None]
 
 
 class OutgoingMessages:
-    """worker: this end's name. transmit, later: of the I/O thread."""
+    """worker: this end's name. transmit, later: of the I/O thread.
+
+    `_queued`: the messages for `flush`, by receiver. `_sent`: those sent and neither received nor refused, by receiver,
+    then by stream and number. `_pending`: number of sends that have not ended. `_numbers`: the next number by receiver
+    and stream. `_late`: by receiver, the error of a message whose `send` had returned.
+    """
 
     def __init__(self, worker: str, transmit: Transmit, later: Later) -> None:
         self._worker = worker
@@ -123,7 +130,7 @@ class OutgoingMessages:
         self.contacts: dict[tuple[str, bytes], Contact] = {}
         self._queued: dict[str, deque[Sending]] = {}
         self._sent: dict[str, dict[tuple[bytes, int], Sending]] = {}
-        self._waited_for = 0
+        self._pending = 0
         self._numbers: dict[tuple[str, bytes], int] = {}
         self._late: dict[str, Exception] = {}
 
@@ -140,8 +147,8 @@ class OutgoingMessages:
         are never sent use up a number too."""
         sending.number = self._next_number(sending.to, sending.stream)
         self._queued.setdefault(sending.to, deque()).append(sending)
-        self._waited_for += 1
-        sending.future.add_done_callback(self._not_waited_for)
+        self._pending += 1
+        sending.future.add_done_callback(self._no_longer_pending)
 
     def skip(self, peers: Sequence[WorkerAddress], stream: bytes) -> None:
         """Use up the number of a call that failed and that cannot be reported to the receivers."""
@@ -162,6 +169,8 @@ class OutgoingMessages:
                 self._send(peer, sending, ours, theirs, endpoint)
             except Exception as error:
                 _log.exception("%s failed", sending.what)
+                # `_drop` also releases the snapshot. If `_send` failed before it recorded the message, only the
+                # snapshot is left.
                 if self._found(peer, sending.stream, sending.number) is sending:
                     self._drop(sending)
                 else:
@@ -169,6 +178,7 @@ class OutgoingMessages:
                 sending.fail(InternalError(what=f"{sending.what}: {error!r}"))
 
     def _send(self, peer: str, sending: Sending, ours: int, theirs: int, endpoint: str) -> None:
+        """Record the message as sent, give its receiver a place in the tree of relays, and transmit it."""
         contact = self.contact(peer, sending.stream, sending.options)
         sending.settling = contact.waits
         self._sent.setdefault(peer, {})[sending.stream, sending.number] = sending
@@ -193,7 +203,9 @@ class OutgoingMessages:
         self._transmit(peer, post, snapshot)
 
     def answered(self, peer: str, answer: Held | Settled | MessageReceived | RefusedMessage) -> None:
-        """Handle an answer. Answers to messages that timed out, or of an earlier run of this worker, are ignored."""
+        """Handle an answer to a sent message. The send completes ("settles") when the message was received, or is
+        queued at its receiver and need not be waited for. At first contact, and after a refused message, the send waits
+        up to `SETTLE_S` for a refusal. A refusal fails it. Answers to messages already dropped are ignored."""
         sending = self._found(peer, answer.stream, answer.number)
         if sending is None:
             return
@@ -216,6 +228,8 @@ class OutgoingMessages:
                 self._refused(sending, error_of(answer))
 
     def _settle(self, sending: Sending) -> None:
+        """Complete the send. Unless it had ended before, later messages to this contact do not wait for their
+        receive."""
         contact = self.contacts.get((sending.to, sending.stream))
         if contact is not None and not sending.future.done():
             contact.waits = False
@@ -246,8 +260,8 @@ class OutgoingMessages:
 
     def expire(self, now: float) -> float:
         """Fail the messages whose deadline passed; those already sent may still arrive. Return the next deadline."""
-        late = [sending for queue in self._queued.values() for sending in queue if sending.deadline <= now]
-        for sending in late:
+        overdue = [sending for queue in self._queued.values() for sending in queue if sending.deadline <= now]
+        for sending in overdue:
             self._queued[sending.to].remove(sending)
             sending.snapshot.release()
             what = f"{sending.what} (no such worker is registered; check that its group was launched under this name)"
@@ -260,19 +274,19 @@ class OutgoingMessages:
     def lose(self, peer: str, error: Exception) -> bool:
         """Fail all messages to the peer and forget its contacts. After a `WorkerLostError` the numbering restarts,
         because the peer's process has ended. Return whether any of the messages was pending."""
-        waited = False
+        any_pending = False
         for sending in self._queued.pop(peer, []):
-            waited |= sending.fail(error)
+            any_pending |= sending.fail(error)
             sending.snapshot.release()
         for sending in list(self._sent.get(peer, {}).values()):
             self._drop(sending, unsure=True)
-            waited |= sending.fail(error)
+            any_pending |= sending.fail(error)
         for key in [key for key in self.contacts if key[0] == peer]:
             del self.contacts[key]
         if isinstance(error, WorkerLostError):
             for key in [key for key in self._numbers if key[0] == peer]:
                 del self._numbers[key]
-        return waited
+        return any_pending
 
     def fail_all(self, error: Exception) -> None:
         """Fail all messages: every peer is lost. If messages were delivered and none was pending, the next operation
@@ -285,7 +299,7 @@ class OutgoingMessages:
     @property
     def waiting(self) -> bool:
         """Whether any send is pending."""
-        return self._waited_for > 0
+        return self._pending > 0
 
     @property
     def settled(self) -> bool:
@@ -300,10 +314,11 @@ class OutgoingMessages:
         for sent in self._sent.values():
             yield from sent.values()
 
-    def _not_waited_for(self, _: Future[None]) -> None:
-        self._waited_for -= 1
+    def _no_longer_pending(self, _: Future[None]) -> None:
+        self._pending -= 1
 
     def _drop(self, sending: Sending, *, unsure: bool = False) -> None:
+        """Remove a sent message and release its snapshot. unsure: see `ValueSnapshot.release`."""
         sent = self._sent[sending.to]
         del sent[sending.stream, sending.number]
         if not sent:

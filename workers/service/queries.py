@@ -21,12 +21,14 @@ log = logging.getLogger(__name__)
 
 
 def living_nodes() -> list[RayNode]:
+    """Return the nodes of the Ray cluster that are alive."""
     return [node_of(entry) for entry in ray.nodes() if entry["Alive"]]
 
 
 def leaving_nodes() -> dict[str, float | None]:
-    """Return the nodes that will leave the cluster according to Ray (a spot instance's notice, an autoscaler, `ray
-    drain-node`), with the time in seconds since 1970 (None: unknown). Empty if this private Ray function is missing."""
+    """Return the ids of the nodes that will leave the cluster according to Ray (a spot instance's notice, an
+    autoscaler, `ray drain-node`), each with the time by which it leaves, in seconds since 1970 (None: unknown). Empty
+    if this private Ray function is missing."""
     try:
         found = ray._private.state.state.get_draining_nodes()
     except AttributeError:
@@ -64,10 +66,10 @@ def living_actor(name: str, namespace: str) -> ActorHandle | None:
 
 def unit_actors(service: str, namespace: str) -> list[ActorHandle]:
     """Return the running or restarting storage unit actors of the service in `namespace`."""
-    there, prefix = units_namespace(namespace), unit_actor_name(service, "unit-")
+    actor_namespace, prefix = units_namespace(namespace), unit_actor_name(service, "unit-")
     found = []
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == there and actor["name"].startswith(prefix):
+        if actor["namespace"] == actor_namespace and actor["name"].startswith(prefix):
             with suppress(ValueError):  # the actor ended after the listing
-                found.append(ray.get_actor(actor["name"], namespace=there))
+                found.append(ray.get_actor(actor["name"], namespace=actor_namespace))
     return found

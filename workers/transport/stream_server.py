@@ -39,7 +39,8 @@ class Payload(NamedTuple):
 
 
 class Connection:
-    """One client. ident: unique among open connections."""
+    """One client. ident: unique among open connections; out: the bytes to send; watched: the events to wait for;
+    payload: of the message that is being received; left: the part of its buffer that is not filled yet."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -73,12 +74,13 @@ class Service:
 
 class StreamServer:
     """Serves from `thread.start` to `thread.close`. name: of its thread and of its Unix socket; host: the name or
-    address to bind for clients on other machines, which is also what they connect to; clients: what
-    the log calls the clients. OSError if the host cannot be bound."""
+    address to bind for clients on other machines, which is also what they connect to; token: the secret that
+    `endpoint` passes on to clients, and that the service requires of them; clients: what the log calls the clients.
+    OSError if the host cannot be bound."""
 
     def __init__(self, name: str, host: str, token: str, service: Service, *, clients: str) -> None:
         self._service = service
-        self._clients = clients
+        self._clients_label = clients
         self._connections: dict[int, Connection] = {}
         self._listeners: dict[int, socket.socket] = {}
         self._paused_until: float | None = None
@@ -148,7 +150,7 @@ class StreamServer:
             connection = Connection(sock)
             self._epoll.register(connection.ident, connection.watched)
         except OSError as error:
-            log.warning("Cannot serve a new connection of %s: %s", self._clients, error)
+            log.warning("Cannot serve a new connection of %s: %s", self._clients_label, error)
             sock.close()
             return
         self._connections[connection.ident] = connection
@@ -157,7 +159,7 @@ class StreamServer:
         """Stop polling the listening sockets for a while. Otherwise a pending connection that cannot be accepted
         would wake the thread all the time."""
         if self._paused_until is None:
-            log.warning("Cannot accept connections of %s, will retry: %s", self._clients, error)
+            log.warning("Cannot accept connections of %s, will retry: %s", self._clients_label, error)
             for fd in self._listeners:
                 self._epoll.unregister(fd)
         self._paused_until = time.monotonic() + RETRY_S
@@ -179,13 +181,13 @@ class StreamServer:
             if events & ~select.EPOLLOUT:
                 self._read(connection)
         except OSError as error:
-            log.debug("A connection of %s was lost: %s", self._clients, error)
+            log.debug("A connection of %s was lost: %s", self._clients_label, error)
             self.drop(connection.ident)
         except (ValueError, msgspec.DecodeError) as error:
-            log.warning("Closed a connection of %s after a malformed message: %s", self._clients, error)
+            log.warning("Closed a connection of %s after a malformed message: %s", self._clients_label, error)
             self.drop(connection.ident)
         except Exception:
-            log.exception("Failed on a message of %s, closed the connection", self._clients)
+            log.exception("Failed on a message of %s, closed the connection", self._clients_label)
             self.drop(connection.ident)
 
     def drop(self, ident: int) -> None:
@@ -202,7 +204,7 @@ class StreamServer:
         try:
             self._service.left(ident)
         except Exception:
-            log.exception("Failed to clean up after a connection of %s", self._clients)
+            log.exception("Failed to clean up after a connection of %s", self._clients_label)
 
     # --- in
 
@@ -223,6 +225,7 @@ class StreamServer:
                 return
 
     def _take_messages(self, connection: Connection) -> None:
+        """Pass complete messages to the service, up to one whose payload has not arrived yet."""
         while connection.payload is None:
             message = connection.splitter.next()
             if message is None:
@@ -236,7 +239,7 @@ class StreamServer:
                 return
 
     def _receive_payload(self, connection: Connection) -> bool:
-        """Return whether the payload is complete."""
+        """Receive the rest of the payload as far as it has arrived. Return whether it is complete."""
         while connection.left:
             try:
                 count = connection.sock.recv_into(connection.left)

@@ -15,7 +15,7 @@ import zmq
 from dataplane.client.rpc.channel import CLOSE_S, arrived, send
 from dataplane.client.rpc.handshake import OpenedSession, Socket, dealer_socket, open_session
 from dataplane.client.rpc.heartbeat import HeartbeatThread
-from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCalls
+from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCall
 from dataplane.config import DataPlaneConfig
 from dataplane.core.failpoints import hit
 from dataplane.errors import ClientClosedError, DataPlaneError, ServiceUnavailableError
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class _Waiting:
     """A pending call and the future of its reply."""
 
-    outgoing: OutgoingCalls
+    outgoing: OutgoingCall
     answered: asyncio.Future[zmq_frames.Reply]
 
     def fail(self, error: BaseException) -> None:
@@ -112,7 +112,7 @@ class AsyncChannel(OpenChannel):
         self._send_once(self._calls.begin_post(command))
         hit(f"call.{name}.after")
 
-    async def _exchange(self, outgoing: OutgoingCalls) -> zmq_frames.Reply:
+    async def _exchange(self, outgoing: OutgoingCall) -> zmq_frames.Reply:
         """Send the call and return its reply; resend it after silence."""
         answered: asyncio.Future[zmq_frames.Reply] = self._loop.create_future()
         self._waiting[outgoing.number] = _Waiting(outgoing, answered)
@@ -125,12 +125,12 @@ class AsyncChannel(OpenChannel):
             if time.monotonic() >= outgoing.wake_at:
                 self._send(self._calls.again(outgoing))
 
-    def _abandon(self, outgoing: OutgoingCalls) -> None:
+    def _abandon(self, outgoing: OutgoingCall) -> None:
         undo = self._calls.abandon(outgoing.number)
         if undo is not None and not self._calls.over:
             self._send_once(undo)
 
-    def _send_once(self, outgoing: OutgoingCalls) -> None:
+    def _send_once(self, outgoing: OutgoingCall) -> None:
         """Send a posted call. If no socket can be opened for lack of file descriptors, the call is resent later
         like a lost one."""
         try:

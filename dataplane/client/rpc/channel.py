@@ -13,7 +13,7 @@ import zmq
 
 from dataplane.client.rpc.handshake import OpenedSession, Socket, dealer_socket, open_session
 from dataplane.client.rpc.heartbeat import HeartbeatThread
-from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCalls
+from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCall
 from dataplane.client.rpc.socket_pool import SocketPool
 from dataplane.config import DataPlaneConfig
 from dataplane.core import zmq_io
@@ -113,7 +113,7 @@ class ControllerChannel(OpenChannel):
         self._send_once(self._calls.begin_post(command))
         hit(f"call.{name}.after")
 
-    def _exchange(self, outgoing: OutgoingCalls, meanwhile: Callable[[], None]) -> zmq_frames.Reply:
+    def _exchange(self, outgoing: OutgoingCall, meanwhile: Callable[[], None]) -> zmq_frames.Reply:
         """Send the call and return its reply; resend it after silence and after a reconnection."""
         sent = answered = False
         while True:
@@ -136,7 +136,7 @@ class ControllerChannel(OpenChannel):
                     pool.put_back(dealer, using, sound=answered)
             outgoing.frames = self._calls.again(outgoing)
 
-    def _poll_reply(self, pool: SocketPool, dealer: Socket, outgoing: OutgoingCalls) -> zmq_frames.Reply | None:
+    def _poll_reply(self, pool: SocketPool, dealer: Socket, outgoing: OutgoingCall) -> zmq_frames.Reply | None:
         """Return the call's reply, or None if none arrives before the call must be checked."""
         timeout_ms = max(0, int((outgoing.wake_at - time.monotonic()) * 1000) + 1)
         zmq.zmq_poll([(dealer, zmq.POLLIN), (pool.waker.fd, zmq.POLLIN)], timeout_ms)
@@ -147,13 +147,13 @@ class ControllerChannel(OpenChannel):
                 return reply
         return None
 
-    def _abandon(self, outgoing: OutgoingCalls) -> None:
+    def _abandon(self, outgoing: OutgoingCall) -> None:
         """Release the resources that an abandoned call may have acquired."""
         undo = self._calls.abandon(outgoing.number)
         if undo is not None and not self._calls.over:
             self._send_once(undo)
 
-    def _send_once(self, outgoing: OutgoingCalls) -> None:
+    def _send_once(self, outgoing: OutgoingCall) -> None:
         """Send a posted call. If no socket can be opened for lack of file descriptors, the call is resent later
         like a lost one."""
         with (using := threading.Lock()):
@@ -181,7 +181,7 @@ class ControllerChannel(OpenChannel):
         for reply in arrived(dealer):
             self._calls.heard(reply)
 
-    def _repeat_posted(self, due: list[OutgoingCalls]) -> None:
+    def _repeat_posted(self, due: list[OutgoingCall]) -> None:
         with contextlib.suppress(ClientClosedError):
             for outgoing in [] if self._calls.over else due:
                 self._send_once(outgoing)

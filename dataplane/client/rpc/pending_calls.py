@@ -42,8 +42,9 @@ _UNHEARD = _NOT_DONE | {ServiceUnavailableError.__name__, InternalError.__name__
 
 
 @dataclass(slots=True)
-class OutgoingCalls:
-    """A pending call: its frames, the time of its next resend and its deadline (`time.monotonic`)."""
+class OutgoingCall:
+    """A pending call: its frames, and the times of its first sending, of its next resend and of its deadline
+    (`time.monotonic`). doubted: a reply reported the end of the session, which is being checked or was checked."""
 
     number: int
     method: str
@@ -137,7 +138,7 @@ class Calls:
 
     # --- calls
 
-    def begin(self, command: c.Command, timeout_s: float | None = None) -> OutgoingCalls:
+    def begin(self, command: c.Command, timeout_s: float | None = None) -> OutgoingCall:
         """Return a call to send. The deadline of a command that can wait is its own timeout plus that of ordinary
         commands, so that the ledger's response arrives first. `timeout_s` replaces the latter."""
         now = time.monotonic()
@@ -150,14 +151,14 @@ class Calls:
             call = self._numbering.issue(command, now=now)
         return self._outgoing(call, now, now + limit_s)
 
-    def begin_post(self, command: c.Command) -> OutgoingCalls:
+    def begin_post(self, command: c.Command) -> OutgoingCall:
         """Return a call to send without waiting for it; `due` returns it again until it is answered."""
         now = time.monotonic()
         with self._lock:
             call = self._numbering.issue(command, now=now, posted=True)
         return self._outgoing(call, now, now + self._timeout_s)
 
-    def again(self, outgoing: OutgoingCalls) -> list[bytes]:
+    def again(self, outgoing: OutgoingCall) -> list[bytes]:
         """Return the frames for resending an unanswered call. Raise `CallTimeoutError` after its deadline, and the
         errors of `check`."""
         now = time.monotonic()
@@ -174,7 +175,7 @@ class Calls:
             call = self._numbering.repeat(outgoing.number, now=now)
         return zmq_frames.request(call)
 
-    def answers(self, outgoing: OutgoingCalls, reply: zmq_frames.Reply) -> bool:
+    def answers(self, outgoing: OutgoingCall, reply: zmq_frames.Reply) -> bool:
         """Return whether this reply ends the call. Otherwise the call continues to wait."""
         if self._is_shutdown_notice(reply):
             return False
@@ -194,15 +195,15 @@ class Calls:
         elif reply.outcome not in _NOT_DONE:
             self._answered(reply)
 
-    def settle(self, outgoing: OutgoingCalls, reply: zmq_frames.Reply) -> c.Result:
+    def settle(self, outgoing: OutgoingCall, reply: zmq_frames.Reply) -> c.Result:
         """Return the result of the call, or raise its error."""
         self._lost = ""
         error = reply.error
         if isinstance(error, SessionExpiredError):
             self.end(error)
         if error is not None:
-            # The command was executed although its response is too large to send or to keep. Its effect must be undone,
-            # so the call stays open.
+            # After these two errors the command may have been executed: its reply was too large to send, or was not
+            # kept. The call stays open, so that `abandon` can undo it. Every other error settles the call.
             if not isinstance(error, RequestTooLargeError | StaleCallError):
                 self._answered(reply)
             raise error
@@ -223,14 +224,14 @@ class Calls:
             with self._lock:
                 self._numbering.answered(reply.number, heard=reply.outcome not in _UNHEARD)
 
-    def abandon(self, number: int) -> OutgoingCalls | None:
+    def abandon(self, number: int) -> OutgoingCall | None:
         """Abandon a call. Return the posted call that undoes it, or None."""
         now = time.monotonic()
         with self._lock:
             undo = self._numbering.abandon(number, now=now)
         return None if undo is None else self._outgoing(undo, now, now + self._timeout_s)
 
-    def due(self, *, all_of_them: bool = False) -> list[OutgoingCalls]:
+    def due(self, *, all_of_them: bool = False) -> list[OutgoingCall]:
         """Return the posted calls to resend: those unanswered for `RESEND_S`, or all of them."""
         now = time.monotonic()
         with self._lock:
@@ -238,7 +239,7 @@ class Calls:
             calls = [self._numbering.repeat(number, now=now) for number in numbers]
         return [self._outgoing(call, now, now + self._timeout_s) for call in calls]
 
-    def _outgoing(self, call: c.Call, now: float, deadline: float) -> OutgoingCalls:
+    def _outgoing(self, call: c.Call, now: float, deadline: float) -> OutgoingCall:
         """Encode a call. If that fails, settle its number."""
         try:
             frames = zmq_frames.request(call)
@@ -247,7 +248,7 @@ class Calls:
                 self._numbering.answered(call.number, heard=False)
             raise
         name = type(call.command).__name__
-        return OutgoingCalls(call.number, name, frames, now, deadline, now + RESEND_S)
+        return OutgoingCall(call.number, name, frames, now, deadline, now + RESEND_S)
 
 
 class OpenChannel:

@@ -80,11 +80,11 @@ class AsyncTransferQueueClient:
     ) -> BatchMeta:
         """See `TransferQueueClient.get_meta`."""
         asked = data_fields, batch_size, partition_id, mode, task_name, sampling_config
-        return await self._performer.later(self._get_meta, *asked)
+        return await self._performer.do_async(self._get_meta, *asked)
 
     async def async_set_custom_meta(self, metadata: BatchMeta) -> None:
         """See `TransferQueueClient.set_custom_meta`."""
-        await self._performer.later(mine.set_tags, metadata)
+        await self._performer.do_async(mine.set_tags, metadata)
 
     async def async_put(
         self,
@@ -94,31 +94,31 @@ class AsyncTransferQueueClient:
         data_parser: Parser | None = None,
     ) -> BatchMeta:
         """See `TransferQueueClient.put`."""
-        return await self._performer.later(self._put, data, metadata, partition_id, data_parser)
+        return await self._performer.do_async(self._put, data, metadata, partition_id, data_parser)
 
     async def async_get_data(self, metadata: BatchMeta) -> TensorDict:
         """See `TransferQueueClient.get_data`."""
-        return await self._performer.later(self._get_data, metadata)
+        return await self._performer.do_async(self._get_data, metadata)
 
     async def async_clear_partition(self, partition_id: str) -> None:
         """See `TransferQueueClient.clear_partition`."""
-        await self._performer.later(self._clear_partition, partition_id)
+        await self._performer.do_async(self._clear_partition, partition_id)
 
     async def async_clear_samples(self, metadata: BatchMeta) -> None:
         """See `TransferQueueClient.clear_samples`."""
-        await self._performer.later(mine.clear_batch, metadata)
+        await self._performer.do_async(mine.clear_batch, metadata)
 
     async def async_get_consumption_status(
         self, task_name: str, partition_id: str
     ) -> tuple[Tensor | None, Tensor | None]:
         """See `TransferQueueClient.get_consumption_status`."""
-        return await self._performer.later(self._consumption, task_name, partition_id)
+        return await self._performer.do_async(self._consumption, task_name, partition_id)
 
     async def async_get_production_status(
         self, data_fields: list[str], partition_id: str
     ) -> tuple[Tensor | None, Tensor | None]:
         """See `TransferQueueClient.get_production_status`."""
-        return await self._performer.later(mine.production, data_fields, partition_id)
+        return await self._performer.do_async(mine.production, data_fields, partition_id)
 
     async def async_check_consumption_status(self, task_name: str, partition_id: str) -> bool:
         """See `TransferQueueClient.check_consumption_status`."""
@@ -130,23 +130,23 @@ class AsyncTransferQueueClient:
 
     async def async_reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
         """See `TransferQueueClient.reset_consumption`."""
-        return await self._performer.later(mine.reset, partition_id, task_name)
+        return await self._performer.do_async(mine.reset, partition_id, task_name)
 
     async def async_get_partition_list(self) -> list[str]:
         """See `TransferQueueClient.get_partition_list`."""
-        return await self._performer.later(mine.partitions)
+        return await self._performer.do_async(mine.partitions)
 
     async def async_kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
         """See `TransferQueueClient.kv_retrieve_meta`."""
-        return await self._performer.later(mine.of_keys, _key_list(keys), partition_id, create)
+        return await self._performer.do_async(mine.of_keys, _key_list(keys), partition_id, create)
 
     async def async_kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
         """See `TransferQueueClient.kv_retrieve_keys`."""
-        return await self._performer.later(mine.keys_of, _index_list(global_indexes), partition_id)
+        return await self._performer.do_async(mine.keys_of, _index_list(global_indexes), partition_id)
 
     async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
         """See `TransferQueueClient.kv_list`."""
-        return await self._performer.later(mine.list_keys, partition_id)
+        return await self._performer.do_async(mine.list_keys, partition_id)
 
     async def async_save_controller_checkpoint(self, path: str) -> None:
         _refuse("async_save_controller_checkpoint", path)

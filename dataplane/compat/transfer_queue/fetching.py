@@ -19,7 +19,7 @@ from dataplane.client.operations.steps import Operation, Send
 from dataplane.client.session_state import SessionState
 from dataplane.compat.transfer_queue.errors import FetchTimeoutError, RefusedCallError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
-from dataplane.compat.transfer_queue.operations import ADAPTER, EVERY, batch_of, extend, listed, named, put
+from dataplane.compat.transfer_queue.operations import ADAPTER, MAX_SAMPLES, batch_of, extend, listed, named, put
 from dataplane.compat.transfer_queue.samplers import (
     LENGTH_TAG,
     NAMED,
@@ -126,7 +126,7 @@ def _claim_by_draw(
         made = None if key is None else (yield from _stored_draw(session_state, asked, key))
         if made is None:
             ready = yield from _ready(
-                session_state, asked, sampling, wanted, end, most=wanted if sampler.first_only else EVERY
+                session_state, asked, sampling, wanted, end, most=wanted if sampler.first_only else MAX_SAMPLES
             )
             with _sampler_errors(sampler):
                 draw = sampler.draw(ready.generations.tolist(), asked.batch_size, _lengths(ready))
@@ -150,7 +150,7 @@ def _claim_by_sampler(session_state: SessionState, asked: Asked, sampling: Sampl
     while True:
         known = sampling.polling or sampler.has_cached_result(asked.partition, asked.task, asked.config)
         looking = replace(sampling, polling=known)
-        ready = yield from _ready(session_state, asked, looking, wanted, end, most=EVERY)
+        ready = yield from _ready(session_state, asked, looking, wanted, end, most=MAX_SAMPLES)
         if len(ready.ids) < wanted and not sampler.has_cached_result(asked.partition, asked.task, asked.config):
             return BatchMeta.empty()
         indexes = ready.generations.tolist()

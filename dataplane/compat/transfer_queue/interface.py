@@ -46,7 +46,7 @@ async def async_kv_put(
 ) -> KVBatchMeta:
     """See `kv_put`."""
     arguments = [key], partition_id, _one_row(fields, tag), _tag_list(tag), data_parser
-    return await current_client()._performer.later(_put, *arguments)
+    return await current_client()._performer.do_async(_put, *arguments)
 
 
 def kv_batch_put(
@@ -74,7 +74,7 @@ async def async_kv_batch_put(
 ) -> KVBatchMeta:
     """See `kv_batch_put`."""
     _check_batch(keys, fields, tags)
-    return await current_client()._performer.later(_put, keys, partition_id, fields, tags, data_parser)
+    return await current_client()._performer.do_async(_put, keys, partition_id, fields, tags, data_parser)
 
 
 def kv_batch_get(keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None) -> TensorDict:
@@ -96,7 +96,7 @@ async def async_kv_batch_get(
     """See `kv_batch_get`."""
     client = current_client()
     arguments = _key_list(keys), partition_id, _field_list(select_fields), client.strict_reads
-    return await client._performer.later(reads.get_keys, *arguments)
+    return await client._performer.do_async(reads.get_keys, *arguments)
 
 
 def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: list[str] | str | None = None) -> TensorDict:
@@ -127,7 +127,7 @@ def kv_clear(keys: list[str] | str, partition_id: str) -> None:
 
 async def async_kv_clear(keys: list[str] | str, partition_id: str) -> None:
     """See `kv_clear`."""
-    await current_client()._performer.later(mine.clear_keys, _key_list(keys), partition_id)
+    await current_client()._performer.do_async(mine.clear_keys, _key_list(keys), partition_id)
 
 
 def _put(

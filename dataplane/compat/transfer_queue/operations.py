@@ -42,8 +42,10 @@ UNNAMED = "_unnamed/"
 ADAPTER = "dataplane.compat.transfer_queue"
 """The partition in which the adapter stores its own data."""
 
-EVERY = Limits().samples
+MAX_SAMPLES = Limits().samples
+"""The maximum number of samples of one claim."""
 TRIES = 8
+"""Attempts at an operation that fails if other clients clear samples meanwhile."""
 
 Found = c.Claimed | c.Listed
 
@@ -88,6 +90,8 @@ def batch_of(
 def _located(
     session_state: SessionState, partition: str, found: Found, fields: Sequence[str]
 ) -> Operation[Sequence[c.FieldLocations]]:
+    """Return where these fields of the samples are, with their hidden columns. Missing fields and cells are allowed.
+    Nothing stays pinned."""
     if not len(found.rows) or not fields:
         return ()
     samples = c.Samples(rows=found.rows, generations=found.generations)
@@ -114,8 +118,8 @@ def named(session_state: SessionState, meta: BatchMeta) -> Operation[list[tuple[
             names, rows = [meta._names[place] for place in places], [meta._rows[place] for place in places]
         else:
             names, rows = yield from _by_index(session_state, partition, generations)
-        mine = Meta(partition_id=partition, task_name=None, sample_ids=names)
-        found.append((places, mine.with_handles(np.array(rows, np.int64), np.array(generations, np.int64))))
+        native = Meta(partition_id=partition, task_name=None, sample_ids=names)
+        found.append((places, native.with_handles(np.array(rows, np.int64), np.array(generations, np.int64))))
     return found
 
 
@@ -123,13 +127,13 @@ def _by_index(
     session_state: SessionState, partition: str, indexes: Sequence[int]
 ) -> Operation[tuple[list[str], list[int]]]:
     """Look up ids and rows by global index. `StorageKeyNotFoundError` for unknown indexes."""
-    every = yield from listed(session_state, partition)
-    places = {generation: place for place, generation in enumerate(every.generations.tolist())}
+    found = yield from listed(session_state, partition)
+    places = {generation: place for place, generation in enumerate(found.generations.tolist())}
     missing = [index for index in indexes if index not in places]
     if missing:
         raise StorageKeyNotFoundError(f"partition {partition!r} has no samples with indexes {first_few(missing)}")
     chosen = [places[index] for index in indexes]
-    return [every.ids[place] for place in chosen], every.rows[chosen].tolist()
+    return [found.ids[place] for place in chosen], found.rows[chosen].tolist()
 
 
 # --- by key
@@ -141,7 +145,7 @@ def of_keys(session_state: SessionState, keys: Sequence[str], partition: str, cr
     try:
         if create:
             yield from put(session_state, keys, partition, None)
-        found = yield from living(session_state, keys, partition)
+        found = yield from listed_keys(session_state, keys, partition)
         if len(found.ids) < len(keys):
             missing = sorted(set(keys).difference(found.ids))
             log.warning("partition %r: the keys %s were not found", partition, first_few(missing))
@@ -151,15 +155,15 @@ def of_keys(session_state: SessionState, keys: Sequence[str], partition: str, cr
         return BatchMeta.empty()
 
 
-def living(session_state: SessionState, keys: Sequence[str], partition: str) -> Operation[c.Listed]:
+def listed_keys(session_state: SessionState, keys: Sequence[str], partition: str) -> Operation[c.Listed]:
     """List the samples of these keys. Missing keys are omitted; a repeated key gets repeated entries."""
-    samples = c.Samples(ids=tuple(keys))
+    samples = wanted = c.Samples(ids=tuple(keys))
     for _ in range(TRIES):
         try:
             return (yield from listed(session_state, partition, samples))
         except (SampleNotFoundError, StaleSampleError):
-            every = c.Samples(ids=tuple(keys))
-            sent = yield Send(c.Locate(partition=partition, samples=every, fields=(), missing_ok=True))
+            # Some are missing. List those that exist now, by handle: if one is cleared before that, look again.
+            sent = yield Send(c.Locate(partition=partition, samples=wanted, fields=(), missing_ok=True))
             yield Post(c.Release(located=sent.number))
             there = sent.result.rows >= 0
             samples = c.Samples(rows=sent.result.rows[there], generations=sent.result.generations[there])
@@ -241,10 +245,10 @@ def put(
 
     while True:
         try:
-            done = yield from put_rows(
+            _, committed = yield from put_rows(
                 session_state, names, ids, partition, encoded, tags, mode, declare, listed=listed
             )
-            return done[1]
+            return committed
         except PartitionNotFoundError:
             yield declare()
         except SchemaError as error:
@@ -276,9 +280,9 @@ def put_batch(session_state: SessionState, meta: BatchMeta, data: Mapping[str, A
     parts = yield from named(session_state, meta)
     for places, names in parts:
         tags = [meta.custom_meta[place] for place in places]
-        mine = data if len(parts) == 1 else columns.rows_at(data, places)
-        told = tag_columns(tags, len(tags)) if any(tags) else ()
-        yield from put(session_state, names, names.partition_id, mine, told)
+        fields = data if len(parts) == 1 else columns.rows_at(data, places)
+        encoded_tags = tag_columns(tags, len(tags)) if any(tags) else ()
+        yield from put(session_state, names, names.partition_id, fields, encoded_tags)
 
 
 def clear_batch(session_state: SessionState, meta: BatchMeta) -> Operation[None]:
@@ -288,9 +292,9 @@ def clear_batch(session_state: SessionState, meta: BatchMeta) -> Operation[None]
         try:
             rows, generations = part._rows, part.global_indexes
             if rows is None:
-                every = yield from listed(session_state, partition)
-                there = np.isin(every.generations, generations)
-                rows, generations = every.rows[there].tolist(), every.generations[there].tolist()
+                found = yield from listed(session_state, partition)
+                chosen = np.isin(found.generations, generations)
+                rows, generations = found.rows[chosen].tolist(), found.generations[chosen].tolist()
             samples = c.Samples(rows=np.array(rows, np.int64), generations=np.array(generations, np.int64))
             yield Send(c.Clear(partition=partition, samples=samples))
         except PartitionNotFoundError:
@@ -303,8 +307,8 @@ def set_tags(session_state: SessionState, meta: BatchMeta) -> Operation[None]:
         try:
             for places, names in (yield from named(session_state, part)):
                 tags = tag_columns([part.custom_meta[place] for place in places], len(places))
-                told = c.SetTags(partition=names.partition_id, samples=samples_of(names), tags=tags)
-                yield from naming(names.sample_ids, told)
+                command = c.SetTags(partition=names.partition_id, samples=samples_of(names), tags=tags)
+                yield from naming(names.sample_ids, command)
         except PartitionNotFoundError:
             log.warning("partition %r was not found; its custom_meta is ignored", part.partition_ids[0])
 
@@ -321,7 +325,7 @@ def whole_partition(session_state: SessionState, partition: str, fields: Sequenc
 def partitions(session_state: SessionState) -> Operation[list[str]]:
     """Return the names of all partitions except the adapter's own."""
     report = yield from stats(session_state)
-    return [found.partition for found in report.partitions if found.partition != ADAPTER]
+    return [part.partition for part in report.partitions if part.partition != ADAPTER]
 
 
 def consumption(
@@ -330,24 +334,24 @@ def consumption(
     """Return the indexes of the samples, and 1 for each sample that the task has claimed. Each of the `expected`
     samples that has not been created yet has the index -1."""
     try:
-        every = yield from listed(session_state, partition)
+        found = yield from listed(session_state, partition)
     except PartitionNotFoundError:
         return None, None
-    look = c.Claim(
-        partition=partition, task=task, fields=(), batch_size=EVERY, min_batch_size=1, blocking=False, peek=True
+    peek = c.Claim(
+        partition=partition, task=task, fields=(), batch_size=MAX_SAMPLES, min_batch_size=1, blocking=False, peek=True
     )
     try:
-        unclaimed = (yield Send(look)).result.generations
+        unclaimed = (yield Send(peek)).result.generations
     except TaskNotFoundError:
-        unclaimed = every.generations
+        unclaimed = found.generations
     coming = 0
-    if len(every.generations) < expected:
+    if len(found.generations) < expected:
         report = yield from stats(session_state)
-        born = [found.born for found in report.partitions if found.partition == partition]
-        coming = max(expected - sum(born), 0)
-    status = ~np.isin(every.generations, unclaimed)
+        created = sum(part.born for part in report.partitions if part.partition == partition)
+        coming = max(expected - created, 0)
+    status = ~np.isin(found.generations, unclaimed)
     return (
-        torch.cat([torch.from_numpy(every.generations.copy()), torch.full((coming,), -1)]),
+        torch.cat([torch.from_numpy(found.generations.copy()), torch.full((coming,), -1)]),
         torch.cat([torch.from_numpy(status.astype(np.int8)), torch.zeros(coming, dtype=torch.int8)]),
     )
 
@@ -361,12 +365,12 @@ def production(
         described = (yield Send(c.Describe(partition=partition))).result
         if not fields or any(name not in described.fields for name in fields):
             return None, None
-        every = yield from listed(session_state, partition)
-        located = yield from _located(session_state, partition, every, fields)
+        found = yield from listed(session_state, partition)
+        located = yield from _located(session_state, partition, found, fields)
     except PartitionNotFoundError:
         return None, None
-    status = columns.produced(located, len(every.ids), fields)
-    return torch.from_numpy(every.generations.copy()), torch.from_numpy(status)
+    status = columns.produced(located, len(found.ids), fields)
+    return torch.from_numpy(found.generations.copy()), torch.from_numpy(status)
 
 
 def reset(session_state: SessionState, partition: str, task: str | None) -> Operation[bool]:
@@ -374,9 +378,9 @@ def reset(session_state: SessionState, partition: str, task: str | None) -> Oper
     for _ in range(TRIES):
         try:
             tasks = (yield Send(c.Describe(partition=partition))).result.tasks
-            every = yield from listed(session_state, partition)
-            samples = c.Samples(rows=every.rows, generations=every.generations)
-            for name in tasks if task is None else [found for found in tasks if found == task]:
+            found = yield from listed(session_state, partition)
+            samples = c.Samples(rows=found.rows, generations=found.generations)
+            for name in tasks if task is None else [known for known in tasks if known == task]:
                 yield Send(c.Nack(partition=partition, task=name, samples=samples))
         except PartitionNotFoundError:
             log.warning("partition %r was not found; no claims were reset", partition)

@@ -34,7 +34,7 @@ class Performer:
         with translated():
             return self.client.perform(operation, *args)
 
-    async def later(self, operation: Callable[..., Operation[T]], *args: Any) -> T:
+    async def do_async(self, operation: Callable[..., Operation[T]], *args: Any) -> T:
         """Perform the operation and await its result. `AsyncDataPlaneClient` documents the effect of a cancellation."""
         with translated():
             return await asyncio.wrap_future(self._awaited.get().submit(operation, *args))

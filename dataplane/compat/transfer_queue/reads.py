@@ -15,7 +15,7 @@ from dataplane.client.session_state import SessionState
 from dataplane.compat.transfer_queue import columns
 from dataplane.compat.transfer_queue.errors import StorageKeyNotFoundError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
-from dataplane.compat.transfer_queue.operations import living, named
+from dataplane.compat.transfer_queue.operations import listed_keys, named
 from dataplane.errors import FieldNotFoundError, FieldNotProducedError, PartitionNotFoundError, first_few
 from dataplane.ledger import commands as c
 
@@ -41,6 +41,7 @@ def get_keys(
 def _all(
     session_state: SessionState, keys: Sequence[str], partition: str, fields: Sequence[str] | None
 ) -> Operation[TensorDict]:
+    """Return the fields (None: those that all keys have) of these keys. A missing key or field is an error."""
     if fields is None:
         listed = yield Send(c.List(partition=partition, samples=c.Samples(ids=tuple(keys))))
         fields = listed.result.fields
@@ -69,13 +70,13 @@ def _present(
     """Return the keys that exist, and their fields. Missing keys and fields are logged."""
     try:
         wanted = list(
-            dict.fromkeys((yield from living(session_state, keys, partition)).fields if fields is None else fields)
+            dict.fromkeys((yield from listed_keys(session_state, keys, partition)).fields if fields is None else fields)
         )
         if wanted:
             places, read = yield from get.get_present(session_state, keys, partition, wanted)
             found, data = [keys[place] for place in places], columns.from_columns(read)
         else:
-            found, data = list((yield from living(session_state, keys, partition)).ids), _nothing()
+            found, data = list((yield from listed_keys(session_state, keys, partition)).ids), _nothing()
     except PartitionNotFoundError:
         found, data = [], _nothing()
     if not found:
@@ -86,7 +87,7 @@ def _present(
         _left_out(session_state, "fields", partition, [name for name in wanted if name not in data])
     if data.keys():
         return found, data
-    if not (yield from living(session_state, found, partition)).fields:
+    if not (yield from listed_keys(session_state, found, partition)).fields:
         raise _no_fields(partition, keys)
     return found, _nothing()
 
@@ -125,7 +126,7 @@ def get_batch(session_state: SessionState, meta: BatchMeta) -> Operation[TensorD
     parts = yield from named(session_state, meta)
     fields = meta.field_names
     if len(parts) == 1:
-        names = parts[0][1]
+        [(_, names)] = parts
         return (yield from _strictly(session_state, names, names.partition_id, fields))
     rows: dict[str, list[Any]] = {name: [None] * meta.size for name in fields}
     for places, names in parts:

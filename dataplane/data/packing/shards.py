@@ -141,14 +141,14 @@ def plan_shards(
         algorithm = given.get("algorithm", PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING)
         packer = get_packer(algorithm, budget, min_bin_count=shards, bin_count_multiple=shards)
         _, tokens = _lengths(given, lengths_of, size, budget, multiple, name)
-        near = None if locality is None else locality.numbered(size, shards)
-        return _packed(tokens, packer, shards, per_batch, near, largest_first=order == "largest_first")
+        numbered = None if locality is None else locality.numbered(size, shards)
+        return _packed(tokens, packer, shards, per_batch, numbered, largest_first=order == "largest_first")
     if dynamic_batching_args is not None:
         given = _Arguments("dynamic_batching_args", dynamic_batching_args)
         budget, multiple = given.budget(), given.count("sequence_length_round", 1)
         lengths, tokens = _lengths(given, lengths_of, size, budget, multiple, name)
-        near = None if locality is None else locality.numbered(size, shards)
-        return _dynamic(lengths, tokens, budget, shards, per_batch, near)
+        numbered = None if locality is None else locality.numbered(size, shards)
+        return _dynamic(lengths, tokens, budget, shards, per_batch, numbered)
     plan = _plain(size, shards, per_batch)
     return plan if locality is None else _improve_plain(plan, size, per_batch, locality)
 
@@ -301,7 +301,8 @@ def _improve_packed(
     homes: Int64s,
     hosts: Int64s,
 ) -> Int64s:
-    """Exchange bins between shards, then rows between bins, in place. Return the tokens of each bin."""
+    """Exchange bins between shards, then rows between bins, in place. loads: the tokens of each bin; dealt: the bins of
+    each shard. Return the new tokens of each bin."""
     exchange_bins(bins, loads, dealt, tokens, homes, hosts)
     if packer.keeps_order:
         return loads
@@ -322,17 +323,19 @@ def _packed(
     packer: SequencePacker,
     shards: int,
     per_batch: int,
-    near: tuple[Int64s, Int64s] | None,
+    locality: tuple[Int64s, Int64s] | None,
     *,
     largest_first: bool,
 ) -> list[Shard]:
-    """Pack each global batch into bins and assign the bins to shards."""
+    """Pack each global batch into bins and assign the bins to shards. tokens: the rounded lengths; locality: see
+    `Locality.numbered`."""
     batches = []
     for first in range(0, len(tokens), per_batch or 1):
         here = slice(first, first + per_batch)
         bins, loads, dealt = balanced(packer, tokens[here], shards)
-        if near is not None:
-            loads = _improve_packed(bins, loads, dealt, tokens[here], packer, near[0][here], near[1])
+        if locality is not None:
+            homes, hosts = locality
+            loads = _improve_packed(bins, loads, dealt, tokens[here], packer, homes[here], hosts)
         counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
         rows = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=counts.sum()) + first
         batch = []
@@ -349,23 +352,26 @@ def _packed(
 
 
 def _dynamic(
-    lengths: Int64s, tokens: Int64s, budget: int, shards: int, per_batch: int, near: tuple[Int64s, Int64s] | None
+    lengths: Int64s, tokens: Int64s, budget: int, shards: int, per_batch: int, locality: tuple[Int64s, Int64s] | None
 ) -> list[Shard]:
-    """Deal each global batch by length and cut it into micro-batches of equal shapes on all shards."""
+    """Deal each global batch by length and cut it into micro-batches of equal shapes on all shards. tokens: the rounded
+    lengths; locality: see `Locality.numbered`."""
     batches = []
     for first in range(0, len(tokens), per_batch or 1):
         rising = first + np.argsort(lengths[first : first + per_batch], kind="stable")
-        grid = rising.reshape(-1, shards)  # [rows of a shard, shards]
+        grid = rising.reshape(-1, shards)  # [rows of a shard, shards]; the last column has the longest rows
         ends, widths = _cut_micro_batches(tokens[grid[:, -1]].tolist(), budget)
-        if near is not None:
+        if locality is not None:
+            homes, hosts = locality
             here = slice(first, first + per_batch)
-            grid = first + _improve_dynamic(grid - first, ends, lengths[here], near[0][here], near[1])
+            grid = first + _improve_dynamic(grid - first, ends, lengths[here], homes[here], hosts)
         batches.append([Shard(rows, [_ranges(ends)], [list(widths)], [len(rows)]) for rows in grid.T])
     return [_joined([parts[shard] for parts in batches]) for shard in range(shards)]
 
 
 def _improve_dynamic(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: Int64s, hosts: Int64s) -> Int64s:
-    """Improve the locality of `grid` by exchanging rows within their micro-batch."""
+    """Return `grid`, `[rows of a shard, shards]`, with its locality improved by exchanging rows within their
+    micro-batch."""
     shards = grid.shape[1]
     rising = _inverse(grid.reshape(-1)).tolist()
     parts = [grid[start:end].T.tolist() for start, end in pairwise([0, *ends])]

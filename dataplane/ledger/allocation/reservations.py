@@ -142,10 +142,10 @@ class Reservations:
                 short = want.total
             if self.evictions.in_vain(partition, excess=excess, short=short, update=want.update):
                 return None
-            made = self.evictions.make_space(partition, excess=excess, short=short, update=want.update)
-            if made is None:
+            evicted = self.evictions.make_space(partition, excess=excess, short=short, update=want.update)
+            if evicted is None:
                 return None
-            parked.evicted += made
+            parked.evicted += evicted
             granted = self._take(parked)
             if granted is not None or self._growing(want):
                 return granted
@@ -258,7 +258,8 @@ class Reservations:
         return next(filter(self._holds_up, WaitQueues(self.state.space_waiters[True].values())), None)
 
     def _judge(self, parked: ParkedAllocate, *, behind: bool) -> bool:
-        """Serve or end this call. Return whether it still waits."""
+        """Serve this waiting call if it can be served now, or end it with its error. Return whether it still waits.
+        `behind`: see `_serve`."""
         try:
             result = self._attempt(parked, behind=behind)
         except DataPlaneError as error:
@@ -287,9 +288,10 @@ class Reservations:
         return over_budget or not self._growing(want)
 
     def _growing(self, want: Want) -> bool:
+        """Return whether arenas are growing or being compacted, after which there may be enough bytes for the put."""
         units = self._open_units()
-        asked = [unit.space_requested(update=want.update) + self.state.compacting_bytes(unit) for unit in units]
-        return sum(max(more, 0) for more in asked) >= want.total and self._more_to_come(units)
+        expected = [unit.space_requested(update=want.update) + self.state.compacting_bytes(unit) for unit in units]
+        return sum(max(nbytes, 0) for nbytes in expected) >= want.total and self._more_to_come(units)
 
     def _more_to_come(self, units: list[Unit]) -> bool:
         """Return whether one of these arenas is growing or being compacted."""
@@ -309,12 +311,15 @@ class Reservations:
         return min((unit.retry_at for unit in units), default=float("inf"))
 
     def grow_ahead(self, unit: Unit) -> None:
+        """Request growth of the arena if little of its backed space is free."""
         self._ask(unit, growth_ahead(unit))
 
     def out_of_space(self, parked: ParkedAllocate) -> DataPlaneError:
         """Return the error that names the holders of the space, or the put that this one waits for."""
         command, waited_s = parked.command, self.state.now - parked.since
-        moving, earlier = command.moving, None if command.moving else self._line(parked)[1]
+        moving, earlier = command.moving, None
+        if not moving:
+            _, earlier = self._line(parked)
         return out_of_space(
             self.state, parked.partition, parked.total, waited_s, update=command.update, moving=moving, earlier=earlier
         )
@@ -371,6 +376,7 @@ class Reservations:
         return pieces
 
     def _ask(self, unit: Unit, backed_bytes: int | None) -> None:
+        """Order the unit to grow its arena to `backed_bytes` (None: no order)."""
         if backed_bytes is not None:
             if not unit.asked:
                 unit.ordered_at = self.state.now
@@ -455,7 +461,8 @@ class PreallocatedPut(PutReservation):
         """Take the bytes out of the space, as one extent per column."""
         if self.place is not None:
             pieces = self.space.pieces[0]
-            left = extents.cut(pieces[self.place][2], self.offset, sum(self.nbytes))
+            _, _, whole, _ = pieces[self.place]
+            left = extents.cut(whole, self.offset, sum(self.nbytes))
             pieces[self.place : self.place + 1] = [(0, 0, extent, int(extents.starts[extent])) for extent in left]
         offset, account = self.offset, self.partition.account
         for column, sizes, nbytes in zip(self.pieces, self.sizes, self.nbytes, strict=True):

@@ -17,9 +17,9 @@ def refresh(watch: Watch, partition: Partition) -> None:
     """Count the samples that changed since the last call. Returns at once if none did."""
     if watch.counts is None:
         return
-    again, earliest = _recount(watch.counts, partition, watch.ready_index)
+    all_again, earliest = _recount(watch.counts, partition, watch.ready_index)
     after = watch.command.partial_after_s
-    if again:
+    if all_again:
         watch.next_at = NEVER
     if after is not None:
         watch.next_at = min(watch.next_at, earliest + after)
@@ -36,6 +36,8 @@ def may_serve(watch: Watch, partition: Partition, command: Claim, now: float) ->
 
 
 def _enough(watch: Watch, least: int) -> bool:
+    """Return whether a claim may take at least `least` samples now, which are whole groups if it wants groups. Without
+    conditions and groups, the ready index alone counts."""
     counts = watch.counts
     if counts is None:
         return watch.ready_index.count >= least
@@ -59,22 +61,23 @@ def _recount(counts: Counts, partition: Partition, ready_index: ReadyIndex) -> t
     """Count the samples that changed. Return whether all samples were counted again, and the earliest creation
     time in a group that changed."""
     tag = partition.tags.columns.get(counts.command.group_by) if counts.groups is not None else None
-    again = counts.stale or (tag is not None and tag.values.dtype.str != counts.typed)
-    if not again and not counts.noted:
+    all_again = counts.stale or (tag is not None and tag.values.dtype.str != counts.typed)
+    if not all_again and not counts.noted:
         return False, NEVER
-    rows = np.unique(np.concatenate(counts.noted)) if counts.noted and not again else partition.rows.in_order()
+    rows = np.unique(np.concatenate(counts.noted)) if counts.noted and not all_again else partition.rows.in_order()
     counts.noted, counts.noted_rows = [], 0
     counts.stale = True  # cleared at the end: after an exception, everything is counted again
-    if again:
+    if all_again:
         _begin(counts, tag)
     if len(counts.states) < partition.rows.capacity:
         counts.states = grown(counts.states, partition.rows.capacity)
     earliest = _count(counts, partition, ready_index, rows, tag)
     counts.stale = False
-    return again, earliest
+    return all_again, earliest
 
 
 def _begin(counts: Counts, tag: Tag | None) -> None:
+    """Clear the counts, before all samples are counted again. tag: by which samples are grouped, if it exists."""
     counts.states[:] = 0
     counts.hits = counts.open = 0
     counts.typed = "" if tag is None else tag.values.dtype.str
@@ -89,12 +92,12 @@ def _count(counts: Counts, partition: Partition, ready_index: ReadyIndex, rows: 
     mine = rows[free]
     where = conditions(partition.version, command)
     ready, matching = partition.ready(task, ready_index.fields, mine), tags.matches(where, mine)
-    hit, may = ready & matching, tags.undecided(where, mine) | (matching & ~ready)
+    hit, possible = ready & matching, tags.undecided(where, mine) | (matching & ~ready)
     if counts.groups is not None:
         tagged = tags.present(command.group_by, mine)
-        hit, may = hit & tagged, may | (matching & ~tagged)
+        hit, possible = hit & tagged, possible | (matching & ~tagged)
     old, new = counts.states[rows], np.zeros(len(rows), np.int8)
-    new[free] = np.where(hit, HIT, np.where(may, OPEN, 0))
+    new[free] = np.where(hit, HIT, np.where(possible, OPEN, 0))
     counts.hits += int(np.count_nonzero(new == HIT)) - int(np.count_nonzero(old == HIT))
     counts.open += int(np.count_nonzero(new == OPEN)) - int(np.count_nonzero(old == OPEN))
     counts.states[rows] = new

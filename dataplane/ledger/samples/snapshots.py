@@ -34,33 +34,34 @@ class Saves:
     # --- saving
 
     def save(self, session: Session, number: int, command: c.Save) -> c.Saved:
-        """Save all partitions or none: an unknown partition pins nothing."""
+        """Save these partitions (none named: all published ones), all or none: after an error, nothing is pinned."""
         check_limit(
             "saves held by one session", len(session.saves) + 1, self.state.limits.saves, "Release a save first."
         )
-        every = [name for name, partition in self.state.partitions.items() if partition.owner is None]
-        names = command.partitions or tuple(every)
+        published = [name for name, partition in self.state.partitions.items() if partition.owner is None]
+        names = command.partitions or tuple(published)
         if len(set(names)) != len(names):
             raise InvalidRequestError(f"a partition is named twice: {names[:8]}")
         found = [self.state.partition(name) for name in names]
-        taken = {partition.name: self._snapshot(partition) for partition in found}
+        snapshots = {partition.name: self._snapshot(partition) for partition in found}
         described = [self._described(partition) for partition in found]
-        held = np.zeros(self.state.extents.high, np.bool_)
+        in_use = np.zeros(self.state.extents.high, np.bool_)
         for field in [field for partition in found for field in partition.fields.values()]:
-            held[field.extents] = True
-        held[0] = False
-        pinned = np.flatnonzero(held).astype(np.int32)
+            in_use[field.extents] = True
+        in_use[0] = False  # extent 0 means "no extent"
+        pinned = np.flatnonzero(in_use).astype(np.int32)
         self.state.extents.pin(pinned)
         session.pins[number] = pinned
-        session.saves[number] = taken
+        session.saves[number] = snapshots
         return c.Saved(partitions=tuple(described))
 
     def _snapshot(self, partition: Partition) -> Snapshot:
+        """Copy the tags and the locations of the cells of all live samples, oldest first."""
         rows = partition.rows.in_order()
         tags = Tags(len(rows))
         for name, tag in partition.tags.columns.items():
-            kept = tags.columns[name] = Tag(tag.values.dtype, 0)
-            kept.values, kept.present = tag.values[rows], tag.present[rows]
+            copied = tags.columns[name] = Tag(tag.values.dtype, 0)
+            copied.values, copied.present = tag.values[rows], tag.present[rows]
         fields = {}
         for name, field in partition.fields.items():
             extents, offsets, lengths = cells_of(field, rows)
@@ -70,6 +71,7 @@ class Saves:
         return Snapshot(partition.rows.names_of(rows), tags, fields)
 
     def _described(self, partition: Partition) -> c.SavedPartition:
+        """Return the state of the partition besides its samples, which `publish` restores."""
         rows = partition.rows.in_order()
         tasks = [
             c.SavedTask(name=name, claimed=np.packbits(task.for_good(rows)).tobytes())
@@ -93,14 +95,14 @@ class Saves:
 
     def read_saved(self, session: Session, number: int, command: c.ReadSaved) -> c.SavedRows:
         """Return a range of saved samples."""
-        taken = session.saves.get(command.saved)
-        if taken is None:
+        snapshots = session.saves.get(command.saved)
+        if snapshots is None:
             raise InvalidRequestError(
                 f"call {command.saved} of session {session.number} holds no saved partitions (released or never made)"
             )
-        snapshot = taken.get(command.partition)
+        snapshot = snapshots.get(command.partition)
         if snapshot is None:
-            raise PartitionNotFoundError(partition=command.partition, known=list(taken))
+            raise PartitionNotFoundError(partition=command.partition, known=list(snapshots))
         first, last = command.first, command.last
         if not 0 <= first <= last <= len(snapshot.ids):
             raise InvalidRequestError(f"samples [{first}, {last}): out of range, {len(snapshot.ids)} were saved")
@@ -139,7 +141,8 @@ class Saves:
         return c.Done()
 
     def publish(self, session: Session, number: int, command: c.Publish) -> c.Done:
-        """Check everything, then change everything."""
+        """Rename staged partitions to the names of the saved ones, replace those of these names, and restore the saved
+        state. Everything is checked before the first change."""
         state = self.state
         staged, wanted = command.staged, command.partitions
         names = [saved.partition for saved in wanted]
@@ -150,16 +153,16 @@ class Saves:
         found = [state.partition(name) for name in staged]
         for partition, saved in zip(found, wanted, strict=True):
             self._check(session, partition, saved)
-            there = state.partitions.get(saved.partition)
-            if there is not None and there not in found and not command.replace:
+            existing = state.partitions.get(saved.partition)
+            if existing is not None and existing not in found and not command.replace:
                 raise PartitionExistsError(partition=saved.partition)
         leases = [[lease for lease in state.leases.open.values() if lease.partition == name] for name in staged]
         for name in staged:
             del state.partitions[name]
         for partition, saved, leased in zip(found, wanted, leases, strict=True):
-            there = state.partitions.get(saved.partition)
-            if there is not None:
-                state.drop(there)
+            existing = state.partitions.get(saved.partition)
+            if existing is not None:
+                state.drop(existing)
             partition.name, partition.owner, partition.wakes_at = saved.partition, None, float("inf")
             state.partitions[saved.partition] = partition
             for lease in leased:
@@ -201,9 +204,9 @@ class Saves:
     def _claim(self, partition: Partition, saved: c.SavedPartition) -> None:
         """Restore the claims of the saved tasks."""
         rows = partition.rows.in_order()
-        for kept in saved.tasks:
-            task = partition.tasks[kept.name]
-            bits = np.unpackbits(np.frombuffer(kept.claimed, np.uint8), count=len(rows)).astype(np.bool_)
+        for saved_task in saved.tasks:
+            task = partition.tasks[saved_task.name]
+            bits = np.unpackbits(np.frombuffer(saved_task.claimed, np.uint8), count=len(rows)).astype(np.bool_)
             chosen = rows[bits & (task.claim_ids[rows] == 0)]
             task.take(chosen, self.state.serial())
             partition.reclaimed(task, chosen)

@@ -157,7 +157,7 @@ class Task:
 class ReadyIndex:
     """Index of the samples that are unclaimed by one task and have all of `fields`: flags by age position.
 
-    All set flags are in [low, high). `waiters` counts the parked claims that use this index.
+    All set flags are in [low, high); `count` is their number. `waiters` counts the parked claims that use this index.
     """
 
     def __init__(self, task: Task, fields: tuple[str, ...], positions: int) -> None:
@@ -178,18 +178,18 @@ class ReadyIndex:
             self.flags = grown(self.flags, next_capacity(len(self.flags), top))
         self.count -= int(np.count_nonzero(self.flags[positions]))
         self.flags[positions] = ready
-        now = positions[ready]
-        if not len(now):
+        added = positions[ready]
+        if not len(added):
             return
-        bottom = int(now.min())
-        self.low = bottom if not self.count else min(self.low, bottom)
-        self.high = int(now.max()) + 1 if not self.count else max(self.high, int(now.max()) + 1)
-        self.count += len(now)
+        low, high = int(added.min()), int(added.max()) + 1
+        self.low = low if not self.count else min(self.low, low)
+        self.high = high if not self.count else max(self.high, high)
+        self.count += len(added)
 
-    def compact(self, kept: Int64s) -> None:
-        """Renumber the positions: `kept[i]` becomes i."""
-        flags = np.zeros(next_capacity(0, len(kept)), np.bool_)
-        inside = kept[kept < len(self.flags)]
+    def compact(self, remaining: Int64s) -> None:
+        """Renumber the remaining positions, which are ascending: `remaining[i]` becomes i."""
+        flags = np.zeros(next_capacity(0, len(remaining)), np.bool_)
+        inside = remaining[remaining < len(self.flags)]
         flags[: len(inside)] = self.flags[inside]
         self.flags, self.low, self.high = flags, 0, len(inside)
 
@@ -207,7 +207,7 @@ class ReadyIndex:
         return self._oldest(wanted) if order is Order.OLDEST else self._freshest(wanted)
 
     def _oldest(self, wanted: int) -> Int64s:
-        """Scan forward from `low`, and raise `low` to the first set flag."""
+        """Return the first `wanted` positions. Scan forward from `low`, and raise it to the first set flag."""
         parts: list[Int64s] = []
         at, left = self.low, wanted
         while left > 0 and at < self.high:
@@ -221,7 +221,8 @@ class ReadyIndex:
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     def _freshest(self, wanted: int) -> Int64s:
-        """Scan backward from `high`, and lower `high` to the last set flag."""
+        """Return the last `wanted` positions, latest first. Scan backward from `high`, and lower it to the end of the
+        last set flag."""
         parts: list[Int64s] = []
         at, left = self.high, wanted
         while left > 0 and at > self.low:
@@ -321,12 +322,14 @@ class Leases:
         self._rebuild()
 
     def _look_at(self, lease: Lease, when: float) -> None:
+        """Set the time of the next check of the lease."""
         lease.looked_at = when
         heapq.heappush(self.ends, (when, lease.claim))
         if len(self.ends) > 2 * len(self.open) + SLACK:
             self._rebuild()
 
     def _rebuild(self) -> None:
+        """Rebuild the heap without outdated entries."""
         self.ends = [(lease.looked_at, lease.claim) for lease in self.open.values()]
         heapq.heapify(self.ends)
 
