@@ -109,6 +109,29 @@ def test_positions_become_ids() -> None:
     assert "'b'" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (e.AuthenticationError(peer="x:1", why="no token"), "x:1 rejected this client: no token. Pass the service's"),
+        (e.AuthenticationError(peer="x:1", why="a token", hint="Unset it."), "this client: a token. Unset it."),
+        (e.StorageUnitError(unit=1, endpoint="tcp://x", why="gone"), "storage unit 1 at tcp://x: gone"),
+        (e.StorageUnitError(unit=1, endpoint="", why="gone"), "storage unit 1: gone"),
+        (e.StorageUnitError(unit=1, endpoint="?", why="gone"), "storage unit 1: gone"),
+        (
+            e.ServiceRestartedError(expected_epoch=1, got_epoch=2, what="unit 3"),
+            "restarted. Repeat the call; if it fails again, connect a new client and put lost samples again.",
+        ),
+        (
+            e.ServiceRestartedError(expected_epoch=1, got_epoch=2, what="the service", lost="all"),
+            "lost: all. Connect a new client and put lost samples again.",
+        ),
+    ],
+)
+def test_the_remedy_fits_the_cause(error: e.DataPlaneError, says: str) -> None:
+    assert says in str(error)
+    assert says in str(e.from_wire(*e.to_wire(error)))
+
+
 def test_an_error_of_a_newer_service_is_still_an_error() -> None:
     assert "FutureError" in str(e.from_wire("FutureError", b"\x80"))
 

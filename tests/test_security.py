@@ -76,7 +76,7 @@ CLIENTS = {
 REFUSED: list[tuple[str, str, type[Exception], str]] = [
     ("token", "plain", AuthenticationError, "no token was given.*config.token"),
     ("token", "wrong token", AuthenticationError, "the token is wrong"),
-    ("plain", "token", AuthenticationError, "the server there has none"),
+    ("plain", "token", AuthenticationError, "the server there has none.*unset this client's token"),
     ("plain", "tls", TlsError, "does not use TLS, and this client does.*tls_"),
     ("token", "tls and token", TlsError, "does not use TLS"),
     ("tls", "plain", TlsError, "uses TLS, and this client does not.*tls_cert_file"),

@@ -109,7 +109,11 @@ class MessageBacklogError(BadRequestError):
 
 class MessengerClosedError(BadRequestError):
     def __init__(self, *, worker: str) -> None:
-        super().__init__(f"the messenger of worker {worker} was closed", worker=worker)
+        super().__init__(
+            f"the messenger of worker {worker} was closed; complete its operations before the worker ends, or launch "
+            "it again",
+            worker=worker,
+        )
 
 
 class NotSerializableError(DataPlaneError, TypeError):
@@ -149,7 +153,12 @@ class DeviceLockTimeoutError(WaitTimeoutError):
 
 class MessageTimeoutError(WaitTimeoutError):
     def __init__(self, *, what: str, waited_s: float) -> None:
-        super().__init__(f"{what}: not within {waited_s:.1f} s", what=what, waited_s=waited_s)
+        super().__init__(
+            f"{what}: not done within {waited_s:.1f} s; check that the other end is running and makes the matching "
+            "call, or wait longer",
+            what=what,
+            waited_s=waited_s,
+        )
 
 
 class WorkerLostError(ServiceError):

@@ -74,5 +74,8 @@ def _value(text: str, value: str) -> Scalar:
         if quoted:
             return value[1:-1]
     if _NO_WORD.search(value):
-        raise InvalidRequestError(f"{text!r}: quote a text of several words, and pass several conditions as a list")
+        raise InvalidRequestError(
+            f'{text!r}: cannot read the value {value!r}; quote a text of several words (source == "two words"), use '
+            "'in' for a list of values, and pass several conditions as a list"
+        )
     return value

@@ -61,7 +61,9 @@ def as_lengths(lengths: Lengths, *, rows: int | None = None) -> Tensor:
         raise InvalidRequestError(f"got {len(tensor)} lengths for {rows} rows")
     tensor = tensor.to(device="cpu", dtype=torch.int64)
     if len(tensor) and int(tensor.min()) < 0:
-        raise InvalidRequestError(f"lengths must not be negative, got {int(tensor.min())}")
+        raise InvalidRequestError(
+            f"lengths must not be negative, got {int(tensor.min())} in row {int(tensor.argmin())}"
+        )
     return tensor
 
 

@@ -386,7 +386,10 @@ def _places(indices: Any, size: int) -> Int64s:
         raise InvalidRequestError(f"indices must be integers [M], got {given.dtype} of shape {list(given.shape)}")
     wrong = (given < 0) | (given >= size)
     if wrong.any():
-        raise InvalidRequestError(f"index {given[wrong][0]} is outside a meta of {size} samples")
+        raise InvalidRequestError(
+            f"index {given[wrong][0]} is outside a meta of {size} samples: indices count from 0, negative ones are not "
+            "supported"
+        )
     return given.astype(np.int64)
 
 

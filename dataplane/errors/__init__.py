@@ -259,8 +259,8 @@ class StaleCallError(BadRequestError):
 
     def __init__(self, *, session: int, number: int, watermark: int) -> None:
         super().__init__(
-            f"call {number} of session {session} is already answered or cancelled (the watermark is {watermark}) and "
-            "is not executed again",
+            f"call {number} of session {session} is not executed again: it was already answered or cancelled, like all "
+            f"calls below {watermark}",
             session=session,
             number=number,
             watermark=watermark,

@@ -108,7 +108,10 @@ class FieldNotProducedError(_SamplesError):
         super().__init__(field=field, **facts)
 
     def describe(self, names: str, *, partition: str, **more: Any) -> str:
-        return f"field {more['field']!r} has not been produced for sample {names} of partition {partition!r}"
+        return (
+            f"field {more['field']!r} has not been produced for sample {names} of partition {partition!r}; put it "
+            "first, or name the field in claim_meta, which waits for it"
+        )
 
 
 class StaleSampleError(_SamplesError):

@@ -21,12 +21,9 @@ class ServiceUnavailableError(ServiceError):
 class AuthenticationError(ServiceError):
     grpc_status = "UNAUTHENTICATED"
 
-    def __init__(self, *, peer: str, why: str) -> None:
-        super().__init__(
-            f"{peer} rejected this client: {why}. Pass the service's token (config.token or --token-file).",
-            peer=peer,
-            why=why,
-        )
+    def __init__(self, *, peer: str, why: str, hint: str = "") -> None:
+        remedy = hint or "Pass the service's token (config.token, --token-file or TQ_TOKEN)."
+        super().__init__(f"{peer} rejected this client: {why}. {remedy}", peer=peer, why=why, hint=hint)
 
 
 class TlsError(ServiceError):
@@ -55,7 +52,9 @@ class SessionExpiredError(ServiceError):
 
     def __init__(self, *, session: int, why: str) -> None:
         super().__init__(
-            f"session {session} has ended: {why}. Its claims and reservations were released.", session=session, why=why
+            f"session {session} has ended: {why}. Its claims and reservations were released. Connect a new client.",
+            session=session,
+            why=why,
         )
 
 
@@ -66,9 +65,12 @@ class ServiceRestartedError(ServiceError):
     grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, *, expected_epoch: int, got_epoch: int, what: str, lost: str = "") -> None:
-        since = f"the process restarted without its state; lost: {lost}" if lost else "the process was restarted"
+        since, remedy = "the process was restarted", "Repeat the call; if it fails again, connect a new client"
+        if lost:
+            since, remedy = f"the process restarted without its state; lost: {lost}", "Connect a new client"
         super().__init__(
-            f"{what} belongs to epoch {got_epoch}, expected {expected_epoch}: {since}",
+            f"{what} belongs to epoch {got_epoch}, expected {expected_epoch} (an epoch is one run of a process): "
+            f"{since}. {remedy} and put lost samples again.",
             expected_epoch=expected_epoch,
             got_epoch=got_epoch,
             what=what,
@@ -77,8 +79,11 @@ class ServiceRestartedError(ServiceError):
 
 
 class StorageUnitError(ServiceError):
+    """`endpoint` is "" or "?" if it is unknown."""
+
     def __init__(self, *, unit: int, endpoint: str, why: str) -> None:
-        super().__init__(f"storage unit {unit} at {endpoint}: {why}", unit=unit, endpoint=endpoint, why=why)
+        at = "" if endpoint in ("", "?") else f" at {endpoint}"
+        super().__init__(f"storage unit {unit}{at}: {why}", unit=unit, endpoint=endpoint, why=why)
 
 
 class CallCancelledError(ServiceError):

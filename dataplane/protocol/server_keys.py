@@ -118,7 +118,9 @@ def _proven(answer: pb.Keys, token: str | None, secure: bool, address: str, nonc
     if not secret:
         raise AuthenticationError(peer=peer, why="no token was given")
     if not answer.proof:
-        raise AuthenticationError(peer=peer, why="this client has a token, but the server there has none")
+        why = "this client has a token, but the server there has none"
+        hint = "Check the address, unset this client's token, or start the service with that token."
+        raise AuthenticationError(peer=peer, why=why, hint=hint)
     expected = proof_of(secret, nonce, answer.instance, split_address(address)[1])
     if not hmac.compare_digest(expected, answer.proof):
         why = "the token is wrong, or the server there is not the service: it sent no valid proof for this token"

@@ -196,7 +196,10 @@ class Arena:
                 raise ValueError(f"{path}: the arena file is truncated")
             *_, cookie, before, _, backed = _HEADER.unpack(raw)
             if before >= LAST_EPOCH or backed > capacity:
-                raise ValueError(f"{path}: corrupt header: epoch {before}, {backed} of {capacity} bytes backed")
+                raise ValueError(
+                    f"{path}: corrupt header: epoch {before} (must be below {LAST_EPOCH}), {backed:,} bytes backed "
+                    f"(at most the capacity, {capacity:,})"
+                )
             return cls(Path(path), file, capacity, max(epoch, before + 1), cookie, backed, fsynced)
         except BaseException:
             file.close()

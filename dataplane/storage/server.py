@@ -514,7 +514,10 @@ class BulkServer:
             if start + length > backed:
                 raise self._fault(f"bytes {start} to {start + length} are outside the {backed} backed bytes")
         if sum(lengths) > MAX_REQUEST_BYTES:
-            raise self._fault(f"request of {sum(lengths):,} bytes exceeds the limit of {MAX_REQUEST_BYTES:,}")
+            raise self._fault(
+                f"the ranges of one request have {sum(lengths):,} bytes, more than the fixed limit of "
+                f"{MAX_REQUEST_BYTES:,}; split it into smaller requests"
+            )
         return starts, lengths
 
     def _fault(self, why: str) -> StorageUnitError:

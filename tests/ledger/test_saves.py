@@ -281,19 +281,21 @@ def test_a_lease_given_before_the_publish_ends_in_the_partitions_new_name() -> N
 
 
 @pytest.mark.parametrize(
-    ("changes", "error"),
+    ("changes", "error", "says"),
     [
-        ({"live": 2}, InvalidRequestError),
-        ({"born": 2}, InvalidRequestError),
-        ({"partition": ""}, InvalidRequestError),
-        ({"tasks": (c.SavedTask(name="t", claimed=b""),)}, InvalidRequestError),
-        ({"tasks": (c.SavedTask(name="t", claimed=b"\0\0"),)}, InvalidRequestError),
-        ({"tasks": (c.SavedTask(name="t", claimed=b"\0"),) * 2}, InvalidRequestError),
-        ({"fields": (c.SavedField(name="x", declared=FieldSpec(FieldKind.DENSE)),)}, SchemaError),
-        ({"group_size": 0}, InvalidRequestError),
+        ({"live": 2}, InvalidRequestError, "3 samples were staged, expected 2"),
+        ({"born": 2}, InvalidRequestError, "born=2 samples were created, fewer than the 3 staged"),
+        ({"partition": ""}, InvalidRequestError, None),
+        ({"tasks": (c.SavedTask(name="t", claimed=b""),)}, InvalidRequestError, "task 't': 0 bytes.*expected 1"),
+        ({"tasks": (c.SavedTask(name="t", claimed=b"\0\0"),)}, InvalidRequestError, "task 't': 2 bytes.*expected 1"),
+        ({"tasks": (c.SavedTask(name="t", claimed=b"\0"),) * 2}, InvalidRequestError, None),
+        ({"fields": (c.SavedField(name="x", declared=FieldSpec(FieldKind.DENSE)),)}, SchemaError, None),
+        ({"group_size": 0}, InvalidRequestError, None),
     ],
 )
-def test_a_publish_that_fails_changes_nothing(changes: dict[str, Any], error: type[Exception]) -> None:
+def test_a_publish_that_fails_changes_nothing(
+    changes: dict[str, Any], error: type[Exception], says: str | None
+) -> None:
     driver = Driver()
     client, other = driver.client(), driver.client()
     staged(client)
@@ -301,7 +303,7 @@ def test_a_publish_that_fails_changes_nothing(changes: dict[str, Any], error: ty
     client.register()
     wanted = (described(partition="new"), described(**changes))
     before = canonical(client.stats().partitions)
-    with pytest.raises(error):
+    with pytest.raises(error, match=says):
         client.raise_(c.Publish(staged=("good", "hidden"), partitions=wanted, replace=True))
     with pytest.raises(InvalidRequestError, match="not staged by"):
         other.raise_(c.Publish(staged=("hidden",), partitions=(described(),), replace=True))

@@ -246,10 +246,15 @@ class Messenger:
         """
         broadcast_members.check(workers)
         source = workers[0] if src is None else src
-        for needed in (source, self.address):
+        for role, needed, remedy in (
+            ("src", source, "pass one of them as src, or add it"),
+            ("the calling worker", self.address, "add it, or do not call broadcast here"),
+        ):
             if needed not in workers:
                 names = broadcast_members.listed(workers)
-                raise ValueError(f"{needed} is not among the workers of the broadcast, which are {names}; add it")
+                raise ValueError(
+                    f"{role} {needed} is not among the workers of the broadcast, which are {names}; {remedy}"
+                )
         others = [worker for worker in workers if worker != source]
         stream = broadcast_members.stream_of(workers)
         if source == self.address:

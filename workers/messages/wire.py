@@ -110,7 +110,10 @@ class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         """Raise ValueError for values outside of the bytes of the message."""
         self.layout.check()
         if self.slab is not None and self.slab.nbytes < self.nbytes:
-            raise ValueError(f"message of {self.nbytes} bytes in a slab of {self.slab.nbytes} bytes")
+            raise ValueError(
+                f"message header: {self.nbytes:,} bytes of values do not fit in the shared buffer of "
+                f"{self.slab.nbytes:,} bytes that {self.source} named (a defect of the sender; please report it)"
+            )
 
     @property
     def nbytes(self) -> int:

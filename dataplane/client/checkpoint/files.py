@@ -266,6 +266,10 @@ def lengths_of(opened: OpenedFile, prefix: str, spec: FieldSpec, values: int) ->
     if spec.kind is FieldKind.DENSE:
         return np.ones(values, np.int64)
     lengths = opened.int64s(f"{prefix}/lengths")
-    if len(lengths) != values or (values and not 0 <= int(lengths.min()) <= int(lengths.max()) <= MAX_LENGTH):
-        raise opened.wrong(f"{len(lengths)} lengths for {values} values, or a length out of range ({prefix})")
+    if len(lengths) != values:
+        raise opened.wrong(f"{len(lengths)} lengths for {values} values ({prefix})")
+    if values and not 0 <= int(lengths.min()) <= int(lengths.max()) <= MAX_LENGTH:
+        raise opened.wrong(
+            f"lengths from {int(lengths.min())} to {int(lengths.max())}, expected 0 to {MAX_LENGTH} ({prefix})"
+        )
     return lengths

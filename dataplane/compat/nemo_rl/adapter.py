@@ -29,5 +29,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise ImportError(
         f"{__name__} replaces NeMo-RL's TransferQueue adapter and does not define {name!r}. "
-        "Use the methods of the client, or run without the switch."
+        "Use the methods of the client, or start the program without python -m dataplane.compat.nemo_rl and with "
+        "TQ_REPLACE unset."
     )

@@ -412,7 +412,10 @@ def _check_shares(command: c.Claim) -> None:
             raise InvalidRequestError(f"sampler={command.sampler!r} requires dp_rank, dp_world and step")
         return
     if world is None or step is None or rank is None:
-        raise InvalidRequestError(f"dp_rank={rank}, dp_world={world}, step={step}: a share requires all three")
+        raise InvalidRequestError(
+            f"dp_rank={rank}, dp_world={world}, step={step}: pass all three to claim a rank's share of a step, or "
+            "neither dp_world nor step"
+        )
     if not 0 <= rank < world or step < 0:
         raise InvalidRequestError(
             f"dp_rank={rank}, dp_world={world}, step={step}: rank must be in [0, dp_world), step at least 0"

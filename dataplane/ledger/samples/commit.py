@@ -145,11 +145,14 @@ class Commits:
         return reservation
 
     def check_units(self, reservation: ReservedSpace) -> None:
-        """StorageUnitError or ServiceRestartedError unless all bytes of the space still exist."""
+        """Check that all bytes of the space still exist. StorageUnitError, ServiceRestartedError or
+        InvalidRequestError if some were lost."""
         for number, epoch in reservation.epochs.items():
             self._check_unit(number, epoch)
         if reservation.broken:
-            raise ServiceRestartedError(expected_epoch=self.state.epoch, got_epoch=0, what="the space reserved")
+            raise InvalidRequestError(
+                "some of the reserved space was lost with its storage unit; put the samples again"
+            )
 
     def _check_unit(self, number: int, epoch: int) -> None:
         unit = self.state.units.get(number)

@@ -70,9 +70,10 @@ class Reads:
                 c.FieldLocations(name=name, spec=spec, units=units, offsets=offsets, lengths=lengths, checksums=sums)
             )
             cells.append(extents[extents > 0])
-        pinned = np.unique(np.concatenate(cells)) if cells else np.zeros(0, np.int32)
-        self.state.extents.pin(pinned)
-        session.pins[number] = pinned
+        if not command.unpinned:
+            pinned = np.unique(np.concatenate(cells)) if cells else np.zeros(0, np.int32)
+            self.state.extents.pin(pinned)
+            session.pins[number] = pinned
         generations = (
             np.where(rows >= 0, partition.generations_of(rows), 0) if partition.rows.capacity else np.zeros_like(rows)
         )

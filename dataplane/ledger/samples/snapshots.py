@@ -105,7 +105,10 @@ class Saves:
             raise PartitionNotFoundError(partition=command.partition, known=list(snapshots))
         first, last = command.first, command.last
         if not 0 <= first <= last <= len(snapshot.ids):
-            raise InvalidRequestError(f"samples [{first}, {last}): out of range, {len(snapshot.ids)} were saved")
+            raise InvalidRequestError(
+                f"partition {command.partition!r}: samples [{first}, {last}) were requested, but {len(snapshot.ids)} "
+                f"were saved; expected 0 <= first <= last <= {len(snapshot.ids)}"
+            )
         unknown = [name for name in command.fields if name not in snapshot.fields]
         if unknown:
             raise FieldNotFoundError(partition=command.partition, field=unknown[0], known=list(snapshot.fields))
@@ -182,14 +185,19 @@ class Saves:
             raise InvalidRequestError(f"partition {partition.name!r} was not staged by session {session.number}")
         self.partitions.check(_registration(saved))
         live = partition.rows.live
-        if saved.live != live or saved.born < live:
+        if saved.live != live:
             raise InvalidRequestError(
                 f"partition {saved.partition!r}: {live} samples were staged, expected {saved.live}"
+            )
+        if saved.born < live:
+            raise InvalidRequestError(
+                f"partition {saved.partition!r}: born={saved.born} samples were created, fewer than the {live} staged"
             )
         for task in saved.tasks:
             if len(task.claimed) != -(-live // 8):
                 raise InvalidRequestError(
-                    f"task {task.name!r} has {len(task.claimed)} bytes of claim bits for {live} samples"
+                    f"partition {saved.partition!r}, task {task.name!r}: {len(task.claimed)} bytes of claim bits, "
+                    f"expected {-(-live // 8)} (one bit for each of the {live} staged samples)"
                 )
         for declared in saved.fields:
             field, spec = partition.fields.get(declared.name), declared.declared

@@ -48,7 +48,7 @@ def _settled(source: Messenger) -> None:
 
 def _late(receiver: Messenger, workers: list[Any] = PAIR) -> None:
     """A call whose time is over before its broadcast begins."""
-    with pytest.raises(MessageTimeoutError, match=r"g:.: broadcast from g:0 among g:0, g:1.*: not within"):
+    with pytest.raises(MessageTimeoutError, match=r"g:.: broadcast from g:0 among g:0, g:1.*: not done within"):
         receiver.broadcast(None, workers, timeout_s=0.1)
 
 

@@ -57,7 +57,7 @@ def test_a_cancelled_wait_leaves_the_operation(one_connection: Here) -> None:
 
     receiving = b.recv(A, async_op=True)
     asyncio.run(give_up(receiving))
-    with pytest.raises(MessageTimeoutError, match="g:1: recv from g:0: not within"):
+    with pytest.raises(MessageTimeoutError, match="g:1: recv from g:0: not done within"):
         receiving.wait(timeout=0.01)
     a.send(5, B)
     assert receiving.wait() == 5
@@ -85,7 +85,7 @@ def test_what_follows(one_connection: Here) -> None:
 
 def test_no_operation_waits_without_a_bound(here: Here) -> None:
     a, b = here.workers(2)
-    with pytest.raises(MessageTimeoutError, match=r"g:1: recv from g:0: not within \d"):
+    with pytest.raises(MessageTimeoutError, match=r"g:1: recv from g:0: not done within \d"):
         b.recv(A, timeout_s=0.1)
     with pytest.raises(MessageTimeoutError, match="g:1: recv_tensor from g:0"):
         b.recv_tensor(torch.ones(1), A, timeout_s=0.1)

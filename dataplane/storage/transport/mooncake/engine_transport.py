@@ -63,6 +63,10 @@ MOST_OFFERS = SLOTS // 2
 OFFER_S = 60.0
 """Time after which the unit may reclaim a slot that the client has not settled."""
 MOST_JOBS = 1024
+_NOT_FETCHED = (
+    "the transfer failed, or the sender reused the slot before it was read (harmless if rare; if it repeats, check the "
+    "RDMA network)"
+)
 
 
 class EngineTransport:
@@ -196,7 +200,7 @@ class ClientEngine:
                     raise EngineError(f"the fetch did not complete within {FETCH_S:.0f} s")
                 time.sleep(pause_s(since))
             if not is_there:
-                raise EngineError("the transfer failed, or the slot held another payload")
+                raise EngineError(_NOT_FETCHED)
         except EngineError as error:
             log.warning("Fetch of rows from %s failed; retrying by ZMQ: %s", source.engine, error)
             self._contacts.failed(self._unit.engine)
@@ -281,7 +285,7 @@ class UnitEngine:
             return bool(job.failed)
         is_there = self._slots.fetched(job.slot, job.source)
         if is_there is False:
-            job.failed = "the transfer failed, or the slot held another payload"
+            job.failed = _NOT_FETCHED
             self._contacts.failed(job.source.engine)
         return is_there is not None
 
