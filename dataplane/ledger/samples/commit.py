@@ -145,13 +145,12 @@ class Commits:
         return reservation
 
     def check_units(self, reservation: ReservedSpace) -> None:
-        """Check that all bytes of the space still exist. StorageUnitError, ServiceRestartedError or
-        InvalidRequestError if some were lost."""
+        """Check that all bytes of the space still exist. StorageUnitError or ServiceRestartedError otherwise."""
         for number, epoch in reservation.epochs.items():
             self._check_unit(number, epoch)
         if reservation.broken:
-            raise InvalidRequestError(
-                "some of the reserved space was lost with its storage unit; put the samples again"
+            raise ServiceRestartedError(
+                expected_epoch=self.state.epoch, got_epoch=0, what="some of the space reserved for this put"
             )
 
     def _check_unit(self, number: int, epoch: int) -> None:
