@@ -135,7 +135,7 @@ def test_a_full_arena_is_told_of(service: Server, client: DataPlaneClient, visit
     client.put_samples(["a"], "train", {"image": [torch.zeros(13 << 19, dtype=torch.uint8)]})
     seen = visit(service.http_address)
     page = seen.open()
-    seen.until(".attention li", "Partition train is near its budget: 96% of what new rows may take is used.")
+    seen.until(".attention li", "Partition train is near its budget: 96% of the space for new rows is used.")
     assert page.inner_text(".budget span").startswith("budget: 6.5 MiB of 8.0 MiB (81%), peak 6.5 MiB; when full, ")
     with connect(service.address, client_name="rollout-1", put_timeout_s=600.0) as other, scene.putting(other):
         seen.until(".attention li.bad", "A put of rollout-1 has waited")

@@ -156,11 +156,11 @@ def test_a_drained_unit_says_so(visit: Visitor) -> None:
     with serve({"capacity_bytes": 16 << 20, "units": 2, "http_port": 0}) as server, connect(server.address) as client:
         seen = visit(server.http_address)
         page = seen.open()
-        seen.until(".arena .told", "new rows may take")
+        seen.until(".arena .told", "limit for new rows")
         client.drain(1)
         seen.expected.append("net::ERR")  # the service ends before the page
         seen.until(".arena .told", "draining, gets no new rows")
-        assert page.locator(".arena .told", has_text="new rows may take").count() == 1
+        assert page.locator(".arena .told", has_text="limit for new rows").count() == 1
 
 
 def test_flow_is_charted(service: Server, client: DataPlaneClient, visit: Visitor) -> None:
