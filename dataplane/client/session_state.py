@@ -16,7 +16,7 @@ from dataplane.client.unit_connections import UnitConnections
 from dataplane.config import PUT_TIMEOUT_S, DataPlaneConfig
 from dataplane.core.buffer_pool import BufferPool
 from dataplane.core.types import FieldSpec
-from dataplane.data.columns import warm
+from dataplane.data.columns import from_pool
 from dataplane.data.columns.parallel_copy import Copier, default_threads
 from dataplane.errors import InvalidRequestError
 from dataplane.ledger.commands import Abort, Command, Release
@@ -205,7 +205,7 @@ class SessionState:
         self.connections = UnitConnections(
             config, session=session, lock=lock, memory=self.memory, copier=self.copier.copy
         )
-        self.empty = warm(self.memory)
+        self.empty = from_pool(self.memory)
         self._lock = lock
         self._hold = None if lock is None else Hold(lock)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dataplane.core.buffer_pool import FROM_BYTES, BufferPool
-from dataplane.data.columns import warm
+from dataplane.data.columns import from_pool
 
 MIB = 1 << 20
 
@@ -87,7 +87,7 @@ def test_idle_memory_is_bounded_and_can_be_dropped() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.complex64])
 def test_tensors_of_every_kind(dtype: torch.dtype) -> None:
-    empty = warm(BufferPool(64 * MIB))
+    empty = from_pool(BufferPool(64 * MIB))
     for shape in ((3, 0), (7,), (5, FROM_BYTES, 2)):
         tensor, memory = empty(shape, dtype)
         assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (torch.Size(shape), dtype, True)

@@ -123,15 +123,15 @@ class ArrivedItems:
         """Return the unpacked items, in this process's memory."""
         if self._missing is not None:
             raise self._missing
-        found, at, warm = [], 0, self._line.memory
+        found, at, pool = [], 0, self._line.memory
         for item in self._answer.items:
             if item.space == NOWHERE:
-                found.append(items.unpack(item.head, np.frombuffer(bytearray(item.body), np.uint8), warm, own=True))
+                found.append(items.unpack(item.head, np.frombuffer(bytearray(item.body), np.uint8), pool, own=True))
             elif self._payload is not None:
-                found.append(items.unpack(item.head, self._payload[at : at + item.nbytes], warm, own=True))
+                found.append(items.unpack(item.head, self._payload[at : at + item.nbytes], pool, own=True))
                 at += item.nbytes
             else:
-                found.append(items.unpack(item.head, self._line.mapped(item.space, item.nbytes), warm, own=False))
+                found.append(items.unpack(item.head, self._line.mapped(item.space, item.nbytes), pool, own=False))
         return found
 
 

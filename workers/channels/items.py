@@ -69,9 +69,9 @@ class Parcel(NamedTuple):
         """Return all bytes as consecutive buffers."""
         return self.packed.runs() if self.own is None else [self.own.data]
 
-    def kept(self, warm: BufferPool) -> Parcel:
+    def kept(self, pool: BufferPool) -> Parcel:
         """Return a parcel with a private copy of the bytes."""
-        own = pickling.fresh(self.nbytes, warm)
+        own = pickling.fresh(self.nbytes, pool)
         self.write(own)
         return self._replace(packed=pickling.NOTHING, own=own)
 
@@ -83,6 +83,6 @@ def outline(head: bytes) -> str:
     return f"<{', '.join([*tensors[:OUTLINED], f'{layout.nbytes:,} bytes'])}>"
 
 
-def unpack(head: bytes, memory: Bytes, warm: BufferPool, *, own: bool) -> Unpacked:
+def unpack(head: bytes, memory: Bytes, pool: BufferPool, *, own: bool) -> Unpacked:
     """Unpack an item from all of its bytes. own: see `pickling.unpack`."""
-    return pickling.unpack(_layouts.decode(head), memory, warm, own=own)
+    return pickling.unpack(_layouts.decode(head), memory, pool, own=own)

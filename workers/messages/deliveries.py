@@ -90,11 +90,11 @@ class Delivery:
     by a garbage collection.
     """
 
-    def __init__(self, posting: Posting, arrival: Arrival, warm: BufferPool, done: Callable[[], None]) -> None:
+    def __init__(self, posting: Posting, arrival: Arrival, pool: BufferPool, done: Callable[[], None]) -> None:
         """done: notifies the sender that it may reuse its memory."""
         self.form = arrival.post.form
         self._pending: tuple[Posting, Arrival, Callable[[], None]] | None = (posting, arrival, done)
-        self._warm = warm
+        self._pool = pool
         self._guard = threading.Lock()
         self._copied = False
         self._values: Unpacked | None = None
@@ -152,7 +152,7 @@ class Delivery:
         if arrival.unpacked is not None:
             return arrival.unpacked
         layout, memory = arrival.post.layout, _memory(arrival)
-        return unpack(layout, memory, self._warm, own=arrival.own, device=posting.device)
+        return unpack(layout, memory, self._pool, own=arrival.own, device=posting.device)
 
 
 def _memory(arrival: Arrival) -> Bytes:

@@ -46,10 +46,10 @@ class Fetches(dict[MessageId, Fetch]):
     False if that fails; later: schedules a call in the I/O thread."""
 
     def __init__(
-        self, warm: BufferPool, relays: Relays, *, reply: Reply, ask: Callable[[Relay, WantMessage], bool], later: Later
+        self, pool: BufferPool, relays: Relays, *, reply: Reply, ask: Callable[[Relay, WantMessage], bool], later: Later
     ) -> None:
         super().__init__()
-        self._warm = warm
+        self._pool = pool
         self._relays = relays
         self._reply = reply
         self._ask = ask
@@ -58,7 +58,7 @@ class Fetches(dict[MessageId, Fetch]):
     def begin(self, posting: Posting | None, arrival: Arrival) -> None:
         """Pull the bytes of a message for a receive, or for other receivers if they are forwarded."""
         post = arrival.post
-        staging = fresh(post.nbytes, self._warm)
+        staging = fresh(post.nbytes, self._pool)
         passed_on = self._relays.begin(post, staging)
         if posting is None and not passed_on:
             return

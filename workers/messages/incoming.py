@@ -61,7 +61,7 @@ class Incoming:
         self,
         worker: str,
         mappings: Mappings,
-        warm: BufferPool,
+        pool: BufferPool,
         relays: Relays,
         *,
         reply: Reply,
@@ -76,7 +76,7 @@ class Incoming:
     ) -> None:
         self._worker = worker
         self._mappings = mappings
-        self._warm = warm
+        self._pool = pool
         self._relays = relays
         self._reply = reply
         self._call = call
@@ -87,7 +87,7 @@ class Incoming:
         self._outdated = outdated
         self._arrivals: dict[Key, deque[Arrival]] = {}
         self._postings: dict[Key, deque[Posting]] = {}
-        self._fetches = Fetches(warm, relays, reply=reply, ask=ask, later=later)
+        self._fetches = Fetches(pool, relays, reply=reply, ask=ask, later=later)
         self._unsettled: list[Arrival] = []
         self._missed: dict[Key, Exception] = {}
         self._calls = BroadcastCalls(self._postings)
@@ -434,7 +434,7 @@ class Incoming:
 
     def _deliver(self, posting: Posting, arrival: Arrival) -> None:
         """Complete a receive with its message, and copy the values out if they are small or no thread waits."""
-        delivery = Delivery(posting, arrival, self._warm, lambda: self._call(lambda: self._done(arrival)))
+        delivery = Delivery(posting, arrival, self._pool, lambda: self._call(lambda: self._done(arrival)))
         handed_out = posting.eager and posting.target is not None
         if posting.eager or arrival.post.nbytes <= EAGER_BYTES:
             try:

@@ -99,12 +99,12 @@ class IoThread:
         self._leaving: list[Future[None]] = []
         self._ended: Exception | None = None
         self._expelled: Exception | None = None
-        self._warm = BufferPool(KEEP_BYTES)
+        self._pool = BufferPool(KEEP_BYTES)
         self.outgoing = OutgoingMessages(self.name, self._transmit, self._later)
         self.incoming = Incoming(
             self.name,
             mappings,
-            self._warm,
+            self._pool,
             Relays(backlog, self._reply, self._later),
             reply=self._reply,
             ask=self._ask_relay,
@@ -188,7 +188,7 @@ class IoThread:
         self.outgoing.fail_all(error)
         self.incoming.fail_all(error)
         self._mappings.close()
-        self._warm.drop()
+        self._pool.drop()
         self._context.destroy(linger=LINGER_MS)
         self._run_calls()
         self._complete_settled()

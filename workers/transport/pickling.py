@@ -167,26 +167,26 @@ class Unpacked:
 def unpack(
     layout: Layout,
     memory: Bytes,
-    warm: BufferPool,
+    pool: BufferPool,
     *,
     own: bool,
     device: torch.device | None = None,
 ) -> Unpacked:
     """Return the parts of an object that `Packed.write` wrote into `memory`, [at least nbytes]. Tensors and buffers
-    refer to `memory` if `own`, and are copies otherwise; large ones use memory of `warm`. Tensors from a GPU are put
+    refer to `memory` if `own`, and are copies otherwise; large ones use memory of `pool`. Tensors from a GPU are put
     on `device`, default this thread's current GPU, or on the CPU if there is none. Blocks until all is copied."""
     unpacked = Unpacked(memory[layout.skeleton_from : layout.nbytes].tobytes())
     for segment in layout.segments:
         run = _run(memory, segment)
         if not segment.dtype:
-            unpacked.buffers.append(run if own else _copied(run, warm))
+            unpacked.buffers.append(run if own else _copied(run, pool))
             continue
         place = _device_or_default(device) if segment.cuda else torch.device("cpu")
         if segment.nbytes == 0:
             unpacked.tensors.append(torch.empty(segment.shape, dtype=_DTYPES[segment.dtype], device=place))
             continue
         if place.type == "cpu":
-            flat = torch.from_numpy(run if own else _copied(run, warm))
+            flat = torch.from_numpy(run if own else _copied(run, pool))
         else:
             flat = torch.empty(segment.nbytes, dtype=torch.uint8, device=place)
             flat.copy_(torch.from_numpy(run))
@@ -205,15 +205,15 @@ def copy_into(target: Tensor, layout: Layout, memory: Bytes) -> None:
         _synchronize([target])
 
 
-def fresh(nbytes: int, warm: BufferPool) -> Bytes:
+def fresh(nbytes: int, pool: BufferPool) -> Bytes:
     """Return uninitialized bytes that belong to this process."""
     if nbytes >= FROM_BYTES:
-        return warm.take(nbytes)
+        return pool.take(nbytes)
     return torch.empty(nbytes, dtype=torch.uint8).numpy()
 
 
-def _copied(run: Bytes, warm: BufferPool) -> Bytes:
-    own = fresh(run.size, warm)
+def _copied(run: Bytes, pool: BufferPool) -> Bytes:
+    own = fresh(run.size, pool)
     torch.from_numpy(own).copy_(torch.from_numpy(run))
     return own
 

@@ -13,7 +13,7 @@ from dataplane.data.columns.decode import (
     decode_padded,
     decode_views,
     fresh,
-    warm,
+    from_pool,
 )
 from dataplane.data.columns.encode import EncodedColumn, PerToken, Shared, encode_fields, require_fields
 from dataplane.data.columns.specs import declared_specs
@@ -41,5 +41,5 @@ __all__ = [
     "encode_fields",
     "fresh",
     "require_fields",
-    "warm",
+    "from_pool",
 ]

@@ -179,7 +179,7 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, UInt8s]:
     return tensor_over(memory, shape, dtype), memory
 
 
-def warm(memory: BufferPool) -> Empty:
+def from_pool(memory: BufferPool) -> Empty:
     """Return an `Empty` that reuses memory of the pool if available. Small tensors always get new memory."""
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, UInt8s]:
