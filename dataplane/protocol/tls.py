@@ -87,9 +87,12 @@ def _read(path: str) -> bytes:
 
 
 def connect(address: str, files: TlsFiles, rest: Callable[[], float]) -> ssl.SSLSocket:
-    """Connect to the gRPC server at `address` and complete the TLS handshake as far as possible without reading data.
+    """Connect to the gRPC server at `address` and complete the TLS handshake as far as possible without reading data
+    (in TLS 1.3 the server's rejection of this client's certificate arrives only with the first read).
+
     Each step may take `rest()` seconds. Raises `TlsError` if the handshake fails for a permanent reason, OSError if the
-    server is unreachable, silent or closes the connection."""
+    server is unreachable, silent or closes the connection.
+    """
     context = client_context(files)
     plain = dial(address, rest())
     try:
@@ -97,8 +100,9 @@ def connect(address: str, files: TlsFiles, rest: Callable[[], float]) -> ssl.SSL
         return context.wrap_socket(plain, server_hostname=files.server_name or split_address(address)[0])
     except BaseException as error:
         plain.close()
-        if isinstance(error, ssl.SSLError):
-            raise refusal(address, error, files) or error from error
+        refused = refusal(address, error, files) if isinstance(error, ssl.SSLError) else None
+        if refused is not None:
+            raise refused from error
         raise
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -277,7 +277,7 @@ class RayVirtualCluster:
             new: dict[str, list[Endpoint]] = {}
             try:
                 for host, ports in asked.items():
-                    new[host] = [(address_of[host], port) for port in self._answer(ports, host)]
+                    new[host] = [(address_of[host], port) for port in self._held_ports(ports, host)]
                     self._held.update(dict.fromkeys(new[host], self._keepers[host]))
             except BaseException:
                 self.release_endpoints([endpoint for here in new.values() for endpoint in here])
@@ -313,14 +313,16 @@ class RayVirtualCluster:
             self._keepers[host] = keeper
         return self._keepers[host]
 
-    def _answer(self, ports: ObjectRef, host: str) -> list[int]:
+    def _held_ports(self, ports: ObjectRef, host: str) -> list[int]:
+        """Wait for the ports that the keeper on `host` holds, and return them. After a failure, forget the keeper: the
+        next request creates a new one."""
         try:
             found: list[int] = ray.get(ports, timeout=self.ready_timeout_s)
         except RayError as error:
             del self._keepers[host]
-            raise ResourcesNotReadyError(
-                f"cannot hold ports on node {host}: {error or f'no response within {self.ready_timeout_s:g} s'}"
-            ) from error
+            silent = isinstance(error, GetTimeoutError)
+            why = f"no response within {self.ready_timeout_s:g} s" if silent else str(error)
+            raise ResourcesNotReadyError(f"cannot hold ports on node {host}: {why}") from error
         return found
 
     # --- users and shutdown -----------------------------------------------------------------------------------------
