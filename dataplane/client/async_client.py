@@ -61,7 +61,7 @@ class AsyncDataPlaneClient(AsyncCalls):
         self._closed = True
         opening, self._opening = self._opening, None
         if opening is None or self._pid != os.getpid() or self._loop is not asyncio.get_running_loop():
-            return  # the finalizer closes the connection in its own loop (see `AsyncChannel.have_ended`)
+            return  # the finalizer closes the connection in its own loop (see `AsyncChannel.end_in_background`)
         await asyncio.wait([opening])
         if not _failed(opening):
             await opening.result().close()

@@ -41,7 +41,7 @@ class AsyncConnection:
         self.session_state.connections.learn(channel.units)
         session_states().add(self.session_state)
         self._channel.leftovers = self.session_state.idle_leftovers
-        self._dropped = weakref.finalize(self, channel.have_ended, self.session_state.close)
+        self._dropped = weakref.finalize(self, channel.end_in_background, self.session_state.close)
         self._dropped.atexit = False
 
     @classmethod

@@ -154,7 +154,7 @@ class Connection:
         session_states().add(self.session_state)
         self._channel.leftovers = self.session_state.idle_leftovers
         end = functools.partial(_close_session, self.session_state, self._channel)
-        self._dropped = weakref.finalize(self, self._channel.have_ended, end)
+        self._dropped = weakref.finalize(self, self._channel.end_in_background, end)
         self._dropped.atexit = False
 
     def run(self, operation: Operation[T]) -> T:

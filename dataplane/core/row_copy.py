@@ -76,7 +76,8 @@ def gather(
     later: list[Run] | None = None,
     checked: bool = False,
 ) -> None:
-    """Copy rows into `out` back to back; `out` has exactly the total size of the rows.
+    """Copy rows into `out` back to back: row i is `sizes[i]` bytes at `offsets[i]` of `buffers[which[i]]`, or of
+    `buffers[0]` if `which` is None. `out` has exactly the total size of the rows.
 
     later: list to which copies of at least `LONG_BYTES` are appended, for the caller to perform; by default `gather`
     performs them. checked: the caller has verified the bounds with `row_outside`.
@@ -85,6 +86,7 @@ def gather(
         check_bounds(buffers, which, offsets, sizes)
     assert out.nbytes == int(sizes.sum()), (out.nbytes, int(sizes.sum()))
     holders, starts, stops = merge_runs(which, offsets, sizes)
+    # Many short ranges: one vectorized copy is cheaper than a Python step for each.
     if len(starts) > _FEW_RUNS and out.nbytes < len(starts) * _SHORT_BYTES:
         _scatter_words(buffers, which, offsets, sizes, out, np.cumsum(sizes) - sizes)
         return

@@ -122,12 +122,13 @@ class ConversionPlan:
         hints = typing.get_type_hints(value_type)
         infos = [info for info in msgspec.structs.fields(value_type) if info.name != "error" or _carries_error(info)]
         fields = [_Field(info, hints[info.name], self.message) for info in infos]
+        # Field name and converter; converter None: the value is passed on as it is.
         self._to = [(field.name, None if field.to_pb is _same else field.to_pb) for field in fields]
         self._always = [(f.name, None if f.from_pb is _same else f.from_pb) for f in fields if not f.presence]
         self._maybe = [(f.name, f.from_pb, f.default) for f in fields if f.presence]
 
     def keywords(self, value: Any) -> Keywords:
-        """Return the fields of the message of `value`, without those that are None."""
+        """Return the keyword arguments that build the message of `value`. Fields that are None are left out."""
         found = {}
         for name, convert in self._to:
             part = getattr(value, name)

@@ -185,7 +185,7 @@ class Arena:
         Raises OSError if the file does not exist, BlockingIOError while another process holds it, ValueError if it is
         not an arena, `ArenaFormatError` if it has another format.
         """
-        os.stat(path)
+        os.stat(path)  # raises if the file does not exist; `take` would create it
         file = HeldFile.take(Path(path))
         if file is None:
             raise BlockingIOError(errno.EAGAIN, "another process holds the arena", str(path))
@@ -194,13 +194,13 @@ class Arena:
             capacity = _check_header(raw, path, None)
             if os.fstat(file.fd).st_size < HEADER_BYTES + capacity:
                 raise ValueError(f"{path}: the arena file is truncated")
-            *_, cookie, before, _, backed = _HEADER.unpack(raw)
-            if before >= LAST_EPOCH or backed > capacity:
+            *_, cookie, previous_epoch, _, backed = _HEADER.unpack(raw)
+            if previous_epoch >= LAST_EPOCH or backed > capacity:
                 raise ValueError(
-                    f"{path}: corrupt header: epoch {before} (must be below {LAST_EPOCH}), {backed:,} bytes backed "
-                    f"(at most the capacity, {capacity:,})"
+                    f"{path}: corrupt header: epoch {previous_epoch} (must be below {LAST_EPOCH}), {backed:,} bytes "
+                    f"backed (at most the capacity, {capacity:,})"
                 )
-            return cls(Path(path), file, capacity, max(epoch, before + 1), cookie, backed, fsynced)
+            return cls(Path(path), file, capacity, max(epoch, previous_epoch + 1), cookie, backed, fsynced)
         except BaseException:
             file.close()
             raise

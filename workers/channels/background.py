@@ -63,7 +63,7 @@ class _Later:
     open: _Open
     request: wire.Put
     parcel: Parcel
-    line: tuple[str, bytes]
+    queue_key: tuple[str, bytes]
     asked: int = 0
 
 
@@ -125,14 +125,17 @@ class Pump:
         return number, entry.future
 
     def begin_put(self, request: wire.Put, parcel: Parcel, what: str, until: float) -> tuple[int, Future[Any]]:
-        """Put `parcel` as it is now, and set the number of `request`. The bytes are copied into the broker's memory,
-        or, if it has no space for them yet, into this process's memory. `MemoryError` if the waiting puts would
-        exceed `LATER_BYTES`."""
-        line = (request.channel, request.key)
+        """Put `parcel` as it is now. Set the number of `request`; return it and the future of the answer.
+
+        The bytes are copied into the broker's memory, or, if it has no space for them yet, into this process's memory.
+        `MemoryError` if the waiting puts would exceed `LATER_BYTES`.
+        """
+        queue_key = (request.channel, request.key)
         with self._guard:
             self._check()
             request.number = self._line.number()
-            must_wait = line in self._later
+            must_wait = queue_key in self._later
+            # Puts of one queue stay in order: behind a waiting put, this one cannot be stored now.
             if must_wait and request.nowait:
                 full: Future[Any] = Future()
                 full.set_result(wire.Full(request.number))
@@ -148,7 +151,7 @@ class Pump:
             self._puts.add(request.number)
             request.item = parcel.item(space)
             if must_wait:
-                self._put_later(_Later(entry, request, parcel.kept(self._line.memory), line))
+                self._put_later(_Later(entry, request, parcel.kept(self._line.memory), queue_key))
             else:
                 self._write(lambda: self._line.put(request, parcel, time.monotonic() + GRACE_S))
         return request.number, entry.future
@@ -204,7 +207,7 @@ class Pump:
 
     def _put_later(self, later: _Later) -> None:
         self._later_bytes += later.parcel.nbytes
-        queue = self._later.setdefault(later.line, deque())
+        queue = self._later.setdefault(later.queue_key, deque())
         queue.append(later)
         if len(queue) == 1:
             self._write(lambda: self._ask_space(later))
@@ -212,7 +215,7 @@ class Pump:
     def _ask_space(self, later: _Later) -> None:
         later.asked = self._line.number()
         self._asked[later.asked] = later
-        self._send(wire.encode(wire.Reserve(later.asked, *later.line, later.parcel.nbytes, later.request.nowait)))
+        self._send(wire.encode(wire.Reserve(later.asked, *later.queue_key, later.parcel.nbytes, later.request.nowait)))
 
     def _space_answered(self, later: _Later, answer: Reply, done: list[Callable[[], None]]) -> None:
         """Send a waiting put into the space that the broker reserved for it, then continue with its queue."""
@@ -229,7 +232,7 @@ class Pump:
 
     def _continue_queue(self, later: _Later) -> None:
         """Continue with the next puts of a queue after its first one was sent or cancelled."""
-        queue = self._later[later.line]
+        queue = self._later[later.queue_key]
         self._later_bytes -= queue.popleft().parcel.nbytes
         while queue:
             following = queue[0]
@@ -240,7 +243,7 @@ class Pump:
             if wanted:
                 self._line.put(following.request, following.parcel, time.monotonic() + GRACE_S)
             self._later_bytes -= queue.popleft().parcel.nbytes
-        del self._later[later.line]
+        del self._later[later.queue_key]
 
     # --- the thread
 

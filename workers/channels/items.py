@@ -50,6 +50,7 @@ class Parcel(NamedTuple):
 
     @property
     def carried(self) -> bool:
+        """Whether the bytes travel within the message and need no reserved space."""
         return self.nbytes <= CARRIED_BYTES
 
     def item(self, space: int) -> wire.Item:

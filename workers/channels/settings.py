@@ -89,12 +89,13 @@ class ChannelSettings:
     def of(cls, entry: DirectoryEntry, directory: str) -> ChannelSettings:
         """Return the settings that `facts` and the endpoints of a directory entry describe."""
         facts = entry.facts
-        nodes = facts["nodes"]
+        nodes, maxsize = facts["nodes"], facts["maxsize"]
         assert isinstance(nodes, list)
+        assert isinstance(maxsize, int)
         return cls(
             name=entry.name,
             ident=str(facts["ident"]),
-            maxsize=int(str(facts["maxsize"])),
+            maxsize=maxsize,
             distributed=bool(facts["distributed"]),
             nodes=tuple(int(node) for node in nodes),
             endpoints=entry.endpoints,

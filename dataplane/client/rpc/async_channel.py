@@ -218,9 +218,10 @@ class AsyncChannel(OpenChannel):
 
     # --- closing
 
-    def have_ended(self, first: Callable[[], None]) -> None:
-        """See `HeartbeatThread.have_ended`: after `first`, close the channel in its loop. If that loop is closed,
-        only free the local resources."""
+    def end_in_background(self, first: Callable[[], None]) -> None:
+        """Close the channel after the last reference to the client was dropped: a new thread calls `first` and then
+        schedules `close` in the loop (see `HeartbeatThread.end_in_background`). If that loop is closed, only free the
+        local resources."""
 
         def end() -> None:
             first()
@@ -228,10 +229,10 @@ class AsyncChannel(OpenChannel):
             try:
                 asyncio.run_coroutine_threadsafe(closing, self._loop)
             except RuntimeError:
-                closing.close()
+                closing.close()  # the coroutine: it will never run
                 self._free_resources()
 
-        self._heartbeat.have_ended(end)
+        self._heartbeat.end_in_background(end)
 
     def _free_resources(self) -> None:
         """Free the process resources like `close`, without a loop. The service expires the session by itself."""

@@ -214,9 +214,9 @@ class ControllerChannel(OpenChannel):
 
     # --- closing
 
-    def have_ended(self, end: Callable[[], None]) -> None:
-        """See `HeartbeatThread.have_ended`."""
-        self._heartbeat.have_ended(end)
+    def end_in_background(self, end: Callable[[], None]) -> None:
+        """See `HeartbeatThread.end_in_background`."""
+        self._heartbeat.end_in_background(end)
 
     def close(self) -> None:
         """Close the session and free all resources. Block for a few seconds at most, even if the service does not

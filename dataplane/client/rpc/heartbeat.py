@@ -81,7 +81,7 @@ class HeartbeatThread:
         self._check_requested = True
         self._waker.wake()
 
-    def have_ended(self, end: Callable[[], None]) -> None:
+    def end_in_background(self, end: Callable[[], None]) -> None:
         """Run `end` in a new thread after the last reference to the client was dropped. Take no lock, because a
         finalizer may run at any point of any thread. Do nothing in a forked child."""
         if self._pid == os.getpid():

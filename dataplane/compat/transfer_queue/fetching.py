@@ -118,7 +118,8 @@ def claim_in_order(
 def _claim_by_draw(
     session_state: SessionState, asked: Asked, sampling: Sampling, sampler: DrawingSampler
 ) -> Operation[BatchMeta]:
-    """Return a share of the stored draw. Make and store a draw if none exists."""
+    """Return a share of a draw. With a `draw_key`, the draw is stored and shared: take the stored one, or make and
+    store one. Without a key, each call makes its own."""
     with _sampler_errors(sampler):
         key, share = sampler.draw_key(asked.config), sampler.share_of(asked.config)
     wanted, end = sampler.wanted(asked.batch_size), time.monotonic() + sampling.wait_s
@@ -133,13 +134,14 @@ def _claim_by_draw(
             if len(ready.ids) < wanted or draw is None:
                 if sampling.polling:
                     return BatchMeta.empty()
+                # Too few, or no draw possible from these: wait until more are ready.
                 wanted = len(ready.ids) + 1
                 continue
             claimed = yield from _claim_exactly(session_state, asked, ready, draw.samples)
-            if claimed is None or not (
-                key is None or (yield from _store_draw(session_state, asked, key, claimed, draw))
-            ):
-                continue
+            if claimed is None:
+                continue  # another claim took one of them first
+            if key is not None and not (yield from _store_draw(session_state, asked, key, claimed, draw)):
+                continue  # another draw was stored first
             made = _StoredDraw.of(claimed, draw)
         return (yield from _meta_of(session_state, asked, made.share(share)))
 
@@ -168,6 +170,7 @@ def _claim_by_sampler(session_state: SessionState, asked: Asked, sampling: Sampl
             return (yield from _meta_of(session_state, asked, samples_of(names)))
         if sampling.polling:
             return BatchMeta.empty()
+        # The sampler chose none of these: wait until more are ready.
         wanted = len(indexes) + 1
 
 

@@ -284,14 +284,16 @@ class Drains:
         return partition, partition.fields.get(command.field)
 
     def _unchanged(self, command: Move, partition: Partition, field: Field | None, pinned: Int32s) -> Int64s:
-        """Return which of the cells were neither moved, rewritten nor cleared since they were found."""
+        """Return the positions in `command.rows` of the cells that were neither moved, rewritten nor cleared since
+        they were found: the sample is live, its extent is pinned and on the unit, offset and length are the same
+        (see `Move`)."""
         if field is None:
             return NO_ROWS
-        found = np.flatnonzero(partition.rows.holds(command.rows, command.generations))
-        rows, index = command.rows[found], command.index[found]
+        alive = np.flatnonzero(partition.rows.holds(command.rows, command.generations))
+        rows, values = command.rows[alive], command.index[alive]
         same = np.isin(field.extents[rows], pinned) & self._on(self.state.unit(command.unit), field.extents[rows])
-        same &= (field.offsets[rows] == command.offsets[index]) & (field.lengths[rows] == command.lengths[index])
-        return found[same]
+        same &= (field.offsets[rows] == command.offsets[values]) & (field.lengths[rows] == command.lengths[values])
+        return alive[same]
 
     def _sizes(self, command: Move, field: Field, kept: Int64s) -> Int64s:
         sizes: Int64s = command.lengths[command.index[kept]] * field.unit_bytes

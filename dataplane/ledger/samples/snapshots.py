@@ -24,8 +24,11 @@ from dataplane.ledger.state.tags import Tag, Tags
 
 
 class Saves:
-    """A `Save` copies the location of every cell (20 bytes each, 24 with checksums). The session keeps the copy and
-    the pins until `Release`, or until the session ends."""
+    """Save partitions, and restore them: `stage`, ordinary puts, `publish`.
+
+    A `Save` copies the location of every cell (20 bytes each, 24 with checksums). The session keeps the copy and the
+    pins until `Release`, or until the session ends.
+    """
 
     def __init__(self, state: State, partitions: Partitions) -> None:
         self.state = state
@@ -134,7 +137,8 @@ class Saves:
     # --- restoring
 
     def stage(self, session: Session, number: int, command: c.Stage) -> c.Done:
-        """Create an empty partition, which `Liveness.end` drops with the session."""
+        """Create an empty partition for a restore. The session owns it until `publish`; if the session ends first,
+        `Liveness.end` drops it."""
         state = self.state
         if command.partition in state.partitions:
             raise PartitionExistsError(partition=command.partition)

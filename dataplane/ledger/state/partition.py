@@ -30,14 +30,16 @@ WRITERS = 16
 class Partition:
     """State of one partition.
 
-    `born` counts the samples that were live at the last Register and the samples created since. `watches`: parked
-    claims by kind. `dealt`: a step was dealt since the last evaluation of claims that wait for their share. `outlook`:
-    estimate of the space that eviction can free, while puts wait for it. `dropped` is set when the whole partition is
-    dropped. `version`: the trainer's version, None until set. `dropped_partial` counts samples cleared as members of
-    partial groups. `wakes_at`: time at which parked claims are evaluated again because the wait for a group ends.
-    `writers`: name and time of the last writing sessions, latest last. `targets`: by sample id, the number of active
-    puts that name the sample and so protect it from eviction. `owner`: the session that staged the partition and has
-    not published it. `lost`: samples lost with storage units, if any."""
+    `born` counts the samples that were live at the last Register and the samples created since. `interests`: the
+    ready samples by task and fields. `watches`: parked claims by kind. `dealt`: a step was dealt since the last
+    evaluation of claims that wait for their share. `outlook`: estimate of the space that eviction can free, while
+    puts wait for it. `dropped` is set when the whole partition is dropped. `version`: the trainer's version, None
+    until set. `dropped_partial` counts samples cleared as members of partial groups. `wakes_at`: time at which
+    parked claims are evaluated again because the wait for a group ends. `writers`: name and time of the last
+    writing sessions, latest last. `targets`: by sample id, the number of active puts that name the sample and so
+    protect it from eviction. `owner`: the session that staged the partition and has not published it. `lost`:
+    samples lost with storage units, if any.
+    """
 
     lost: Lost | None = None
 
@@ -256,9 +258,9 @@ class Partition:
         if not len(rows):
             return
         positions = self.rows.positions[rows]
-        nothing = np.zeros(len(rows), np.bool_)
         for ready_index in self.interests.values():
-            ready_index.set(positions[positions < ready_index.high], nothing[positions < ready_index.high])
+            indexed = positions[positions < ready_index.high]  # no flag is set at `high` or above
+            ready_index.set(indexed, np.zeros(len(indexed), np.bool_))
         for task in self.tasks.values():
             task.give_back(rows)
         self.tags.drop(rows)
