@@ -1,7 +1,7 @@
 """Memory pool for read results: pages are reused after the result that used them is released.
 
 Copying into new pages is several times slower than copying into reused pages, because the kernel clears each new page
-first. A trainer reads batches of similar size at every step, so the pool serves most reads.
+first. A trainer reads batches of similar size at every step, which can reuse the same pages.
 """
 
 from __future__ import annotations

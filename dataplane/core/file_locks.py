@@ -125,8 +125,7 @@ def _create_aside(path: Path) -> int:
 
 
 def is_held(fd: int) -> bool:
-    """Whether another process holds the lock of the file. `fd` must be a separate open file description, not the
-    holder's."""
+    """Whether the lock of the file is held. `fd` must be a separate open file description, not the holder's."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

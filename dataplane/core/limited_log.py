@@ -30,7 +30,7 @@ class Complaints:
                 return None
             held, self._held, self._next = self._held, 0, now + self._every_s
         line = " ".join(text.split())
-        return f"{line} ({held:,} earlier requests of this kind not logged)" if held else line
+        return f"{line} (earlier requests of this kind not logged: {held:,})" if held else line
 
 
 class OneLine(logging.Filter):

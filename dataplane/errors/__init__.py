@@ -195,8 +195,8 @@ class ShareConflictError(BadRequestError):
         count = len(samples) if total is None else total
         super().__init__(
             f"sample {first_few(samples, count)} of rank {rank}'s share of step {step} of task {task!r} (partition "
-            f"{partition!r}) was returned because its lease ended or its claim was given back, and is now held by "
-            "another claim. Continue with the next step; claim the share earlier, or use a longer lease_s.",
+            f"{partition!r}) was returned because its hold or lease ended or its claim was given back, and is now held "
+            "by another claim. Continue with the next step; claim the share earlier, or use a longer lease_s.",
             partition=partition,
             task=task,
             step=step,

@@ -72,7 +72,7 @@ class DrainError(DataPlaneError, RuntimeError):
 
 
 class ArenaSpaceError(DataPlaneError, OSError):
-    """The file system of the arena's directory has too little free memory. Sizes are in bytes."""
+    """The file system, a cgroup or the machine has too little free memory for the arena. Sizes are in bytes."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
 

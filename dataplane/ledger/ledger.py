@@ -47,8 +47,8 @@ Handler = Callable[[Session, int, Any], c.Result | None]
 
 
 class Ledger:
-    """`apply` processes the next input. `Tick` is the only clock: the shell sends one before every other input,
-    and at `next_deadline` at the latest.
+    """`apply` processes the next input. `Tick` is the only clock: the shell applies one at short intervals while
+    inputs arrive, and at `next_deadline` at the latest.
 
     epoch: the current epoch of the service. reserve_fraction: the fraction of every arena that only updates may
     use. heartbeat_s: when a silent session is probed. session_timeout_s: when a silent session ends that no unit

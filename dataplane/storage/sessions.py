@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dataplane.core.addresses import boot_id
-from dataplane.core.contiguous_runs import Stretches
 from dataplane.core.file_locks import is_local, sweep
+from dataplane.core.number_set import NumberSet
 from dataplane.errors import InvalidRequestError, SessionExpiredError
 from dataplane.protocol.pb import bulk_pb2 as pb
 from dataplane.storage.arena import Arena
@@ -83,7 +83,7 @@ class Sessions:
         self._arena_is_local = is_local(arena.path)
         self._pending: dict[int, _Pending] = {}
         self._attached: dict[int, PeerLock] = {}
-        self._fenced = Stretches()
+        self._fenced = NumberSet()
         self._stopped = StoppedPuts()
 
     @property

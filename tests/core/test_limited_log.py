@@ -15,7 +15,7 @@ def test_one_line_is_let_through_and_the_next_says_how_many_were_not() -> None:
     assert complaints.take("refused:\n  a thing") == "refused: a thing"
     assert [complaints.take("again") for _ in range(3)] == [None] * 3
     now[0] = 10.0
-    assert complaints.take("once more") == "once more (3 earlier requests of this kind not logged)"
+    assert complaints.take("once more") == "once more (earlier requests of this kind not logged: 3)"
     now[0] = 20.0
     assert complaints.take("last") == "last"
 

@@ -160,7 +160,7 @@ def test_the_map_shows_what_lies_where(driver: Driver, client: Client) -> None:
     assert (seen.free_bytes, seen.largest_free_bytes, seen.fragments, seen.extents) == (24 * KIB, 24 * KIB, 1, 3)
     stats = client.unit()
     assert (stats.largest_free_bytes, stats.fragments, stats.extents) == (24 * KIB, 1, 3)
-    with pytest.raises(InvalidRequestError, match=r"unknown storage unit 9; the units are \[1\]"):
+    with pytest.raises(InvalidRequestError, match=r"no storage unit 9; registered units are: 1"):
         client.raise_(c.MapMemory(unit=9, cells=4))
 
 

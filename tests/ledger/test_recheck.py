@@ -106,7 +106,7 @@ def test_what_goes_is_named_in_the_log(driver: Driver, client: Client) -> None:
         )
     )
     (notice,) = [order for order in driver.take_orders() if isinstance(order, c.Notice)]
-    assert "2 samples of partition 'p' are lost" in notice.text
+    assert "samples of partition 'p' are lost (2 in total): " in notice.text
     assert "'s0', 's1'" in notice.text
 
 

@@ -284,7 +284,7 @@ def test_a_lease_given_before_the_publish_ends_in_the_partitions_new_name() -> N
     ("changes", "error", "says"),
     [
         ({"live": 2}, InvalidRequestError, "3 samples were staged, expected 2"),
-        ({"born": 2}, InvalidRequestError, "born=2 samples were created, fewer than the 3 staged"),
+        ({"born": 2}, InvalidRequestError, "born=2 must be at least the staged samples, 3"),
         ({"partition": ""}, InvalidRequestError, None),
         ({"tasks": (c.SavedTask(name="t", claimed=b""),)}, InvalidRequestError, "task 't': 0 bytes.*expected 1"),
         ({"tasks": (c.SavedTask(name="t", claimed=b"\0\0"),)}, InvalidRequestError, "task 't': 2 bytes.*expected 1"),

@@ -12,14 +12,14 @@ from dataplane.ledger.state.arrays import Bools, some, tally
 from dataplane.ledger.state.eviction_outlook import Gain, Outlook
 from dataplane.ledger.state.extents import Account
 from dataplane.ledger.state.partition import Partition
-from dataplane.ledger.state.sessions import ParkedAllocate, Session
+from dataplane.ledger.state.sessions import ParkedAllocate
 from dataplane.ledger.state.state import State
 from dataplane.ledger.state.units import Unit
 
 FIRST_LOOK = 512
 """This many samples are examined first, oldest first; then twice as many, and so on."""
 FIRST_STEP = 64
-"""If the number is unknown, this many consumed samples are evicted at first; then twice as many, and so on."""
+"""If it is unknown how many consumed samples are needed, this many are evicted first; then twice as many, and so on."""
 REPORTED = 1 << 16
 """An answer names at most this many evicted samples."""
 NOTICE_S = 10.0
@@ -94,14 +94,14 @@ class Evictions:
         return outlook.rules_out(excess, short, consumed_only=consumed_only)
 
     def _remember(self, partition: Partition, consumed: Gain, every: Gain | None) -> None:
-        """Store the result of a failed attempt, as long as puts of the partition wait."""
+        """Store the result of a failed attempt. It is kept while puts of the partition wait."""
         extents = self.state.extents
         extents.outlooks += 1
         outlook = partition.outlook = Outlook(extents.outlooks, self._open_units(), consumed, every)
         self._count_potential(partition, outlook, partition.rows.in_order())
 
     def _count_potential(self, partition: Partition, outlook: Outlook, rows: Int64s) -> None:
-        """Count the extents of those rows that may be evicted, or could be without their readers."""
+        """Add to `hope_bytes` the extents of those rows that may be evicted, or could be without their readers."""
         extents = self.state.extents
         may, consumed = self._standing(partition, rows)
         cells = self._cells(partition, rows[may if partition.when_full is WhenFull.EVICT_OLDEST else may & consumed])
@@ -262,9 +262,9 @@ def _by_age(partition: Partition) -> Iterator[Int64s]:
 
 def _eviction_text(partition: Partition) -> str:
     return (
-        f"partition {partition.name!r} is full: {partition.evicted.unconsumed} samples were evicted so far before "
-        f"all of its tasks had consumed them (when_full={partition.when_full.value!r}). Increase its budget, or "
-        "consume faster"
+        f"partition {partition.name!r} is full: samples evicted so far before all of its tasks had consumed them: "
+        f"{partition.evicted.unconsumed} (when_full={partition.when_full.value!r}). Increase its budget, or consume "
+        "faster"
     )
 
 
@@ -412,23 +412,17 @@ def _described(partition: Partition) -> str:
 
 def _put(parked: ParkedAllocate) -> str:
     return (
-        f"an earlier put of {parked.total:,} bytes into partition {parked.partition.name!r} by "
-        f"{_session_text(parked.session)}"
+        f"an earlier put of {parked.total:,} bytes into partition {parked.partition.name!r} by {parked.session.label}"
     )
-
-
-def _session_text(session: Session) -> str:
-    return f"session {session.number} ({session.name or 'unnamed'}, {session.state})"
 
 
 def _sessions(state: State, partition: Partition | None) -> list[tuple[str, int]]:
     """Return what each session holds by reservations and pins, of this partition or of all."""
     found = []
     for session in state.sessions.values():
-        owner = _session_text(session)
         reserved = sum(_bytes(state, reservation.extents(), partition) for reservation in session.reservations.values())
         pinned = sum(_bytes(state, pins, partition) for pins in session.pins.values())
-        found += [(f"reservations of {owner}", reserved), (f"readers of {owner}", pinned)]
+        found += [(f"reservations of {session.label}", reserved), (f"readers of {session.label}", pinned)]
     return found
 
 

@@ -29,8 +29,11 @@ class Piece:
 
 
 def place(want: Want, units: list[Unit]) -> tuple[list[Piece] | None, list[Unit]]:
-    """Take space for every value and return its pieces. If there is no space now, take nothing, and return None and
-    the units whose arena may grow to help. `units` are the open ones, at least one."""
+    """Take space for all values of a put and return the pieces. `units` are the open units, at least one.
+
+    If the put does not fit now, no space is taken. The result is then None, with the units whose arenas can grow for
+    it.
+    """
     ordered = want.order(units)
     for unit in ordered:
         if unit.available_bytes(update=want.update) < want.total:

@@ -334,7 +334,10 @@ class Reservations:
         if not command.timeout_s >= 0:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         if command.moving and (len(command.columns) != 1 or not command.update):
-            raise InvalidRequestError(f"a move requires update=True and one column, got {len(command.columns)} columns")
+            raise InvalidRequestError(
+                f"a move requires update=True and one column, got update={command.update} and columns "
+                f"{[column.name for column in command.columns[:5]]}"
+            )
 
     def _refuse_hopeless(self, partition: Partition, want: Want) -> None:
         """RequestTooLargeError if no clearing can help. Without any unit there is no error, because units may still

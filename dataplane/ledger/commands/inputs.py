@@ -55,10 +55,10 @@ class SessionSilent(Input, frozen=True, kw_only=True):
 class AddUnit(Input, frozen=True, kw_only=True):
     """A storage unit offers its arena. Output: `UnitAdded`.
 
-    An offer with a known cookie is the same unit coming back if its epoch is higher, if it follows `UnitLost`, or if
-    it carries the unit's number (`unit`); otherwise it is refused. An offer with a number but an unknown cookie is
-    refused too: its number comes from a service that lost its state. A changed `host` means that the machine was
-    rebooted.
+    An offer with a known cookie is the same unit coming back if its epoch is higher, or if its epoch is the same and it
+    follows `UnitLost` or carries the unit's number (`unit`). Otherwise it is refused. An offer with a number but an
+    unknown cookie is refused too: its number comes from a service that lost its state. A changed `host` means that the
+    machine was rebooted.
 
     `fsynced`: data written to the arena survives a crash of the machine. `recheck`: the unit's rows must be compared
     with their checksums. `instead_of` is the cookie of the unit's previous arena, which is lost with its rows.

@@ -34,7 +34,11 @@ class Mode(enum.StrEnum):
 
 
 class OnFull(enum.StrEnum):
-    """Whether an allocation waits or fails when there is no space now."""
+    """What an allocation does if it finds no space.
+
+    WAIT: it waits until its deadline, unless its partition's `when_full` is REJECT. REJECT: it waits only for arenas
+    that are growing or being compacted, and fails otherwise.
+    """
 
     WAIT = "wait"
     REJECT = "reject"
@@ -43,8 +47,8 @@ class OnFull(enum.StrEnum):
 class WhenFull(enum.StrEnum):
     """A partition's policy for puts that find no space.
 
-    WAIT: the put waits, first come, first served, until its deadline. REJECT: the put fails at once. EVICT:
-    consumed samples of the partition are evicted, oldest first, if that makes enough space; else the put waits.
+    WAIT: the put waits in line until its deadline. REJECT: as `OnFull.REJECT`. EVICT: consumed samples of the
+    partition are evicted, oldest first, if that makes enough space; else the put waits.
     EVICT_OLDEST: the same, and if that is not enough, unconsumed samples are evicted as well, oldest first.
     """
 
@@ -165,7 +169,7 @@ class SavedTask(Value, frozen=True, kw_only=True):
 
 
 class SavedPartition(Value, frozen=True, kw_only=True):
-    """A saved partition without its samples: `live` of them are live, and `born` were born in the current count."""
+    """A saved partition without its samples. `live` counts its live samples, `born` those of the current count."""
 
     partition: str
     live: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Generic, TypeVar, get_args
 
+from dataplane.core.schema import WEIGHT_VERSION
 from dataplane.core.types import FieldSpec
 from dataplane.ledger.commands.parts import (
     ColumnSizes,
@@ -117,9 +118,12 @@ class Describe(Answered[Described], frozen=True, kw_only=True):
 
 
 class Allocate(Answered[Allocated], frozen=True, kw_only=True):
-    """Reserve space for a put. Answered `Allocated`. The number of this call names the reservation. While there
-    is no space, the call parks (`on_full`). Waiting calls are served first come, first served, among new rows
-    (`update=False`) and among updates. A put that waits for a larger free piece holds up no other.
+    """Reserve space for a put. Answered `Allocated`. The number of this call names the reservation.
+
+    If there is no space, the call waits up to `timeout_s` or fails, according to `on_full`. Waiting calls are served in
+    order of arrival, updates before new rows (`update=False`). A call that waits for the budget of its partition holds
+    up only calls of this partition. So does a call for which enough bytes are free, but in pieces that are too small;
+    it holds up no calls at all if its partition has no budget.
 
     Placement prefers the unit `unit_wish`, then units that this session is attached to, then units on its host,
     then the emptiest. All columns go in one piece if they fit, else column by column, else columns are split
@@ -146,8 +150,9 @@ class Preallocate(Answered[Preallocated], frozen=True, kw_only=True):
     """Reserve `nbytes` in one piece for future small puts, in a unit that proved the session local to it. Answered
     `Preallocated`. Each of those puts needs only a commit, which cuts its part off.
 
-    Never parks: raises `CapacityTimeoutError` at once if puts wait for space, if half of the space for new rows is in
-    use, or if `nbytes` exceeds 1/`Limits.preallocated_part` of that space. `Abort` frees what no commit has taken.
+    Never waits: raises `CapacityTimeoutError` if waiting puts need the space, if more than half of the space for new
+    rows would be in use, if `nbytes` exceeds 1/`Limits.preallocated_part` of that space, or if no free piece is large
+    enough. `Abort` frees what no commit has taken.
     """
 
     unit: int
@@ -254,7 +259,7 @@ class Claim(Answered[Claimed], frozen=True, kw_only=True):
     step: int | None = None
     sampler: str | None = None
     max_lag: int | None = None
-    version_tag: str = "weight_version"
+    version_tag: str = WEIGHT_VERSION
     partial_after_s: float | None = None
     partial: Partial = Partial.RELEASE
     samples: Samples | None = None
@@ -376,7 +381,7 @@ class WhyBlocked(Answered[Blocked], frozen=True, kw_only=True):
     group_by: str = "group"
     group_size: int | None = None
     max_lag: int | None = None
-    version_tag: str = "weight_version"
+    version_tag: str = WEIGHT_VERSION
 
 
 class Save(Answered[Saved], frozen=True, kw_only=True):
@@ -403,9 +408,9 @@ class ReadSaved(Answered[SavedRows], frozen=True, kw_only=True):
 
 
 class Stage(Answered[Done], frozen=True, kw_only=True):
-    """Create a partition without schema or tasks that belongs to this session. Answered `Done`. The partition is
-    dropped with the session unless a `Publish` names it, and `Save` skips it; otherwise it is an ordinary
-    partition. `PartitionExistsError` if the name is taken."""
+    """Create a partition without schema or tasks that belongs to this session. Answered `Done`. It is an ordinary
+    partition, except that it is dropped with the session unless a `Publish` names it, and that a `Save` without
+    names skips it. `PartitionExistsError` if the name is taken."""
 
     partition: str
 
@@ -438,8 +443,8 @@ class FindCells(Answered[FoundCells], frozen=True, kw_only=True):
     Answered `FoundCells`.
 
     Returns at most `max_cells` (more only if they share bytes) and `max_bytes` of distinct values, at least one;
-    those of `partition` and `field` first. If there are none, the call parks while puts have space there or
-    readers hold pins, up to `timeout_s`.
+    those of `partition` and `field` first. If no cells lie on the unit, the call waits up to `timeout_s` while puts
+    have reserved space on the unit or readers pin its bytes.
     """
 
     unit: int

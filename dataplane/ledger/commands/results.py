@@ -251,7 +251,7 @@ class Shrunken(Result, frozen=True, kw_only=True):
 
 
 class Writer(Value, frozen=True, kw_only=True):
-    """A session that wrote to a partition `ago_s` seconds ago. `live`: the session still exists. `fields` are
+    """A session that wrote to a partition `ago_s` seconds ago. `live`: the session has not ended. `fields` are
     the requested fields that no other session wrote later."""
 
     session: int

@@ -2,7 +2,7 @@
 
 Objects, dicts, lists, sets and arrays are entries of a table and refer to each other by table index. This preserves
 shared references and cycles, and allows graphs of any depth. All other values (numbers, strings, tuples, enums,
-commands, specs, errors) are encoded inline. Only the classes in `_STORED` are encoded, by their names, and decoded.
+commands, specs, errors) are encoded inline. An image stores classes by name, and only those in `_STORED`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dataplane.core import types
+from dataplane.core import number_set, types
 from dataplane.errors import DataPlaneError, from_wire, to_wire
 from dataplane.ledger.allocation import reservations
 from dataplane.ledger.commands import inputs, inspection, outputs, parts, requests, results
@@ -26,7 +26,6 @@ from dataplane.ledger.state import (
     fields,
     free_space,
     limits,
-    number_set,
     partition,
     relocations,
     rows,
@@ -160,8 +159,8 @@ def _by_name(modules: Iterable[ModuleType]) -> dict[str, type]:
 
 _STORED = _by_name(
     (
-        *(types, inputs, inspection, outputs, parts, requests, results),
-        *(eviction_outlook, extents, fields, free_space, limits, number_set, partition),
+        *(number_set, types, inputs, inspection, outputs, parts, requests, results),
+        *(eviction_outlook, extents, fields, free_space, limits, partition),
         *(
             reservations,
             relocations,

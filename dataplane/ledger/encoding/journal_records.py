@@ -17,7 +17,7 @@ import numpy as np
 from dataplane.ledger.commands import Answered, Call, Input
 from dataplane.ledger.encoding.image import dump, load
 
-assert sys.byteorder == "little", "records contain arrays in native byte order"
+assert sys.byteorder == "little", "records contain little-endian arrays, and this machine is big-endian"
 
 
 class RecordError(ValueError):

@@ -21,7 +21,7 @@ from dataplane.errors import (
     StorageUnitError,
 )
 from dataplane.ledger.allocation.budgets import Evictions, out_of_space, over
-from dataplane.ledger.allocation.reservations import PreallocatedPut
+from dataplane.ledger.allocation.reservations import MAX_BYTES, PreallocatedPut
 from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, Int64s, Mode, TagColumn, UInt32s
 from dataplane.ledger.state.arrays import Bools, every, first_true, some, top, total
 from dataplane.ledger.state.extents import Several
@@ -31,7 +31,6 @@ from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.sessions import Preallocation, PutReservation, ReservedSpace, Session
 from dataplane.ledger.state.state import State
 
-MAX_BYTES = 1 << 62
 INT64_MAX = (1 << 63) - 1
 TAG_TYPES = frozenset({str, bool, int, float, type(None)})
 TAG_BITS = 4096
@@ -99,8 +98,8 @@ class Commits:
 
     def _admit(self, partition: Partition, reservation: PutReservation | None, named: Named) -> tuple[str, ...]:
         """Check that preallocated space fits the partition's budget, which counts it from now on. Evict samples if
-        necessary, and return the ids of unconsumed ones. CapacityTimeoutError if the budget is used up and a put
-        waits for it already or eviction does not help."""
+        necessary, and return the ids of unconsumed ones. CapacityTimeoutError if a put of the partition already waits
+        for space, or if the budget is used up and eviction does not help."""
         if not isinstance(reservation, PreallocatedPut) or partition.budget_bytes is None:
             return ()
         update, wanted = not len(named.unborn), sum(reservation.nbytes)

@@ -204,7 +204,7 @@ class Drains:
         for session in self.state.sessions.values():
             held = [*(each.extents() for each in session.reservations.values()), *session.pins.values()]
             if any(some(self._on(unit, numbers)) for numbers in held):
-                found.append(f"session {session.number} ({session.name or 'unnamed'}, {session.state})")
+                found.append(session.label)
             if len(found) == HOLDERS:
                 break
         return tuple(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dataplane.core.schema import field_of
+from dataplane.core.schema import WEIGHT_VERSION, field_of
 from dataplane.errors import InvalidRequestError, SampleNotFoundError
 from dataplane.ledger import commands as c
 from dataplane.ledger.state.claim_terms import least_of
@@ -23,7 +23,6 @@ STALEST = 1024
 """The versions of this many of a task's oldest ready samples are examined."""
 BEYOND = 1 << 62
 """Tag values of this magnitude or more are not versions."""
-VERSION_TAG = "weight_version"
 
 
 class Inspection:
@@ -119,9 +118,7 @@ class Inspection:
 
     def memory(self, session: Session, number: int, command: c.MapMemory) -> c.MemoryMap:
         """Return the arena by address, in equal parts."""
-        unit = self.state.units.get(command.unit)
-        if unit is None:
-            raise InvalidRequestError(f"unknown storage unit {command.unit}; the units are {sorted(self.state.units)}")
+        unit = self.state.unit(command.unit)
         extents, space = self.state.extents, unit.space
         cell_bytes = max(-(-space.capacity_bytes // _parts("cells", command.cells)), 1)
         edges = np.arange(-(-space.capacity_bytes // cell_bytes) + 1, dtype=np.int64) * cell_bytes
@@ -194,7 +191,7 @@ def _latest(partition: Partition, task: Task) -> ReadyIndex | None:
 def _stalest(partition: Partition, ready_index: ReadyIndex) -> int | None:
     """Return the lowest version of the oldest ready samples, or None if unknown."""
     rows = partition.rows.order[ready_index.ready()[:STALEST]]
-    numbers = partition.tags.numbers(VERSION_TAG, rows[partition.tags.present(VERSION_TAG, rows)])
+    numbers = partition.tags.numbers(WEIGHT_VERSION, rows[partition.tags.present(WEIGHT_VERSION, rows)])
     known = numbers[np.abs(numbers) < BEYOND] if numbers is not None else np.zeros(0)
     return int(known.min()) if len(known) else None
 

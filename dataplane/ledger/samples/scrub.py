@@ -54,8 +54,8 @@ class Recheck:
         partition.lose(rows, f"to damage in storage unit {unit.number} ({unit.offer.name})")
         self.state.touch(partition)
         text = (
-            f"{len(rows)} samples of partition {partition.name!r} are lost: their field {item.field!r} in storage unit "
-            f"{unit.number} ({unit.offer.name}) was damaged when its machine crashed: {names}"
+            f"samples of partition {partition.name!r} are lost ({len(rows)} in total): {names}. Their field "
+            f"{item.field!r} in storage unit {unit.number} ({unit.offer.name}) was damaged when its machine crashed"
         )
         self.state.out.append(Notice(text=text))
 

@@ -195,7 +195,7 @@ class Saves:
             )
         if saved.born < live:
             raise InvalidRequestError(
-                f"partition {saved.partition!r}: born={saved.born} samples were created, fewer than the {live} staged"
+                f"partition {saved.partition!r}: born={saved.born} must be at least the staged samples, {live}"
             )
         for task in saved.tasks:
             if len(task.claimed) != -(-live // 8):

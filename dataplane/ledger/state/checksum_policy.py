@@ -32,8 +32,8 @@ def _near(session: Session, unit: Unit) -> bool:
 
 
 def to_compare(state: State, session: Session, checksums: UInt32s, units: Int32s) -> UInt32s | None:
-    """Return the checksums that the session compares when it reads rows on these units: all of them, or None if the
-    policy requires no comparison (in particular for mapped memory with "across-hosts")."""
+    """Return the checksums that the session must compare when it reads rows on these units: all of them, or None.
+    None with policy NEVER, and with ACROSS_HOSTS if the session maps all of the units' arenas."""
     if state.checksums is Checksums.NEVER:
         return None
     if state.checksums is Checksums.ACROSS_HOSTS and _all_in(units, session.attached):

@@ -21,9 +21,9 @@ class Limits:
     id_bytes: UTF-8 bytes of a sample id or the name of a partition, task, field, tag, client or unit. tag_bytes:
     characters of one string tag. path_bytes: characters of a path or endpoint sent by a client or unit.
     preallocated_part: one request for preallocated space may take at most 1/preallocated_part of the space for new rows
-    in a unit. steps: steps of a task whose shares are remembered. saves: snapshots of one session taken with `Save` and
-    not released; each holds 20 bytes per cell. interests: (task, fields) combinations per partition whose ready samples
-    are tracked; beyond the limit, the least recently used one is replaced.
+    in a unit. steps: steps of a task whose shares are remembered. saves: `Save` calls of one session that are not
+    released; each holds 20 bytes per cell. interests: (task, fields) combinations per partition whose ready samples are
+    tracked; beyond the limit, the least recently used one without waiting claims is replaced.
     """
 
     in_flight: int = 4096

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dataplane.core.number_set import NumberSet
 from dataplane.errors import DataPlaneError
 from dataplane.ledger.commands import Allocate, Claim, FindCells, Int32s, Int64s, Result, Samples, UnitShrunk
 from dataplane.ledger.commands.result_size import size_of
 from dataplane.ledger.state.arrays import top
 from dataplane.ledger.state.free_space import granules_up
 from dataplane.ledger.state.limits import Limits
-from dataplane.ledger.state.number_set import NumberSet
 from dataplane.ledger.state.snapshot import Snapshot
 from dataplane.ledger.state.units import Unit
 
@@ -194,6 +194,11 @@ class Session:
     def live(self) -> bool:
         return self.state is SessionStatus.LIVE
 
+    @property
+    def label(self) -> str:
+        """Number, client name and state of the session, for messages."""
+        return f"session {self.number} ({self.name or 'unnamed'}, {self.state})"
+
     def hear(self, now: float) -> None:
         self.heard = now
         self.silent = False
@@ -254,7 +259,8 @@ class Session:
         found = list(settled)
         for first, last in zip(confirmed[::2], confirmed[1::2], strict=False):
             first = max(first, self.watermark)
-            # Between two ranges is an unanswered call, so more ranges than in-flight calls are ignored as invalid.
+            # Between two ranges is an unanswered call, and their number is limited. A client that confirms more ranges
+            # is faulty: the ranges beyond the limit stay unconfirmed.
             if first <= last and self.above.ranges <= 2 * limits.in_flight:
                 found += self._known(first, last)
                 self.above.add(first, last)

@@ -372,7 +372,7 @@ class State:
     def check_name(self, what: str, name: str) -> None:
         """Raise `InvalidRequestError` for an empty name, and `LimitError` for a name that is too long."""
         if not name:
-            raise InvalidRequestError(f"a {what} must not be empty")
+            raise InvalidRequestError(f"{what}='': must not be empty")
         # A character takes at most four bytes, so most names need no encoding to be measured.
         limit = self.limits.id_bytes
         if 4 * len(name) > limit:

@@ -1,4 +1,4 @@
-"""A set of call numbers whose memory is proportional to the number of its gaps."""
+"""A set of integers that is stored as ranges of consecutive numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 
 class NumberSet:
     """A set of integers. `bounds` has the start and the exclusive end of each range, ascending. A number is in the set
-    if an odd number of bounds is less than or equal to it."""
+    if an odd number of bounds is less than or equal to it. Images of the ledger contain this class."""
 
     def __init__(self) -> None:
         self.bounds: list[int] = []
