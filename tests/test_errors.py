@@ -122,6 +122,10 @@ def test_positions_become_ids() -> None:
             "restarted. Repeat the call; if it fails again, connect a new client and put lost samples again.",
         ),
         (
+            e.ServiceRestartedError(expected_epoch=2, got_epoch=0, what="some space"),
+            "some space belongs to an earlier epoch, expected 2 (an epoch is one run of a process): the process was",
+        ),
+        (
             e.ServiceRestartedError(expected_epoch=1, got_epoch=2, what="the service", lost="all"),
             "lost: all. Connect a new client and put lost samples again.",
         ),

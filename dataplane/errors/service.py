@@ -52,7 +52,7 @@ class SessionExpiredError(ServiceError):
 
     def __init__(self, *, session: int, why: str) -> None:
         super().__init__(
-            f"session {session} has ended: {why}. Its claims and reservations were released. Connect a new client.",
+            f"session {session} has ended: {why}. Its leases and reservations were released. Connect a new client.",
             session=session,
             why=why,
         )
@@ -60,7 +60,7 @@ class SessionExpiredError(ServiceError):
 
 class ServiceRestartedError(ServiceError):
     """The process runs in another epoch. `lost` describes the state that was lost with the expected epoch; "" if no
-    loss is known. `got_epoch`: 0 for an earlier one."""
+    loss is known. `got_epoch`: 0 if it is only known to be an earlier one."""
 
     grpc_status = "FAILED_PRECONDITION"
 
@@ -69,9 +69,8 @@ class ServiceRestartedError(ServiceError):
         if lost:
             since, remedy = f"the process restarted without its state; lost: {lost}", "Connect a new client"
         super().__init__(
-            f"{what} belongs to {f'epoch {got_epoch}' if got_epoch else 'an earlier epoch'}, expected "
-            f"{expected_epoch} (an epoch is one run of a process): "
-            f"{since}. {remedy} and put lost samples again.",
+            f"{what} belongs to {f'epoch {got_epoch}' if got_epoch else 'an earlier epoch'}, expected {expected_epoch} "
+            f"(an epoch is one run of a process): {since}. {remedy} and put lost samples again.",
             expected_epoch=expected_epoch,
             got_epoch=got_epoch,
             what=what,

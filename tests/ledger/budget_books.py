@@ -37,8 +37,9 @@ EVICTED: Counter[str] = Counter()
 
 
 class BudgetBooks:
-    """`gone` are the samples that were evicted from each run of a partition and live no more, by id; `unsaid` the
-    unconsumed ones that no answer has named yet. `excused`: a put that may have been to name some was refused.
+    """`gone` are the samples that were evicted from each incarnation of a partition and do not live now, by id;
+    `unsaid` the unconsumed ones that no answer has named yet. `excused`: a put that may have been to name some was
+    refused.
 
     `targets` are the samples that puts name, by partition: their ids, each with its generation if named by handle, else
     0. Of the input under way: those that puts may have been under way for (`named`), and those (`kept`) that they
@@ -83,7 +84,7 @@ class BudgetBooks:
         self.kept -= {(a.session, a.number) for a in answers if isinstance(a.result, DataPlaneError)}
 
     def targets_of(self, names: set[Name], partition: tuple[str, int]) -> set[tuple[str, int]]:
-        """What these puts name in this run of a partition."""
+        """What these puts name in this incarnation of a partition."""
         return {each for name in names if self.targets[name][0] == partition for each in self.targets[name][1]}
 
     # --- what went

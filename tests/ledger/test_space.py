@@ -84,19 +84,6 @@ class SpaceMachine(RuleBasedStateMachine):
             self.mark(got, nbytes, free=False)
             self.taken.append((got, nbytes))
 
-    @rule(most=st.integers(1, 40 * GRANULE_BYTES), share=st.floats(0.01, 1.0))
-    def take_largest(self, most: int, share: float) -> None:
-        least = max(1, int(most * share))
-        largest = max((count for _, count in free_runs(self.free)), default=0) * GRANULE_BYTES
-        got = self.space.take_largest(most, least)
-        if largest < least:
-            assert got is None
-            return
-        assert got is not None
-        assert got[1] == min(granules_up(most), largest)
-        self.mark(*got, free=False)
-        self.taken.append(got)
-
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def give(self, data: st.DataObject) -> None:
@@ -149,7 +136,7 @@ TestSpace.settings = budget(60, steps=50)
 
 def test_nothing_is_free_before_it_is_backed() -> None:
     space = FreeSpace(1 << 20)
-    assert (space.take(1), space.take_largest(64, 1), space.free_bytes, space.highest_used_bytes) == (None, None, 0, 0)
+    assert (space.take(1), space.free_bytes, space.highest_used_bytes) == (None, 0, 0)
 
 
 def test_capacity_is_whole_granules() -> None:

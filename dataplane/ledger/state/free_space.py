@@ -104,17 +104,6 @@ class FreeSpace:
         assert nbytes <= self._sizes[block][position], (offset, nbytes)
         self._cut(block, position, nbytes)
 
-    def take_largest(self, max_bytes: int, min_bytes: int) -> tuple[int, int] | None:
-        """Allocate `max_bytes` if they fit, else the largest fragment. Return (offset, nbytes) in whole granules; None
-        if the largest fragment is smaller than `min_bytes`."""
-        assert max_bytes >= min_bytes > 0, (max_bytes, min_bytes)
-        size = min(granules_up(max_bytes), self.largest_bytes)
-        if size < granules_up(min_bytes):
-            return None
-        offset = self.take(size)
-        assert offset is not None
-        return offset, size
-
     def give(self, offset: int, nbytes: int) -> None:
         """Free [offset, offset + nbytes). Asserts that the range was in use."""
         size = granules_up(nbytes)
