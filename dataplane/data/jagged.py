@@ -1,4 +1,4 @@
-"""Columns as torch tensors: dtypes by name, conversion between rows and nested (jagged) tensors, packing, padding.
+"""Nested (jagged) tensors: conversion from and to rows, packing and padding.
 
 A jagged tensor here is a `torch.nested` tensor of layout `torch.jagged` whose ragged dimension is 1. Row i is
 `values[offsets[i]:offsets[i + 1]]`, or the first `lengths[i]` elements of that if the tensor has holes.
@@ -19,21 +19,10 @@ from torch.nested._internal.nested_tensor import (
     nested_view_from_values_offsets_lengths,  # its public wrapper loads torch.fx and logs a warning in each process
 )
 
-from dataplane.core.row_copy import WORD_TYPES, Int64s, UInt8s, address, gather_padded
+from dataplane.core.row_copy import WORD_TYPES, Int64s, gather_padded
 from dataplane.core.schema import TOKEN_ALIGNED_FIELDS
-from dataplane.core.types import DTYPE_BYTES
+from dataplane.data.tensor_memory import DTYPE_NAMES, byte_view, tensor_from_numpy
 from dataplane.errors import InvalidRequestError
-
-TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
-DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
-_CARRIERS: dict[torch.dtype, str] = {
-    dtype: name if hasattr(np, name) else f"uint{8 * dtype.itemsize}" for name, dtype in TORCH_DTYPES.items()
-}
-"""The numpy dtype that carries each torch dtype: the same one if numpy has it, else an unsigned one of equal size."""
-_NUMPYS = frozenset(dtype for name, dtype in TORCH_DTYPES.items() if hasattr(np, name))
-"""Dtypes that numpy has too: a numpy view costs a fraction of a torch view."""
-_TYPE_STRINGS: dict[torch.dtype, str] = {dtype: np.dtype(name).str for dtype, name in _CARRIERS.items()}
 
 Lengths = Tensor | np.ndarray[Any, Any] | Sequence[int]
 """Row lengths as callers pass them; `as_lengths` converts them to an int64 CPU tensor `[N]`."""
@@ -151,25 +140,6 @@ def row_lengths(nested: Tensor) -> Tensor:
     given: Tensor | None = nested.lengths()  # type: ignore[attr-defined]
     offsets: Tensor = nested.offsets()  # type: ignore[attr-defined]
     return (offsets.diff() if given is None else given).to(torch.int64)
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as uint8 `[nbytes]`, on its device."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
-
-
-def byte_view(tensor: Tensor) -> UInt8s:
-    """View a contiguous CPU tensor as a uint8 array `[nbytes]`. The view keeps the tensor's storage alive."""
-    assert tensor.is_contiguous(), tensor.stride()
-    plain = tensor.detach() if tensor.requires_grad else tensor
-    view: UInt8s = plain.numpy().reshape(-1).view(np.uint8) if tensor.dtype in _NUMPYS else flat_bytes(plain).numpy()
-    return view
-
-
-def tensor_over(memory: UInt8s, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Create a CPU tensor over writable `memory`, which must have exactly its size and element alignment."""
-    tensor = torch.from_numpy(memory.view(_CARRIERS[dtype]).reshape(shape))
-    return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
 # --- padded rows to jagged ------------------------------------------------------------------------------------
@@ -406,7 +376,7 @@ def _bits_of(text: str, scalar: bool | int | float | complex, dtype: torch.dtype
     return bits
 
 
-# --- other --------------------------------------------------------------------------------------------------------
+# --- selected rows --------------------------------------------------------------------------------------------
 
 
 def select_rows(nested: Tensor, indices: Tensor) -> Tensor:
@@ -414,7 +384,11 @@ def select_rows(nested: Tensor, indices: Tensor) -> Tensor:
     indices = indices.to(device=nested.device, dtype=torch.int64)
     lengths = row_lengths(nested)[indices]
     starts = row_starts(nested)[indices]
-    offsets = offsets_of(lengths)
+    return _gathered(nested, starts, lengths, offsets_of(lengths))
+
+
+def _gathered(nested: Tensor, starts: Tensor, lengths: Tensor, offsets: Tensor) -> Tensor:
+    """Copy `lengths[i]` elements of `values` from `starts[i]` on into row i of a jagged tensor with these offsets."""
     total = int(offsets[-1])
     places = torch.arange(total, device=nested.device)
     places += torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
@@ -450,55 +424,8 @@ def response_from_nested(full: Tensor, response_mask: Tensor) -> Tensor:
     offsets = row_offsets(response_mask)
     if offsets is None or int(offsets[0]):
         offsets = offsets_of(wanted)
-    total = int(wanted.sum())
-    starts = row_starts(full) + have - wanted - 1
-    places = torch.arange(total, device=full.device)
-    places += torch.repeat_interleave(starts - offsets[:-1], wanted, output_size=total)
-    return jagged_from_values(full.values()[places], offsets)
+    return _gathered(full, row_starts(full) + have - wanted - 1, wanted, offsets)
 
 
 def _shown(value: object) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def tensor_from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """Create a CPU tensor over the array's memory, or over a copy if torch does not support its byte order, alignment
-    or negative strides. Treat the tensor as read-only if numpy marks the memory as read-only."""
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
-    if not strides_fit or array.__array_interface__["data"][0] % array.itemsize:
-        array = array.copy()
-    return torch.from_numpy(array if array.flags.writeable else writable_alias(array))
-
-
-class _Window:
-    """Exposes memory of `owner` through the array interface as writable, so that torch accepts it without a warning."""
-
-    def __init__(self, place: int, shape: tuple[int, ...], typestr: str, owner: object, strides: Any = None) -> None:
-        self.owner = owner
-        self.__array_interface__ = {
-            "data": (place, False),
-            "shape": shape,
-            "typestr": typestr,
-            "strides": strides,
-            "version": 3,
-        }
-
-
-def writable_alias(array: np.ndarray[Any, Any], owner: object = None) -> np.ndarray[Any, Any]:
-    """Return an array over the same memory that is marked writable. Writing through it may crash the process.
-
-    torch has no read-only tensors and warns about read-only arrays. The result, and every tensor over it, keeps `owner`
-    (by default the array itself) alive through its storage.
-    """
-    place, shape, typestr, strides = address(array), array.shape, array.dtype.str, array.strides
-    return np.asarray(_Window(place, shape, typestr, array if owner is None else owner, strides))
-
-
-def tensor_at(place: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object) -> Tensor:
-    """Create a CPU tensor over the memory at address `place`, which must be aligned to the element. The storage covers
-    exactly this memory and keeps `owner`, which owns the memory, alive. If the memory is read-only, writing to the
-    tensor crashes the process."""
-    tensor = torch.from_numpy(np.asarray(_Window(place, shape, _TYPE_STRINGS[dtype], owner)))
-    return tensor if tensor.dtype == dtype else tensor.view(dtype)

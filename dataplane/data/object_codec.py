@@ -36,8 +36,8 @@ from msgspec.msgpack import Ext
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dataplane.data.jagged import DTYPE_NAMES, TORCH_DTYPES, byte_view
 from dataplane.data.meta import FixedList
+from dataplane.data.tensor_memory import DTYPE_NAMES, TORCH_DTYPES, byte_view
 from dataplane.errors import InternalError, UnsupportedValueError
 
 MAX_DEPTH = 64

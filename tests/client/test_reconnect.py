@@ -1,10 +1,10 @@
-"""Clients and storage units that outlive their controller: they go on with its next run, or are told what was lost."""
+"""Clients and storage units whose controller restarts with its state, or that lose their connection to it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,130 +12,34 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane import connect, connect_async
+from dataplane import connect
 from dataplane.client.rpc import handshake
-from dataplane.controller.event_loop import LedgerThread
 from dataplane.core import failpoints
-from dataplane.errors import ClaimTimeoutError, ClientClosedError, ServiceRestartedError, ServiceUnavailableError
+from dataplane.errors import ClaimTimeoutError
 from dataplane.protocol.resolver import register_resolver
-from tests.client.test_channel import in_fork
-from tests.contract.conftest import Blocking
-from tests.restarts import CONFIG, NO_HEARTBEATS, WAIT_S, ProxyPair, RestartableService, wait_until
+from tests.client.reconnecting import (  # noqa: F401
+    FIELDS,
+    STILL,
+    Open,
+    calls_of,
+    check,
+    claim_two,
+    ending,
+    endpoint,
+    open_client,
+    pool,
+    proxy_to,
+    put,
+    register,
+    restartable,
+    rows,
+    style,
+)
+from tests.restarts import NO_HEARTBEATS, WAIT_S, ProxyPair, RestartableService, wait_until
 
 pytestmark = pytest.mark.slow
 
-FIELDS = ["x", "n"]
-STILL = replace(CONFIG, **NO_HEARTBEATS)
-"""A client whose heartbeat is late would take the service to be gone."""
-
-
-@pytest.fixture
-def restartable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RestartableService]:
-    """With `CONFIG`, or what a test says."""
-    made = RestartableService(tmp_path / "state", getattr(request, "param", CONFIG))
-    made.start()
-    made.unit()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as made:
-        yield made
-
-
-@pytest.fixture(params=["local", "remote-async"])
-def style(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-Open = Callable[..., Any]
-
-
-@pytest.fixture
-def proxy_to() -> Iterator[Callable[[int], ProxyPair]]:
-    """Makes proxies, which are closed at the end, after the clients."""
-    made: list[ProxyPair] = []
-
-    def proxy(port: int) -> ProxyPair:
-        made.append(ProxyPair(port))
-        return made[-1]
-
-    yield proxy
-    for each in made:
-        each.close()
-
-
-@pytest.fixture
-def open_client(restartable: RestartableService, pool: ThreadPoolExecutor, proxy_to: object) -> Iterator[Open]:
-    """Makes clients, which are closed at the end."""
-    made: list[Any] = []
-
-    def client(style: str = "local", address: str = "", **settings: Any) -> Any:
-        changed = {"force_remote": style.startswith("remote"), "address": address or restartable.address, **settings}
-        config = {**vars(restartable.config), **changed}
-        made.append(Blocking(connect_async(**config)) if style.endswith("async") else connect(**config))
-        made[-1].stats()
-        return made[-1]
-
-    yield client
-    for each in made:
-        each.close()
-
-
-@pytest.fixture(params=["stopped", "killed"])
-def ending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the controller ends: saying so to whoever waits, or without a word."""
-    if request.param == "killed":
-        monkeypatch.setattr(LedgerThread, "_end", lambda self: self._zmq.close())
-    return str(request.param)
-
-
-@pytest.fixture(params=["ipc", "tcp"])
-def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kind of connection to the controller. An ipc endpoint has another name in each epoch."""
-    if request.param == "tcp":
-        monkeypatch.setattr(handshake, "boot_id", lambda: "another host")
-    return str(request.param)
-
-
-def register(client: Any) -> None:
-    client.register_partition("p", FIELDS, None, ["train"])
-
-
-def rows(*numbers: int) -> dict[str, Any]:
-    return {
-        "x": torch.tensor(numbers, dtype=torch.float32)[:, None].expand(-1, 1000).contiguous(),
-        "n": torch.tensor(numbers),
-    }
-
-
-def put(client: Any, *numbers: int) -> Any:
-    return client.put_samples([f"s{number}" for number in numbers], "p", rows(*numbers))
-
-
-def check(client: Any, *numbers: int) -> None:
-    found = client.get_samples([f"s{number}" for number in numbers], "p", FIELDS)
-    assert found["n"].tolist() == list(numbers)
-    assert torch.equal(found["x"], rows(*numbers)["x"])
-
-
-def claim_two(pool: ThreadPoolExecutor, client: Any, other: Any) -> Future[Any]:
-    """A claim of two samples that waits at the service, as `other` sees."""
-    claim = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
-    wait_until(lambda: [partition.waiting_claims for partition in other.stats().partitions] == [1])
-    return claim
-
-
-def calls_of(client: Any) -> Any:
-    """The calls of a client's session."""
-    if isinstance(client, Blocking):
-        return client._client._opening.result()._channel._calls
-    return client._connections.get()._channel._calls
-
-
-# --- the service comes back with its state
+# --- the service restarts with its state
 
 
 def test_everything_goes_on(
@@ -313,153 +217,6 @@ def test_work_under_way_is_done_exactly_once(
     (partition,) = producers[0].stats().partitions
     assert (partition.live, partition.born) == (2 * each, 2 * each)
     wait_until(lambda: not sum(u.reserved_bytes + u.pinned_bytes for u in producers[0].stats().units), "all given back")
-
-
-# --- it does not, or without its state
-
-
-@pytest.mark.parametrize("restartable", [STILL], indirect=True, ids=["still"])
-def test_after_the_window_calls_fail_and_a_late_return_is_found(
-    restartable: RestartableService, open_client: Open, style: str
-) -> None:
-    client = open_client(style, reconnect_s=0.3)
-    register(client)
-    put(client, 1)
-    restartable.stop()
-    with pytest.raises(ServiceUnavailableError, match=rf"at {restartable.address}: .* not restarted within 0\.3 s"):
-        put(client, 2)
-    with pytest.raises(ServiceUnavailableError):
-        client.claim_meta("p", "train", FIELDS, 1)
-    restartable.start()
-    wait_until(lambda: not calls_of(client).pointless, "the service")
-    check(client, 1)
-    put(client, 2)
-    assert sorted(client.claim_meta("p", "train", FIELDS, 2).sample_ids) == ["s1", "s2"]
-
-
-@pytest.mark.parametrize("restartable", [STILL], indirect=True, ids=["still"])
-def test_a_call_under_way_fails_when_the_window_ends(
-    restartable: RestartableService, open_client: Open, pool: ThreadPoolExecutor, style: str
-) -> None:
-    client, other = open_client(style, reconnect_s=0.3), open_client()
-    register(client)
-    waiting = claim_two(pool, client, other)
-    restartable.stop()
-    with pytest.raises(ServiceUnavailableError, match=restartable.address):
-        waiting.result(WAIT_S)
-
-
-def test_a_lost_state_is_told_to_whoever_waits_and_to_all_later_calls(
-    restartable: RestartableService, open_client: Open, pool: ThreadPoolExecutor, style: str, ending: str, endpoint: str
-) -> None:
-    client, other = open_client(style), open_client()
-    register(client)
-    put(client, 1)
-    waiting = claim_two(pool, client, other)
-    before = client.stats().epoch
-    restartable.stop()
-    restartable.forget()
-    restartable.start()
-    for call in (waiting.result, lambda *_: check(client, 1), lambda *_: put(client, 2)):
-        with pytest.raises(ServiceRestartedError) as caught:
-            call(WAIT_S)
-        assert (caught.value.expected_epoch, caught.value.got_epoch > before) == (before, True)
-        assert "every partition, sample and claim" in caught.value.lost
-        assert restartable.address in str(caught.value)
-    wait_until(lambda: calls_of(other).over, "the other client's end")
-    register(open_client(style))
-
-
-def test_a_service_without_a_state_is_not_waited_for(
-    restartable: RestartableService, open_client: Open, style: str
-) -> None:
-    restartable.stop()
-    restartable.start(durable=False)
-    client = open_client(style)
-    register(client)
-    epoch = client.stats().epoch
-    restartable.stop()
-    with pytest.raises(ServiceUnavailableError):
-        put(client, 1)
-    restartable.start(durable=False)
-
-    def told() -> Any:
-        try:
-            client.stats()
-        except ServiceUnavailableError:
-            return None
-        except ServiceRestartedError as error:
-            return error
-
-    error = wait_until(told)
-    assert error.expected_epoch == epoch
-
-
-def test_closing_while_it_is_gone_ends_calls_and_is_quick(
-    restartable: RestartableService, open_client: Open, pool: ThreadPoolExecutor, style: str
-) -> None:
-    client = open_client(style)
-    register(client)
-    restartable.stop()
-    wait_until(lambda: calls_of(client).waiting, "a lost service")
-    waiting = pool.submit(client.claim_meta, "p", "train", FIELDS, 2)
-    wait_until(lambda: calls_of(client)._numbering.unanswered, "a call under way")
-    client.close()
-    with pytest.raises(ClientClosedError):
-        waiting.result(WAIT_S)
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_child_forked_while_it_is_gone_is_told_so_and_the_parent_goes_on(
-    restartable: RestartableService, open_client: Open
-) -> None:
-    client = open_client()
-    register(client)
-    put(client, 1)
-    restartable.stop()
-    wait_until(lambda: calls_of(client).waiting, "a lost service")
-
-    def child() -> None:
-        with pytest.raises(ServiceUnavailableError, match=restartable.address):
-            client.stats()
-        client.close()
-
-    assert in_fork(child) == 0
-    restartable.start()
-    check(client, 1)
-
-
-# --- storage units
-
-
-def test_a_unit_without_its_service_starts_over_with_one_that_knows_nothing(
-    restartable: RestartableService, open_client: Open, style: str
-) -> None:
-    (unit,) = restartable.units
-    client = open_client("local")
-    register(client)
-    put(client, 1)
-    views = client.get_samples(["s1"], "p", FIELDS, copy=False)
-    (before,) = client.stats().units
-    restartable.stop()
-    restartable.forget()
-    restartable.start()
-    after = open_client(style)
-    register(after)
-    wait_until(lambda: [each.connected for each in after.stats().units] == [True], "the unit")
-    assert after.stats().units[0].live_bytes == 0
-    put(after, 7)
-    check(after, 7)
-    assert torch.equal(views["x"], rows(1)["x"])
-    assert before.name == after.stats().units[0].name
-    assert not unit.lost.is_set()
-
-
-def test_a_unit_waits_no_longer_than_it_is_told(restartable: RestartableService) -> None:
-    unit = restartable.unit(reconnect_s=0.2)
-    restartable.stop()
-    assert unit.lost.wait(WAIT_S)
-    assert not restartable.units[0].lost.is_set()
 
 
 # --- the network

@@ -12,7 +12,7 @@ import torch
 
 from dataplane.core.types import FieldSpec
 from dataplane.data.columns import Column, EncodedColumn, RowSource, decode, encode_fields
-from dataplane.data.jagged import byte_view
+from dataplane.data.tensor_memory import byte_view
 
 GUARD = 64
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.data.batch import materialize
 from dataplane.data.columns import RowSource, assemble, decode, decode_batch, decode_padded, decode_views, encode_fields
-from dataplane.data.jagged import TORCH_DTYPES
+from dataplane.data.tensor_memory import TORCH_DTYPES
 from dataplane.errors import InternalError, InvalidRequestError
 from tests.data.columns_helpers import encode_one, pick, random_tensor, same_bits, same_rows, store
 

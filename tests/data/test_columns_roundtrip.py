@@ -13,7 +13,8 @@ from tensordict import NonTensorStack, TensorDict
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.data.columns import RowSource, Shared, assemble, decode, decode_views, encode_fields
 from dataplane.data.columns.encode import _without_holes
-from dataplane.data.jagged import TORCH_DTYPES, byte_view, jagged_from_values
+from dataplane.data.jagged import jagged_from_values
+from dataplane.data.tensor_memory import TORCH_DTYPES, byte_view
 from tests.data.columns_helpers import (
     encode_one,
     nested_of,

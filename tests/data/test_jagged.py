@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane.core.types import DTYPE_BYTES
 from dataplane.data import jagged
 from dataplane.data.jagged import (
-    DTYPE_NAMES,
-    TORCH_DTYPES,
     _pad_by_mask,
     as_lengths,
     detached_values,
@@ -27,23 +24,15 @@ from dataplane.data.jagged import (
     row_lengths,
     row_starts,
     select_rows,
-    tensor_from_numpy,
     to_nested_by_length,
     view_jagged_fields,
-    writable_alias,
 )
+from dataplane.data.tensor_memory import TORCH_DTYPES
 from dataplane.errors import InvalidRequestError
 from tests.data.columns_helpers import nested_of, random_tensor, same_bits, same_rows
 
 LENGTHS = [3, 0, 5, 1]
 with_holes = jagged_from_values(torch.arange(12.0), torch.tensor([0, 4, 8, 12]), lengths=torch.tensor([3, 0, 4]))
-
-
-def test_dtypes_by_name() -> None:
-    assert set(TORCH_DTYPES) == set(DTYPE_BYTES) == set(DTYPE_NAMES.values())
-    for name, dtype in TORCH_DTYPES.items():
-        assert str(dtype) == f"torch.{name}"
-        assert dtype.itemsize == DTYPE_BYTES[name]
 
 
 @pytest.mark.parametrize("constructor", [True, False])
@@ -309,14 +298,3 @@ def test_response_of_tensors_with_holes_and_inner_dimensions() -> None:
 def test_response_that_does_not_fit(full: Any, mask: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         response_from_nested(full, mask)
-
-
-# --- numpy --------------------------------------------------------------------------------------------------------
-
-
-def test_read_only_memory_without_a_warning_and_kept_alive() -> None:
-    array = np.frombuffer(bytes(range(8)), dtype=np.uint8)
-    assert tensor_from_numpy(array).tolist() == list(range(8))
-    alias = writable_alias(array)
-    assert alias.__array_interface__["data"] == (array.__array_interface__["data"][0], False)
-    assert tensor_from_numpy(np.arange(3, dtype=">i8")).tolist() == [0, 1, 2]

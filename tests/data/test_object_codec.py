@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from dataplane.data.jagged import TORCH_DTYPES
 from dataplane.data.object_codec import MAX_DEPTH, decode_object, encode_object, encode_rows
+from dataplane.data.tensor_memory import TORCH_DTYPES
 from dataplane.errors import InternalError, UnsupportedValueError
 from tests.data.columns_helpers import random_tensor, same_bits
 

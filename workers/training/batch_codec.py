@@ -20,16 +20,9 @@ from tensordict import NonTensorData, NonTensorStack
 from torch import Tensor
 
 from dataplane.core.types import GRANULE_BYTES
-from dataplane.data.jagged import (
-    DTYPE_NAMES,
-    TORCH_DTYPES,
-    flat_bytes,
-    is_jagged,
-    jagged_from_values,
-    offsets_of,
-    row_lengths,
-)
+from dataplane.data.jagged import is_jagged, jagged_from_values, offsets_of, row_lengths
 from dataplane.data.object_codec import decode_object, encode_object, encode_rows
+from dataplane.data.tensor_memory import DTYPE_NAMES, TORCH_DTYPES, flat_bytes
 
 
 class _Dense(msgspec.Struct, frozen=True, tag="dense", array_like=True):

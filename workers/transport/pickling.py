@@ -20,7 +20,7 @@ from ray import cloudpickle
 from torch import Tensor
 
 from dataplane.core.buffer_pool import FROM_BYTES, BufferPool
-from dataplane.data.jagged import flat_bytes
+from dataplane.data.tensor_memory import flat_bytes
 from workers.errors import NotSerializableError
 
 Bytes = npt.NDArray[np.uint8]

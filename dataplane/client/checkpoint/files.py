@@ -27,7 +27,7 @@ from dataplane.core.private_dir import private
 from dataplane.core.row_copy import UInt8s, gather
 from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec
 from dataplane.data.columns import RowSource
-from dataplane.data.jagged import byte_view
+from dataplane.data.tensor_memory import byte_view
 from dataplane.errors import CheckpointError, CheckpointWriteError, DataPlaneError
 from dataplane.ledger import commands as c
 

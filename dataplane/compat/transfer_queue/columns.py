@@ -19,7 +19,8 @@ from torch import Tensor
 
 from dataplane.core.schema import field_of, variants_of
 from dataplane.core.types import FieldKind, FieldSpec
-from dataplane.data.jagged import TORCH_DTYPES, jagged_from_values
+from dataplane.data.jagged import jagged_from_values
+from dataplane.data.tensor_memory import TORCH_DTYPES
 from dataplane.errors import UNDECLARED, SchemaError
 from dataplane.ledger import commands as c
 

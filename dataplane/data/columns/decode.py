@@ -30,17 +30,9 @@ from dataplane.core.row_copy import (
 )
 from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec
 from dataplane.data.columns.values import ragged_header_bytes
-from dataplane.data.jagged import (
-    TORCH_DTYPES,
-    byte_view,
-    jagged_from_values,
-    pad_element,
-    padded_width,
-    tensor_at,
-    tensor_over,
-    writable_alias,
-)
+from dataplane.data.jagged import jagged_from_values, pad_element, padded_width
 from dataplane.data.object_codec import decode_object
+from dataplane.data.tensor_memory import TORCH_DTYPES, byte_view, tensor_at, tensor_over, writable_alias
 from dataplane.errors import InternalError, InvalidRequestError
 
 Column = Tensor | list[Tensor] | np.ndarray[Any, Any]

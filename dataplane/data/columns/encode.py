@@ -19,19 +19,10 @@ from dataplane.core.row_copy import Int64s, Run, UInt8s
 from dataplane.core.schema import TOKEN_ALIGNED_FIELDS
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.data.columns.values import FlatValues, ListValues, RaggedValues, TensorValues, Values, in_host_memory
-from dataplane.data.jagged import (
-    DTYPE_NAMES,
-    as_lengths,
-    byte_view,
-    detached_values,
-    is_jagged,
-    row_offsets,
-    row_places,
-    tensor_from_numpy,
-    view_jagged_fields,
-)
+from dataplane.data.jagged import as_lengths, detached_values, is_jagged, row_offsets, row_places, view_jagged_fields
 from dataplane.data.meta import FixedList
 from dataplane.data.object_codec import describe_tensor, encode_rows, plain_tensor, type_name
+from dataplane.data.tensor_memory import DTYPE_NAMES, byte_view, tensor_from_numpy
 from dataplane.errors import InvalidRequestError, SchemaError, UnsupportedValueError, first_few
 
 _COLUMN_HINT = (

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dataplane.core.checksums import UInt32s, checksums_of, settled
 from dataplane.core.row_copy import LONG_BYTES, Int64s, Run, UInt8s, address, gather, merge_runs
-from dataplane.data.jagged import byte_view
+from dataplane.data.tensor_memory import byte_view
 
 RAGGED_ALIGN_BYTES = 16
 """The size of a ragged row and the offset of its data are multiples of this."""

@@ -1,0 +1,92 @@
+"""Tensors and their memory: dtypes by name, tensors viewed as bytes, and CPU tensors over given memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataplane.core.row_copy import UInt8s, address
+from dataplane.core.types import DTYPE_BYTES
+
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+_CARRIERS: dict[torch.dtype, str] = {
+    dtype: name if hasattr(np, name) else f"uint{8 * dtype.itemsize}" for name, dtype in TORCH_DTYPES.items()
+}
+"""The numpy dtype that carries each torch dtype: the same one if numpy has it, else an unsigned one of equal size."""
+_NUMPYS = frozenset(dtype for name, dtype in TORCH_DTYPES.items() if hasattr(np, name))
+"""Dtypes that numpy has too: a numpy view costs a fraction of a torch view."""
+_TYPE_STRINGS: dict[torch.dtype, str] = {dtype: np.dtype(name).str for dtype, name in _CARRIERS.items()}
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as uint8 `[nbytes]`, on its device."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
+
+
+def byte_view(tensor: Tensor) -> UInt8s:
+    """View a contiguous CPU tensor as a uint8 array `[nbytes]`. The view keeps the tensor's storage alive."""
+    assert tensor.is_contiguous(), tensor.stride()
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    view: UInt8s
+    if tensor.dtype in _NUMPYS:
+        view = plain.numpy().reshape(-1).view(np.uint8)
+    else:
+        view = flat_bytes(plain).numpy()
+    return view
+
+
+def tensor_over(memory: UInt8s, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Create a CPU tensor over writable `memory`, which must have exactly its size and element alignment."""
+    return _as_dtype(memory.view(_CARRIERS[dtype]).reshape(shape), dtype)
+
+
+def tensor_from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    """Create a CPU tensor over the array's memory, or over a copy if torch does not support its byte order, alignment
+    or negative strides. Treat the tensor as read-only if numpy marks the memory as read-only."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    if not strides_fit or array.__array_interface__["data"][0] % array.itemsize:
+        array = array.copy()
+    return torch.from_numpy(array if array.flags.writeable else writable_alias(array))
+
+
+class _Window:
+    """Exposes memory of `owner` through the array interface as writable, so that torch accepts it without a warning."""
+
+    def __init__(self, place: int, shape: tuple[int, ...], typestr: str, owner: object, strides: Any = None) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "data": (place, False),
+            "shape": shape,
+            "typestr": typestr,
+            "strides": strides,
+            "version": 3,
+        }
+
+
+def writable_alias(array: np.ndarray[Any, Any], owner: object = None) -> np.ndarray[Any, Any]:
+    """Return an array over the same memory that is marked writable. Writing through it may crash the process.
+
+    torch has no read-only tensors and warns about read-only arrays. The result, and every tensor over it, keeps `owner`
+    (by default the array itself) alive through its storage.
+    """
+    place, shape, typestr, strides = address(array), array.shape, array.dtype.str, array.strides
+    return np.asarray(_Window(place, shape, typestr, array if owner is None else owner, strides))
+
+
+def tensor_at(place: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object) -> Tensor:
+    """Create a CPU tensor over the memory at address `place`, which must be aligned to the element. The storage covers
+    exactly this memory and keeps `owner`, which owns the memory, alive. If the memory is read-only, writing to the
+    tensor crashes the process."""
+    return _as_dtype(np.asarray(_Window(place, shape, _TYPE_STRINGS[dtype], owner)), dtype)
+
+
+def _as_dtype(carrier: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
+    tensor = torch.from_numpy(carrier)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
