@@ -410,8 +410,8 @@ class DataPlaneClient:
     ) -> Drained:
         """Empty a storage unit: the service places no new rows there, and existing rows move to other units while
         clients continue. Metas, claims, tags and versions stay valid, and shared rows stay shared; readers finish
-        on the old bytes. Moved rows do not count against budgets and may use the space reserved for updates. Return
-        when the unit has no rows and no reservations, after a short wait for readers that still hold bytes
+        on the old bytes. Space for the copies does not count against budgets and may be space reserved for updates.
+        Return when the unit has no rows and no reservations, after a short wait for readers that still hold bytes
         (`pinned_bytes` of the result); then `drop_unit` can remove the unit. Raise `DrainError`, which lists the
         remaining rows and the reason, if the other units have no space, the unit cannot be read, or `timeout_s`
         expires. The unit stays marked, and another call continues the drain. Raise `ChecksumError` for a damaged

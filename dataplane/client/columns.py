@@ -109,7 +109,9 @@ def kv_first_write(
     if pad_to_multiple < 1:
         raise InvalidRequestError(f"pad_to_multiple={pad_to_multiple}: expected 1 or more")
     if INPUT_LENGTHS not in batch:
-        raise InvalidRequestError(f"batch has no column {INPUT_LENGTHS!r}; its columns are {', '.join(sorted(batch))}")
+        raise InvalidRequestError(
+            f"batch has no column {INPUT_LENGTHS!r}; its columns are {', '.join(sorted(batch)) or '(none)'}"
+        )
     lengths = as_lengths(batch[INPUT_LENGTHS], rows=len(sample_ids))
     fields = PerToken.of(batch, lengths, token_aligned_fields)
     length_tags = [{INPUT_LENGTHS: length} for length in lengths.tolist()]

@@ -55,7 +55,7 @@ OnEvent = Callable[[OpEvent], None]
 
 
 class EventEmitter:
-    """Call `on_event` if it is set. Its first exception is logged; exceptions never fail an operation."""
+    """Calls `on_event` if it is set. Its first exception is logged; exceptions never fail an operation."""
 
     def __init__(self, on_event: OnEvent | None = None) -> None:
         self.on_event = on_event

@@ -140,8 +140,8 @@ SCHEMAS = 256
 
 
 class Schemas:
-    """LRU cache of the schemas of partitions that were put into. A client is not notified of partitions that others
-    clear; their entries are evicted as new ones are added. Thread-safe."""
+    """LRU cache of the schemas of partitions that this client puts into or claims from. A client is not notified of
+    partitions that others clear; their entries are evicted as new ones are added. Thread-safe."""
 
     def __init__(self, most: int = SCHEMAS) -> None:
         self._most = most
@@ -219,8 +219,9 @@ class SessionState:
         return self.pins.take(number, self._hold)
 
     def leftovers(self) -> Iterator[Command]:
-        """Yield the commands that release pins without views and unused space. Each is forgotten when the next one
-        is requested, so that a command that an interrupt kept from being posted is yielded again."""
+        """Yield the commands that release pins without views, unused preallocated space and the space of failed puts
+        that can be freed by now. A pin or preallocated space is forgotten when the next command is requested, so
+        that its command is yielded again if an interrupt kept it from being posted."""
         for number in self.pins.dropped():
             yield Release(located=number)
         for number in taken_one_by_one(self.preallocated.returned):
@@ -238,7 +239,7 @@ class SessionState:
         self._hold = None
 
     def close(self) -> None:
-        """Close the connections, free pooled memory and release the lock. Existing views keep the lock held."""
+        """Close the connections, free pooled memory and release the lock, unless existing views hold it."""
         self.connections.close()
         self.memory.drop()
         self.copier.close()

@@ -122,7 +122,7 @@ class UnitConnections:
         """Return the last known epochs of these units."""
         return {unit: self._infos[unit].epoch for unit in units if unit in self._infos}
 
-    def lives(self, epochs: Mapping[int, int]) -> bool:
+    def connected(self, epochs: Mapping[int, int]) -> bool:
         """Return whether each of these units is connected, has this epoch, and has not failed since."""
         return all(
             unit in self._connections and unit not in self._suspects and self._is_current(unit, epoch)

@@ -22,6 +22,7 @@ from dataplane.data.jagged import (
     row_lengths,
     select_rows,
 )
+from dataplane.data.object_codec import object_array
 from dataplane.data.packing import plan_shards
 from dataplane.errors import InvalidRequestError
 
@@ -62,7 +63,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         for number, batch in enumerate(filled):
             partial = set(names) ^ set(batch)
             if partial:
-                raise KeyError(f"column {min(partial)!r} is in some batches only (batch {number} differs from batch 0)")
+                raise KeyError(
+                    f"column {min(partial)!r} is in some batches only (of the batches with rows, number {number} "
+                    "differs from number 0)"
+                )
         joined = cls({name: _joined(name, [batch[name] for batch in filled], pads.get(name, 0)) for name in names})
         joined.not_per_token = frozenset().union(*(getattr(batch, "not_per_token", ()) for batch in filled))
         return joined
@@ -327,14 +331,7 @@ def _plain_column(value: Any) -> Any:
     rows = list(value.tolist())
     if rows and all(isinstance(row, Tensor) for row in rows):
         return rows
-    return _object_array(rows)
-
-
-def _object_array(rows: Sequence[Any]) -> np.ndarray[Any, Any]:
-    array = np.empty(len(rows), dtype=object)
-    for row, value in enumerate(rows):
-        array[row] = value
-    return array
+    return object_array(rows)
 
 
 # --- one column ---------------------------------------------------------------------------------------------------

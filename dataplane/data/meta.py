@@ -231,9 +231,11 @@ class KVBatchMeta:
         given = list(metas)
         partitions = list(dict.fromkeys(meta.partition_id for meta in given))
         tasks = [task for task in dict.fromkeys(meta.task_name for meta in given) if task is not None]
+        if not given:
+            raise InvalidRequestError("cannot concatenate 0 metas: pass at least one")
         if len(partitions) != 1 or len(tasks) > 1:
             what = f"partitions {first_few(partitions)}" if len(partitions) != 1 else f"tasks {first_few(tasks)}"
-            raise InvalidRequestError(f"cannot concatenate {len(given)} metas of {what}: expected only one")
+            raise InvalidRequestError(f"cannot concatenate metas of {what}: expected only one")
         parts = [meta for meta in given if meta.size] or given[:1]
         return _made(
             partition_id=partitions[0],

@@ -25,7 +25,7 @@ import pickle
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -117,6 +117,14 @@ def decode_object(data: bytes | bytearray | memoryview, *, pickles: bool = False
         hint = "Set objects='pickle' in this client to read it. This lets the programs that put objects run code here."
         raise UnsupportedValueError(field="value", row=None, got="a pickled object", hint=hint)
     return pickle.loads(found.data)  # noqa: S301  # this client enabled it, and all clients are authenticated
+
+
+def object_array(values: Sequence[object]) -> np.ndarray[Any, Any]:
+    """Return the values as an object array `[N]`. (`np.array` would unpack values that are sequences.)"""
+    array = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        array[row] = value
+    return array
 
 
 # --- encoding -----------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
     the stream ends. For the next epoch, register the partition again (its sample count restarts), put its samples,
     and iterate again; `first_step` continues to count. Until then, iterating again ends immediately.
 
-    client: stays open, and is used from a thread. fields: the columns to read. required_fields: fields that samples
+    client: stays open; the prefetch thread uses it. fields: the columns to read. required_fields: fields that samples
     must have (default: `fields`). timeout_s: how long to wait for a micro-batch before a TimeoutError that names
     what is missing; iterating again resumes the wait. prefetch: number of micro-batches that a thread fetches in
     advance; with 0, each is claimed on request. num_workers: must be 0; the prefetch thread reads in parallel with
@@ -83,8 +83,8 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
     micro-batch (by the tag `input_lengths`, else each by its longest row), rounded up to `pad_to_multiple`. device:
     device of the tensors. options: see `ClaimOptions`. lease_s: the lease of a micro-batch starts when it is
     returned. It is acknowledged by requesting the next one (or by clearing the samples); otherwise the samples are
-    released. `StaleSampleError` if the next one is requested after the lease expired, even if the samples were
-    cleared in time.
+    released when the lease expires. `StaleSampleError` if the next one is requested after the lease expired, even
+    if the samples were cleared in time.
 
     dp_rank, dp_world: micro-batch k is this rank's share of step k, which has `batch_size * dp_world` samples and
     is divided so that token counts balance. All ranks must use the same arguments, including `first_step`. Without
@@ -299,7 +299,7 @@ class _ClaimReader:
         try:
             self.client.nack(meta)
         except DataPlaneError as error:
-            log.warning("Release of %d samples of the stream of task %r failed: %s", meta.size, self.task, error)
+            log.warning("Not all of %d samples of the stream of task %r were released: %s", meta.size, self.task, error)
 
 
 class _MicroBatchSource:
@@ -357,7 +357,8 @@ class _MicroBatchSource:
         return self._queue.take(timeout_s, waited_s=self._timeout_s)
 
     def _still_ours(self, meta: KVBatchMeta) -> bool:
-        """Start the lease of a prefetched micro-batch; return whether no other claim could have taken it."""
+        """Start the lease of a micro-batch again. Return False if another claim could have taken samples of it, or if
+        all of them were cleared."""
         if self._claims.lease_s is None:
             return True
         until = time.monotonic() + self._claims.lease_s

@@ -1,4 +1,4 @@
-"""Connections to a storage unit that fails, or that has another run than the client knows."""
+"""Connections to a storage unit that fails, or that has another epoch than the client knows."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_unit_of_another_epoch_is_asked_about_too(unit: Unit) -> None:
         ({"epoch": EPOCH + 1}, ServiceRestartedError, f"storage unit {UNIT} belongs to epoch 4, expected 3"),
         ({"unit": UNIT + 1}, StorageUnitError, "does not list it"),
     ],
-    ids=["another run", "let go of"],
+    ids=["another epoch", "removed"],
 )
 def test_a_call_under_way_at_a_unit_that_is_over_says_so(
     unit: Unit,
@@ -153,7 +153,7 @@ def test_learning_does_not_wait_for_a_handshake(
         assert set(reading.result(WAIT_S)) == {"x"}
 
 
-def test_space_that_could_not_be_given_back_is_once_the_unit_has_another_run(
+def test_space_that_could_not_be_given_back_is_once_the_unit_has_another_epoch(
     unit: Unit, unit_connections: UnitConnections
 ) -> None:
     unit_connections.gather([ROW], {UNIT})
@@ -169,7 +169,7 @@ def test_space_that_could_not_be_given_back_is_once_the_unit_has_another_run(
     assert unit_connections.settled() == []
 
 
-def test_a_queue_gives_such_space_back(unit: Unit) -> None:
+def test_a_session_gives_such_space_back(unit: Unit) -> None:
     session_state = SessionState(
         DataPlaneConfig(address="nowhere:1", token=TOKEN, connect_timeout_s=0.1), session=1, lock=None
     )

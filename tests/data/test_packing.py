@@ -189,7 +189,9 @@ def test_empty_rows_are_packed(algorithm: PackingAlgorithm) -> None:
 
 @pytest.mark.parametrize("algorithm", PackingAlgorithm)
 def test_what_fits_no_bin_is_refused_by_name(algorithm: PackingAlgorithm) -> None:
-    with pytest.raises(ValueError, match=r"^sequence 1 has 9 tokens, more than bin_capacity=8; 1 more are too long$"):
+    with pytest.raises(
+        ValueError, match=r"^sequence 1 has 9 tokens, more than bin_capacity=8; 2 sequences are too long$"
+    ):
         get_packer(algorithm, 8).pack([8, 9, 0, 10])
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dataplane.core.types import GRANULE_BYTES
 from dataplane.data.jagged import is_jagged, jagged_from_values, offsets_of, row_lengths
-from dataplane.data.object_codec import decode_object, encode_object, encode_rows
+from dataplane.data.object_codec import decode_object, encode_object, encode_rows, object_array
 from dataplane.data.tensor_memory import DTYPE_NAMES, TORCH_DTYPES, flat_bytes
 
 
@@ -235,15 +235,8 @@ def _values(column: _Objects, flat: Tensor) -> list[Any]:
     return [decode_object(data[end - size : end]) for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)]
 
 
-def _object_array(values: Sequence[Any]) -> np.ndarray[Any, Any]:
-    array = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):
-        array[row] = value
-    return array
-
-
 _FORMS: dict[str, Callable[[list[Any]], Any]] = {
-    "array": _object_array,
+    "array": object_array,
     "list": list,
     "stack": lambda values: NonTensorStack(*values),
 }

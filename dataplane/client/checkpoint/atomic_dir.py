@@ -149,9 +149,8 @@ class Place:
         try:
             self.directory.rename(self.path)
         except OSError as error:
-            raise CheckpointWriteError(
-                file=str(self.path), why=f"{error.strerror}: another process created the path"
-            ) from error
+            created = ": another process created the path" if self.path.exists() else ""
+            raise CheckpointWriteError(file=str(self.path), why=f"{error.strerror}{created}") from error
 
     def abandon(self) -> None:
         """Remove the written files; an older checkpoint at the path stays. Never raises."""

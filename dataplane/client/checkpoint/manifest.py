@@ -179,10 +179,11 @@ def _check(manifest: Manifest) -> None:
             if not 0 <= number < len(manifest.files) or min(counts) < 0:
                 raise ValueError(f"invalid piece of file {number} with counts {counts}")
         for cells in entry.cells:
-            last = cells.rows + (cells.first or 0)
-            if not (cells.values <= cells.rows and 0 <= (cells.first or 0) <= last <= entry.live):
+            first = cells.first or 0
+            if not (cells.values <= cells.rows and 0 <= first <= first + cells.rows <= entry.live):
                 raise ValueError(
-                    f"{cells.values} values for {cells.rows} samples from {cells.first} on, but there are {entry.live}"
+                    f"{cells.values} values for {cells.rows} samples from number {first} on, "
+                    f"but the partition has {entry.live} samples"
                 )
         if not all(cells.spec.settled for cells in entry.cells):
             raise ValueError(f"cells of partition {entry.partition!r} have no kind")

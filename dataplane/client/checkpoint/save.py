@@ -31,8 +31,8 @@ from dataplane.ledger import commands as c
 NAMES_PER_READ = 1 << 16
 CELLS_PER_READ = 1 << 20
 ROWS_PER_PIECE = 1 << 18
-"""A piece is restored by one commit; the service accepts 2^20 samples in one. This is also the limit of samples per
-value."""
+"""Samples per piece, unless more samples share one value. A piece is restored by one commit, for which the service
+accepts 2^20 samples; one put, and therefore one value, cannot have more."""
 
 
 @with_retry

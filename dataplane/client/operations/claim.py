@@ -160,7 +160,7 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
     "lease_s": lambda value: seconds_if_any("lease_s", value, positive=True),
     "partial_after_s": lambda value: seconds_if_any("partial_after_s", value),
 }
-"""Converters of the options whose command field has another type."""
+"""Functions that convert or check an option; other options are passed to the command unchanged."""
 
 
 def about_claimed(

@@ -33,7 +33,8 @@ from dataplane.ledger import commands as c
 log = logging.getLogger(__name__)
 
 PAGE_BYTES = 64 << 20
-"""Bytes moved at a time. Other units need this much free space, and the old bytes are kept until the page is moved."""
+"""Bytes moved at a time (one page), unless a single value is larger. While a page is moved, it takes space twice; if
+other units do not have that space, pages get smaller."""
 LOOK_S = 5.0
 """Longest wait between two scans for remaining cells, while puts, readers or a lack of space delay the drain."""
 TRIES = 3
@@ -166,7 +167,7 @@ def _no_space(progress: _Progress, error: CapacityTimeoutError | RequestTooLarge
     try:
         allocated = yield Send(_allocate(page, c.OnFull.WAIT, progress.wait_s))
     except (CapacityTimeoutError, PartitionNotFoundError, PartitionDroppedError) as still:
-        log.debug("No space yet for cells to move: %s", still)
+        log.debug("Got no space for cells to move: %s", still)
         if isinstance(still, CapacityTimeoutError) and not progress.left_s:
             raise progress.error(str(still)) from still
     else:

@@ -247,7 +247,7 @@ def _cached_locations(
         return None
     places = {name: known[name] for name in select_fields}
     if any(
-        cells.spec.kind is FieldKind.OBJECT or not session_state.connections.lives(cells.epochs)
+        cells.spec.kind is FieldKind.OBJECT or not session_state.connections.connected(cells.epochs)
         for cells in places.values()
     ):
         return None

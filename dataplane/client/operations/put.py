@@ -211,8 +211,9 @@ def _outdated(
 def store(
     session_state: SessionState, commit: c.Commit, ids: Sequence[str], encoded: Sequence[EncodedColumn]
 ) -> Operation[c.Committed]:
-    """Reserve space, copy and commit the columns together with the rest of `commit`. A small put uses the client's
-    preallocated space without a request. ids: the caller's ids of the samples."""
+    """Reserve space, copy and commit the columns together with the rest of `commit`. A small put uses
+    preallocated space of the client, if there is any, instead of its own reservation. ids: the caller's ids of the
+    samples."""
     committed: c.Committed
     taken: list[PreallocatedPart] = []
     try:

@@ -26,9 +26,9 @@ T = TypeVar("T")
 def with_retry(
     operation: Callable[Concatenate[SessionState, P], Operation[T]],
 ) -> Callable[Concatenate[SessionState, P], Operation[T]]:
-    """Retry the operation for up to `config.reconnect_s` while it fails because a storage unit is unreachable. This
-    applies only to services whose units keep their rows across restarts. The operation must leave nothing behind
-    when it fails."""
+    """Retry the operation for up to `config.reconnect_s` while it fails because a storage unit is unreachable or was
+    restarted. This applies only to services whose units keep their rows across restarts. The operation must leave
+    nothing behind when it fails."""
 
     @functools.wraps(operation)
     def retried(session_state: SessionState, /, *args: P.args, **kwargs: P.kwargs) -> Operation[T]:

@@ -85,10 +85,10 @@ class ControllerChannel(OpenChannel):
         occur after the response arrived.
 
         Resend the call under its number while no response arrives. Block for the command's own `timeout_s`
-        (Allocate, Claim, Shrink) plus `timeout_s` (default: config.call_timeout_s), then raise `CallTimeoutError`.
-        Raise the error of the response; `ServiceUnavailableError` if the service is lost (for a durable service,
-        after waiting `config.reconnect_s` for its restart); `ClientClosedError` if `close` is called in the
-        meantime. On any failure, resources that the command may have acquired are released.
+        (Allocate, FindCells, Shrink, blocking Claim) plus `timeout_s` (default: config.call_timeout_s), then raise
+        `CallTimeoutError`. Raise the error of the response; `ServiceUnavailableError` if the service is lost (for a
+        durable service, after waiting `config.reconnect_s` for its restart); `ClientClosedError` if `close` is
+        called in the meantime. On any failure, resources that the command may have acquired are released.
         """
         name = type(command).__name__
         self._calls.check()

@@ -310,8 +310,8 @@ def _reply(dealer: Socket, address: str) -> zmq_frames.Reply:
 def _nearest(
     dealer: Socket, opened: pb.Opened, keys: ConnectionKeys, context: zmq.Context[Socket], zmq_address: str
 ) -> tuple[str, Socket]:
-    """Return the best endpoint that works from this process, and a socket to it that received a response to a
-    heartbeat of the session."""
+    """Return the best endpoint that works from this process, and a socket to it on which a heartbeat of the session was
+    sent. An ipc endpoint is used only if it answers the heartbeat."""
     beat = zmq_frames.request(c.Heartbeat(session=opened.session))
     if opened.host == boot_id():
         for endpoint in (each for each in opened.endpoints if each.startswith("ipc://")):

@@ -39,7 +39,8 @@ class HeartbeatThread:
     It reconnects when heartbeats remain unanswered, another epoch of the service responds, the connection to a
     durable service breaks, or `calls` reports a doubt. It resolves the address again, requests the session and
     reports the outcome to `calls`: the session and its current endpoint, a lost service, or the end of the session.
-    It then calls `moved`, as it does when calls stop waiting for the service: waiting callers must check again.
+    It calls `moved` when the session was found or has ended, and when calls no longer wait for a lost service:
+    waiting callers must check again.
 
     The thread owns `dealer`. Its connection represents this process: when it breaks, the service checks immediately
     whether the process has ended.

@@ -31,7 +31,7 @@ from dataplane.core.row_copy import (
 from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec
 from dataplane.data.columns.values import ragged_header_bytes
 from dataplane.data.jagged import jagged_from_values, pad_element, padded_width
-from dataplane.data.object_codec import decode_object
+from dataplane.data.object_codec import decode_object, object_array
 from dataplane.data.tensor_memory import TORCH_DTYPES, byte_view, tensor_at, tensor_over, writable_alias
 from dataplane.errors import InternalError, InvalidRequestError
 
@@ -315,7 +315,7 @@ def _copied(source: RowSource, offsets: SharedOffsets, empty: Empty, copies: _Co
             return _shaped(source, values, offsets)
         case FieldKind.RAGGED:
             return [_ragged_copy(source.spec, row) for row in source.own_rows()]
-    return _object_array([decode_object(row.data, pickles=pickles) for row in source.own_rows()])
+    return object_array([decode_object(row.data, pickles=pickles) for row in source.own_rows()])
 
 
 def _padded(source: RowSource, pad_value: Any, width: int, empty: Empty, copies: _Copies) -> Tensor:
@@ -383,20 +383,14 @@ def _ragged_parts(spec: FieldSpec, row: UInt8s) -> tuple[tuple[int, ...], UInt8s
     """Parse a ragged row into its shape and data bytes. Raises InternalError if the header is malformed."""
     dims = struct.unpack_from("<q", row.data)[0] if row.nbytes >= 8 else -1
     if not 0 <= dims <= 64 or ragged_header_bytes(dims) > row.nbytes:
-        raise InternalError(what=f"malformed ragged row of {row.nbytes} bytes: its header has {dims} dimensions")
+        why = "too short for a header" if row.nbytes < 8 else f"its header has {dims} dimensions"
+        raise InternalError(what=f"malformed ragged row of {row.nbytes} bytes: {why}")
     shape = struct.unpack_from(f"<{dims}q", row.data, 8)
     nbytes = math.prod(shape) * DTYPE_BYTES[spec.dtype or ""]
     start = ragged_header_bytes(dims)
     if any(size < 0 for size in shape) or start + nbytes > row.nbytes:
         raise InternalError(what=f"malformed ragged row of {row.nbytes} bytes: its header has shape {list(shape)}")
     return shape, row[start : start + nbytes]
-
-
-def _object_array(rows: list[Any]) -> np.ndarray[Any, Any]:
-    array = np.empty(len(rows), dtype=object)
-    for i, row in enumerate(rows):
-        array[i] = row
-    return array
 
 
 def _non_tensor_stack(rows: list[Any]) -> Any:

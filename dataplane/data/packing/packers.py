@@ -76,7 +76,7 @@ class SequencePacker(ABC):
         if len(over):
             raise InvalidRequestError(
                 f"sequence {over[0]} has {lengths[over[0]]} tokens, more than bin_capacity={self.bin_capacity}"
-                + (f"; {len(over) - 1} more are too long" if len(over) > 1 else "")
+                + (f"; {len(over)} sequences are too long" if len(over) > 1 else "")
             )
         bins = self._bins(lengths) if len(lengths) else []
         count = max(len(bins), self.min_bin_count or 0)

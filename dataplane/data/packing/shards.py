@@ -252,7 +252,7 @@ def _lengths(
     if len(wrong):
         row = int(wrong[0])
         padded = f" ({tokens[row]} rounded up to a multiple of {multiple})" if tokens[row] != lengths[row] else ""
-        others = f"; {len(wrong) - 1} more are out of range" if len(wrong) > 1 else ""
+        others = f"; {len(wrong)} lengths are out of range" if len(wrong) > 1 else ""
         raise InvalidRequestError(
             f"{name(row)} has {lengths[row]} tokens{padded}, outside 0 to {given.budget_name}={budget}{others}"
         )
