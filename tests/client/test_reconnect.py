@@ -174,7 +174,7 @@ def test_it_goes_on_again_and_again(restartable: RestartableService, open_client
 def test_work_under_way_is_done_exactly_once(
     restartable: RestartableService, open_client: Open, pool: ThreadPoolExecutor, style: str, ending: str
 ) -> None:
-    """Producers and consumers do not notice that the controller ends and lives again all the time."""
+    """Producers and consumers continue while the controller is restarted again and again."""
     each, producers = 25, [open_client(style) for _ in range(2)]
     consumers, done = [open_client(style) for _ in range(2)], threading.Event()
     finished: list[int] = []

@@ -202,7 +202,10 @@ def _column(file_cache: _FileCache, cells: CellsEntry, handles: c.Samples) -> tu
     lengths = lengths_of(opened, cells.prefix, cells.spec, cells.values)
     sizes = lengths * cells.spec.unit_bytes
     if int(sizes.sum()) != values.nbytes or values.nbytes != cells.nbytes:
-        raise opened.wrong(f"{values.nbytes} bytes of values, expected {int(sizes.sum())} ({cells.prefix})")
+        raise opened.wrong(
+            f"{values.nbytes} bytes of values, expected {int(sizes.sum())} by their lengths and {cells.nbytes} by the "
+            f"manifest ({cells.prefix})"
+        )
     if cells.first is None:
         places = opened.int64s(f"{cells.prefix}/rows")
     else:

@@ -104,14 +104,6 @@ class AsyncChannel(OpenChannel):
             if not self._waiting:
                 self._none_pending.set()
 
-    def post(self, command: c.Command) -> None:
-        """Send a command as `ControllerChannel.post`."""
-        name = type(command).__name__
-        self._calls.check_open()
-        hit(f"call.{name}.before")
-        self._send_once(self._calls.begin_post(command))
-        hit(f"call.{name}.after")
-
     async def _exchange(self, outgoing: OutgoingCall) -> zmq_frames.Reply:
         """Send the call and return its reply; resend it after silence."""
         answered: asyncio.Future[zmq_frames.Reply] = self._loop.create_future()
@@ -125,14 +117,7 @@ class AsyncChannel(OpenChannel):
             if time.monotonic() >= outgoing.wake_at:
                 self._send(self._calls.again(outgoing))
 
-    def _abandon(self, outgoing: OutgoingCall) -> None:
-        undo = self._calls.abandon(outgoing.number)
-        if undo is not None and not self._calls.over:
-            self._send_once(undo)
-
     def _send_once(self, outgoing: OutgoingCall) -> None:
-        """Send a posted call. If no socket can be opened for lack of file descriptors, the call is resent later
-        like a lost one."""
         try:
             self._send(outgoing.frames)
         except ServiceUnavailableError as error:

@@ -104,15 +104,6 @@ class ControllerChannel(OpenChannel):
             self._abandon(outgoing)
             raise
 
-    def post(self, command: c.Command) -> None:
-        """Send a command without waiting for its response. It is resent until it is answered, even after a period
-        without a reachable service. Does not block."""
-        name = type(command).__name__
-        self._calls.check_open()
-        hit(f"call.{name}.before")
-        self._send_once(self._calls.begin_post(command))
-        hit(f"call.{name}.after")
-
     def _exchange(self, outgoing: OutgoingCall, meanwhile: Callable[[], None]) -> zmq_frames.Reply:
         """Send the call and return its reply; resend it after silence and after a reconnection."""
         sent = answered = False
@@ -147,15 +138,7 @@ class ControllerChannel(OpenChannel):
                 return reply
         return None
 
-    def _abandon(self, outgoing: OutgoingCall) -> None:
-        """Release the resources that an abandoned call may have acquired."""
-        undo = self._calls.abandon(outgoing.number)
-        if undo is not None and not self._calls.over:
-            self._send_once(undo)
-
     def _send_once(self, outgoing: OutgoingCall) -> None:
-        """Send a posted call. If no socket can be opened for lack of file descriptors, the call is resent later
-        like a lost one."""
         with (using := threading.Lock()):
             try:
                 pool, dealer = self._take(using)

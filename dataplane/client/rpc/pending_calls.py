@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from dataplane.client.rpc.call_numbers import CallNumbers
 from dataplane.client.rpc.handshake import OpenedSession
 from dataplane.config import DataPlaneConfig
+from dataplane.core.failpoints import hit
 from dataplane.errors import (
     CallTimeoutError,
     ClientClosedError,
@@ -252,9 +253,9 @@ class Calls:
 
 
 class OpenChannel:
-    """Common state of both channels, as of the last connection. `leftovers` returns commands to post with every
-    heartbeat. `shown` are the settings, with the token that storage units require. `learned` is called, in any
-    thread, with the storage units after every reconnection."""
+    """Common parts of both channels. The properties are as of the last connection. `leftovers` returns commands to
+    post with every heartbeat. `shown` are the settings, with the token that storage units require. `learned` is
+    called, in any thread, with the storage units after every reconnection."""
 
     def __init__(self, session: OpenedSession, config: DataPlaneConfig) -> None:
         self._calls = Calls(session, config)
@@ -296,3 +297,23 @@ class OpenChannel:
     def endpoint(self) -> str:
         """The ZMQ endpoint for commands."""
         return self._calls.session.endpoint
+
+    def post(self, command: c.Command) -> None:
+        """Send a command without waiting for its response. It is resent until it is answered, even after a period
+        without a reachable service. Does not block."""
+        name = type(command).__name__
+        self._calls.check_open()
+        hit(f"call.{name}.before")
+        self._send_once(self._calls.begin_post(command))
+        hit(f"call.{name}.after")
+
+    def _abandon(self, outgoing: OutgoingCall) -> None:
+        """Release the resources that an abandoned call may have acquired."""
+        undo = self._calls.abandon(outgoing.number)
+        if undo is not None and not self._calls.over:
+            self._send_once(undo)
+
+    def _send_once(self, outgoing: OutgoingCall) -> None:
+        """Send a posted call. If no socket can be opened for lack of file descriptors, the call is resent later
+        like a lost one."""
+        raise NotImplementedError
