@@ -119,7 +119,7 @@ class DataPlaneClient:
         or updated. "evict_oldest": as "evict"; if a put of new rows still has no space, remove unconsumed samples
         too, oldest first. Their number is in `stats()` and the service log; their ids are in the meta of the put
         that evicted them (`extra_info["evicted_samples"]`). A later request for an evicted sample raises a KeyError
-        with it in `evicted` (the last 4,096 evicted ids are remembered).
+        with it in `evicted` (the last 4,096 evicted ids of a partition are remembered).
 
         A new registration replaces both settings and also applies to waiting puts. If the new budget is smaller
         than the current size, puts wait until enough space is free. Checkpoints include both settings.

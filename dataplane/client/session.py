@@ -112,7 +112,7 @@ def end_copies(copies: InFlight, config: DataPlaneConfig) -> None:
     limit_s = config.call_timeout_s + config.connect_timeout_s
     left = copies.wait(limit_s)
     if left:
-        what = f"close(): {left} operations with a copy in progress"
+        what = f"close() (copies in progress: {left})"
         raise CallTimeoutError(what=what, waited_s=limit_s, peer="this process")
 
 
