@@ -118,7 +118,8 @@ class EncodedColumn:
         self.values.write(first, last, target, later)
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
-        """Return the same bytes as a list of non-empty arrays, without a copy if the values are in CPU memory."""
+        """Return the same bytes as a list of non-empty arrays. Long values that are contiguous in CPU memory are not
+        copied."""
         return self.values.buffers(first, last)
 
 

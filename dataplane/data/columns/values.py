@@ -2,9 +2,11 @@
 
 Each class holds K values. `sizes` `[K]` are their sizes in bytes.
 - `write(first, last, target, later)` copies values [first, last), concatenated, into `target`, which must have exactly
-  their size. Tensors on any device and with any strides take one copy. Long copies of contiguous CPU memory are added
-  to the list `later`, and the caller must perform them; with None they are performed at once.
-- `buffers(first, last)` returns the same bytes as a list of arrays, without a copy if the values are in CPU memory.
+  their size. Tensors may be on any device and have any strides; nearly all take one copy (see `copy_tensor`). Long
+  copies of contiguous CPU memory are added to the list `later`, and the caller must perform them; with None they are
+  performed at once.
+- `buffers(first, last)` returns the same bytes as a list of arrays. Long values that are contiguous in CPU memory are
+  not copied.
 - `take(which)` returns the values `which`, without a copy.
 - `checksums()` returns one checksum per value `[K]`. It copies values whose bytes are accessible only through torch.
 """
