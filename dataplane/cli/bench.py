@@ -45,7 +45,7 @@ def bench(
 
 @contextlib.contextmanager
 def _service(config: DataPlaneConfig) -> Iterator[DataPlaneConfig]:
-    """Return the settings for the service at the address, or for a temporary local service."""
+    """Yield the settings for the service at the address, or for a temporary local service."""
     config = replace(config, put_timeout_s=_PUT_S)
     if config.address is not None:
         yield config

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from dataplane.cli.local_service import own_partition
 from dataplane.config import MIB, DataPlaneConfig
 
 if TYPE_CHECKING:
@@ -52,12 +51,13 @@ def measure(config: DataPlaneConfig, budget_s: float) -> Iterator[Measure]:
     """Measure each operation for `budget_s` seconds, one after the other, in a temporary partition."""
     import torch
 
-    from dataplane import DataPlaneClient
+    from dataplane import DataPlaneClient, FieldKind, FieldSpec
 
     torch.manual_seed(0)
+    fields = {"x": FieldSpec(FieldKind.JAGGED, "uint8", ())}
     for remote, connection_kind in ((False, ""), (True, " over ZMQ")):
         settings = replace(config, force_remote=remote)
-        with DataPlaneClient(settings).connect() as client, _temporary_partition(client) as name:
+        with DataPlaneClient(settings).connect() as client, own_partition(client, "bench", fields) as name:
             bench = _Bench(client, name, budget_s)
             if not remote:
                 yield from bench.small()
@@ -144,17 +144,3 @@ def _rows(count: int, nbytes: int) -> list[torch.Tensor]:
     import torch
 
     return list(torch.randint(0, 256, (count, nbytes), dtype=torch.uint8))
-
-
-@contextlib.contextmanager
-def _temporary_partition(client: DataPlaneClient) -> Iterator[str]:
-    """A new partition, which is deleted at the end. Yields its name."""
-    from dataplane import FieldKind, FieldSpec
-
-    name = f"tq-bench-{secrets.token_hex(6)}"
-    fields = {"x": FieldSpec(FieldKind.JAGGED, "uint8", ())}
-    client.register_partition(name, fields, num_samples=None, consumer_tasks=["bench"])
-    try:
-        yield name
-    finally:
-        client.clear_samples(None, name)  # None: the whole partition

@@ -45,8 +45,8 @@ def drain(
 ) -> int:
     """Move all live rows of a storage unit to other units, without interrupting clients. The unit gets no new rows.
 
-    The rows pass through this process: run it near the units. Exit code 1 if the drain did not finish; the unit then
-    still gets no new rows until --undo, or another drain. Ctrl-C stops and undoes the drain.
+    The rows pass through this process: run it near the units. Exit code 1 if the drain is refused or does not finish. A
+    unit whose drain did not finish still gets no new rows; run it again, or --undo. Ctrl-C stops and undoes the drain.
     """
     if undo and drop:
         raise typer.BadParameter("the flags exclude each other; pass only one", param_hint="--undo and --drop")
@@ -87,11 +87,8 @@ def _drain(
             return None
         except DrainError as error:
             line.end()
-            raise ValueError(
-                str(error)
-                .replace("(force=True)", "(--force)")
-                .replace("or undrain it", "or allow new rows on it again (--undo)")
-            ) from error
+            text = str(error).replace(DrainError.FORCE, "--force")
+            raise ValueError(text.replace(DrainError.UNDRAIN, "allow new rows on it again (--undo)")) from error
         line.end()
         try:
             if drop:

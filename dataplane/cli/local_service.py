@@ -1,15 +1,20 @@
-"""A temporary service that a command starts for itself."""
+"""A temporary service and a temporary partition, which a command creates for itself."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from dataplane.errors import ServiceUnavailableError
+
+if TYPE_CHECKING:
+    from dataplane import DataPlaneClient, FieldSpec
 
 _START_S = 60.0
 _END_S = 30.0
@@ -51,3 +56,17 @@ def _end(process: subprocess.Popen[str]) -> str:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.communicate()[1]
+
+
+@contextlib.contextmanager
+def own_partition(
+    client: DataPlaneClient, command: str, fields: Sequence[str] | Mapping[str, FieldSpec]
+) -> Iterator[str]:
+    """Register a partition, whose only task is `command`, and yield its name. The partition is dropped at the end of
+    the block."""
+    name = f"tq-{command}-{secrets.token_hex(6)}"
+    client.register_partition(name, fields, num_samples=None, consumer_tasks=[command])
+    try:
+        yield name
+    finally:
+        client.clear_samples(None, name)  # None: the whole partition

@@ -9,7 +9,7 @@ from dataplane.cli.session import ask, session
 
 
 def shrink(*, address: Address = None, target: TargetFlags, json: Json = False) -> int:
-    """Return unused arena memory to the machine.
+    """Return the unused memory at the end of each arena to the machine.
 
     Exit code 1 if a storage unit failed to do so; the other units still return theirs.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _BAR = 20
 """Width in characters of the bar that shows how full a unit is."""
 _LEAST_UNITS = 4
-"""Minimum number of units on a terminal. On high terminals, units take a third of the lines."""
+"""Minimum number of units on a terminal. On a tall terminal, units take a third of the lines."""
 _UNIT_COLUMNS = ("unit", "", ">used", ">of", ">peak", ">pinned", ">extents", "")
 _PARTITION_COLUMNS = (
     "partition",

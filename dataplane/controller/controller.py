@@ -100,9 +100,9 @@ class Controller:
     def start(self) -> Self:
         """Start the servers and return once they accept requests. On an error, everything is stopped again.
 
-        Raises ValueError for a host beyond loopback without authentication or a session timeout below the heartbeat,
-        `PortTakenError` for a port in use, `StateDirError` for a state directory that cannot be restored, `LimitError`
-        if the open-file limit of this process is too low."""
+        Raises ValueError for a host beyond loopback without token, TLS or `insecure`, or a session timeout below the
+        heartbeat, `PortTakenError` for a port in use, `StateDirError` for a state directory that cannot be restored,
+        `LimitError` if the open-file limit of this process is too low."""
         config = self._config
         token = config.secret()
         if config.session_timeout_s < config.heartbeat_s:

@@ -159,7 +159,8 @@ class Health:
         """Send the health status whenever it changes, until the server closes."""
         peer = context.peer().rpartition(":")[0]
         if self._watching[peer] >= WATCHES_PER_PEER or self._watching.total() >= WATCHES:
-            why = f"too many health watchers: {self._watching[peer]} at {peer}; the limit is {WATCHES_PER_PEER}"
+            here = f"{self._watching[peer]} at {peer} (limit {WATCHES_PER_PEER})"
+            why = f"too many health watchers: {here}, {self._watching.total()} in total (limit {WATCHES})"
             await abort(context, ServiceUnavailableError(address=self._address, why=why))
         self._watching[peer] += 1
         try:

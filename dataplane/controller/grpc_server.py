@@ -66,7 +66,7 @@ OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # Limits how long unauthenticated peers hold a connection without a call.
+    # Time limit of the TLS and HTTP/2 handshakes of a connection.
     ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_S)),
     # Limits how much gRPC reads before the handler of a call, which may reject the call unread.
     ("grpc.http2.lookahead_bytes", 64 << 10),

@@ -35,9 +35,14 @@ class ChecksumError(DataPlaneError, OSError):
 class DrainError(DataPlaneError, RuntimeError):
     """A storage unit could not be emptied. `cells` counts the remaining cells, `live` their bytes by partition,
     `reserved_bytes` the space reserved by active puts. No data is lost. `why` is the cause. `marked`: the unit remains
-    marked for draining and accepts no new rows."""
+    marked for draining and accepts no new rows.
+
+    `FORCE` and `UNDRAIN` are the parts of the text that name arguments and methods of the client. A program that offers
+    them under other names replaces these parts."""
 
     grpc_status = "FAILED_PRECONDITION"
+    FORCE = "force=True"
+    UNDRAIN = "undrain it"
 
     def __init__(
         self,
@@ -56,11 +61,11 @@ class DrainError(DataPlaneError, RuntimeError):
         sessions = f" ({', '.join(holders)})" if reserved_bytes and holders else ""
         left = f"storage unit {unit} is not empty: {cells:,} cells are left{where}{puts}{sessions}. {why.rstrip('.')}"
         super().__init__(
-            f"{left}. No data is lost and the unit remains marked for draining: drain it again to continue, or undrain "
-            "it"
+            f"{left}. No data is lost and the unit remains marked for draining: drain it again to continue, or "
+            f"{self.UNDRAIN}"
             if marked
             else f"storage unit {unit} is not drained: {why.rstrip('.')}. Nothing was changed. Start another storage "
-            "unit first, or force the drain (force=True)",
+            f"unit first, or force the drain ({self.FORCE})",
             unit=unit,
             cells=cells,
             live=dict(largest[:SHOWN]),

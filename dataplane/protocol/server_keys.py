@@ -38,7 +38,7 @@ BUSY_S = 0.2
 HANGS_UP = (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, http2.HungUpError)
 """Errors of a connection that the peer closes before it sends data."""
 HANDSHAKE_S = 10.0
-"""Time after which a service closes a connection without a call."""
+"""Time after which a service closes a connection whose TLS and HTTP/2 handshakes are not complete."""
 NONCE_KEY = "tq-nonce"
 VERSION_KEY = "tq-protocol-version"
 """Metadata of that call: the nonce for the proof, in hex, and the client's protocol version."""

@@ -1,8 +1,9 @@
 """Unauthenticated connections to a ZMQ port: their handshake has not succeeded, so their peers may lack the ticket.
 
-ZMQ buffers data of such a peer until a frame is complete. Their number is therefore bounded, and the number of those
-that have sent much data has a lower bound. ZMQ does not report successful handshakes. The kernel, however, reports the
-bytes that each peer has received, and only a peer that has presented the ticket receives more than the handshake.
+ZMQ buffers data of such a peer until a frame is complete. Their number is therefore limited, and the number of those
+that have sent much data is limited more strictly. ZMQ does not report successful handshakes. The kernel, however,
+reports the bytes that each peer has received, and only a peer that has presented the ticket receives more than the
+handshake.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Unauthenticated:
         long = []
         for descriptor, connection in list(self._silent.items()):
             acked, received = _counts(descriptor) if connection.is_tcp else (0, 0)
-            old = began - connection.since > zap.HANDSHAKE_MS / 1000 + LATE_S  # otherwise ZMQ had closed it
+            old = began - connection.since > zap.HANDSHAKE_MS / 1000 + LATE_S  # ZMQ has closed all others
             if old or acked > self._handshake_bytes:
                 del self._silent[descriptor]
             elif received > SHORT_BYTES or not (connection.is_tcp or connection.is_trusted):

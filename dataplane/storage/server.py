@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import zmq
 from google.protobuf.message import DecodeError
 
 from dataplane.core.failpoints import hit
 from dataplane.core.listeners import listens_at, listens_no_more_at
-from dataplane.core.row_copy import gather
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import (
     AuthenticationError,
@@ -41,13 +39,14 @@ from dataplane.protocol.proof import Ticket
 from dataplane.protocol.unauthenticated import Unauthenticated
 from dataplane.protocol.zap import Admission
 from dataplane.storage.arena import Arena
+from dataplane.storage.arena_access import ArenaAccess
 from dataplane.storage.arena_orders import ArenaOrder, ArenaOrders
 from dataplane.storage.endpoints import bind
 from dataplane.storage.metrics import BulkCounts
 from dataplane.storage.session_lock import lock_directories as default_lock_directories
 from dataplane.storage.sessions import Sessions
 from dataplane.storage.transport.interface import Fill, Offer, UnitPayloads
-from dataplane.storage.transport.request_chunks import MAX_FRAME_BYTES, MAX_HEADER_BYTES, MAX_REQUEST_BYTES, Bytes
+from dataplane.storage.transport.request_chunks import MAX_FRAME_BYTES, MAX_HEADER_BYTES, Bytes
 from dataplane.storage.transport.zmq import UnitFrames
 
 log = logging.getLogger(__name__)
@@ -59,8 +58,6 @@ PEER_REQUESTS = 4
 PEER_REPLIES = 64
 """Maximum number of queued replies for one peer. A peer that ignores its window and exceeds this loses replies, so its
 calls fail; the thread never waits for a peer."""
-FEW_RANGES = 64
-"""Reads of more ranges than this use one vectorised gather."""
 EARLY = 4096
 """Maximum number of attach requests that wait until the unit has its number."""
 STOP_WAIT_S = 30.0
@@ -117,6 +114,7 @@ class BulkServer:
         self._early: list[tuple[bytes, pb.BulkRequest]] = []
         self._orders: deque[Order] = deque()
         self._arena_orders = ArenaOrders(arena, report)
+        self._access = ArenaAccess(arena, self._fault)
         self._owner = os.getpid()
         self._thread: threading.Thread | None = None
         self._wake = -1
@@ -325,11 +323,11 @@ class BulkServer:
                 raise  # the socket is broken, and would be ready again at once
             except Exception:
                 log.exception("Storage unit %d: a message could not be handled; the server continues", self._unit)
-            self._drain()
+            self._frames.drop()
 
     def _header(self) -> pb.BulkRequest | None:
         """Receive the header of a message. Log a malformed header and return None."""
-        if not self._more():
+        if not self._frames.more():
             return None
         header = self._router.recv()
         try:
@@ -339,14 +337,6 @@ class BulkServer:
             pass
         log.warning("Storage unit %d: dropped a message that is not a valid BulkRequest", self._unit)
         return None
-
-    def _more(self) -> bool:
-        """Whether the current message has further frames. (The attribute `rcvmore` costs three times as much.)"""
-        return bool(self._router.getsockopt(zmq.RCVMORE))
-
-    def _drain(self) -> None:
-        while self._more():
-            self._router.recv(copy=False)
 
     def _answer(self, peer: bytes, request: pb.BulkRequest, fill: Fill | None = None) -> None:
         """Execute a request and send the reply. fill: the payload of a write that had to be fetched first; the request
@@ -375,7 +365,7 @@ class BulkServer:
         except Exception as error:
             log.exception("Storage unit %d: %s of session %d failed", self._unit, verb, request.session)
             reply, failed = _refusal(InternalError(what=f"bulk {verb} in storage unit {self._unit}")), error
-        self._drain()
+        self._frames.drop()
         reply.call = request.call
         self._send(peer, reply, payload)
         self._counts.note(verb, failed, time.perf_counter() - began)
@@ -456,7 +446,7 @@ class BulkServer:
         if not write.HasField("source"):
             return self._frames.collect(write, lambda _: None)
         self._refuse_stopped(request)
-        _, sizes = self._ranges(write.offsets, write.sizes)
+        _, sizes = self._access.ranges(write.offsets, write.sizes)
         if self._engine is None or write.source.size != sum(sizes):
             raise self._fault(
                 f"cannot fetch a payload of {write.source.size} bytes for ranges of {sum(sizes)} bytes: the sizes "
@@ -473,26 +463,15 @@ class BulkServer:
 
     def _write(self, request: pb.BulkRequest, fill: Fill) -> int:
         self._refuse_stopped(request)
-        offsets, sizes = self._ranges(request.write.offsets, request.write.sizes)
-        fill(self._arena.data.data, offsets, sizes)
-        if self._arena.fsynced:
-            try:
-                self._arena.force(offsets, sizes)
-            except OSError as error:
-                raise self._fault(str(error)) from error
+        offsets, sizes = self._access.ranges(request.write.offsets, request.write.sizes)
+        self._access.write(offsets, sizes, fill)
         return sum(sizes)
 
     def _read(self, request: pb.BulkRequest) -> Offer:
         """Copy the ranges into the memory of the reply; the result does not refer to the arena."""
-        offsets, sizes = self._ranges(request.read.offsets, request.read.sizes)
+        offsets, sizes = self._access.ranges(request.read.offsets, request.read.sizes)
         offer = self._offer(request, sum(sizes))
-        if len(offsets) > FEW_RANGES:
-            gather([self._arena.data], None, np.array(offsets, np.int64), np.array(sizes, np.int64), offer.data)
-            return offer
-        at = 0
-        for offset, size in zip(offsets, sizes, strict=True):
-            offer.data[at : at + size] = self._arena.data[offset : offset + size]
-            at += size
+        self._access.read(offsets, sizes, offer.data)
         return offer
 
     def _offer(self, request: pb.BulkRequest, nbytes: int) -> Offer:
@@ -503,22 +482,6 @@ class BulkServer:
     def _settle(self, request: pb.BulkRequest) -> None:
         if self._engine is None or not self._engine.settle(request.session, request.settle.tag):
             raise self._fault("the payload of this read was released before the client settled it; read again")
-
-    def _ranges(self, offsets: Iterable[int], sizes: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Return the ranges. Raises StorageUnitError unless all of them are within the backed bytes."""
-        starts, lengths = list(offsets), list(sizes)
-        if len(starts) != len(lengths):
-            raise self._fault(f"{len(starts)} offsets for {len(lengths)} sizes")
-        backed = self._arena.backed_bytes
-        for start, length in zip(starts, lengths, strict=True):
-            if start + length > backed:
-                raise self._fault(f"bytes {start} to {start + length} are outside the {backed} backed bytes")
-        if sum(lengths) > MAX_REQUEST_BYTES:
-            raise self._fault(
-                f"the ranges of one request have {sum(lengths):,} bytes, more than the fixed limit of "
-                f"{MAX_REQUEST_BYTES:,}; split it into smaller requests"
-            )
-        return starts, lengths
 
     def _fault(self, why: str) -> StorageUnitError:
         return StorageUnitError(unit=self._unit, endpoint=self.endpoints[0], why=why)

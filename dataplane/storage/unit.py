@@ -214,10 +214,11 @@ class StorageUnit:
         if opened.unit and wanted and not 0 <= wanted - opened.arena.capacity_bytes < PAGE_BYTES:
             log.warning(
                 "Storage unit %s keeps its arena of %s bytes; the configured capacity of %s bytes applies to a new "
-                "arena. Run `tq drain %s` to empty and stop the unit, then start it again",
+                "arena. To get one, run `tq drain %s` and `tq drop %s`, then restart the unit",
                 self.name,
                 f"{opened.arena.capacity_bytes:,}",
                 f"{wanted:,}",
+                self.name,
                 self.name,
             )
         return opened

@@ -122,8 +122,8 @@ def open_channel() -> Iterator[Open]:
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A channel does nothing only because the machine is slow: it repeats no call, goes round no server and leaves no
-    goodbye unanswered. `STILL` says that of its heartbeats."""
+    """A slow machine does not make a channel resend a call, try another endpoint, or end without a confirmed goodbye.
+    `STILL` does the same for its heartbeats."""
     monkeypatch.setattr(pending_calls, "RESEND_S", NEVER_S)
     monkeypatch.setattr(handshake, "IPC_WAIT_S", 60.0)
     for module in (sync_channel, async_channel):

@@ -113,7 +113,7 @@ def _arenas(arena_dir: str) -> Iterator[Finding]:
 def _open_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
-    found = f"limit {soft:,} per process, hard limit {most} (tq serve raises its limit as needed)"
+    found = f"limit {soft:,} per process, hard limit {most} (tq serve raises its limit by itself)"
     few = hard != resource.RLIM_INFINITY and hard < ENOUGH_FILES
     mend = "raise it: `ulimit -Hn 65536`, LimitNOFILE= of systemd, or docker run --ulimit nofile=65536" if few else ""
     yield Finding(what="open files", found=found, mend=mend)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dataplane.cli.checks.finding import Finding, careful
 from dataplane.cli.formatting import counted, readable
-from dataplane.cli.local_service import own_service
+from dataplane.cli.local_service import own_partition, own_service
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.core.addresses import boot_id, split_address
 
@@ -106,7 +104,7 @@ def _round_trip(config: DataPlaneConfig) -> Iterator[Finding]:
     row = torch.randint(0, 256, (_ROW_BYTES,), dtype=torch.uint8)
     for remote, connection_kind in ((False, "the best connection"), (True, "ZMQ")):
         settings = replace(config, force_remote=remote, put_timeout_s=_PUT_S)
-        with DataPlaneClient(settings).connect() as client, _partition(client) as name:
+        with DataPlaneClient(settings).connect() as client, own_partition(client, "doctor", ["bytes"]) as name:
             began = time.monotonic()
             client.put_samples(["row"], name, {"bytes": [row]})
             back = client.get_samples(["row"], name, ["bytes"])["bytes"].values()
@@ -116,14 +114,3 @@ def _round_trip(config: DataPlaneConfig) -> Iterator[Finding]:
         yield Finding(
             what="round trip", found=f"{readable(_ROW_BYTES)} put and read over {connection_kind} in {took_ms:.1f} ms"
         )
-
-
-@contextlib.contextmanager
-def _partition(client: DataPlaneClient) -> Iterator[str]:
-    """Create a temporary partition, which is cleared at the end of the block."""
-    name = f"tq-doctor-{secrets.token_hex(6)}"
-    client.register_partition(name, ["bytes"], None, ["doctor"])
-    try:
-        yield name
-    finally:
-        client.clear_samples(None, name)

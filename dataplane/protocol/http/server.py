@@ -172,14 +172,14 @@ class HttpServer:
             log.exception("HTTP request rejected: cannot start a thread")
             self._end(peer)
 
-    def _log_rejected(self) -> None:
+    def _log_rejected(self, limit: int) -> None:
         """Count a rejected request, and log the count at most once in `COMPLAIN_S`."""
         self._rejected += 1
         if time.monotonic() - self._logged >= COMPLAIN_S:
             self._logged = time.monotonic()
             log.warning(
                 "HTTP request rejected: more than %d concurrent requests (%d rejected so far)",
-                AT_ONCE,
+                limit,
                 self._rejected,
             )
 
@@ -195,9 +195,10 @@ class HttpServer:
         """Hold a slot while a received request is handled. Raises `HttpError` if no slot is free."""
         with self._guard:
             self._unread.pop(peer, None)
-        slots = self._health_slots if request.path == HEALTH_PATH else self._slots
+        is_health = request.path == HEALTH_PATH
+        slots, limit = (self._health_slots, HEALTH_AT_ONCE) if is_health else (self._slots, AT_ONCE)
         if not slots.acquire(blocking=False):
-            self._log_rejected()
+            self._log_rejected(limit)
             raise HttpError(HTTPStatus.SERVICE_UNAVAILABLE, "too many concurrent requests; retry", Retry_After="1")
         try:
             yield

@@ -9,7 +9,7 @@ const TOKEN = /"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?/g;
 /** The service did not answer, or its answer could not be parsed. */
 export class ServiceGone extends Error {}
 
-/** The service requires a token, and this browser has none or an expired one. */
+/** The service requires a token, and this browser has none, or one that is not valid. */
 export class LoginNeeded extends Error {}
 
 /** The service rejected the request: `kind` is the name of the error. */
