@@ -10,7 +10,7 @@ import dataplane
 from dataplane.cli.completion import partitions as names
 from dataplane.cli.flags import Json, TargetFlags
 from dataplane.cli.formatting import counted, readable, shown
-from dataplane.cli.output import print_json
+from dataplane.cli.output import print_either
 from dataplane.errors import PartitionExistsError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def checkpoint(*, places: Places, partition: Partitions = None, target: TargetFl
     client, path = _open("checkpoint", places, target)
     with client:
         done = client.checkpoint(path, partition or None)
-    _say(done, f"checkpoint of {summary(done)} at {done.path}", json)
+    print_either(done, f"checkpoint of {summary(done)} at {done.path}", json=json)
     return 0
 
 
@@ -58,7 +58,7 @@ def restore(
                 f"partition {error.partition!r} exists already; clear it (`tq clear`), restore only others "
                 "(--partition), or replace it (--replace)"
             ) from error
-    _say(done, f"restored {summary(done)} from {done.path}", json)
+    print_either(done, f"restored {summary(done)} from {done.path}", json=json)
     return 0
 
 
@@ -76,10 +76,3 @@ def _open(name: str, places: list[str], target: TargetFlags) -> tuple[DataPlaneC
         )
     config = target.config(name, places[0] if len(places) == 2 else None)
     return dataplane.DataPlaneClient(config).connect(), places[-1]
-
-
-def _say(done: CheckpointInfo, text: str, json: bool) -> None:
-    if json:
-        print_json(done)
-    else:
-        print(text)

@@ -10,7 +10,7 @@ import typer
 from dataplane.cli.completion import partitions
 from dataplane.cli.flags import Json, TargetFlags
 from dataplane.cli.formatting import counted, readable, shown
-from dataplane.cli.output import print_json
+from dataplane.cli.output import print_either
 from dataplane.cli.session import ask, partition_stats, session
 
 if TYPE_CHECKING:
@@ -43,11 +43,9 @@ def clear(
             typer.confirm(_question(found), abort=True, err=True)
         named = c.Samples(ids=wanted) if wanted else None
         count = ask(channel, c.Clear(partition=partition, samples=named)).count
-    if json:
-        print_json({"partition": partition, "cleared": count})
-    else:
-        whole = "" if wanted else ", and the partition itself"
-        print(f"cleared {counted(count, 'sample')} of partition {shown(partition)}{whole}")
+    whole = "" if wanted else ", and the partition itself"
+    text = f"cleared {counted(count, 'sample')} of partition {shown(partition)}{whole}"
+    print_either({"partition": partition, "cleared": count}, text, json=json)
     if count < len(wanted):
         print(f"tq: {len(wanted) - count} of {counted(len(wanted), 'sample')} not found", file=sys.stderr)
         return 1

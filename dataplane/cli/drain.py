@@ -12,7 +12,7 @@ import dataplane
 from dataplane.cli.completion import units
 from dataplane.cli.flags import Json, TargetFlags
 from dataplane.cli.formatting import counted, duration, readable, shown
-from dataplane.cli.output import print_json
+from dataplane.cli.output import print_either
 from dataplane.cli.session import ask, session, unit_stats
 from dataplane.errors import DrainError
 
@@ -53,13 +53,15 @@ def drain(
     config = target.config("drain")
     found = _find(config, unit, undo=undo)
     if undo:
-        _say({"unit": found.unit, "name": found.name}, f"storage unit {_name(found)} takes new rows again", json)
+        facts = {"unit": found.unit, "name": found.name}
+        print_either(facts, f"storage unit {_name(found)} takes new rows again", json=json)
         return 0
     done = _drain(config, found, timeout, _Line(found, quiet=json), drop=drop, force=force)
     if done is None:
         return 1
-    facts = {"unit": found.unit, "name": found.name, "cells": done.cells, "moved_bytes": done.moved_bytes}
-    _say({**facts, "pinned_bytes": done.pinned_bytes, "dropped": drop}, _sentence(found, done, drop=drop), json)
+    moved = {"cells": done.cells, "moved_bytes": done.moved_bytes, "pinned_bytes": done.pinned_bytes}
+    facts = {"unit": found.unit, "name": found.name, **moved, "dropped": drop}
+    print_either(facts, _sentence(found, done, drop=drop), json=json)
     return 0
 
 
@@ -150,10 +152,3 @@ def _sentence(found: c.UnitStats, done: Drained, *, drop: bool) -> str:
 
 def _name(found: c.UnitStats) -> str:
     return f"{found.unit} {shown(found.name)}"
-
-
-def _say(facts: dict[str, object], text: str, json: bool) -> None:
-    if json:
-        print_json(facts)
-    else:
-        print(text)

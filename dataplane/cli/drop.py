@@ -9,7 +9,7 @@ import typer
 from dataplane.cli.completion import units
 from dataplane.cli.flags import Json, TargetFlags
 from dataplane.cli.formatting import readable, shown
-from dataplane.cli.output import print_json
+from dataplane.cli.output import print_either
 from dataplane.cli.session import ask, session, unit_stats
 
 
@@ -31,9 +31,7 @@ def drop(
     with session(target.config("drop")) as channel:
         found = unit_stats(channel, unit)
         ask(channel, c.Forget(unit=found.unit, force=force))
-    if json:
-        print_json({"unit": found.unit, "name": found.name, "live_bytes": found.live_bytes})
-    else:
-        lost = f", and {readable(found.live_bytes)} of live rows with it" if found.live_bytes else ""
-        print(f"dropped storage unit {found.unit} {shown(found.name)}{lost}")
+    facts = {"unit": found.unit, "name": found.name, "live_bytes": found.live_bytes}
+    lost = f", and {readable(found.live_bytes)} of live rows with it" if found.live_bytes else ""
+    print_either(facts, f"dropped storage unit {found.unit} {shown(found.name)}{lost}", json=json)
     return 0

@@ -20,6 +20,14 @@ def print_json(value: Any) -> None:
     print(msgspec.json.encode(value, enc_hook=_plain).decode(), flush=True)
 
 
+def print_either(value: Any, text: str, *, json: bool) -> None:
+    """Print `value` as one line of JSON if `json` is set, otherwise `text`."""
+    if json:
+        print_json(value)
+    else:
+        print(text)
+
+
 def _plain(value: Any) -> Any:
     return value.tolist()
 

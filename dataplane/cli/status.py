@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dataplane.cli.flags import Address, Json, TargetFlags
-from dataplane.cli.formatting import readable, shown
+from dataplane.cli.formatting import counted, readable, shown
 from dataplane.cli.output import print_json
 from dataplane.cli.session import not_shown, session, stats
 
@@ -34,7 +34,8 @@ def describe(address: str, report: c.StatsReport) -> str:
         lines += _partition(part)
     if not_shown(report):
         lines.append(f"  {not_shown(report)}; `tq ls` lists them")
-    lines.append(f"  {len(report.sessions)} sessions, {report.waiting_allocations} puts waiting for space")
+    puts = f"{counted(report.waiting_allocations, 'put')} waiting for space"
+    lines.append(f"  {counted(len(report.sessions), 'session')}, {puts}")
     return "\n".join(lines)
 
 
@@ -62,9 +63,9 @@ def _partition(part: c.PartitionStats) -> list[str]:
     if part.evicted or part.evicted_unconsumed:
         lines.append(f"    {part.evicted} evicted, plus {part.evicted_unconsumed} evicted unconsumed")
     if part.waiting_puts:
-        lines.append(f"    {part.waiting_puts} puts waiting for space")
+        lines.append(f"    {counted(part.waiting_puts, 'put')} waiting for space")
     lines += [f"    field {shown(name)}: {count} produced" for name, count in part.produced.items()]
     lines += [f"    task {shown(name)}: {count} of {part.live} claimed" for name, count in part.claimed.items()]
     if part.waiting_claims:
-        lines.append(f"    {part.waiting_claims} claims waiting")
+        lines.append(f"    {counted(part.waiting_claims, 'claim')} waiting")
     return lines

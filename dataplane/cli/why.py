@@ -102,7 +102,8 @@ def _headline(task: str, partition: str, wanted: tuple[str, ...], found: c.Block
     """Summarize in one sentence what a claim would get now, or what waits, with the explanation of the service."""
     fields = f" with {', '.join(map(shown, wanted))}" if wanted else ""
     ready = found.matching if found.groups is None else found.groups
-    some = f"{counted(ready, 'sample' if found.groups is None else 'complete group')}{fields}"
+    noun = "sample" if found.groups is None else "complete group"
+    some = f"{counted(ready, noun)}{fields}"
     why = shown(found.why)
     who = f"task {shown(task)} in partition {shown(partition)}"
     if mine.waits:
@@ -112,7 +113,7 @@ def _headline(task: str, partition: str, wanted: tuple[str, ...], found: c.Block
         return f"{who} can claim {some} now: {why}"
     if found.complete and not found.unclaimed:
         return f"{who} has nothing left to claim: the partition is complete, and all of its samples are claimed"
-    return f"{who} would wait, because no sample{fields} is ready: {why}"
+    return f"{who} would wait, because no {noun}{fields} is ready: {why}"
 
 
 def _counts(found: c.Blocked) -> list[tuple[str, object]]:

@@ -120,7 +120,8 @@ class Unauthenticated:
         long = []
         for descriptor, connection in list(self._silent.items()):
             acked, received = _counts(descriptor) if connection.is_tcp else (0, 0)
-            old = began - connection.since > zap.HANDSHAKE_MS / 1000 + LATE_S  # ZMQ has closed all others
+            # ZMQ closes a connection whose handshake takes longer, so an old one is authenticated.
+            old = began - connection.since > zap.HANDSHAKE_MS / 1000 + LATE_S
             if old or acked > self._handshake_bytes:
                 del self._silent[descriptor]
             elif received > SHORT_BYTES or not (connection.is_tcp or connection.is_trusted):
