@@ -444,7 +444,7 @@ class BulkServer:
         """Return the payload of a write. None: it has to be fetched first, and the write is answered afterwards."""
         write = request.write
         if not write.HasField("source"):
-            return self._frames.collect(write, lambda _: None)
+            return self._frames.collect(write)
         self._refuse_stopped(request)
         _, sizes = self._access.ranges(write.offsets, write.sizes)
         if self._engine is None or write.source.size != sum(sizes):
@@ -477,7 +477,7 @@ class BulkServer:
     def _offer(self, request: pb.BulkRequest, nbytes: int) -> Offer:
         """Return memory for the reply: an engine slot if the client requested one and one is free."""
         wanted = self._engine if request.read.fetch else None
-        return (wanted and wanted.offer(request.session, nbytes)) or self._frames.offer(request.session, nbytes)
+        return (wanted and wanted.offer(request.session, nbytes)) or self._frames.offer(nbytes)
 
     def _settle(self, request: pb.BulkRequest) -> None:
         if self._engine is None or not self._engine.settle(request.session, request.settle.tag):

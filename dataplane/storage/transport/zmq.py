@@ -41,9 +41,8 @@ class ClientFrames:
 
 
 class UnitFrames:
-    """The unit half. It receives the payload frames of the message that the router is currently receiving."""
-
-    trial = pb.Memory()
+    """The unit half. It receives the payload frames of the message that the router is currently receiving. No payload
+    is fetched, so it does not implement `UnitPayloads`."""
 
     def __init__(self, router: zmq.Socket[bytes], fault: Callable[[str], Exception]) -> None:
         """`fault`: creates the error for a client whose frames do not match its ranges."""
@@ -51,7 +50,7 @@ class UnitFrames:
         self._fault = fault
         self._memory = BufferPool(REPLY_MEMORY_BYTES)
 
-    def collect(self, write: pb.WriteRanges, later: Callable[[Fill | str], None]) -> Fill | None:
+    def collect(self, write: pb.WriteRanges) -> Fill:
         """Return the payload; its frames have always arrived."""
         return partial(self._fill, write.frame_ranges)
 
@@ -93,23 +92,9 @@ class UnitFrames:
             raise self._fault(f"a payload frame has {len(frame)} bytes for ranges of {sum(sizes)} bytes")
         scatter(arena, frame, offsets, sizes)
 
-    def offer(self, session: int, nbytes: int) -> Offer:
+    def offer(self, nbytes: int) -> Offer:
         """Return memory from the buffer pool; it is sent without a copy."""
         return Offer(data=self._memory.take(max(1, nbytes))[:nbytes])
-
-    def settle(self, session: int, tag: bytes) -> bool:
-        """Return False: frames are never offered for fetching."""
-        return False
-
-    def forget(self, session: int) -> None:
-        """No-op: frames keep no state of a session."""
-
-    def step(self) -> float | None:
-        """Return None: no transfer is ever in flight."""
-        return None
-
-    def close(self) -> None:
-        """No-op: memory is freed with its last reference."""
 
 
 def scatter(arena: memoryview, payload: memoryview, offsets: list[int], sizes: list[int]) -> None:
