@@ -22,6 +22,7 @@ ALONE = (
     "tests/simulation/test_teeth",
     "tests/contract/test_drain",
     "tests/test_interrupts",
+    "tests/workers/channels/test_names",
     "tests/workers/channels/test_processes",
 )
 """Long modules without fixtures of their own: each of their tests may run in another process."""
