@@ -38,7 +38,8 @@ from dataplane.protocol.fd_limits import enough_or
 class NameNotFoundError(NotFoundError):
     def __init__(self, *, kind: str, name: str, waited_s: float) -> None:
         super().__init__(
-            f"no {kind} named {name!r} was registered within {waited_s:.1f} s; check that it was launched by this name",
+            f"no {kind} named {name!r} was registered within {waited_s:.1f} s; check that it was started under that "
+            "name",
             kind=kind,
             name=name,
             waited_s=waited_s,
@@ -138,12 +139,13 @@ class CallWaitTimeoutError(WaitTimeoutError):
 
 
 class DeviceLockTimeoutError(WaitTimeoutError):
-    """holder: the worker that holds the lock, or a description if its name is unknown."""
+    """holder: the worker that holds the lock, or a description if its name is unknown; waited_s: for all accelerators
+    of the lock."""
 
     def __init__(self, *, worker: str, device: str, holder: str, waited_s: float) -> None:
         super().__init__(
-            f"worker {worker} waited {waited_s:.1f} s for accelerator {device}, which {holder} holds; "
-            "release that worker's device_lock, or wait longer",
+            f"worker {worker} waited {waited_s:.1f} s for its accelerators, last for accelerator {device}, which "
+            f"{holder} holds; release that worker's device_lock, or wait longer",
             worker=worker,
             device=device,
             holder=holder,

@@ -167,7 +167,7 @@ class Pump:
         self._thread.wake()
 
     def close(self) -> None:
-        """End now. Pending requests fail with `ChannelClosedError`. Blocks until the thread has ended."""
+        """End now. Pending requests fail with `ChannelClosedError`. Blocks until the thread has ended, at most 10 s."""
         self._thread.close()
 
     def forget(self) -> None:

@@ -2,10 +2,10 @@
 
 A channel is not a partition of the data plane, because an item of a partition is too expensive. Its producer needs a
 reservation and a commit; its consumer needs a claim, a location, a read and an acknowledgement. Each of these calls
-goes through the controller. On a machine on which Ray's queue passes about as many, a partition passes 300 items of
-64 KB a second and a channel 4,500; of items of 4 MB, 200 and 900. A channel uses the same kind of memory as the data
-plane (`dataplane.storage.arena`): the producer reserves space and writes, and the consumer reads. The bytes of a
-tensor are copied once into that memory and once out of it, and on one host they never pass through a socket.
+goes through the controller. On one machine a partition passes 300 items of 64 KB a second, about as many as Ray's
+queue, and a channel 4,500; of items of 4 MB, 200 and 900. A channel uses the same kind of memory as the data plane
+(`dataplane.storage.arena`): the producer reserves space and writes, and the consumer reads. The bytes of a tensor are
+copied once into that memory and once out of it, and on one host they never pass through a socket.
 """
 
 from __future__ import annotations

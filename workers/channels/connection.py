@@ -34,7 +34,6 @@ CONFIRM_S = 30.0
 """How long a broker on another host may take to confirm an acknowledgement. The kernel reports a lost network
 sooner."""
 UNCONFIRMED = "the broker did not confirm the receipt of the items; they are lost, or the next getter receives them"
-""""""
 
 Settle = Callable[[wire.AckItems | wire.NackItems], Future[None] | None]
 """Sends an acknowledgement to the broker. The returned future completes with the broker's confirmation; None if the

@@ -21,8 +21,8 @@ NOTICE_S = 15.0
 
 @contextlib.contextmanager
 def opened(directory: DirectoryClient | None, *, join: bool = False) -> Iterator[DirectoryClient]:
-    """Yield `directory`, or a temporary client of the environment's directory, or with `join` of that of this
-    process's job. LookupError if there is none."""
+    """Yield `directory`, or else a temporary client: of the directory that the environment names, or with `join` of
+    this process's job. LookupError if there is none."""
     if directory is not None:
         yield directory
         return

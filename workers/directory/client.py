@@ -72,10 +72,10 @@ class DirectoryClient:
     from the call.
 
     A listener is called with each ended entry that this client had looked up. It runs on the client's thread and
-    must not block. If a process is silent for so long that the directory drops its session, the
-    client learns this when it reconnects. It passes each owned entry to the listeners as LOST, registers it again,
-    and passes them the new entry with its new incarnation (or the LOST entry a second time if another process has
-    taken the name). Entries that it had found are not watched after that.
+    must not block. If a process is silent for so long that the directory drops its session, the client learns this
+    when it reconnects. It passes each owned entry to the listeners as LOST, registers it again, and passes them the
+    new entry with its new incarnation (or the LOST entry a second time if the registration failed, for example because
+    another process has taken the name). Entries that it had found are not watched after that.
     """
 
     def __init__(self, address: str) -> None:

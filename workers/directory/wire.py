@@ -87,7 +87,8 @@ class RegisterProcess(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Lookup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A client that looks a name up is notified when the found entry ends. ValueError for an infinite wait."""
+    """A client that looks a name up is notified when the found entry ends. ValueError for a negative or infinite
+    wait."""
 
     number: int
     kind: Kind

@@ -307,9 +307,9 @@ def _await_nodes(wanted: int, first_id: str) -> list[Node]:
     then the others by address. ResourcesNotReadyError after `NODES_TIMEOUT_S`."""
     wait, least = LoggedWait(NODES_TIMEOUT_S), max(wanted, 1)
     while len(alive := alive_nodes()) < least:
-        if wait.over(f"{least} Ray nodes, {len(alive)} of them alive"):
+        if wait.over(f"Ray has {len(alive)} of {least} requested nodes"):
             raise ResourcesNotReadyError(f"requested {least} nodes; after {wait.waited_s:.0f} s Ray has {len(alive)}")
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(wait.step_s(_LOOK_EVERY_S))
     alive.sort(key=lambda node: (node["NodeID"] != first_id, node["NodeManagerAddress"], node["NodeID"]))
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0)))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
-import logging
 import os
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -19,11 +16,9 @@ from dataplane.core.durations import seconds
 from dataplane.core.file_locks import HeldFile
 from dataplane.core.private_dir import in_own_directory
 from workers.errors import DeviceLockTimeoutError
+from workers.transport.waiting import LoggedWait
 
 TIMEOUT_S = 1800.0
-LOG_EVERY_S = 30.0
-
-log = logging.getLogger(__name__)
 
 
 class DeviceLock:
@@ -51,12 +46,12 @@ class DeviceLock:
     def acquire(self, timeout_s: float = TIMEOUT_S) -> None:
         """Block until the worker holds the lock. `DeviceLockTimeoutError`, which names a current holder, after
         `timeout_s`."""
-        until = time.monotonic() + seconds("timeout_s", timeout_s)
+        wait = LoggedWait(seconds("timeout_s", timeout_s))
         with self._guard:
             if not self._count:
                 try:
                     for device in self._devices:
-                        self._held.append(self._lock(device, until))
+                        self._held.append(self._lock(device, wait))
                 except BaseException:
                     self._release_all()
                     raise
@@ -82,18 +77,14 @@ class DeviceLock:
     ) -> None:
         self.release()
 
-    def _lock(self, device: str, until: float) -> tuple[Path, HeldFile]:
+    def _lock(self, device: str, wait: LoggedWait) -> tuple[Path, HeldFile]:
         """Lock the file of one accelerator and write the worker's name into it. Retry if the previous holder has
         removed the file."""
         name = f"tq-device-{self._job}-{hashlib.sha256(device.encode()).hexdigest()[:16]}.lock"
-        begun = time.monotonic()
         while True:
             path, file = in_own_directory(self._folder, lambda folder: _opened(folder / name))
             try:
-                if not _wait_for(file, until, functools.partial(self._log_wait, device, path, begun)):
-                    raise DeviceLockTimeoutError(
-                        worker=self._worker, device=device, holder=_holder(path), waited_s=time.monotonic() - begun
-                    )
+                self._await_lock(file, path, device, wait)
                 if _is_current(file, path):
                     os.ftruncate(file.fd, 0)
                     os.pwrite(file.fd, self._worker.encode(), 0)
@@ -103,10 +94,22 @@ class DeviceLock:
                 raise
             file.close()  # the previous holder has removed the file
 
-    def _log_wait(self, device: str, path: Path, begun: float) -> None:
-        waited_s = time.monotonic() - begun
-        what = "%s: waiting for accelerator %s, held by %s, for %.0f s so far"
-        log.warning(what, self._worker, device, _holder(path), waited_s)
+    def _await_lock(self, file: HeldFile, path: Path, device: str, wait: LoggedWait) -> None:
+        """Lock the file. `DeviceLockTimeoutError` if another process still holds it when `wait` is over."""
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        waiting = _Waiting(file)
+        try:
+            while not waiting.locked.wait(wait.step_s()):
+                holder = _holder(path)
+                if wait.over(f"{self._worker}: accelerator {device}, held by {holder}") and not waiting.leave():
+                    raise DeviceLockTimeoutError(
+                        worker=self._worker, device=device, holder=holder, waited_s=wait.waited_s
+                    )
+        except BaseException:
+            waiting.leave()
+            raise
 
     def _release_all(self) -> None:
         while self._held:
@@ -134,23 +137,6 @@ def _holder(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_text(errors="replace")[:200] or "another worker"
     return "another worker"
-
-
-def _wait_for(file: HeldFile, until: float, log_wait: Callable[[], None]) -> bool:
-    """Lock the file. Return False if another process still holds it at the time `until`."""
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    waiting = _Waiting(file)
-    try:
-        while not waiting.locked.wait(min(max(until - time.monotonic(), 0.0), LOG_EVERY_S)):
-            if time.monotonic() >= until:
-                return waiting.leave()
-            log_wait()
-    except BaseException:
-        waiting.leave()
-        raise
-    return True
 
 
 class _Waiting:

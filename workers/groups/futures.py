@@ -51,8 +51,8 @@ class GroupFuture:
         All calls are awaited at the same time, generators included. The first exception, of an unwanted result too,
         is raised at once with a note that names the worker. The other calls continue, and their exceptions are
         dropped. An exception of a signal handler is raised within `STEP_S`. A log line every `waiting.LOG_EVERY_S`
-        names the pending workers. `CallWaitTimeoutError`, which names them too, if no result is ready after
-        `timeout` seconds.
+        names the pending workers. `CallWaitTimeoutError`, which names them too, once `timeout` seconds have passed
+        and no further result is ready.
         """
         wait = LoggedWait(seconds_if_any("timeout", timeout), self._log_level)
         results: list[Any] = [None] * len(self._calls)

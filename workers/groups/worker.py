@@ -244,9 +244,9 @@ class Worker:
 
         data: a tensor or array `[rows, ...]`, a list, or a dict of these; or any object that `split_fn(data, rows)`
         cuts into parts with the given row counts. batch_size: rows of the whole batch; default: this rank's rows
-        times the number of ranks. tag, route_key: must be the same in `recv_from`. `mode` is prepended to the tag
-        with "_". Parts go through `channel`, or with `enable_p2p` as messages with `options`. With `async_op` return
-        a handle at once.
+        times the number of ranks. tag, route_key: must be the same in `recv_from`; with a `mode` (and without
+        `decoupled_mode`) the tag there is "MODE_TAG". Parts go through `channel`, or with `enable_p2p` as messages
+        with `options`. With `async_op` return a handle at once.
 
         decoupled_mode: any rank of the other group may take a part, and its answer returns to the rank that sent the
         part. The worker has a dict `batch_router`. If `batch_router[tag]` is a list, this call sends answers to the
@@ -351,8 +351,8 @@ class Worker:
 
     @property
     def device_lock(self) -> DeviceLock:
-        """The lock of the accelerators that this worker sees. While one worker of the job is inside `with
-        self.device_lock:`, all others that see one of its accelerators wait. See `DeviceLock`."""
+        """The lock of the accelerators that this worker sees. While a worker holds its lock, other workers of the job
+        that see one of its accelerators block in `with self.device_lock:`. See `DeviceLock`."""
         return self._device_lock
 
     def acquire_free_port(self, max_port_num: int | None = None) -> int:

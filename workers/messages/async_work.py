@@ -23,10 +23,10 @@ class AsyncWork(Generic[T]):
     """The outcome of an operation, which can be read repeatedly. Thread-safe.
 
     future: completed with the operation; what: names the operation in messages; finish: makes the result from the
-    future's value, called once, by the first reader of the result; settle: returns a function to call once with that
-    value before `finish`, which waits for the future that this function returns, or None. While a wait lasts, it logs
-    every `waiting.LOG_EVERY_S` what it waits for. The operation has its own timeout, so a wait without a timeout ends
-    too.
+    future's value, called once, by the first reader of the result; settle: called with that value, returns None or a
+    function to call once before `finish`. If this function returns a future, `finish` waits for it. While a wait
+    lasts, it logs every `waiting.LOG_EVERY_S` what it waits for. The operation has its own timeout, so a wait without
+    a timeout ends too.
     """
 
     def __init__(

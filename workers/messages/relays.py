@@ -25,8 +25,8 @@ RECEIVERS_FROM = 8
 FAN_OUT = 2
 """Number of hosts that pull from the source, and from each relay."""
 RELAY_S = 1.0
-"""A receiver at depth n that gets no chunk within n times this pulls from the source. So the receivers next to a
-failed relay switch first, and continue to serve the receivers behind them."""
+"""A receiver that gets no chunk from a relay at depth n within n times this pulls from the source. So the receivers
+next to a failed relay switch first, and continue to serve the receivers behind them."""
 KEEP_S = 5.0
 """Forwarded values are kept this long after their last use."""
 

@@ -44,8 +44,8 @@ class OwnSlab:
     """A slab of this process. `memory` is at least as long as requested."""
 
     def __init__(self, host: str, nbytes: int) -> None:
-        """Create a slab that this host shares through a descriptor. OSError if there is no free descriptor or
-        memory."""
+        """Create a slab that the processes of this host can map by its descriptor. OSError if there is no free
+        descriptor or memory."""
         fd = os.memfd_create("tq-message", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)

@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 
 class Cluster(PlainCluster):
-    """`workers.Cluster` with the configured number of nodes. Without arguments, it has as many nodes as the first
-    `Cluster` of this process, or as the cluster on which this worker's group was launched.
+    """`workers.Cluster` with the configured number of nodes. Without arguments, it has as many nodes as the previous
+    `Cluster` of this process requested, or as the cluster on which this worker's group was launched.
 
     cluster_cfg: RLinf's `cluster` block, of which `num_nodes` is used. ValueError if it has `node_groups`, because all
     nodes are alike here. distributed_log_dir, and `profiling`, `tracer` and `net_emulation` of the configuration, are
-    ignored and logged.
+    ignored, with a line in the log.
     """
 
     _wanted: ClassVar[int | None] = None
@@ -50,7 +50,7 @@ class Cluster(PlainCluster):
 
     @classmethod
     def has_initialized(cls) -> bool:
-        """Whether this process has created a cluster."""
+        """Whether this process has a cluster that is not shut down."""
         return bool(PlainCluster._connections)
 
     @classmethod

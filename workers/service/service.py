@@ -155,8 +155,8 @@ class LaunchedService:
 
 
 def end_service(name: str, namespace: str, supervisor: ActorHandle | None, controller: ActorHandle | None) -> None:
-    """Stop the supervisor, the units and the controller, if they exist, with a timeout for each; then kill
-    them in any case."""
+    """Stop the supervisor, the units and the controller, if they exist, with a timeout for each; then kill them in any
+    case."""
     if supervisor is not None:
         with suppress(RayError):
             ray.get(supervisor.stop.remote(), timeout=2 * STOP_TIMEOUT_S)

@@ -260,7 +260,7 @@ class SupervisorActor:
             except asyncio.CancelledError:
                 raise
             except Exception:
-                log.exception("Task of the supervisor of service %s failed; it continues", self._plan.name)
+                log.exception("Supervisor of service %s: a task failed; the supervisor continues", self._plan.name)
 
         task = asyncio.get_running_loop().create_task(run())
         self._tasks.add(task)
@@ -452,9 +452,9 @@ class SupervisorActor:
             ray.kill(unit.actor)
 
     def _back_off(self, ident: str) -> None:
-        rest = self._backoffs.setdefault(ident, _Backoff())
-        rest.failures += 1
-        rest.until = time.monotonic() + min(2.0 ** (rest.failures - 2), LONGEST_REST_S)
+        backoff = self._backoffs.setdefault(ident, _Backoff())
+        backoff.failures += 1
+        backoff.until = time.monotonic() + min(2.0 ** (backoff.failures - 2), LONGEST_REST_S)
 
     async def _end(self, unit: _Unit, *, for_good: bool = False) -> None:
         """Stop the unit, with a timeout, then kill its actor in any case."""

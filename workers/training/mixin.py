@@ -173,7 +173,7 @@ class TQWorkerMixin:
         )
 
     def _is_replica_leader(self) -> bool:
-        """Whether this rank, at 0 on every replicated axis, leads: only leaders fetch for siblings and write back."""
+        """Whether this rank is at 0 on every replicated axis. Only such a rank fetches for siblings and writes back."""
         return NamedSharding.is_axis_zero(self._local_coords(), REPLICATED_AXES)
 
     def _pad_value_dict(self) -> dict[str, Any]:

@@ -212,8 +212,8 @@ class Siblings:
         """Close this rank's Gloo connections, so that the siblings that wait for this rank fail, too.
 
         Gloo has no call for that, but it closes all connections when an operation times out. So this starts receives
-        that no rank sends to, one from each sibling, because a receive on a closed connection fails at once and closes
-        no other connection. NCCL siblings do not wait for one another, and have their own deadlines.
+        of messages that no rank sends: one from each sibling, because a receive on a closed connection fails at once
+        and closes no other connection. NCCL siblings do not wait for one another, and have their own deadlines.
         """
         if self.device.type != "cpu":
             return

@@ -176,14 +176,14 @@ class ReplicaGroup:
         if len(leaders) != 1:
             who = " and ".join(map(name, leaders)) if leaders else "none"
             raise ReplicaGroupError(
-                f"a replica group must have exactly one leader (coordinate 0 on every replicated axis), but of "
-                f"{self.size} ranks {who} claims to lead; check _local_coords and _get_replica_group"
+                f"a replica group must have exactly one leader (coordinate 0 on every replicated axis), but {who} of "
+                f"its {self.size} ranks claim to lead; check _local_coords and _get_replica_group"
             )
         leader = leaders[0]
         strays = [rank for rank, record in enumerate(records) if record.digest != records[leader].digest]
         if strays:
             raise ReplicaGroupError(
-                f"{' and '.join(map(name, strays))} fetch with a meta (samples, fields or padding) that differs from "
+                f"{' and '.join(map(name, strays))} passed a meta (samples, fields or padding) that differs from "
                 f"the meta of the leader, {name(leader)}; nothing was fetched"
             )
         return leader

@@ -21,7 +21,7 @@ LINKS_MOST = 1 << 10
 LINKS_SHARE = 4
 """Connections use at most 1/`LINKS_SHARE` of the descriptors that this process may have."""
 _SCANNED = 16
-"""How many more than the excess connections are checked for idle ones."""
+"""To close n idle connections, the n + `_SCANNED` least recently used ones are checked."""
 
 M = TypeVar("M")
 

@@ -16,7 +16,7 @@ from workers.transport.endpoint import Endpoint
 from workers.transport.framing import MAX_ANSWER_BYTES, READ_BYTES, Message, Splitter, send_some
 
 SILENT_S = 10.0
-"""The deadline of a transfer is extended by this time whenever bytes arrive, any number of times."""
+"""Whenever bytes were sent or received, the deadline of a transfer is extended to at least this time from then on."""
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 UNSENT_MS = 15_000
 

@@ -1,4 +1,4 @@
-"""Waits for futures, with a log message for each `LOG_EVERY_S` of waiting."""
+"""Waits in steps, with a log message for each `LOG_EVERY_S` of waiting."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 class LoggedWait:
-    """A wait in steps, with a log message for each `LOG_EVERY_S` that it lasts.
+    """A wait in steps, with a log message for each `LOG_EVERY_S` that it lasts. It begins when this object is made.
 
-    timeout_s: seconds until it is over, None for no limit. log_level: of its messages.
+    timeout_s: seconds until it is over, None for no limit; log_level: the level of its messages.
     """
 
     def __init__(self, timeout_s: float | None, log_level: int = logging.WARNING) -> None:
@@ -32,8 +32,10 @@ class LoggedWait:
         return time.monotonic() - self._begun
 
     def step_s(self, longest_s: float = math.inf) -> float:
-        """Return how many seconds the next step may block, at most `longest_s`."""
-        return max(min(self.timeout_s - self.waited_s, longest_s, LOG_EVERY_S), 0.0)
+        """Return how many seconds the next step may block: until the timeout or the next log message, at most
+        `longest_s`."""
+        now = time.monotonic()
+        return max(min(self._begun + self.timeout_s - now, self._logged + LOG_EVERY_S - now, longest_s), 0.0)
 
     def over(self, what: str) -> bool:
         """Return whether the timeout has passed. If not, log `what` when a message is due. Call this after each step

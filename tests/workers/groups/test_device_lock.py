@@ -14,8 +14,8 @@ import pytest
 from tests.children import Child
 from tests.restarts import wait_until
 from workers.errors import DeviceLockTimeoutError
-from workers.groups import device_lock
 from workers.groups.device_lock import DeviceLock
+from workers.transport import waiting
 
 pytestmark = pytest.mark.integration
 
@@ -71,12 +71,12 @@ def test_who_waits_has_it_once_it_is_released(files: Path) -> None:
         with lock(files, rank, "0"):
             got.set()
 
-    waiting = [threading.Thread(target=wait, args=(rank,)) for rank in (1, 2, 3)]
-    for thread in waiting:
+    threads = [threading.Thread(target=wait, args=(rank,)) for rank in (1, 2, 3)]
+    for thread in threads:
         thread.start()
     assert not got.is_set()
     first.release()
-    for thread in waiting:
+    for thread in threads:
         thread.join(WAIT_S)
     assert got.is_set()
 
@@ -98,12 +98,12 @@ def test_threads_of_a_worker_have_it_together(files: Path) -> None:
 def test_a_wait_names_who_holds_it(
     files: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(device_lock, "LOG_EVERY_S", 0.01)
+    monkeypatch.setattr(waiting, "LOG_EVERY_S", 0.01)
     first, second = lock(files, 0, "1"), lock(files, 1, "0", "1")
     with first:
         thread = threading.Thread(target=second.acquire)
         thread.start()
-        wait_until(lambda: "w:1: waiting for accelerator 1, held by w:0, for" in caplog.text, "the log names it")
+        wait_until(lambda: "w:1: accelerator 1, held by w:0: waiting for" in caplog.text, "the log names it")
     thread.join(WAIT_S)
     assert held(first)
     second.release()
@@ -124,11 +124,11 @@ def test_it_goes_with_its_process(files: Path) -> None:
         assert child.line() == "holds"
         mine = lock(files, 0, "0")
         assert held(mine)
-        waiting = threading.Thread(target=mine.acquire, args=(WAIT_S,))
-        waiting.start()
+        thread = threading.Thread(target=mine.acquire, args=(WAIT_S,))
+        thread.start()
         os.kill(child.pid, signal.SIGKILL)
-        waiting.join(WAIT_S)
-        assert not waiting.is_alive()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
         mine.release()
 
 

@@ -171,7 +171,7 @@ def disagree(rank: int, what: str) -> str:
     [
         ("policy", "different policies"),
         ("two leaders", "and rank"),
-        ("no leader", "ranks none claims to lead"),
+        ("no leader", "none of its"),
         ("meta", "that differs from the meta of the leader"),
     ],
 )
