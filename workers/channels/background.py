@@ -16,7 +16,7 @@ from typing import Any
 from dataplane.core.wakeup import poll_ms
 from workers.channels import wire
 from workers.channels.connection import CONFIRM_S, GRACE_S, UNCONFIRMED, ArrivedItems, Line
-from workers.channels.errors import ChannelClosedError, ChannelTimeoutError
+from workers.channels.errors import ChannelClosedError, ChannelTimeoutError, disconnected
 from workers.channels.items import Parcel
 from workers.channels.wire import NOWHERE
 from workers.transport import waiting
@@ -167,7 +167,8 @@ class Pump:
         self._thread.wake()
 
     def close(self) -> None:
-        """End now. Pending requests fail with `ChannelClosedError`. Blocks until the thread has ended, at most 10 s."""
+        """End now. Pending requests fail with `ChannelClosedError`. Blocks until the thread has ended, at
+        most `poll_thread.JOIN_S`."""
         self._thread.close()
 
     def forget(self) -> None:
@@ -296,7 +297,7 @@ class Pump:
         except (StreamLostError, StreamSilentError) as error:
             return error, done
         if self.ended is None and self._done():
-            self.ended = self._disconnected()
+            self.ended = disconnected(self._channel)
         return self.ended, done
 
     def _settle(self, request: wire.AckItems | wire.NackItems) -> Future[None] | None:
@@ -397,15 +398,12 @@ class Pump:
                     return True
         return False
 
-    def _disconnected(self) -> ChannelClosedError:
-        return ChannelClosedError(channel=self._channel, why="this handle was disconnected")
-
     def _thread_ended(self, defect: BaseException | None) -> None:
         """Fail all pending requests after the thread has ended."""
         if defect is not None:
             log.error("Channel %r: its background thread failed", self._channel, exc_info=defect)
         with self._guard:
-            self.ended = error = defect or self.ended or self._disconnected()
+            self.ended = error = defect or self.ended or disconnected(self._channel)
             left, self._open = list(self._open.values()), {}
             confirming, self._confirming = list(self._confirming.values()), {}
             self._puts.clear()

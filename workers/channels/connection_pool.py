@@ -16,7 +16,7 @@ from dataplane.core.buffer_pool import BufferPool
 from workers.channels import wire
 from workers.channels.background import Pump, PumpEndedError
 from workers.channels.connection import GRACE_S, ArrivedItems, Line, lost
-from workers.channels.errors import ChannelClosedError, ChannelTimeoutError
+from workers.channels.errors import ChannelClosedError, ChannelTimeoutError, disconnected
 from workers.channels.items import Parcel
 from workers.channels.wire import NOWHERE
 from workers.errors import OpenFilesError
@@ -135,7 +135,7 @@ class Link:
     def _take(self, what: str) -> Line:
         with self._guard:
             if self._closed:
-                raise ChannelClosedError(channel=self._channel, why="this handle was disconnected")
+                raise disconnected(self._channel)
             if self._idle:
                 line = self._idle.pop()
                 self._using.add(line)
@@ -168,7 +168,7 @@ class Link:
 
     def _lost_error(self, what: str, error: BaseException) -> Exception:
         if self._closed or isinstance(error, ChannelClosedError):
-            return ChannelClosedError(channel=self._channel, why="this handle was disconnected")
+            return disconnected(self._channel)
         return lost(what, self.endpoint, error)
 
     def begin_in_child(self) -> None:
@@ -207,7 +207,7 @@ class Link:
     def _running_pump(self, what: str) -> Pump:
         with self._guard:
             if self._closed:
-                raise ChannelClosedError(channel=self._channel, why="this handle was disconnected")
+                raise disconnected(self._channel)
             if self._pump is None or self._pump.ended is not None:
                 line = self._connect(what)
                 try:
@@ -227,7 +227,7 @@ class Link:
 
         def make(what: str, error: BaseException) -> Exception:
             if isinstance(error, ChannelClosedError):
-                return ChannelClosedError(channel=channel, why="this handle was disconnected")
+                return disconnected(channel)
             return lost(what, endpoint, error)
 
         return make

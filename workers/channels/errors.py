@@ -23,6 +23,11 @@ class ChannelClosedError(BadRequestError):
         super().__init__(f"channel {channel!r} is closed: {why}", channel=channel, why=why)
 
 
+def disconnected(channel: str) -> ChannelClosedError:
+    """Return the error for a call on a disconnected handle."""
+    return ChannelClosedError(channel=channel, why="this handle was disconnected")
+
+
 class EndOfChannelError(BadRequestError):
     """The channel is closed and all of its items were taken."""
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from workers.channels import wire
-from workers.channels.errors import ChannelClosedError, ChannelTimeoutError
+from workers.channels.errors import ChannelTimeoutError, disconnected
 from workers.channels.queues import Broker, Effects
 from workers.transport.waiting import done_within
 
@@ -119,13 +119,13 @@ class LocalLink:
             self._closed = True
             left, self._open = list(self._open.values()), {}
         for future in left:
-            future.set_exception(ChannelClosedError(channel=self._channel, why="this handle was disconnected"))
+            future.set_exception(disconnected(self._channel))
 
     def _enter(self, make: Callable[[int], wire.AnyRequest]) -> tuple[int, Future[Any]]:
         future: Future[Any] = Future()
         with self._guard:
             if self._closed:
-                raise ChannelClosedError(channel=self._channel, why="this handle was disconnected")
+                raise disconnected(self._channel)
             self._number += 1
             number = self._number
             self._open[number] = future

@@ -180,7 +180,7 @@ class Relays:
             self.drop(key)
 
     def _check_idle(self, key: Key) -> None:
-        """Stop forwarding complete values that were not used for `KEEP_S`, and check again later."""
+        """Stop forwarding complete values that were not used for `KEEP_S`. Otherwise check again later."""
         kept = self._kept.get(key)
         if kept is None:
             return

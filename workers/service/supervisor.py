@@ -316,7 +316,7 @@ class SupervisorActor:
         await self._forget_outdated()
 
     async def _leave(self, ident: str, deadline: float | None) -> None:
-        """Drain a node that Ray announced will leave, before its deadline if there is one."""
+        """Drain a node that will leave according to Ray, before its deadline if there is one."""
         left_s = self._plan.drain_s if deadline is None else max(deadline - time.time(), LEAST_DRAIN_S)
         host = self._alive[ident].host if ident in self._alive else ident
         log.warning("Node %s will leave the Ray cluster; its rows move to other nodes", host)
