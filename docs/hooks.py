@@ -1,4 +1,4 @@
-"""What `make docs` makes up while it builds: pages that the navigation does not name, names that no page of the
+"""Hooks of `make docs`. They add pages that the navigation does not name, and exported names that no page of the
 reference has."""
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import workers
 GUIDES = "Guides"
 _BASE = dataplane.errors.DataPlaneError
 REST = "<!-- every other name -->"
-"""Stands in a page of the reference where the names of its package that no page has are to come."""
+"""Placeholder in a page of the reference for the names of its package that no page has."""
 ERRORS = "<!-- every error -->"
 PACKAGES = {"api/data.md": dataplane, "api/workers.md": workers}
 
 
 def on_config(config: Any) -> Any:
-    """Pages that are not named in the navigation are guides."""
+    """Add pages that are not named in the navigation to the guides."""
     folder = Path(config.docs_dir)
     named = set(_leaves(config.nav))
     there = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.md"))
@@ -29,7 +29,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Fill in the rest of the reference."""
+    """Replace the placeholders in a page of the reference."""
     if REST in markdown:
         markdown = markdown.replace(REST, _rest(PACKAGES[page.file.src_uri], Path(config.docs_dir)))
     return markdown.replace(ERRORS, _directives("dataplane.errors", _errors(), "show_if_no_docstring: true"))
@@ -42,7 +42,7 @@ def _leaves(nav: Any) -> list[str]:
 
 
 def _rest(package: Any, folder: Path) -> str:
-    """A directive for each exported name that no page of the reference has."""
+    """Return a directive for each exported name that no page of the reference has."""
     pages = "".join(path.read_text(encoding="utf-8") for path in (folder / "api").glob("*.md"))
     named = set(re.findall(rf"^::: {package.__name__}\.(\w+)$", pages, re.M)) | set(_errors())
     return _directives(package.__name__, [name for name in package.__all__ if name not in named])

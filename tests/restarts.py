@@ -1,4 +1,4 @@
-"""A service whose controller stops and starts again while its storage units go on; and a network that fails."""
+"""A service whose controller restarts while its storage units keep running, and a network that fails."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ NO_HEARTBEATS: dict[str, Any] = {"heartbeat_s": 600.0, "session_timeout_s": 6000
 
 
 def wait_until(come: Callable[[], Any], what: str | Callable[[], str] = "", within_s: float = WAIT_S) -> Any:
-    """What `come()` returns once it is true. It is asked a hundred times a second, for long waits less often. `what` is
-    waited for: the error says so."""
+    """Call `come` until its result is true, and return that. With the default limit it is called a hundred times a
+    second, with a longer one less often. what: the awaited event, for the error."""
     end = time.monotonic() + within_s
     while not (found := come()):
         assert time.monotonic() < end, f"waited {within_s} s for {_text(what, come)}; the last answer was {found!r}"
@@ -50,8 +50,8 @@ def _text(what: str | Callable[[], str], come: Callable[[], Any]) -> str:
 
 
 class RestartableService:
-    """`start` a controller on the state in `state_dir`, `stop` it, `forget` its state, and start it again: it has the
-    same port. `unit` starts a storage unit, which goes on without a controller."""
+    """A controller that can be stopped and started again on the state in `state_dir`, at the same port. `unit` starts a
+    storage unit, which keeps running without the controller."""
 
     def __init__(self, state_dir: Path, config: DataPlaneConfig = CONFIG) -> None:
         self.state_dir = state_dir
@@ -65,7 +65,7 @@ class RestartableService:
         return f"127.0.0.1:{self.port}"
 
     def start(self, *, durable: bool = True, elsewhere: bool = False) -> Controller:
-        """Another run, on the port of the last one unless `elsewhere`."""
+        """Start the controller, on the port of its last run unless `elsewhere`."""
         state_dir = str(self.state_dir) if durable else None
         config = replace(self.config, state_dir=state_dir)
         for port in range(self.port + 2, 65000, 2) if elsewhere else [self.port]:
@@ -89,7 +89,7 @@ class RestartableService:
         self.start()
 
     def forget(self) -> None:
-        """What the controller had written down is gone."""
+        """Delete the controller's state."""
         shutil.rmtree(self.state_dir)
 
     def unit(self, address: str = "", **settings: Any) -> StorageUnit:
@@ -106,7 +106,7 @@ class RestartableService:
 
 @contextlib.contextmanager
 def one_unit(state_dir: Path) -> Iterator[RestartableService]:
-    """A service that forgets all at its end, with one storage unit; tests start more."""
+    """A service without a state directory, with one storage unit; tests start more."""
     restartable = RestartableService(state_dir)
     try:
         restartable.start(durable=False)
@@ -117,35 +117,38 @@ def one_unit(state_dir: Path) -> Iterator[RestartableService]:
 
 
 class Proxy:
-    """Carries TCP connections from a port of its own to `target`. `pause`: nothing is carried any more, nobody is told.
-    `cut`: connections break and new ones are refused. `heal` ends either; what was paused goes on."""
+    """Forwards TCP connections from `port` and the ports after it to `targets`, in this order. `pause` stops the
+    forwarding, without a notice to either end. `cut` closes all connections and refuses new ones. `heal` reverts
+    both; paused connections continue. No other process gets the ports meanwhile."""
 
-    def __init__(self, target: int, port: int = 0) -> None:
-        self._target = target
-        self._held = self._bound(port)
-        self.port: int = self._held.getsockname()[1]
-        self._listener = self._listen()
+    def __init__(self, *targets: int) -> None:
+        self.port = _free_ports(len(targets))
+        self._targets = dict(enumerate(targets, self.port))
+        self._held = [self._bound(port) for port in self._targets]
+        self._listeners: dict[socket.socket, int] = {}
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
+        self._listen()
         self._state = "healthy"
         self._wanted = "healthy"
         self._changed = threading.Condition()
-        self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     @staticmethod
     def _bound(port: int) -> socket.socket:
-        """A socket that does not listen. While it is open the kernel gives the port to nobody else."""
+        """A socket that does not listen. While it is open, the kernel gives the port to no other process."""
         bound = socket.socket()
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(("127.0.0.1", port))
         return bound
 
-    def _listen(self) -> socket.socket:
-        listener = self._bound(self.port)
-        listener.listen()
-        return listener
+    def _listen(self) -> None:
+        for port, target in self._targets.items():
+            listener = self._bound(port)
+            listener.listen()
+            self._listeners[listener] = target
+            self._selector.register(listener, selectors.EVENT_READ)
 
     def pause(self) -> None:
         self._become("paused")
@@ -159,7 +162,8 @@ class Proxy:
     def close(self) -> None:
         self._become("closed")
         self._thread.join(WAIT_S)
-        self._held.close()
+        for each in self._held:
+            each.close()
 
     def _become(self, state: str) -> None:
         with self._changed:
@@ -170,7 +174,7 @@ class Proxy:
         while self._state != "closed":
             if self._wanted != self._state:
                 self._enter(self._wanted)
-            if self._state in ("healthy",):
+            if self._state == "healthy":
                 for key, _ in self._selector.select(0.01):
                     assert isinstance(key.fileobj, socket.socket)
                     self._carry(key.fileobj)
@@ -179,12 +183,12 @@ class Proxy:
 
     def _enter(self, state: str) -> None:
         if state in ("cut", "closed"):
-            for each in [*self._pairs, self._listener]:
+            for each in [*self._pairs, *self._listeners]:
                 self._drop(each)
             self._pairs.clear()
-        elif self._listener.fileno() < 0:
-            self._listener = self._listen()
-            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._listeners.clear()
+        elif not self._listeners:
+            self._listen()
         with self._changed:
             self._state = state
             self._changed.notify_all()
@@ -195,10 +199,10 @@ class Proxy:
         each.close()
 
     def _carry(self, source: socket.socket) -> None:
-        if source is self._listener:
-            near, _ = self._listener.accept()
+        if source in self._listeners:
+            near, _ = source.accept()
             try:
-                far = socket.create_connection(("127.0.0.1", self._target))
+                far = socket.create_connection(("127.0.0.1", self._listeners[source]))
             except OSError:
                 near.close()
                 return
@@ -220,35 +224,11 @@ class Proxy:
                 self._drop(each)
 
 
-def _two_ports() -> int:
+def _free_ports(count: int) -> int:
+    """Return the first of `count` consecutive free ports."""
     while True:
-        port = lasting_port()
+        first = lasting_port()
         with contextlib.suppress(OSError):
-            require_free_port("127.0.0.1", port)
-            require_free_port("127.0.0.1", port + 1)
-            return port
-
-
-class ProxyPair:
-    """Both servers of the service at port `target`, on neighbouring ports of its own, from `port` on, which nobody else
-    gets while they are cut."""
-
-    def __init__(self, target: int) -> None:
-        self.port = _two_ports()
-        self._both = (Proxy(target, self.port), Proxy(target + 1, self.port + 1))
-
-    def pause(self) -> None:
-        for each in self._both:
-            each.pause()
-
-    def cut(self) -> None:
-        for each in self._both:
-            each.cut()
-
-    def heal(self) -> None:
-        for each in self._both:
-            each.heal()
-
-    def close(self) -> None:
-        for each in self._both:
-            each.close()
+            for port in range(first, first + count):
+                require_free_port("127.0.0.1", port)
+            return first

@@ -13,7 +13,7 @@ from dataplane.client.rpc import handshake, heartbeat
 from dataplane.config import DataPlaneConfig
 from dataplane.controller.controller import Controller
 from dataplane.errors import ServiceUnavailableError
-from tests.restarts import ProxyPair
+from tests.restarts import Proxy
 
 pytestmark = pytest.mark.integration
 
@@ -21,13 +21,13 @@ WAIT_S = 60.0
 
 
 @pytest.fixture
-def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProxyPair]:
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """The network to a service, which clients look for often."""
     monkeypatch.setattr(handshake, "boot_id", lambda: "another host")
     monkeypatch.setattr(handshake, "GO_ON_S", 0.05)
     with Controller(DataPlaneConfig(session_timeout_s=60.0)) as controller:
         port = int(controller.address.rpartition(":")[2])
-        made = ProxyPair(port)
+        made = Proxy(port, port + 1)
         yield made
         made.close()
 
@@ -46,7 +46,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     return misses
 
 
-def test_calls_wait_for_a_service_that_is_only_slow(proxy: ProxyPair, looked: threading.Semaphore) -> None:
+def test_calls_wait_for_a_service_that_is_only_slow(proxy: Proxy, looked: threading.Semaphore) -> None:
     address = f"127.0.0.1:{proxy.port}"
     with dataplane.connect(address, heartbeat_s=0.05) as client, ThreadPoolExecutor(1) as pool:
         assert client.stats().units == ()
@@ -58,7 +58,7 @@ def test_calls_wait_for_a_service_that_is_only_slow(proxy: ProxyPair, looked: th
         assert asked.result(WAIT_S).units == ()
 
 
-def test_calls_end_where_nothing_listens(proxy: ProxyPair, looked: threading.Semaphore) -> None:
+def test_calls_end_where_nothing_listens(proxy: Proxy, looked: threading.Semaphore) -> None:
     address = f"127.0.0.1:{proxy.port}"
     with dataplane.connect(address, heartbeat_s=0.05) as client:
         proxy.cut()

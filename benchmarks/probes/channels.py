@@ -42,17 +42,17 @@ def channels_and_queues(*, quick: bool) -> list[Figure]:
 class _Worker:
     """An actor at one end of the channel and of the queue."""
 
-    def put(self, way: Any, count: int, nbytes: int) -> None:
+    def put(self, side: Any, count: int, nbytes: int) -> None:
         item = torch.zeros(nbytes, dtype=torch.uint8)
         for _ in range(count):
-            way.put(item)
+            side.put(item)
 
-    def get(self, way: Any, count: int) -> float:
+    def get(self, side: Any, count: int) -> float:
         """Return the seconds for all items but the first, which arrives before the clock starts."""
-        way.get()
+        side.get()
         begun = time.perf_counter()
         for _ in range(count - 1):
-            way.get()
+            side.get()
         return time.perf_counter() - begun
 
 
@@ -61,17 +61,17 @@ def _measure(channel: Channel, repetitions: int) -> list[Figure]:
     producer, consumer = actor.remote(), actor.remote()
     queue = Queue(maxsize=PLACES)
 
-    def rate(way: Any, count: int, nbytes: int) -> float:
-        taken = consumer.get.remote(way, count)
-        ray.get(producer.put.remote(way, count, nbytes), timeout=WAIT_S)
+    def rate(side: Any, count: int, nbytes: int) -> float:
+        taken = consumer.get.remote(side, count)
+        ray.get(producer.put.remote(side, count, nbytes), timeout=WAIT_S)
         return (count - 1) / float(ray.get(taken, timeout=WAIT_S))
 
     figures = []
     for name, nbytes, through_channel, through_queue in SIZES:
         sides: list[tuple[Any, int, list[float]]] = [(channel, through_channel, []), (queue, through_queue, [])]
         for order in alternating(sides, repetitions + WARM_UP):
-            for way, count, rates in order:
-                rates.append(rate(way, count, nbytes))
+            for side, count, rates in order:
+                rates.append(rate(side, count, nbytes))
         figures += _figures(name, nbytes, *(rates[WARM_UP:] for _, _, rates in sides))
     queue.shutdown()
     return figures

@@ -16,7 +16,7 @@ from dataplane import connect, connect_async
 from dataplane.client.rpc import handshake
 from dataplane.controller.event_loop import LedgerThread
 from tests.contract.conftest import Blocking
-from tests.restarts import CONFIG, NO_HEARTBEATS, ProxyPair, RestartableService, wait_until
+from tests.restarts import CONFIG, NO_HEARTBEATS, Proxy, RestartableService, wait_until
 
 FIELDS = ["x", "n"]
 STILL = replace(CONFIG, **NO_HEARTBEATS)
@@ -48,12 +48,12 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture
-def proxy_to() -> Iterator[Callable[[int], ProxyPair]]:
+def proxy_to() -> Iterator[Callable[[int], Proxy]]:
     """Makes proxies, which are closed at the end, after the clients."""
-    made: list[ProxyPair] = []
+    made: list[Proxy] = []
 
-    def proxy(port: int) -> ProxyPair:
-        made.append(ProxyPair(port))
+    def proxy(port: int) -> Proxy:
+        made.append(Proxy(port, port + 1))
         return made[-1]
 
     yield proxy

@@ -35,7 +35,7 @@ from tests.client.reconnecting import (  # noqa: F401
     rows,
     style,
 )
-from tests.restarts import NO_HEARTBEATS, WAIT_S, ProxyPair, RestartableService, wait_until
+from tests.restarts import NO_HEARTBEATS, WAIT_S, Proxy, RestartableService, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -226,7 +226,7 @@ def test_work_under_way_is_done_exactly_once(
 def test_a_network_that_heals_is_no_end(
     restartable: RestartableService,
     open_client: Open,
-    proxy_to: Callable[[int], ProxyPair],
+    proxy_to: Callable[[int], Proxy],
     pool: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
     style: str,
@@ -250,7 +250,7 @@ def test_a_network_that_heals_is_no_end(
 
 
 def test_a_unit_that_was_cut_off_keeps_its_number_and_its_rows(
-    restartable: RestartableService, open_client: Open, proxy_to: Callable[[int], ProxyPair], style: str
+    restartable: RestartableService, open_client: Open, proxy_to: Callable[[int], Proxy], style: str
 ) -> None:
     proxy = proxy_to(restartable.port)
     far = restartable.unit(f"127.0.0.1:{proxy.port}")

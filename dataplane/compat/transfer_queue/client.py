@@ -275,7 +275,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
 
         If too few samples are ready: with `polling_mode`, return an empty meta at once. Otherwise block, and raise
         `FetchTimeoutError` (a RuntimeError and a TimeoutError) after TQ_CONTROLLER_GET_METADATA_TIMEOUT or
-        TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL seconds, whichever is more. This includes unknown partitions.
+        TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL seconds, whichever is more. An unknown partition has no ready samples.
 
         mode: "fetch". "force_fetch": return all samples, ready or not, without a claim. "insert": create samples
         without keys and data.

@@ -107,8 +107,8 @@ def _left_out(session_state: SessionState, what: str, partition: str, names: Ite
     new = session_state.warned.first(f"read {what}", partition, names)
     if new:
         log.warning(
-            "partition %r: a read omitted the %s %s, which do not exist for all its keys and fields; set "
-            "strict_reads=True to make this an error",
+            "partition %r: a read omitted the %s %s, which are missing or incomplete; set strict_reads=True to make "
+            "this an error",
             partition,
             what,
             first_few(new),

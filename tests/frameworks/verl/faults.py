@@ -1,11 +1,12 @@
 """Faults while an unmodified verl trains in its mode `colocate_async`, which keeps samples in the queue between steps:
 
-    python faults.py --fault resume                # the whole run is killed in step 3, and goes on from its checkpoint
+    python faults.py --fault resume                # the whole run is killed in step 3, and resumes from its checkpoint
     python faults.py --fault unit                  # a storage unit's process is killed in step 2
     python faults.py --fault controller            # the controller's
     python faults.py --fault unit --queues original
 
-No sample may be lost or trained twice. The adapter's service has a state directory, so that it goes on by itself.
+No sample may be lost or trained twice. The default queue is the adapter. Its service has a state directory, so that it
+recovers by itself. The training fails if a part of TransferQueue is killed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataplane.storage.unit import sweep_leftovers
 
 SAVE_EVERY = 2
 LIMIT_S = 900.0
-"""Of a whole run: a queue that does not come back leaves its trainer waiting for ever."""
+"""Time limit of each wait: without its queue, a trainer waits for ever."""
 RESUMED = 1000
 """The first uid of a prompt after a resume."""
 NAMES = {
@@ -34,11 +35,11 @@ NAMES = {
     ("original", "unit"): "ray::SimpleStorageUnit",
     ("original", "controller"): "ray::TransferQueueController",
 }
-"""How Ray names the process of a part of a queue."""
+"""Ray's name for the process of each part of a queue."""
 
 
 class Run:
-    """A training that is under way, as a context manager. All of its processes are killed at the end."""
+    """A running training. A context manager that kills all of its processes at the end."""
 
     def __init__(self, queue: str, options: argparse.Namespace, name: str = "", **more: str) -> None:
         self.name, self._work = name or queue, options.work
@@ -58,7 +59,7 @@ class Run:
             time.sleep(0.5)
 
     def processes(self, name: str = "") -> list[psutil.Process]:
-        """Those whose command begins with `name`."""
+        """Return the processes of the training whose command begins with `name`."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -69,14 +70,14 @@ class Run:
         return found
 
     def step(self) -> int:
-        """The last step whose samples were read."""
+        """Return the last step whose samples were read."""
         return max((step for _, step, _ in self.batches()), default=0)
 
     def batches(self) -> Batches:
         return sampled(self.name, self._work)
 
     def reaches(self, step: int) -> None:
-        """Waits until that step reads its samples."""
+        """Wait until that step reads its samples."""
         end = time.monotonic() + LIMIT_S
         while self.step() < step:
             if self._process.poll() is not None or time.monotonic() > end:
@@ -84,7 +85,7 @@ class Run:
             time.sleep(0.2)
 
     def ends(self) -> None:
-        """Waits until the training is done."""
+        """Wait until the training is done."""
         if self._process.wait(LIMIT_S):
             self._fail("the training failed")
 
@@ -94,7 +95,8 @@ class Run:
 
 
 def resume(queue: str, options: argparse.Namespace) -> Batches:
-    """What both runs trained on; of the first, up to the checkpoint."""
+    """Kill a run in the step after a checkpoint, and resume it. Return the batches of the first run up to
+    the checkpoint, and those of the second run."""
     options.set = [*options.set, f"trainer.save_freq={SAVE_EVERY}"]
     with Run(queue, options, f"{queue}-first") as first:
         first.reaches(SAVE_EVERY + 1)
@@ -110,13 +112,13 @@ def resume(queue: str, options: argparse.Namespace) -> Batches:
 
 
 def kill(queue: str, options: argparse.Namespace) -> Batches:
-    """What the run trained on, a part of whose queue was killed in step 2."""
+    """Kill a part of the queue in step 2 of a run. Return the batches of the run."""
     name = NAMES[queue, options.fault]
     with Run(queue, options) as run:
         run.reaches(2)
         parts = run.processes(name)
         if not parts:
-            raise SystemExit(f"{queue}: no process is called {name}")
+            raise SystemExit(f"{queue}: found no process with the name {name}")
         parts[0].kill()
         killed = time.monotonic()
         print(f"{queue}: killed {parts[0].pid}, {name}", flush=True)
@@ -127,8 +129,8 @@ def kill(queue: str, options: argparse.Namespace) -> Batches:
 
 
 def nothing_lost(queue: str, options: argparse.Namespace, batches: Batches) -> None:
-    """Prompts have ascending uids, older ones are trained first: those trained have no gap, and all of their responses
-    are there."""
+    """Fail unless the uids of the trained prompts have no gap and each prompt has both responses. (The uids ascend, and
+    older prompts are trained first.)"""
     check(queue, batches)
     trained = [key for _, _, keys in batches for key in keys]
     uids = {UUID(key.split("_")[0]).int for key in trained}
@@ -141,11 +143,11 @@ def nothing_lost(queue: str, options: argparse.Namespace, batches: Batches) -> N
     missing = set(range(1, max(before) + 1)) - before
     if missing:
         raise SystemExit(f"{queue}: the prompts {sorted(missing)} were never trained; {sorted(uids)} were")
-    print(f"{queue}: no prompt of {max(before)} is missing; {len(uids) - len(before)} are of after a resume")
+    print(f"{queue}: no prompt of {max(before)} is missing; {len(uids) - len(before)} are from after a resume")
 
 
 def main() -> None:
-    options = arguments(str(__doc__), fault=["resume", "unit", "controller"])
+    options = arguments(str(__doc__), queues="adapter", fault=["resume", "unit", "controller"])
     options.mode = "colocate_async"
     options.steps = max(options.steps, 5)
     state = options.work / "state"
@@ -156,7 +158,7 @@ def main() -> None:
             batches = resume(queue, options) if options.fault == "resume" else kill(queue, options)
         finally:
             if queue == "adapter":
-                # A service that is killed leaves its arenas for its next start, its clients their locks.
+                # A killed service leaves its arenas for the next start; killed clients leave their locks.
                 discard(state, ["/dev/shm"])
                 sweep_leftovers(DataPlaneConfig())
         nothing_lost(queue, options, batches)

@@ -1,7 +1,7 @@
-"""Makes what a run needs, without a network: a tiny model of random numbers, a tokenizer of characters, and prompts.
+"""Makes the inputs of a run, without a network: a tiny model with random weights, a character tokenizer, and prompts.
 
 prepare.py FOLDER            # a Llama
-prepare.py FOLDER --images   # a Qwen2-VL, its processor, and prompts with an image each, of different sizes
+prepare.py FOLDER --images   # a Qwen2-VL, its processor, and prompts with one image each, of different sizes
 """
 
 import argparse
@@ -45,7 +45,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-PATCH, MERGED = 14, 2  # of an image: pixels of a patch, patches of a token, in each direction
+PATCH, MERGED = 14, 2  # pixels per patch, and patches per token, in each direction of an image
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -87,7 +87,7 @@ def save_qwen2_vl(words: PreTrainedTokenizerFast, ids: dict[str, Any], folder: P
 
 
 def image(place: int) -> dict[str, bytes]:
-    """One of 4 to 9 tokens."""
+    """Return a PNG file of 4, 6 or 9 tokens, with a colour per place."""
     step = PATCH * MERGED
     picture = Image.new("RGB", (step * (2 + place % 2), step * (2 + place // 2 % 2)), (place * 15, 80, 160))
     file = io.BytesIO()

@@ -1,21 +1,17 @@
-"""Declares the two operators for lack of which `import torchvision` fails where it was built for CUDA, and torch for
-CPUs, as the wheels on PyPI are: its compiled part does not load there. Nothing here calls them."""
+"""Makes `import torchvision` work beside a CPU build of torch.
 
-from importlib.metadata import PackageNotFoundError, version
+The wheels of torchvision on PyPI are built for CUDA. Their compiled part does not load beside a CPU build of torch, and
+the import then fails because two operators are undeclared. This module declares them; nothing here calls them.
+"""
+
+from importlib.metadata import version
 
 import torch
 
 SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
-
-def _installed() -> str:
-    try:
-        return version("torchvision")
-    except PackageNotFoundError:
-        return ""
-
-
-if torch.version.cuda is None and _installed() and "+" not in _installed():
+# A build for CPUs has a local version, such as 0.28.0+cpu, and declares the operators itself.
+if torch.version.cuda is None and "+" not in version("torchvision"):
     library = torch.library.Library("torchvision", "DEF")
     for operator in ("nms", "qnms"):
         library.define(operator + SCHEMA)

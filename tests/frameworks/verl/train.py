@@ -10,8 +10,8 @@
 `original` is the package TransferQueue, `adapter` is `dataplane.compat.transfer_queue` by its switch. Nothing of verl
 is edited, and no function of it that touches the queue is replaced: `verl_cpu` registers a platform, a rollout that
 samples from the trained model, engines and seeds in verl's own registries. In `sync` mode every number that does not
-depend on clocks is to be the same to the last bit. The asynchronous modes and the filter depend on timing: there the
-number of steps and of samples is to be the same. In all of them no sample may be trained twice.
+depend on clocks must be the same to the last bit. The asynchronous modes and the filter depend on timing: there the
+number of steps and of samples must be the same. In every mode, no sample may be trained twice.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 UNCOMPARED = re.compile(r"^(timing_|perf/)|/(mfu|time)|memory|throughput")
-"""What depends on clocks and on what else the machine does, and not on the training."""
+"""Metrics that depend on clocks and on the load of the machine, not on the training."""
 LIMIT_S = 1800.0
-"""A training takes minutes, most of which are imports and the start of Ray."""
+"""Time limit of a training. Most of its minutes are imports and the start of Ray."""
 NOT_STARTED = "The current node timed out during startup"
-"""What Ray says on a machine that is too busy for it."""
+"""Ray's message if the machine is too busy to start it in time."""
 
 
 def overrides(queue: str, options: argparse.Namespace) -> list[str]:
-    """verl's configuration."""
+    """Return the settings of verl's configuration."""
     work = options.work
     data, model = work / "data", "actor_rollout_ref.model"
     actor, rollout, ref = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -126,7 +126,7 @@ def overrides(queue: str, options: argparse.Namespace) -> list[str]:
             f"+critic.fsdp.mixed_precision={exact}",
         ]
     if options.filter:
-        # One prompt is fetched at a time: verl wants that of a trainer that replaces groups.
+        # verl requires that a trainer that replaces groups fetches one prompt at a time.
         buffer = "trainer.v1.sampler.sampler_kwargs"
         settings += [
             "data.gen_batch_size=1",
@@ -145,7 +145,7 @@ def overrides(queue: str, options: argparse.Namespace) -> list[str]:
             f"trainer.validation_data_dir={work}/{queue}-validation",
         ]
     if options.skip:
-        # The first step's rollouts are written to files, and are those of all later steps.
+        # The first step's rollouts are written to files, and all later steps read these.
         settings += [
             "skip.rollout_tq.enable=true",
             f"skip.rollout_tq.dump_dir={work}/{queue}-skip",
@@ -165,7 +165,7 @@ def overrides(queue: str, options: argparse.Namespace) -> list[str]:
 
 @dataclass(frozen=True)
 class Training:
-    """A command that trains, and the file of what it says. Its other files have the same name with other endings."""
+    """A command that trains, and its log file. Its other files have the same stem."""
 
     command: list[str]
     environment: dict[str, str]
@@ -173,7 +173,7 @@ class Training:
 
 
 def training(queue: str, options: argparse.Namespace, name: str = "", **more: str) -> Training:
-    """With that queue. `name` is of its files (default: the queue's), `more` are variables of its environment."""
+    """Return a training with that queue. name: stem of its files (default: the queue). more: environment variables."""
     work, name = options.work, name or queue
     log = work / f"{name}.log"
     kinds = ("", "weights.", "sampled.", "calls.")
@@ -188,10 +188,10 @@ def training(queue: str, options: argparse.Namespace, name: str = "", **more: st
         "VERL_PLATFORM": "cpu",
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
         "VERL_FILE_LOGGER_PATH": str(metrics),
-        "VERL_CPU_DIGESTS": str(digests),  # one line for each time that the rollout gets weights
-        "VERL_CPU_SAMPLED": str(sampled),  # one for each batch
+        "VERL_CPU_DIGESTS": str(digests),  # one line per update of the rollout's weights
+        "VERL_CPU_SAMPLED": str(sampled),  # one line per batch
         "VERL_CPU_FAIL_EVERY": str(options.fail_every),
-        "VERL_CPU_CALLS": str(calls) if options.calls else "",  # one for each call of the queue
+        "VERL_CPU_CALLS": str(calls) if options.calls else "",  # one line per call of the queue
         "RAY_raylet_start_wait_time_s": "180",
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -205,11 +205,11 @@ def training(queue: str, options: argparse.Namespace, name: str = "", **more: st
 
 
 def train(queue: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One training, and the metrics of its steps."""
+    """Run one training. Return the metrics of its steps."""
     begun, begin = training(queue, options), time.monotonic()
     why = run(begun)
     if why and NOT_STARTED in begun.log.read_text():
-        print(f"{queue}: Ray did not start in time; once more", flush=True)
+        print(f"{queue}: Ray did not start in time; trying again", flush=True)
         why = run(begun)
     if why:
         raise SystemExit(
@@ -220,7 +220,7 @@ def train(queue: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def start(begun: Training) -> subprocess.Popen[bytes]:
-    """Its process."""
+    """Start the training. Return its process."""
     with begun.log.open("w") as output:
         return subprocess.Popen(
             begun.command, env=begun.environment, cwd=begun.log.parent, stdout=output, stderr=subprocess.STDOUT
@@ -228,7 +228,7 @@ def start(begun: Training) -> subprocess.Popen[bytes]:
 
 
 def run(begun: Training) -> str:
-    """What went wrong with a training; empty if nothing."""
+    """Run a training to its end. Return what went wrong, or ""."""
     with start(begun) as process:
         try:
             code = process.wait(LIMIT_S)
@@ -239,7 +239,7 @@ def run(begun: Training) -> str:
 
 
 def read(queue: str, work: Path) -> list[dict[str, Any]]:
-    """A run's metrics, with the checksums of the weights that its rollouts had got by then."""
+    """Return a run's metrics, with the checksums of the weights that its rollouts got at each step."""
     lines = (work / f"{queue}.jsonl").read_text().splitlines()
     records: list[dict[str, Any]] = [json.loads(line) for line in lines]
     for line in (work / f"{queue}.weights.jsonl").read_text().splitlines():
@@ -251,7 +251,7 @@ def read(queue: str, work: Path) -> list[dict[str, Any]]:
 
 
 def show_seconds(queue: str, records: list[dict[str, Any]]) -> None:
-    """What verl timed in each step."""
+    """Print verl's own timings of each step."""
     for record in records:
         timed = {name.removeprefix("timing_s/"): value for name, value in record["data"].items() if "timing_s/" in name}
         if timed:
@@ -259,7 +259,7 @@ def show_seconds(queue: str, records: list[dict[str, Any]]) -> None:
 
 
 def show_calls(queue: str, work: Path) -> None:
-    """Median, number and slowest of each call of the queue."""
+    """Print the median, the number and the maximum of the times of each call of the queue."""
     calls: dict[str, list[float]] = defaultdict(list)
     for line in (work / f"{queue}.calls.jsonl").read_text().splitlines():
         call = json.loads(line)
@@ -271,7 +271,7 @@ def show_calls(queue: str, work: Path) -> None:
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], show: bool) -> bool:
-    """Whether both runs logged the same, but for what is `UNCOMPARED`; prints what differs."""
+    """Whether both runs logged the same metrics, except `UNCOMPARED`. Print the number of metrics that differ."""
     (left, first), (right, second) = runs.items()
     if len(first) != len(second):
         print(f"{left} logged {len(first)} times, {right} {len(second)} times")
@@ -291,29 +291,29 @@ def compare(runs: dict[str, list[dict[str, Any]]], show: bool) -> bool:
 
 
 Batches = list[tuple[str, int, list[str]]]
-"""Partition, step and keys of each."""
+"""Partition, step and keys of each batch."""
 
 
 def sampled(name: str, work: Path) -> Batches:
-    """What a run has trained on so far."""
+    """Return the batches that a run has trained on so far."""
     file = work / f"{name}.sampled.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     return [(batch["partition"], batch["step"], batch["keys"]) for batch in map(json.loads, lines)]
 
 
 def check(queue: str, batches: Batches) -> None:
-    """No sample may be in two."""
+    """Fail if a sample is in two batches."""
     seen: set[tuple[str, str]] = set()
     for partition, step, keys in batches:
         twice = [key for key in keys if (partition, key) in seen]
         if twice or len(set(keys)) < len(keys):
-            raise SystemExit(f"{queue}, step {step}: samples came twice, such as {(twice or keys)[:3]} of {partition}")
+            raise SystemExit(f"{queue}, step {step}: samples occur twice, such as {(twice or keys)[:3]} of {partition}")
         seen |= {(partition, key) for key in keys}
     print(f"{queue}: {len(seen)} samples in {len(batches)} batches, none twice")
 
 
 def dumped(queue: str, work: Path) -> dict[str, bytes]:
-    """The files of generations that a run wrote."""
+    """Return the files of generations that a run wrote, by name."""
     folders = [work / f"{queue}-{kind}" for kind in ("rollouts", "validation")]
     return {
         str(file.relative_to(work)).removeprefix(queue): file.read_bytes()
@@ -323,7 +323,8 @@ def dumped(queue: str, work: Path) -> dict[str, bytes]:
 
 
 def agree(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> bool:
-    """Whether both runs trained alike: on the same samples, to the last bit where nothing depends on timing."""
+    """Whether both runs trained alike. In sync mode without the filter, samples, metrics and dumped files must be equal;
+    otherwise the number of samples in each step."""
     exact = options.mode == "sync" and not options.filter
     batches = {queue: sampled(queue, options.work) for queue in runs}
     for queue, each in batches.items():
@@ -348,31 +349,32 @@ def agree(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) ->
     return counts[0] == counts[1]
 
 
-def arguments(description: str, **more: Any) -> argparse.Namespace:
-    """Of the command line; `more` are an own option of the caller, and what its values are."""
+def arguments(description: str, *, queues: str = "original,adapter", **more: Any) -> argparse.Namespace:
+    """Parse the command line. queues: the default of --queues. more: required options of the caller, by name, each with
+    its choices."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     for name, choices in more.items():
         add(f"--{name}", choices=choices, required=True)
-    add("--queues", default="original,adapter", help="one of them, or both")
+    add("--queues", default=queues, help="original, adapter or both, with a comma (default: %(default)s)")
     add("--mode", default="sync", choices=["sync", "colocate_async", "separate_async"], help="verl's trainer")
     add("--workers", type=int, default=1)
-    add("--apart", type=int, default=0, help="logical GPUs for rollouts of their own (separate_async)")
-    add("--parts", type=int, default=1, help="mini-batches of a step")
+    add("--apart", type=int, default=0, help="logical GPUs that only sample (separate_async)")
+    add("--parts", type=int, default=1, help="mini-batches per step")
     add("--steps", type=int, default=3)
-    add("--prompts", type=int, default=4, help="of a step; each has two responses")
-    add("--critic", action="store_true", help="PPO with a critic; without, GRPO")
+    add("--prompts", type=int, default=4, help="prompts per step, with two responses each")
+    add("--critic", action="store_true", help="PPO with a critic (default: GRPO)")
     add("--validate", action="store_true")
-    add("--filter", action="store_true", help="DAPO's filter of groups; those that fail are replaced, too")
+    add("--filter", action="store_true", help="DAPO's filter of groups; failed groups are replaced, too")
     add("--fail-every", type=int, default=0, help="every Nth prompt fails; 0: none")
-    add("--calls", action="store_true", help="show how long calls of the queue take")
-    add("--dump", action="store_true", help="write generations to files, and compare these")
-    add("--skip", action="store_true", help="all steps after the first train on its rollouts, read from files")
+    add("--calls", action="store_true", help="print the times of the calls of the queue")
+    add("--dump", action="store_true", help="write generations to files, and compare the files")
+    add("--skip", action="store_true", help="train all steps on the rollouts of the first one, read from files")
     add("--images", action="store_true", help="a tiny Qwen2-VL, with an image in each prompt")
     add("--strategy", default="fsdp2", choices=["fsdp", "fsdp2"])
-    add("--work", type=Path, help="where the model, logs and checkpoints go; default: a new temporary folder")
+    add("--work", type=Path, help="directory of model, logs and checkpoints (default: a new temporary one)")
     add("--set", action="append", default=[], help="a further setting of verl's configuration")
-    parser.set_defaults(cluster="")  # the address of a Ray cluster that runs already
+    parser.set_defaults(cluster="")  # the address of a running Ray cluster, or "" to start one
     options = parser.parse_args()
     options.work = (options.work or Path(tempfile.mkdtemp(prefix="verl-"))).resolve()
     if not (options.work / "data").exists():

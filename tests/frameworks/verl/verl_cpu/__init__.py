@@ -1,5 +1,5 @@
-"""What lets an unmodified verl train on CPUs, through verl's own registries. VERL_USE_EXTERNAL_MODULES names this
-package, so each process imports it at the end of `import verl`."""
+"""Lets an unmodified verl train on CPUs, through verl's own registries. VERL_USE_EXTERNAL_MODULES names this package,
+so each process imports it at the end of `import verl`."""
 
 import os
 
@@ -12,7 +12,7 @@ if file := os.environ.get("VERL_CPU_CALLS"):
     from verl_cpu.calls import time_calls
 
     time_calls(file)
-if "RANK" in os.environ:  # a training worker: it alone builds engines, whose modules take seconds to import
+if "RANK" in os.environ:  # only training workers build engines, whose modules take seconds to import
     registering.engines()
 
 __all__ = ["platform", "registering"]

@@ -1,4 +1,4 @@
-"""A rollout replica that samples, token by token, from the model that is trained."""
+"""A rollout replica that samples, token by token, from the trained model."""
 
 import asyncio
 import hashlib
@@ -20,7 +20,7 @@ def server_name(job: str, replica: int) -> str:
 
 
 class SamplingServer:
-    """The model of a replica. Calls run in one event loop, and sampling gives way to others after each token."""
+    """The model of a replica. All calls run in one event loop; sampling yields to other calls after each token."""
 
     def __init__(self, model_path: str, response_length: int, replica: int) -> None:
         from transformers import AutoConfig
@@ -31,14 +31,14 @@ class SamplingServer:
         self._response_length, self._replica = response_length, replica
         of = get_hf_auto_model_class(AutoConfig.from_pretrained(model_path))
         self._model = of.from_pretrained(model_path, dtype=torch.float32).eval()
-        self._processor = hf_processor(model_path)  # None of a model of text
-        # A response with the placeholder of an image would need one more image than the prompt has.
+        self._processor = hf_processor(model_path)  # None for a text model
+        # Never sampled: an image placeholder in a response would require an image that the prompt does not have.
         config = self._model.config
         self._placeholders = [] if self._processor is None else [config.image_token_id, config.video_token_id]
         self._steps = 0
-        self._running = asyncio.Event()  # may requests sample?
+        self._running = asyncio.Event()  # set while requests may sample
         self._running.set()
-        self._rejecting = False  # else requests wait while none may sample
+        self._rejecting = False  # whether requests are aborted, instead of waiting, while none may sample
         self._awake = asyncio.Event()
 
     async def generate(
@@ -49,7 +49,7 @@ class SamplingServer:
         image_data: list[Any] | None = None,
         **ignored: Any,
     ) -> TokenOutput:
-        """One response; "aborted" with the tokens so far if `abort_all_requests` came in between."""
+        """Sample one response. After `abort_all_requests` its stop_reason is "aborted", with the tokens so far."""
         if self._rejecting:
             return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", extra_fields=self._version())
         await self._running.wait()
@@ -84,7 +84,7 @@ class SamplingServer:
         return TokenOutput(token_ids=tokens, log_probs=logprobs, stop_reason=reason, extra_fields=self._version())
 
     def _inputs(self, ids: list[int]) -> dict[str, torch.Tensor]:
-        """Of one sequence. A model of images wants to know which tokens stand for one."""
+        """Return the model inputs of one sequence. A vision model also needs the positions of the image tokens."""
         tokens = torch.tensor([ids])
         if self._processor is None:
             return {"input_ids": tokens}
@@ -123,23 +123,23 @@ class SamplingServer:
         self._running.set()
 
     async def clear_kv_cache(self) -> None:
-        """There is no cache."""
+        """Do nothing: the server has no cache."""
 
     async def release_kv_cache(self) -> None:
-        """There is no cache."""
+        """Do nothing: the server has no cache."""
 
     async def resume_kv_cache(self) -> None:
-        """There is no cache."""
+        """Do nothing: the server has no cache."""
 
     async def start_profile(self, **kwargs: Any) -> None:
-        """Nothing is profiled."""
+        """Do nothing: there is no profiler."""
 
     async def stop_profile(self) -> None:
-        """Nothing is profiled."""
+        """Do nothing: there is no profiler."""
 
 
 class SamplingReplica(RolloutReplica):
-    """One server for each replica."""
+    """A replica with one server."""
 
     async def launch_servers(self) -> None:
         path = self.model_config.path if hasattr(self.model_config, "path") else self.model_config["path"]
@@ -147,13 +147,13 @@ class SamplingReplica(RolloutReplica):
         options = {"name": name, "num_cpus": 0.1, "max_concurrency": self.max_concurrency}
         length = int(self.config.response_length)
         server = ray.remote(SamplingServer).options(**options).remote(str(path), length, self.replica_rank)
-        if self.rollout_mode.value != "hybrid":  # nobody wakes those that have weights of their own
+        if self.rollout_mode.value != "hybrid":  # replicas with their own weights get no other wake_up
             await server.wake_up.remote()
         self.servers, self._server_handle, self._server_address = [server], server, name
 
 
 class ServerAdapter(BaseRollout):
-    """The trainer's side: each replica's first worker sends the weights that all of them gather."""
+    """The trainer's side: all workers of a replica gather the weights, and the first one sends them to the server."""
 
     def __init__(
         self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **ignored: Any
