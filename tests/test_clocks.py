@@ -1,4 +1,4 @@
-"""Clocks that jump: the machine's is set back or forward between two lives, and the service stands still."""
+"""Clocks that jump: the machine's clock is set back or forward between two runs, and the service is paused."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import mmap
 from pathlib import Path
 
 REST, ORDER, READY, BYTES, ITEMS = 2, 3, 4, 5, 6
-"""Places beside those that `acting.Actor` counts in: whether to begin nothing new, an order, in how many lives it got
+"""Places beside those that `acting.Actor` counts in: whether to begin nothing new, an order, in how many runs it got
 ready, and what a broker has."""
 LANES = 8
 """From here on, one for each thing that the player does again and again: how often it was done."""

@@ -70,12 +70,12 @@ class Player:
 
     @property
     def done(self) -> int:
-        """How many operations it has brought to an end, in all its lives."""
+        """How many operations it has completed, in all its runs."""
         return int(self._shared[0])
 
     @property
     def obeyed(self) -> int:
-        """How many orders it has carried out, in all its lives."""
+        """How many orders it has carried out, in all its runs."""
         return int(self._shared[1])
 
     def rest(self, rests: bool) -> None:

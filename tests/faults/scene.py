@@ -107,7 +107,7 @@ class Scene:
     # --- the beginning --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start everything; the first lives of a storage unit end where only first lives come by."""
+        """Start everything. The first runs of a storage unit end at the places that only first runs reach."""
         self.network.start()
         self.controller.start()
         self.address = self.controller.ready()

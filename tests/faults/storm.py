@@ -49,8 +49,8 @@ POKES = {
     "unit.fence.before": "producer-near",
     "unit.fence.after": "producer-near",
 }
-"""Who has to begin a new run for somebody to come by such a place soon. At the far unit it is the far one, as clients
-have to do with the unit of their own host before all."""
+"""The player whose restart makes a process reach each place soon. For the far unit it is the far player, because
+clients mostly use the unit of their own host."""
 
 
 class Storm:

@@ -90,8 +90,8 @@ class Scene:
         self.services: list[Service] = []
 
     def serve(self) -> Service:
-        """The arena is on that disk too: in /dev/shm others, who cannot see the state directory, would sweep it away
-        between two lives."""
+        """The arena is on that disk too: in /dev/shm other units, which cannot see the state directory, would remove it
+        between two runs."""
         self.services.append(Service(self.state, self.disk.enter, "--arena-dir", str(self.disk.path)))
         return self.services[-1]
 

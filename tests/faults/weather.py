@@ -86,7 +86,7 @@ UNIT_POINTS_THAT_FAIL = (
 )
 """Where an exception is one request's, or one order's: it is told, and the unit goes on."""
 UNIT_FIRST_POINTS = ("unit.reserved", "unit.before_grown")
-"""Only the first lives of a storage unit come by there: they die there when the storm begins."""
+"""Only the first runs of a storage unit reach these places. They are killed there when the storm begins."""
 ELSEWHERE = {
     "move.before_switch": "tests/contract/test_drain.py",
     "move.mid_copy": "tests/contract/test_drain.py",

@@ -96,7 +96,7 @@ class Member:
             raise StormError(f"{self.name} ended with code {code}: {bad(self._folder)[:3]}")
 
     def count(self, lane: int) -> int:
-        """How often it did that, in all its lives."""
+        """How often it did that, in all its runs."""
         return self._board[LANES + lane]
 
     def descriptors(self) -> int:

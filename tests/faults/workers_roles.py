@@ -76,7 +76,7 @@ def body(tag: str, count: int) -> torch.Tensor:
 
 @dataclass
 class Run:
-    """Of this process. number: those of later lives are greater; over: it is to end."""
+    """A run of this process. number: later runs have greater ones; over: set when the run must end."""
 
     actor: Actor
     shared: memoryview

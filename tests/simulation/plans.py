@@ -1,4 +1,4 @@
-"""What hypothesis chooses: participants, and what happens to them; and how such a plan is run."""
+"""Plans, which hypothesis chooses (the participants, and the events that happen to them), and how to run one."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def small_pages() -> AbstractContextManager[object]:
 
 
 def simulate(plan: Plan, decisions: bytes) -> World:
-    """One run of the world that `plan` and `decisions` describe, everything checked on the way. Arenas here are
-    smaller than a page, so parts of pages are given back, too."""
+    """Run the world that `plan` and `decisions` describe, and check everything on the way. Arenas here are smaller than
+    a page, so parts of pages are given back, too."""
     with small_pages():
         return run(plan, decisions)
 

@@ -158,7 +158,7 @@ class Unit:
         """A frame of a remote put: "written", or refused because the session is "fenced", the put was "stopped", or the
         unit "restarted" since the client learned of it."""
         if epoch != self.epoch:
-            self.world.record.counts["frames of earlier lives"] += 1
+            self.world.record.counts["frames of earlier runs"] += 1
             return "restarted"
         if grant[0] in self.fenced:
             self.world.record.counts["frames of fenced sessions"] += 1
@@ -224,7 +224,7 @@ class World:
         self.break_link(unit)
 
     def restart(self) -> None:
-        """The controller is killed, and lives again from its journal. Units notice, and come back."""
+        """Kill the controller and restart it from its journal. Units notice, and reconnect."""
         self.record.counts["restarts"] += 1
         links = [("report", unit.id) for unit in self.units] + [("order", unit.id) for unit in self.units]
         self.messages = [message for message in self.messages if message.link not in links]

@@ -323,8 +323,8 @@ def dumped(queue: str, work: Path) -> dict[str, bytes]:
 
 
 def agree(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> bool:
-    """Whether both runs trained alike. In sync mode without the filter, samples, metrics and dumped files must be equal;
-    otherwise the number of samples in each step."""
+    """Whether both runs trained alike. In sync mode without the filter, samples, metrics and dumped files must be
+    equal; otherwise the number of samples in each step."""
     exact = options.mode == "sync" and not options.filter
     batches = {queue: sampled(queue, options.work) for queue in runs}
     for queue, each in batches.items():
