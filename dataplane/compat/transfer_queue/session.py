@@ -146,7 +146,7 @@ def current_client() -> TransferQueueClient:
 
 def get_metrics_endpoint() -> str | None:
     """Return the "host:port" at which the service exposes Prometheus metrics under /metrics. Return None if it was
-    started without `metrics.enabled`, or without a service."""
+    started without `metrics.enabled`, or if no service is found."""
     try:
         client = current_client()
     except NotInitializedError:

@@ -42,7 +42,7 @@ NOT_STARTED = "The current node timed out during startup"
 def overrides(queue: str, options: argparse.Namespace) -> list[str]:
     """Return the settings of verl's configuration."""
     work = options.work
-    data, model = work / "data", "actor_rollout_ref.model"
+    data, model = options.data, "actor_rollout_ref.model"
     actor, rollout, ref = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
     exact = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
     sampler = "OrderedReplayBuffer" if options.mode == "sync" else "OrderedReplayBufferAsync"
@@ -377,9 +377,10 @@ def arguments(description: str, *, queues: str = "original,adapter", **more: Any
     parser.set_defaults(cluster="")  # the address of a running Ray cluster, or "" to start one
     options = parser.parse_args()
     options.work = (options.work or Path(tempfile.mkdtemp(prefix="verl-"))).resolve()
-    if not (options.work / "data").exists():
+    options.data = options.work / ("data-images" if options.images else "data")
+    if not options.data.exists():
         images = ["--images"] if options.images else []
-        subprocess.run([sys.executable, HERE / "prepare.py", options.work / "data", *images], check=True)
+        subprocess.run([sys.executable, HERE / "prepare.py", options.data, *images], check=True)
     return options
 
 
