@@ -64,7 +64,9 @@ def uint32s_from_pb(wire: bytes) -> UInt32s:
 
 def _array(wire: bytes, dtype: np.dtype[Any]) -> np.ndarray[tuple[int], Any]:
     if len(wire) % dtype.itemsize:
-        raise InvalidRequestError(f"a column of {dtype.itemsize}-byte values has {len(wire)} bytes, a part of a value")
+        raise InvalidRequestError(
+            f"a column of {dtype.itemsize}-byte values has {len(wire)} bytes, which is not a whole number of values"
+        )
     array = np.frombuffer(wire, dtype)
     return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
