@@ -97,9 +97,8 @@ test-python: ## the tests of `make test-fast` on other versions of Python, each 
 coverage: export PYTHONPATH := $(CURDIR)
 coverage: setup ## the test suite, and the share of each module's lines that it reaches
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest -m "not slow" $(PYTEST_ARGS)
-	@$(BIN)/coverage combine -q
-	@$(BIN)/coverage report --sort=cover
+	@status=0; $(BIN)/coverage run -m pytest -m "not slow" $(PYTEST_ARGS) || status=$$?; \
+		$(BIN)/coverage combine -q && $(BIN)/coverage report --sort=cover && exit $$status
 
 test-slow: setup ## its tests that take long each: clusters whose nodes come and go, whole training jobs, deployments
 	@$(BIN)/python -m pytest -m "slow and not soak" $(PYTEST_ARGS)

@@ -54,7 +54,10 @@ class Outside:
 
     def __init__(self, notice: Callable[[str], None]) -> None:
         self._notice = notice
-        sys.addaudithook(self._audit)
+        # Coverage.py sets a trace function in each new thread. `sys.settrace` fails in one thread while an audit hook
+        # runs for it in another.
+        if "COVERAGE_RUN" not in os.environ:
+            sys.addaudithook(self._audit)
         for name in ("bind", "connect"):
             self._watch(name)
         self._watch_processes()
