@@ -206,7 +206,7 @@ def test_what_is_kept_of_fenced_sessions_is_bounded_by_those_that_live(unit):
     sessions = sessions_module.Sessions(unit.arena, lock_directories=())
     for number in range(3, 2000, 2):
         assert sessions.fence(number, first=number - 1, last=number)
-    assert len(sessions._fenced) == 1
+    assert sessions._fenced.ranges == 1
     for number in (2, 3, 1000, 1999):
         with pytest.raises(SessionExpiredError):
             sessions.admit(number)
