@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 
@@ -11,6 +12,7 @@ import pytest
 from tests import conftest
 
 
+@pytest.mark.skipif("COVERAGE_RUN" in os.environ, reason="without the audit hook, which `make coverage` leaves out")
 @pytest.mark.parametrize("earlier", [False, True])
 def test_only_what_a_test_does_itself_is_its_own(monkeypatch: pytest.MonkeyPatch, earlier: bool) -> None:
     raised: list[BaseException] = []
