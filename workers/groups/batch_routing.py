@@ -76,12 +76,12 @@ class CommMapper:
         parts = max(src_world_size, dst_world_size)
         if batch_size % parts:
             raise ValueError(f"batch_size={batch_size} cannot be spread evenly over {parts} ranks")
-        count = max(dst_world_size // src_world_size, 1)
-        if queue_size > count:
+        peers_per_rank = max(dst_world_size // src_world_size, 1)
+        if queue_size > peers_per_rank:
             raise ValueError(
-                f"a queue of {queue_size} parts is too long: one rank of {src_world_size} has at most {count}"
+                f"a queue of {queue_size} parts is too long: one rank of {src_world_size} has at most {peers_per_rank}"
             )
-        return [batch_size // parts] * (queue_size if count > 1 and queue_size > 0 else count)
+        return [batch_size // parts] * (queue_size if queue_size > 0 else peers_per_rank)
 
     @staticmethod
     def build_channel_key(src_rank: int, dst_rank: int, extra: str) -> str:
@@ -96,11 +96,11 @@ def _common_rows(batch_size: int, world_size: int, peer_world_size: int, rank: i
             raise ValueError(f"batch_size={batch_size} cannot be spread evenly over a group of {size} ranks")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in a group of {world_size} ranks, counted from 0")
-    mine, theirs = batch_size // world_size, batch_size // peer_world_size
-    begin, end = rank * mine, (rank + 1) * mine
+    rows, peer_rows = batch_size // world_size, batch_size // peer_world_size
+    begin, end = rank * rows, (rank + 1) * rows  # the rows of `rank` within the batch
     return [
-        (peer, min(end, (peer + 1) * theirs) - max(begin, peer * theirs))
-        for peer in range(begin // theirs, (end - 1) // theirs + 1)
+        (peer, min(end, (peer + 1) * peer_rows) - max(begin, peer * peer_rows))
+        for peer in range(begin // peer_rows, (end - 1) // peer_rows + 1)
     ]
 
 
@@ -171,22 +171,24 @@ def decoupled_build_send_plan(
     tag_batch_router: Sequence[str] | None = None,
     send_queue_size: int = 0,
 ) -> RoutePlan:
-    """Return the parts that a rank puts for any rank of the receivers. With `tag_batch_router`, the routes of
-    received parts, return the answers to the ranks that sent those parts. ValueError for fewer routes than parts."""
+    """Return the parts that the rank `src_rank` puts for any rank of the receivers.
+
+    With `tag_batch_router`, the routes of received parts, return instead the answers to the ranks that sent those
+    parts. ValueError for fewer routes than parts."""
     sizes = CommMapper.decoupled_get_batch_size(batch_size, src_world_size, dst_world_size, send_queue_size)
     if tag_batch_router is not None and len(tag_batch_router) < len(sizes):
         raise ValueError(f"{len(sizes)} parts of tag {tag!r} to answer, but only {len(tag_batch_router)} were received")
     entries = []
     for index, size in enumerate(sizes):
-        back: int | None = None
-        kept_tag = tag
+        answered_rank: int | None = None
+        part_tag = tag
         if tag_batch_router is None:
             route = f"{src_rank}_{index}_{mode}_{tag}"
         else:
             route = tag_batch_router[index]
-            back, _, _, kept_tag = split_channel_message(route)
-        key = build_route_channel_key(src_group_name, dst_group_name, None, back, kept_tag, route_key)
-        entries.append(RouteEntry(peer_rank=back, batch_size=size, key=key, batch_index=route))
+            answered_rank, _, _, part_tag = split_channel_message(route)
+        key = build_route_channel_key(src_group_name, dst_group_name, None, answered_rank, part_tag, route_key)
+        entries.append(RouteEntry(peer_rank=answered_rank, batch_size=size, key=key, batch_index=route))
     return _plan(src_group_name, dst_group_name, tag, entries)
 
 
@@ -203,7 +205,7 @@ def decoupled_build_recv_plan(
     recv_queue_size: int = 0,
 ) -> RoutePlan:
     """Return the parts that a rank of the group of `src_world_size` ranks receives: the answers for `recv_rank`, or
-    if that is None the next parts of any sender."""
+    if that is None the next parts of any sender. All of them have the same channel key."""
     sizes = CommMapper.decoupled_get_batch_size(batch_size, src_world_size, dst_world_size, recv_queue_size)
     key = build_route_channel_key(src_group_name, dst_group_name, None, recv_rank, tag, route_key)
     entries = [RouteEntry(peer_rank=None, batch_size=size, key=key) for size in sizes]
@@ -211,6 +213,7 @@ def decoupled_build_recv_plan(
 
 
 def _plan(src_group_name: str, dst_group_name: str, tag: str | None, entries: list[RouteEntry]) -> RoutePlan:
+    """Return the plan of these entries, with the default tag for None."""
     return RoutePlan(
         src_group_name=src_group_name, dst_group_name=dst_group_name, tag=tag or DEFAULT_TAG, entries=entries
     )
@@ -224,9 +227,13 @@ def build_route_channel_key(
     tag: str | None,
     route_key: Any = None,
 ) -> RouteKey:
-    """Return the channel key of a part from one rank to another."""
-    given = "" if route_key is None else route_key if isinstance(route_key, str) else repr(route_key)
-    return (PREFIX, src_group_name, dst_group_name, tag or DEFAULT_TAG, given, src_rank, dst_rank)
+    """Return the channel key of a part from one rank to another. A rank is None if any rank of the group may send or
+    receive the part. Both sides compute the same key."""
+    if route_key is None:
+        key_text = ""
+    else:
+        key_text = route_key if isinstance(route_key, str) else repr(route_key)
+    return (PREFIX, src_group_name, dst_group_name, tag or DEFAULT_TAG, key_text, src_rank, dst_rank)
 
 
 def build_send_key(
@@ -273,28 +280,29 @@ def get_batch_size(data: Any, infer_batch_size_fn: SizeOf | None = None) -> int:
 
 
 def split_batch(data: Any, split_sizes: Sequence[int]) -> list[Any]:
-    """Cut `data` into consecutive parts with the given row counts. Tensors, arrays and lists are cut, and the values
-    of a dict one by one. None, numbers and strings are repeated in every part. ValueError for other types, and for
-    sizes whose sum differs from the rows."""
+    """Cut `data` into consecutive parts with the given row counts. Tensors, arrays and lists are cut. For a dict, each
+    value is cut, and the parts are dicts with the same keys. None, numbers and strings are repeated in every part.
+    ValueError for other types, and for sizes whose sum differs from the rows."""
     if data is None or isinstance(data, bool | int | float | str):
         return [data for _ in split_sizes]
     if isinstance(data, Mapping):
-        cut = {name: split_batch(value, split_sizes) for name, value in data.items()}
-        return [{name: values[place] for name, values in cut.items()} for place in range(len(split_sizes))]
+        parts_of = {name: split_batch(value, split_sizes) for name, value in data.items()}
+        return [{name: parts[index] for name, parts in parts_of.items()} for index in range(len(split_sizes))]
     if not isinstance(data, Tensor | np.ndarray | list):
         raise ValueError(f"cannot cut a {_kind(data)} into parts; pass split_fn")
     rows = infer_batch_size(data)
     if rows != sum(split_sizes):
         raise ValueError(f"cannot cut {rows} rows into parts of {list(split_sizes)} rows")
     ends = np.cumsum(split_sizes).tolist()
-    cuts = [slice(end - size, end) for size, end in zip(split_sizes, ends, strict=True)]
+    ranges = [slice(end - size, end) for size, end in zip(split_sizes, ends, strict=True)]
     if isinstance(data, Tensor):
-        return [data[cut].contiguous() for cut in cuts]
-    return [data[cut] for cut in cuts]
+        return [data[rows_range].contiguous() for rows_range in ranges]
+    return [data[rows_range] for rows_range in ranges]
 
 
 def merge_batches(batches: Sequence[Any]) -> Any:
-    """Join parts that `split_batch` has cut. ValueError for parts that cannot be joined, and for an empty list."""
+    """Join parts that `split_batch` has cut. A value that `split_batch` repeated in every part is returned once.
+    ValueError for parts that cannot be joined, and for an empty list."""
     if not batches:
         raise ValueError("no parts to join")
     first = batches[0]

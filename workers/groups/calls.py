@@ -33,7 +33,8 @@ T = TypeVar("T")
 class Handle(Generic[T]):
     """The handle of a pending operation. Threads and async code may wait for it any number of times. Thread-safe.
 
-    what: name of the operation, for messages; future: done when the operation is.
+    what: name of the operation, for messages; future: done when the operation is. Subclasses can override `_future`
+    to start work on the first use of the handle.
     """
 
     def __init__(self, what: str, future: Future[T]) -> None:
@@ -49,17 +50,20 @@ class Handle(Generic[T]):
         operation."""
         future, wait = self._future(), LoggedWait(seconds_if_any("timeout", timeout))
         while not futures.wait([future], wait.step_s()).done:
-            self._check(wait)
+            self._raise_if_over(wait)
         return future.result()
 
     async def async_wait(self, timeout: float | None = None) -> T:
         """`wait` for async code. The event loop is woken when the operation is done."""
         future, wait = asyncio.wrap_future(self._future()), LoggedWait(seconds_if_any("timeout", timeout))
-        while not (await asyncio.wait([future], timeout=wait.step_s()))[0]:
-            self._check(wait)
+        done, _ = await asyncio.wait([future], timeout=wait.step_s())
+        while not done:
+            self._raise_if_over(wait)
+            done, _ = await asyncio.wait([future], timeout=wait.step_s())
         return future.result()
 
-    def _check(self, wait: LoggedWait) -> None:
+    def _raise_if_over(self, wait: LoggedWait) -> None:
+        """`CallWaitTimeoutError` if the timeout of `wait` has passed. Otherwise log the wait when a message is due."""
         if wait.over(self._what):
             raise CallWaitTimeoutError(what=self._what, waited_s=wait.timeout_s)
 
@@ -75,23 +79,24 @@ class Handle(Generic[T]):
         and may block.
         """
         what = f"{self._what}, followed by the function given to then"
-        after: Future[Any] = _pending()
+        func_result: Future[Any] = _uncancellable_future()
 
-        def follow(result: T) -> None:
+        def run_func(result: T) -> None:
             try:
-                after.set_result(func(result) if _takes_one(func) else func())
+                func_result.set_result(func(result) if _takes_argument(func) else func())
             except BaseException as error:
-                after.set_exception(error)
+                func_result.set_exception(error)
 
-        def settle(future: Future[T]) -> None:
+        def start_func(future: Future[T]) -> None:
+            """Runs in the thread that completes `future`, which must not block."""
             error = future.exception()
             if error is not None:
-                after.set_exception(error)
+                func_result.set_exception(error)
             else:
-                threading.Thread(target=follow, args=(future.result(),), name="tq-then", daemon=True).start()
+                threading.Thread(target=run_func, args=(future.result(),), name="tq-then", daemon=True).start()
 
-        self._future().add_done_callback(settle)
-        return Handle(what, after)
+        self._future().add_done_callback(start_func)
+        return Handle(what, func_result)
 
 
 class GroupCall(GroupFuture, Handle[list[Any]]):
@@ -106,11 +111,11 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
 
     def __init__(self, method: str, calls: Sequence[Called], keep: object) -> None:
         GroupFuture.__init__(self, f"{method} on ", calls)
-        Handle.__init__(self, self._named(calls), _pending())
+        Handle.__init__(self, self._describe(calls), _uncancellable_future())
         self._method = method
         self._keep = keep
         self._guard = threading.Lock()
-        self._parts: list[Future[Any]] = []
+        self._parts: list[Future[Any]] = []  # one future per call, from the first use of `_future` on
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         return self.collect(timeout)
@@ -133,54 +138,58 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
         if reduction_type not in REDUCTIONS:
             raise ValueError(f"reduction_type must be one of {', '.join(REDUCTIONS)}, got {reduction_type!r}")
         self.wait()
-        asked = [
+        requests = [
             Called(call.name, call.actor._tq_durations.remote(call.reference.task_id().hex())) for call in self._calls
         ]
-        each = GroupCall(f"{self._method} durations", asked, self._keep).wait()
-        merged: dict[str, list[float]] = {}
-        for durations in each:
+        per_worker = GroupCall(f"{self._method} durations", requests, self._keep).wait()
+        by_name: dict[str, list[float]] = {}
+        for durations in per_worker:
             for name, seconds in durations.items():
-                merged.setdefault(name, []).append(seconds)
-        reduced = {name: float(REDUCTIONS[reduction_type](seconds)) for name, seconds in merged.items()}
-        return (reduced, each) if return_per_rank else reduced
+                by_name.setdefault(name, []).append(seconds)
+        reduced = {name: float(REDUCTIONS[reduction_type](seconds)) for name, seconds in by_name.items()}
+        return (reduced, per_worker) if return_per_rank else reduced
 
     def _future(self) -> Future[list[Any]]:
-        """Return a future that is done when all workers are, or the first has failed. Ray's callbacks complete it."""
+        """Return a future that is done when all workers are, or the first has failed. Ray's callbacks complete it. They
+        are registered at the first call of this method, because `wait` does not need them."""
         with self._guard:
             if self._parts:
                 return self._done
             self._parts = [call.reference.future() for call in self._calls]
+        # Counts down the calls that have not ended. `next` is atomic, so the counter needs no lock.
         left = itertools.count(len(self._parts) - 1, -1)
 
-        def one_ended(call: Called, future: Future[Any]) -> None:
-            error, last = future.exception(), next(left) == 0
+        def on_call_end(call: Called, future: Future[Any]) -> None:
+            error, is_last = future.exception(), next(left) == 0
             with contextlib.suppress(futures.InvalidStateError):  # another call has failed before
                 if error is not None:
-                    self._done.set_exception(self._raised(call, error))
-                elif last and all(part.exception() is None for part in self._parts):
+                    self._done.set_exception(self._worker_error(call, error))
+                elif is_last and all(part.exception() is None for part in self._parts):
                     self._done.set_result([part.result() for part in self._parts])
 
         for call, part in zip(self._calls, self._parts, strict=True):
-            part.add_done_callback(functools.partial(one_ended, call))
+            part.add_done_callback(functools.partial(on_call_end, call))
         return self._done
 
-    def _raised(self, call: Called, error: BaseException) -> BaseException:
+    def _worker_error(self, call: Called, error: BaseException) -> BaseException:
+        # A `RayTaskError` has the type of the method's own exception, too, which may be one of these.
         if isinstance(error, RayActorError | WorkerCrashedError) and not isinstance(error, RayTaskError):
             return WorkerLostError(worker=f"worker {call.name}", why=str(error))
-        there = f":\n{_COLOURS.sub('', str(error))}" if cause_of(error) is not None else ""
-        raised = noted(error, f"raised by worker {call.name} in {self._method}{there}")
+        remote_traceback = f":\n{_COLOURS.sub('', str(error))}" if cause_of(error) is not None else ""
+        raised = noted(error, f"raised by worker {call.name} in {self._method}{remote_traceback}")
         raised.__cause__ = None  # the note contains it
         return raised
 
 
-def _pending() -> Future[Any]:
+def _uncancellable_future() -> Future[Any]:
     """Return a future that cannot be cancelled."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
-def _takes_one(func: Callable[..., Any]) -> bool:
+def _takes_argument(func: Callable[..., Any]) -> bool:
+    """Return whether `func` can be called with one positional argument."""
     try:
         inspect.signature(func).bind(None)
     except ValueError:  # a builtin without a signature

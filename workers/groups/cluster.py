@@ -29,7 +29,7 @@ from workers.transport.waiting import LoggedWait
 NODES_TIMEOUT_S = 600.0
 ANSWER_S = 120.0
 """Timeout for the answer of a node agent."""
-_LOOK_EVERY_S = 0.5
+_POLL_EVERY_S = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class Cluster:
     address, for calls such as `Channel.create`. Thread-safe. A context manager.
     """
 
+    # By Ray job. At most one entry: connections to earlier jobs are closed. `_connecting` guards it.
     _connections: ClassVar[dict[str, _JobConnection]] = {}
     _connecting: ClassVar[threading.Lock] = threading.Lock()
 
@@ -66,8 +67,9 @@ class Cluster:
         if self._started_ray:
             ray.init(include_dashboard=False)
         try:
-            head = _head()
-            first_id = ray.get_runtime_context().get_node_id() if head is None else _answer(head.node.remote())
+            # Rank 0 is the driver's node: that of the first agent, or this one if the job has no agent yet.
+            head = _find_head_agent()
+            first_id = ray.get_runtime_context().get_node_id() if head is None else _get_result(head.node.remote())
             self._nodes = _await_nodes(num_nodes or 0, first_id)
             self._connection = self._connect()
         except BaseException:
@@ -76,17 +78,18 @@ class Cluster:
             raise
 
     def _connect(self) -> _JobConnection:
-        """Return this process's connection to the current Ray job. Connections to earlier jobs are closed."""
+        """Return this process's connection to the current Ray job, with brokers for `self._nodes`. Close connections to
+        earlier jobs."""
         context = ray.get_runtime_context()
         job = f"{context.gcs_address} {context.get_job_id()} {context.namespace}"
         with Cluster._connecting:
             connection = Cluster._connections.get(job)
             if connection is None:
                 for old in Cluster._connections.values():
-                    old.forget()
+                    old.disconnect()
                 Cluster._connections.clear()
                 connection = Cluster._connections[job] = _JobConnection(self._nodes[0])
-            connection.cover(self._nodes)
+            connection.start_missing_brokers(self._nodes)
             return connection
 
     @property
@@ -128,12 +131,12 @@ class Cluster:
 
     def environment(self) -> dict[str, str]:
         """Return the variables of this process's environment that workers need and do not have by default."""
-        wanted = driver_environment()
-        wanted.pop(DIRECTORY_VARIABLE, None)
+        variables = driver_environment()
+        variables.pop(DIRECTORY_VARIABLE, None)  # each launch sets it
         if self.num_nodes > 1:
-            return wanted
-        of_node = self._connection.environment
-        return {name: value for name, value in wanted.items() if of_node.get(name) != value}
+            return variables  # the defaults of the other nodes are unknown
+        defaults = self._connection.environment
+        return {name: value for name, value in variables.items() if defaults.get(name) != value}
 
     def await_brokers(self) -> None:
         """Wait until every node has a broker for channels. Raise the error of a broker that failed to start."""
@@ -194,30 +197,35 @@ ClusterResource = Cluster
 
 
 class Ending(Protocol):
+    """A group that `Cluster.shutdown` ends."""
+
     def end_group(self) -> object: ...
 
 
 class _JobConnection:
-    """One process's part of the job: its directory client and the actors that it started. The first process of a job
-    starts the directory, and the brokers for channels in the background. environment: the variables of the first
-    node's agent."""
+    """One process's part of the job: its directory client and the actors that it started.
+
+    The first process of a job, the owner, starts the directory, and the brokers for channels in the background.
+    environment: the variables of the first node's agent, those that Ray gives to processes by default. groups: those
+    that this process launched.
+    """
 
     def __init__(self, first: Node) -> None:
         self._guard = threading.Lock()
-        self._agents: dict[str, ActorHandle] = {}
-        self._brokers: dict[int, Future[ActorHandle]] = {}
+        self._agents: dict[str, ActorHandle] = {}  # by Ray node id
+        self._brokers: dict[int, Future[ActorHandle]] = {}  # by node rank
         self.groups: WeakSet[Ending] = WeakSet()
-        head = _head()
+        head = _find_head_agent()
         self._owner = head is None
         if head is None:
-            head = self._agents[first.ident] = _agent(first, name=_agent_name())
-        self.environment: dict[str, str] = _answer(head.environment.remote())
-        self.directory = DirectoryClient(_answer(head.directory.remote()))
+            head = self._agents[first.ident] = _start_agent(first, name=_head_agent_name())
+        self.environment: dict[str, str] = _get_result(head.environment.remote())
+        self.directory = DirectoryClient(_get_result(head.directory.remote()))
         if self._owner:
             os.environ[DIRECTORY_VARIABLE] = self.directory.address
 
-    def cover(self, nodes: list[Node]) -> None:
-        """Start brokers, in the background, on nodes that have none."""
+    def start_missing_brokers(self, nodes: list[Node]) -> None:
+        """Start brokers, in the background, on nodes that have none. A no-op unless this process is the owner."""
         if not self._owner:
             return
         with self._guard:
@@ -227,11 +235,15 @@ class _JobConnection:
             threading.Thread(target=self._start_brokers, args=(new,), name="tq-brokers", daemon=True).start()
 
     def _has_broker(self, rank: int) -> bool:
-        """Return whether a broker was started or is starting. Ray restarts a broker that dies."""
+        """Return whether the node's broker was started or is starting. Ray restarts a broker that dies."""
         broker = self._brokers.get(rank)
-        return broker is not None and not (broker.done() and broker.exception() is not None)
+        if broker is None:
+            return False
+        failed = broker.done() and broker.exception() is not None
+        return not failed
 
     def await_brokers(self) -> None:
+        """Wait until all brokers have started. Raise the error of one that failed to start."""
         for broker in list(self._brokers.values()):
             broker.result()
 
@@ -239,25 +251,29 @@ class _JobConnection:
         """Return the result of a method of the node's agent. Start an agent if this process has none there."""
         with self._guard:
             if node.ident not in self._agents:
-                self._agents[node.ident] = _agent(node)
+                self._agents[node.ident] = _start_agent(node)
             agent = self._agents[node.ident]
-        return _answer(getattr(agent, method).remote(*args))
+        return _get_result(getattr(agent, method).remote(*args))
 
     def close(self) -> None:
+        """End the groups and all actors that this process started, and close the directory client. Wait for brokers
+        that are starting."""
         if ray.is_initialized():
             for group in list(self.groups):
                 group.end_group()
         started = [broker for broker in self._brokers.values() if broker.exception() is None]
-        self.forget()
+        self.disconnect()
         kill([*(broker.result() for broker in started), *self._agents.values()])
 
-    def forget(self) -> None:
+    def disconnect(self) -> None:
         """Close this process's side of the connection. Its actors have ended or are about to end."""
         if self._owner and os.environ.get(DIRECTORY_VARIABLE) == self.directory.address:
             del os.environ[DIRECTORY_VARIABLE]
         self.directory.close()
 
     def _start_brokers(self, nodes: dict[int, str]) -> None:
+        """Start a broker on each node and complete the futures in `_brokers`. nodes: Ray node ids by rank. Runs in a
+        background thread."""
         try:
             started = start_brokers(nodes, self.directory.address)
         except BaseException as error:
@@ -276,42 +292,44 @@ def job_directory() -> str:
     return cluster.directory.address
 
 
-def _answer(reference: ObjectRef) -> Any:
+def _get_result(reference: ObjectRef) -> Any:
+    """Return the result of a call of a node agent. Ray's error if it failed or is not done within `ANSWER_S`."""
     return ray.get(reference, timeout=ANSWER_S)
 
 
-def _agent(node: Node, name: str | None = None) -> ActorHandle:
-    """Start an agent on the node."""
-    place = NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False)
-    maker = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=place, name=name)
-    agent: ActorHandle = maker.remote(node.host)
+def _start_agent(node: Node, name: str | None = None) -> ActorHandle:
+    """Start an agent on the node. name: under which other processes find it."""
+    on_node = NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False)
+    actor_class = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=on_node, name=name)
+    agent: ActorHandle = actor_class.remote(node.host)
     return agent
 
 
-def _agent_name() -> str:
+def _head_agent_name() -> str:
     """Return a name with the job id, so that jobs in one namespace do not share an agent."""
     return f"tq-node-agent-{ray.get_runtime_context().get_job_id()}"
 
 
-def _head() -> ActorHandle | None:
+def _find_head_agent() -> ActorHandle | None:
     """Return the agent of the job's first node, which serves the directory, or None before it has started."""
     try:
-        found: ActorHandle = ray.get_actor(_agent_name())
+        agent: ActorHandle = ray.get_actor(_head_agent_name())
     except ValueError:
         return None
-    return found
+    return agent
 
 
-def _await_nodes(wanted: int, first_id: str) -> list[Node]:
-    """Wait until Ray has `wanted` nodes, and return that many (0: wait for one, return all): first the node `first_id`,
+def _await_nodes(count: int, first_id: str) -> list[Node]:
+    """Wait until Ray has `count` nodes, and return that many (0: wait for one, return all): first the node `first_id`,
     then the others by address. ResourcesNotReadyError after `NODES_TIMEOUT_S`."""
-    wait, least = LoggedWait(NODES_TIMEOUT_S), max(wanted, 1)
-    while len(alive := alive_nodes()) < least:
+    wait, least = LoggedWait(NODES_TIMEOUT_S), max(count, 1)
+    alive = alive_nodes()
+    while len(alive) < least:
         if wait.over(f"Ray has {len(alive)} of {least} requested nodes"):
             raise ResourcesNotReadyError(f"requested {least} nodes; after {wait.waited_s:.0f} s Ray has {len(alive)}")
-        time.sleep(wait.step_s(_LOOK_EVERY_S))
+        time.sleep(wait.step_s(_POLL_EVERY_S))
+        alive = alive_nodes()
+    # False sorts before True, so the node `first_id` comes first.
     alive.sort(key=lambda node: (node["NodeID"] != first_id, node["NodeManagerAddress"], node["NodeID"]))
-    return [
-        Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0)))
-        for node in alive[: wanted or None]
-    ]
+    chosen = alive[:count] if count else alive
+    return [Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0))) for node in chosen]

@@ -36,7 +36,10 @@ class Called:
 
 
 class GroupFuture:
-    """The results of a call on some workers. what: text before the workers' names in messages ("Class.method on ")."""
+    """The results of a call on some workers. what: text before the workers' names in messages ("Class.method on ").
+
+    Subclasses override `_late_error` and `_worker_error`, the exceptions that `collect` raises.
+    """
 
     _log_level = logging.INFO
 
@@ -56,45 +59,47 @@ class GroupFuture:
         """
         wait = LoggedWait(seconds_if_any("timeout", timeout), self._log_level)
         results: list[Any] = [None] * len(self._calls)
-        items: dict[int, list[Any]] = {}
-        place_of = {call.reference: place for place, call in enumerate(self._calls)}
-        waiting = list(place_of)
+        items: dict[int, list[Any]] = {}  # the items of each generator so far, by the index of its call
+        index_of = {call.reference: index for index, call in enumerate(self._calls)}
+        waiting = list(index_of)
         while waiting:
             first, others = ray.wait(waiting, num_returns=1, timeout=wait.step_s(STEP_S))
             if not first:
-                late = self._named(self._calls[place_of[reference]] for reference in waiting)
-                if wait.over(late):
-                    raise self._late(late, wait.timeout_s)
+                pending = self._describe(self._calls[index_of[reference]] for reference in waiting)
+                if wait.over(pending):
+                    raise self._late_error(pending, wait.timeout_s)
                 continue
-            also, waiting = ray.wait(others, num_returns=len(others), timeout=0) if others else ([], [])
-            ready = [*first, *also]
+            # Take everything that is ready with one more call, which is cheaper than one wait per result.
+            also_ready, waiting = ray.wait(others, num_returns=len(others), timeout=0) if others else ([], [])
+            ready = [*first, *also_ready]
             for number, reference in enumerate(ready, 1):
-                place = place_of[reference]
-                call = self._calls[place]
+                index = index_of[reference]
+                call = self._calls[index]
                 try:
                     if not isinstance(reference, ObjectRefGenerator):
                         value = ray.get(reference)
-                    elif _take(reference, items.setdefault(place, []), call.wanted):
-                        waiting.append(reference)
+                    elif _move_next_item(reference, items.setdefault(index, []), call.wanted):
+                        waiting.append(reference)  # the generator has not ended: wait for its next item
                         continue
                     else:
-                        value = items[place]
+                        value = items[index]
                 except Exception as error:
-                    _drop_errors([*ready[number:], *waiting])
-                    raised = self._raised(call, error)
-                    raise raised from raised.__cause__
+                    _ignore_errors([*ready[number:], *waiting])
+                    raised = self._worker_error(call, error)
+                    raise raised from raised.__cause__  # keeps its cause, and hides the context
                 if call.wanted:
-                    results[place] = value
+                    results[index] = value
         return results
 
-    def _named(self, calls: Iterable[Called]) -> str:
+    def _describe(self, calls: Iterable[Called]) -> str:
+        """Return the operation and the workers of these calls, for messages."""
         return self._call + ", ".join(call.name for call in calls)
 
-    def _late(self, what: str, timeout_s: float) -> Exception:
-        """Return the exception to raise for calls that are not done within `timeout_s`."""
+    def _late_error(self, what: str, timeout_s: float) -> Exception:
+        """Return the exception to raise for calls that are not done within `timeout_s`. what: see `_describe`."""
         return CallWaitTimeoutError(what=what, waited_s=timeout_s)
 
-    def _raised(self, call: Called, error: BaseException) -> BaseException:
+    def _worker_error(self, call: Called, error: BaseException) -> BaseException:
         """Return the exception to raise for an error that Ray raises: the exception of the worker itself, if there
         is one."""
         return noted(error, f"raised by worker {call.name}")
@@ -113,24 +118,25 @@ def cause_of(error: BaseException) -> BaseException | None:
 def noted(error: BaseException, note: str) -> BaseException:
     """Add a note to the exception raised in the other process, or to `error` if there is none. Return that
     exception."""
-    own = cause_of(error)
-    if own is not None:
-        own.__cause__ = error
-    found = error if own is None else own
-    found.add_note(note)
-    return found
+    remote = cause_of(error)
+    if remote is None:
+        error.add_note(note)
+        return error
+    remote.__cause__ = error
+    remote.add_note(note)
+    return remote
 
 
-def _take(stream: ObjectRefGenerator, items: list[Any], wanted: bool) -> bool:
+def _move_next_item(stream: ObjectRefGenerator, items: list[Any], wanted: bool) -> bool:
     """Move the next item of `stream`, which is ready, to `items`. Return False at the end of the stream.
 
-    If the items are unwanted, only the last one is fetched, because it holds the exception of a generator that
-    raised. Which one is the last is known at the end of the stream.
+    If the items are unwanted, `items` has only the reference of the latest one. At the end of the stream it is
+    fetched, because the last item of a generator that raised is its exception.
     """
     item = next(stream, None)
     if item is None:
         if not wanted:
-            ray.get(items)
+            ray.get(items)  # raises the exception of the generator, if any
         return False
     if wanted:
         items.append(ray.get(item))
@@ -139,7 +145,7 @@ def _take(stream: ObjectRefGenerator, items: list[Any], wanted: bool) -> bool:
     return True
 
 
-def _drop_errors(references: Sequence[ObjectRef | ObjectRefGenerator]) -> None:
+def _ignore_errors(references: Sequence[ObjectRef | ObjectRefGenerator]) -> None:
     """Keep Ray from logging the exceptions of `references`, which no caller awaits, as unhandled."""
     for reference in references:
         if isinstance(reference, ObjectRef):
@@ -165,13 +171,14 @@ def _drop_items(stream: ObjectRefGenerator, _: object) -> None:
 
 
 def wait_for_all(futures: Sequence[ObjectRef], *, timeout_s: float) -> list[ObjectRef]:
-    """Return the futures that are done once all are done or `timeout_s` has passed. An exception of a signal handler
-    is raised within `STEP_S`."""
+    """Wait until all futures are done or `timeout_s` has passed. Return those that are done. An exception of a signal
+    handler is raised within `STEP_S`."""
     end = time.monotonic() + timeout_s
     while True:
         left_s = max(end - time.monotonic(), 0.0)
         done, _ = ray.wait(list(futures), num_returns=len(futures), timeout=min(left_s, STEP_S))
-        if len(done) == len(futures) or left_s <= STEP_S:
+        is_last_step = left_s <= STEP_S
+        if len(done) == len(futures) or is_last_step:
             return list(done)
 
 
@@ -219,42 +226,44 @@ class MultiWorkerFuture:
             raise ValueError(
                 f"{len(self.futures)} futures for {len(called)} called workers; pass one future per worker"
             )
-        returned = self._returned(called, worker_group.worker_to_tied_group_index)
+        # In the following, an index is one in `futures`.
+        returned = self._indices_to_return(called, worker_group.worker_to_tied_group_index)
         wanted = set(returned)
-        streams = {place for place, future in enumerate(self.futures) if isinstance(future, ObjectRefGenerator)}
+        streams = {index for index, future in enumerate(self.futures) if isinstance(future, ObjectRefGenerator)}
         calls = {
-            place: Called(_name(worker_group, called[place]), future, wanted=place in wanted)
-            for place, future in enumerate(self.futures)
-            if not (return_generators_as_proxies and place in streams)
+            index: Called(_worker_name(worker_group, called[index]), future, wanted=index in wanted)
+            for index, future in enumerate(self.futures)
+            if not (return_generators_as_proxies and index in streams)
         }
-        answers = GroupFuture("a call on ", list(calls.values())).collect(seconds_if_any("timeout_s", timeout_s))
-        values = dict(zip(calls, answers, strict=True))
+        collected = GroupFuture("a call on ", list(calls.values())).collect(seconds_if_any("timeout_s", timeout_s))
+        values = dict(zip(calls, collected, strict=True))
         results: list[Any] = []
-        for place in returned:
-            if place not in values:
-                results.append(self.futures[place])
-            elif place in streams:
-                results.extend(values[place])
+        for index in returned:
+            if index not in values:
+                results.append(self.futures[index])  # a generator, returned as a proxy
+            elif index in streams:
+                results.extend(values[index])
             else:
-                results.append(values[place])
+                results.append(values[index])
         return results
 
-    def _returned(self, called: Sequence[int], tied_group_of: Mapping[int, int]) -> list[int]:
-        """Return the indices in `futures` of the results to return, in worker order."""
-        in_order = sorted(range(len(called)), key=lambda place: called[place])
+    def _indices_to_return(self, called: Sequence[int], tied_group_of: Mapping[int, int]) -> list[int]:
+        """Return the indices in `futures` of the results to return, in worker order: those of `return_from_workers`,
+        or else of the first called worker of each tied group."""
+        in_worker_order = sorted(range(len(called)), key=lambda index: called[index])
         if self.return_from_workers is not None:
             wanted = set(self.return_from_workers)
-            return [place for place in in_order if called[place] in wanted]
-        first: dict[int, int] = {}
-        for place in in_order:
-            if called[place] not in tied_group_of:
-                raise ValueError(
-                    f"worker {called[place]} is in no tied group; its worker group may have been shut down"
-                )
-            first.setdefault(tied_group_of[called[place]], place)
-        return list(first.values())
+            return [index for index in in_worker_order if called[index] in wanted]
+        first_of_group: dict[int, int] = {}
+        for index in in_worker_order:
+            worker = called[index]
+            if worker not in tied_group_of:
+                raise ValueError(f"worker {worker} is in no tied group; its worker group may have been shut down")
+            first_of_group.setdefault(tied_group_of[worker], index)
+        return list(first_of_group.values())
 
 
-def _name(group: CalledGroup, worker: int) -> str:
+def _worker_name(group: CalledGroup, worker: int) -> str:
+    """Return the display name of a worker, or its number if the group has ended."""
     metadata = group.worker_metadata
     return str(metadata[worker]["name"]) if worker < len(metadata) else str(worker)

@@ -1,4 +1,4 @@
-"""Start of the actors of a `WorkerGroup`, and their names.
+"""Start of the actors of a `WorkerGroup`, and the registration of its name in the job's directory.
 
 These groups share nodes and accelerators. Their workers are placed by node id and use none of Ray's resources.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The parameters of a launch."""
+    """The parameters of a launch. cls, args, kwargs: class and constructor arguments of the workers; placements: one
+    per worker, by rank; the others: see `WorkerGroup.launch`."""
 
     cls: type
     args: tuple[Any, ...]
@@ -67,12 +69,13 @@ def launch_group(cluster: Cluster, launch: Launch) -> tuple[StartedGroup, Direct
     started = StartedGroup()
     started.before.callback(_end_entry, directory, entry)
     with started.starting():
+        # A worker entry under the group's own name marks a launch in progress, see `_is_launching`.
         launching = directory.register_worker(WorkerAddress(launch.name), "")
-        _make(started, cluster, launch, entry)
+        _create_actors(started, cluster, launch, entry)
         names = [f"{launch.name}:{rank}" for rank in range(len(started.actors))]
         started.await_constructed(names)
         if launch.catch_failures:
-            _watch(started, directory, names)
+            _log_lost_workers(started, directory, names)
         cluster.await_brokers()
         directory.end(Kind.WORKER, launching.name, launching.incarnation, why="the group is launched")
     return started, entry
@@ -84,8 +87,9 @@ def _end_entry(directory: DirectoryClient, entry: DirectoryEntry) -> None:
         directory.end(Kind.GROUP, entry.name, entry.incarnation, why="its group ended")
 
 
-def _make(started: StartedGroup, cluster: Cluster, launch: Launch, entry: DirectoryEntry) -> None:
-    """Create the actors, and hold a port for them until the group ends."""
+def _create_actors(started: StartedGroup, cluster: Cluster, launch: Launch, entry: DirectoryEntry) -> None:
+    """Add an actor for each placement to `started.actors`, and hold a port for them until the group ends. Does not wait
+    for their constructors."""
     first = launch.placements[0].cluster_node_rank
     port = cluster.hold_port(first)
     started.after.callback(cluster.release_port, first, port)
@@ -101,6 +105,7 @@ def _make(started: StartedGroup, cluster: Cluster, launch: Launch, entry: Direct
     cls = ray.remote(hosted(launch.cls, catch_failures=launch.catch_failures))
     variables = cluster.environment()
     if cluster.num_accelerators:
+        # Otherwise Ray hides all accelerators from actors that request none.
         variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     options: dict[str, Any] = {"num_cpus": 0}
     if variables:
@@ -117,39 +122,40 @@ def _make(started: StartedGroup, cluster: Cluster, launch: Launch, entry: Direct
         started.actors.append(actor)
 
 
-def _watch(started: StartedGroup, directory: DirectoryClient, names: Sequence[str]) -> None:
-    """Log each worker whose process dies or whose connection breaks."""
-    found: set[int] = set()
-    group = weakref.ref(started)
+def _log_lost_workers(started: StartedGroup, directory: DirectoryClient, names: Sequence[str]) -> None:
+    """Log each worker whose process dies or whose connection breaks, until the group ends."""
+    incarnations: set[int] = set()
+    group = weakref.ref(started)  # the subscription must not keep the group, which ends with its last reference
 
     def on_end(entry: DirectoryEntry) -> None:
-        if entry.state is EntryState.LOST and entry.incarnation in found and group() is not None:
+        if entry.state is EntryState.LOST and entry.incarnation in incarnations and group() is not None:
             logger.error("Worker %s was lost: %s", entry.name, entry.why)
 
     started.before.callback(directory.subscribe(on_end))
     for name in names:
-        found.add(directory.lookup_worker(WorkerAddress.from_name(name)).incarnation)
+        incarnations.add(directory.lookup_worker(WorkerAddress.from_name(name)).incarnation)
 
 
 def take_name(directory: DirectoryClient, name: str, facts: Facts) -> DirectoryEntry:
-    """Register a group. If all workers of a group with that name have died, end that group first."""
+    """Register a group and return its entry. If all workers of a group with that name have died, end that group first.
+    `NameInUseError` if one is running or being launched."""
     try:
         return directory.register_group(name, facts)
     except NameInUseError:
         try:
-            held = directory.lookup_group(name)
-        except NameNotFoundError:
+            holder = directory.lookup_group(name)
+        except NameNotFoundError:  # it has ended meanwhile
             return directory.register_group(name, facts)
-        if _is_launching(directory, name) or _is_running(held):
+        if _is_launching(directory, name) or _is_running(holder):
             raise
-    directory.end(Kind.GROUP, name, held.incarnation, why="all its workers died")
+    directory.end(Kind.GROUP, name, holder.incarnation, why="all its workers died")
     return directory.register_group(name, facts)
 
 
 def find_actors(entry: DirectoryEntry) -> list[ActorHandle]:
     """Return the workers of a running group, by rank. `WorkerLostError` for a worker that has ended."""
     actors = []
-    for rank in range(int(str(entry.facts[WORLD_SIZE]))):
+    for rank in range(_world_size_of(entry)):
         try:
             actors.append(ray.get_actor(actor_name(entry, rank), str(entry.facts["namespace"])))
         except ValueError as error:
@@ -166,9 +172,9 @@ def place_environment(placement: WorkerPlacement) -> dict[str, str]:
     """Return the environment variables of a worker's place. LOCAL_RANK is an index into the accelerators that it
     sees."""
     local_rank, local_world_size = placement.local_rank, placement.local_world_size
-    if placement.isolated:
+    if placement.isolated:  # it sees only its own accelerators
         local_rank, local_world_size = 0, 1
-    elif placement.accelerators:
+    elif placement.accelerators:  # it sees those of the whole node
         local_rank = placement.local_accelerator_rank
     return {
         "RANK": str(placement.rank),
@@ -185,6 +191,7 @@ def place_environment(placement: WorkerPlacement) -> dict[str, str]:
 
 
 def _is_launching(directory: DirectoryClient, name: str) -> bool:
+    """Return whether the group has the entry that `launch_group` registers while the workers start."""
     try:
         directory.lookup_worker(WorkerAddress(name))
     except Exception:
@@ -193,20 +200,27 @@ def _is_launching(directory: DirectoryClient, name: str) -> bool:
 
 
 def _is_running(entry: DirectoryEntry) -> bool:
-    """Return whether any worker of the group responds or is too busy to respond."""
-    size = int(str(entry.facts[WORLD_SIZE]))
-    asked = []
-    for rank in range(size):
-        with contextlib.suppress(ValueError, RayError):
+    """Return whether any worker of the group responds, or is alive but too busy to respond within `IN_USE_S`."""
+    pings = []
+    for rank in range(_world_size_of(entry)):
+        with contextlib.suppress(ValueError, RayError):  # the actor does not exist
             actor = ray.get_actor(actor_name(entry, rank), str(entry.facts["namespace"]))
-            asked.append(actor.__ray_ready__.remote())
-    if not asked:
+            pings.append(actor.__ray_ready__.remote())
+    if not pings:
         return False
-    answered, busy = ray.wait(asked, num_returns=len(asked), timeout=IN_USE_S)
-    return bool(busy) or any(_responded(one) for one in answered)
+    done, busy = ray.wait(pings, num_returns=len(pings), timeout=IN_USE_S)
+    return bool(busy) or any(_succeeded(ping) for ping in done)
 
 
-def _responded(reference: Any) -> bool:
+def _world_size_of(entry: DirectoryEntry) -> int:
+    """Return the number of workers of a group."""
+    size = entry.facts[WORLD_SIZE]
+    assert isinstance(size, int)
+    return size
+
+
+def _succeeded(reference: ObjectRef) -> bool:
+    """Return whether a call that is done returned a result. Ray's error shows that the actor has died."""
     try:
         ray.get(reference)
     except RayError:

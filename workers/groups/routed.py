@@ -79,7 +79,7 @@ class AsyncRouteWork:
         self._works = list(works)
         self._finalize = finalize_fn
         self._guard = threading.Lock()
-        self._result: list[Any] = []
+        self._result: list[Any] = []  # empty until the result is computed, then that one item
 
     def done(self) -> bool:
         """Return whether `wait` would return or raise at once."""
@@ -89,14 +89,15 @@ class AsyncRouteWork:
         """Return the result, or raise the first error of a part. `MessageTimeoutError` after `timeout` seconds,
         while the parts continue."""
         until = None if timeout is None else time.monotonic() + timeout
-        return self._finished([work.wait(_remaining_s(until)) for work in self._works])
+        return self._finalize_once([work.wait(_remaining_s(until)) for work in self._works])
 
     async def async_wait(self, timeout: float | None = None) -> Any:
         """`wait` for async code. The event loop is woken when each part is done."""
         until = None if timeout is None else time.monotonic() + timeout
-        return self._finished([await work.async_wait(_remaining_s(until)) for work in self._works])
+        return self._finalize_once([await work.async_wait(_remaining_s(until)) for work in self._works])
 
-    def _finished(self, results: list[Any]) -> Any:
+    def _finalize_once(self, results: list[Any]) -> Any:
+        """Return the result. The first call computes it from the results of the parts."""
         with self._guard:
             if not self._result:
                 self._result = [self._finalize(results)]
@@ -109,12 +110,18 @@ def _remaining_s(until: float | None) -> float | None:
 
 def group_world_size(directory: DirectoryClient, group_name: str) -> int:
     """Return the number of workers of a group. Wait up to `GROUP_WAIT_S` for its launch, then `NameNotFoundError`."""
-    return int(str(directory.lookup_group(group_name, GROUP_WAIT_S).facts[WORLD_SIZE]))
+    size = directory.lookup_group(group_name, GROUP_WAIT_S).facts[WORLD_SIZE]
+    assert isinstance(size, int)
+    return size
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRoute:
-    """The path of batches between this worker's group and another. router: for a decoupled exchange, else None."""
+    """The path of batches between this worker's group and the group `group_name`.
+
+    The fields are the arguments of `Worker.send_to` and `Worker.recv_from` with these names. router: the worker's
+    `batch_router` for a decoupled exchange, else None. queue_size: `send_queue_size` or `recv_queue_size`.
+    """
 
     group_name: str
     channel: Peers | None
@@ -142,7 +149,7 @@ def send_batch(
     split_fn: Callable[[Any, list[int]], list[Any]] | None,
     async_op: bool,
 ) -> AsyncRouteWork | None:
-    """See `Worker.send_to`."""
+    """Send the rows of this rank, and return a handle with `async_op`, else None. See `Worker.send_to`."""
     if batch_size is None:
         batch_size = infer_batch_size(data) * worker._world_size
     plan = _send_plan(worker, route, mode, batch_size)
@@ -157,6 +164,7 @@ def send_batch(
             work = worker.send(part, route.group_name, entry.peer_rank, async_op=async_op, options=route.options)
         else:
             assert route.channel is not None
+            # In a decoupled exchange, the part carries its route, which addresses the answer.
             item = part if route.router is None else {"batch_index": entry.batch_index, "batch": part}
             work = route.channel.put(item, key=entry.key, async_op=async_op)
         works.append(work)
@@ -165,34 +173,34 @@ def send_batch(
 
 def _send_plan(worker: Sender, route: BatchRoute, mode: str | None, batch_size: int) -> RoutePlan:
     """Return the plan of a `send_to` call. In a decoupled exchange, empty the list of routes that it answers."""
-    here = worker.worker_address.root_group_name
-    there = group_world_size(worker._directory, route.group_name)
+    own_group = worker.worker_address.root_group_name
+    peer_world_size = group_world_size(worker._directory, route.group_name)
     if route.router is None:
         return build_send_plan(
-            src_group_name=here,
+            src_group_name=own_group,
             dst_group_name=route.group_name,
             src_rank=worker._rank,
             src_world_size=worker._world_size,
-            dst_world_size=there,
+            dst_world_size=peer_world_size,
             tag=route.tag if mode is None else f"{mode}_{route.tag}",
             route_key=route.route_key,
             batch_size=batch_size,
         )
-    to_answer = route.router.get(str(route.tag))
+    routes_to_answer = route.router.get(str(route.tag))
     plan = decoupled_build_send_plan(
-        src_group_name=here,
+        src_group_name=own_group,
         dst_group_name=route.group_name,
-        src_rank=worker._rank if to_answer is None else None,
+        src_rank=worker._rank if routes_to_answer is None else None,
         src_world_size=worker._world_size,
-        dst_world_size=there,
+        dst_world_size=peer_world_size,
         tag=route.tag,
         route_key=route.route_key,
         batch_size=batch_size,
         mode=mode,
-        tag_batch_router=to_answer,
+        tag_batch_router=routes_to_answer,
         send_queue_size=route.queue_size,
     )
-    if to_answer is not None:
+    if routes_to_answer is not None:
         route.router[str(route.tag)] = []
     return plan
 
@@ -206,14 +214,15 @@ def recv_batch(
     infer_batch_size_fn: SizeOf | None,
     async_op: bool,
 ) -> Any:
-    """See `Worker.recv_from`."""
+    """Receive the rows of this rank. Return them, or a handle with `async_op`. See `Worker.recv_from`."""
     if batch_size is None:
         raise ValueError(f"recv_from({route.group_name!r}) needs batch_size, the number of rows of the whole batch")
     plan = _recv_plan(worker, route, batch_size)
 
     def finish(parts: list[Any]) -> Any:
+        """Check the row counts of the received parts and join them."""
         if route.router is not None:
-            parts = _sort_answers(parts, route.router)
+            parts = _unwrap_parts(parts, route.router)
         for part, entry in zip(parts, plan.entries, strict=True):
             rows = get_batch_size(part, infer_batch_size_fn)
             if rows != entry.batch_size:
@@ -224,41 +233,46 @@ def recv_batch(
         return (merge_fn or merge_batches)(parts)
 
     # All requests start at once, so that parts are received in any order.
-    asked = [_receive_part(worker, route, entry.peer_rank, entry.key) for entry in plan.entries]
-    work = AsyncRouteWork(asked, finish)
+    works = [_receive_part(worker, route, entry.peer_rank, entry.key) for entry in plan.entries]
+    work = AsyncRouteWork(works, finish)
     return work if async_op else work.wait()
 
 
 def _receive_part(worker: Sender, route: BatchRoute, rank: int | None, key: Any) -> AsyncWork[Any]:
-    if not route.enable_p2p:
+    """Start to receive a part: through the channel, under `key`, or as a message of the peer `rank`. Return its
+    handle."""
+    work: AsyncWork[Any]
+    if route.enable_p2p:
+        assert rank is not None
+        work = worker.recv(route.group_name, rank, async_op=True, options=route.options)
+    else:
         assert route.channel is not None
-        got: AsyncWork[Any] = route.channel.get(key=key, async_op=True)
-        return got
-    assert rank is not None
-    sent: AsyncWork[Any] = worker.recv(route.group_name, rank, async_op=True, options=route.options)
-    return sent
+        work = route.channel.get(key=key, async_op=True)
+    return work
 
 
 def _recv_plan(worker: Sender, route: BatchRoute, batch_size: int) -> RoutePlan:
-    here = worker.worker_address.root_group_name
-    there = group_world_size(worker._directory, route.group_name)
+    """Return the plan of a `recv_from` call."""
+    own_group = worker.worker_address.root_group_name
+    peer_world_size = group_world_size(worker._directory, route.group_name)
     if route.router is None:
         return build_recv_plan(
             src_group_name=route.group_name,
-            dst_group_name=here,
+            dst_group_name=own_group,
             dst_rank=worker._rank,
-            src_world_size=there,
+            src_world_size=peer_world_size,
             dst_world_size=worker._world_size,
             tag=route.tag,
             route_key=route.route_key,
             batch_size=batch_size,
         )
+    # A list of routes under the tag shows that this worker answers parts, so it takes the parts of any sender.
     return decoupled_build_recv_plan(
         src_group_name=route.group_name,
-        dst_group_name=here,
+        dst_group_name=own_group,
         recv_rank=None if str(route.tag) in route.router else worker._rank,
         src_world_size=worker._world_size,
-        dst_world_size=there,
+        dst_world_size=peer_world_size,
         tag=route.tag,
         route_key=route.route_key,
         batch_size=batch_size,
@@ -266,12 +280,17 @@ def _recv_plan(worker: Sender, route: BatchRoute, batch_size: int) -> RoutePlan:
     )
 
 
-def _sort_answers(items: list[Any], router: Router) -> list[Any]:
-    """Return the parts of a decoupled exchange. The routes of parts that need an answer are stored in `router`.
-    Answers are sorted by the order of the parts that they answer."""
+def _unwrap_parts(items: list[Any], router: Router) -> list[Any]:
+    """Return the parts of a decoupled exchange without their routes.
+
+    If `router` has a list under the tag of the parts, they need answers: append their routes to the list. Otherwise
+    they are answers: return them in the order of the parts that they answer.
+    """
     routes = [split_channel_message(item["batch_index"]) for item in items]
-    kept = router.get(routes[0][3])
-    if kept is not None:
-        kept.extend(item["batch_index"] for item in items)
+    _, _, _, tag = routes[0]
+    routes_to_answer = router.get(tag)
+    if routes_to_answer is not None:
+        routes_to_answer.extend(item["batch_index"] for item in items)
         return [item["batch"] for item in items]
-    return [items[place]["batch"] for place in sorted(range(len(items)), key=lambda place: routes[place][1])]
+    order = sorted(range(len(items)), key=lambda number: routes[number][1])  # by the index within the route
+    return [items[number]["batch"] for number in order]

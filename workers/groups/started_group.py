@@ -30,7 +30,8 @@ class StartedGroup:
     """Actors that start together and end together.
 
     actors: by rank; owners: actors that created them and whose end would end them. `before` and `after`: callbacks
-    to run before and after the actors are killed; the starter of the actors adds them.
+    to run before and after the actors are killed; the starter of the actors adds them. constructed: whether the
+    constructors of all actors have returned.
     """
 
     def __init__(self) -> None:
@@ -61,12 +62,12 @@ class StartedGroup:
         call."""
         actors = [*self.actors, *self.owners]
         self.actors, self.owners = [], []
-        with self.after:
+        with self.after:  # runs its callbacks at the end of the block, also after an error
             try:
                 self.before.close()
             finally:
-                well = kill(actors)
-        return well
+                all_killed = kill(actors)
+        return all_killed
 
 
 class _Start(GroupFuture):
@@ -76,13 +77,13 @@ class _Start(GroupFuture):
         super().__init__(f"{what}: ", [Called(name, reference) for name, reference in references.items()])
         self._what = what
 
-    def _late(self, what: str, timeout_s: float) -> Exception:
+    def _late_error(self, what: str, timeout_s: float) -> Exception:
         return WorkerStartError(
             f"after {timeout_s:g} s still {what}. Check that the cluster has free resources for them"
         )
 
-    def _raised(self, call: Called, error: BaseException) -> BaseException:
-        if cause_of(error) is not None:
+    def _worker_error(self, call: Called, error: BaseException) -> BaseException:
+        if cause_of(error) is not None:  # the worker raised it
             return noted(error, f"raised by worker {call.name} {self._what}")
         died = WorkerStartError(f"worker {call.name} died {self._what}: {error}")
         died.__cause__ = error
@@ -90,7 +91,7 @@ class _Start(GroupFuture):
 
 
 def results_of(references: Mapping[str, ObjectRef], what: str, *, timeout_s: float) -> dict[str, Any]:
-    """Wait for all references, by worker name, up to `timeout_s`. Return their results.
+    """Wait up to `timeout_s` for all references, which are given by worker name. Return their results by name.
 
     Raises the first exception at once, with its original type and a note of the worker and of `what`, the step of
     the start. `WorkerStartError` for a worker that died without an exception, and for a timeout.
@@ -106,36 +107,38 @@ def clean_up(actors: Mapping[str, ActorHandle], method: str, *, timeout_s: float
     if actors and not ray.is_initialized():
         logger.warning("Method %s was not called: the workers ended with their Ray cluster", method)
         return False
-    futures: dict[ObjectRef, str] = {}
+    name_of: dict[ObjectRef, str] = {}
     for name, actor in actors.items():
         try:
-            futures[getattr(actor, method).remote()] = name
+            name_of[getattr(actor, method).remote()] = name
         except Exception as error:
             logger.warning("Worker %s: cannot call %s: %s", name, method, error)
-    done, late = ray.wait(list(futures), num_returns=len(futures), timeout=timeout_s) if futures else ([], [])
+    # `ray.wait` rejects an empty list.
+    done, late = ray.wait(list(name_of), num_returns=len(name_of), timeout=timeout_s) if name_of else ([], [])
     for future in late:
-        logger.warning("Worker %s: %s did not return within %s s", futures[future], method, timeout_s)
+        logger.warning("Worker %s: %s did not return within %s s", name_of[future], method, timeout_s)
     failed = 0
     for future in done:
         try:
             ray.get(future)
         except Exception as error:
-            logger.warning("Worker %s: %s failed: %s", futures[future], method, error)
+            logger.warning("Worker %s: %s failed: %s", name_of[future], method, error)
             failed += 1
     return len(done) == len(actors) and not failed
 
 
 def kill(actors: Sequence[ActorHandle]) -> bool:
-    """Kill every actor that is alive, even if one fails. Return whether none failed; True after Ray has stopped."""
-    well = True
+    """Kill every actor that is alive. Errors are only logged. Return whether there were none. After Ray has stopped,
+    which has ended all actors, return at once."""
+    succeeded = True
     for actor in actors:
         if not ray.is_initialized():
-            return well
+            return succeeded
         if isinstance(actor, ActorHandle) and actor._ray_cluster_and_job[0] != worker.global_worker.node.cluster_id:
             continue  # Ray 2.47 ends this process if it kills an actor of an earlier Ray cluster
         try:
             ray.kill(actor, no_restart=True)
         except Exception as error:
             logger.warning("Cannot kill %s: %s", actor, error)
-            well = False
-    return well
+            succeeded = False
+    return succeeded

@@ -88,11 +88,11 @@ class RayVirtualCluster:
         self._lock = RLock()
         self._placement_groups: list[PlacementGroup] | None = None
         self._unified = False
-        self._host_of: dict[Bundle, str] = {}
-        self._nodes: list[list[Bundle]] = []
-        self._keepers: dict[str, ActorHandle] = {}
-        self._held: dict[Endpoint, ActorHandle] = {}
-        self._used_by: dict[Hashable, list[Bundle]] = {}
+        self._host_of: dict[Bundle, str] = {}  # the id of the Ray node of each bundle
+        self._nodes: list[list[Bundle]] = []  # the bundles of each node of this cluster
+        self._keepers: dict[str, ActorHandle] = {}  # a `PortKeeper` actor by Ray node id
+        self._held: dict[Endpoint, ActorHandle] = {}  # the keeper that holds each endpoint's port
+        self._used_by: dict[Hashable, list[Bundle]] = {}  # one entry per worker group; a bundle per worker
 
     # --- sizes ----------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,9 @@ class RayVirtualCluster:
     def num_gpus_per_worker(self) -> float:
         """GPUs per worker, so that every colocated group gets an equal share. A multiple of 0.0001, Ray's
         resolution."""
-        return 10_000 // self.max_colocated_worker_groups / 10_000 if self.use_gpus else 0.0
+        if not self.use_gpus:
+            return 0.0
+        return 10_000 // self.max_colocated_worker_groups / 10_000
 
     def world_size(self) -> int:
         """The number of bundles."""
@@ -135,7 +137,7 @@ class RayVirtualCluster:
 
     def _init_placement_groups(self, strategy: str | None = None, use_unified_pg: bool = False) -> None:
         """Reserve the bundles: a packed placement group per node, or one unified group over all nodes, with
-        `strategy` or else the cluster's strategy. A no-op if they are reserved."""
+        `strategy` or else the cluster's strategy. A no-op if they are reserved. After an error nothing is reserved."""
         with self._lock:
             if self._placement_groups is not None:
                 return
@@ -156,8 +158,9 @@ class RayVirtualCluster:
         """
         end = time.monotonic() + seconds("ready_timeout_s", self.ready_timeout_s)
         wait_s = FIRST_WAIT_S
+        # One list under two names: `_yield_resources` replaces entries of `groups`, too.
         self._placement_groups = groups = []
-        targets = [None] if self._unified else self._targets()
+        targets = [None] if self._unified else self._choose_target_nodes()
         for number, target in enumerate(targets):
             groups.append(self._request_placement_group(number, target, strategy))
         while True:
@@ -166,65 +169,75 @@ class RayVirtualCluster:
             done = wait_for_all(ready, timeout_s=timeout_s)
             if len(done) == len(ready):
                 return
-            asked, left_s = self._request_text(), end - time.monotonic()
+            request_text, left_s = self._describe_request(), end - time.monotonic()
             if left_s <= 0:
-                self._remove()
+                self._remove_placement_groups()
                 raise ResourcesNotReadyError(
-                    f"{asked}. Not reserved within {self.ready_timeout_s:g} s; free some resources or request fewer"
+                    f"{request_text}. Not reserved within {self.ready_timeout_s:g} s; free some resources or request "
+                    "fewer"
                 )
-            logger.warning("Bundles not reserved yet, waiting for another %.0f s at most: %s", left_s, asked)
+            logger.warning("Bundles not reserved yet, waiting for another %.0f s at most: %s", left_s, request_text)
             self._yield_resources([number for number, future in enumerate(ready) if future in done], strategy)
             wait_s = min(wait_s * 2, LONGEST_WAIT_S)
 
     def _yield_resources(self, numbers: list[int], strategy: str) -> None:
-        """Release these placement groups for about `GIVE_WAY_S`, so that other clusters can reserve their resources."""
+        """Release the placement groups with these indices, so that other clusters can reserve their resources. Request
+        them again after about `GIVE_WAY_S`."""
         if not numbers:
             return
         assert self._placement_groups is not None
         for number in numbers:
             remove_placement_group(self._placement_groups[number])
         time.sleep(jittered(GIVE_WAY_S, 0.5, 1.5))
-        targets = self._targets()
+        # A unified placement group is never released here: the wait ends as soon as it is created.
+        targets = self._choose_target_nodes()
         for number in numbers:
             self._placement_groups[number] = self._request_placement_group(number, targets[number], strategy)
 
-    def _bundle(self) -> dict[str, float]:
+    def _bundle_resources(self) -> dict[str, float]:
+        """Return the resources of one bundle."""
         return {"CPU": float(self.max_colocated_worker_groups), **({"GPU": 1.0} if self.use_gpus else {})}
 
     def _request_placement_group(self, number: int, target: str | None, strategy: str) -> PlacementGroup:
-        """Request the placement group of a node, or the unified one, from Ray."""
+        """Request the placement group of node `number`, or the unified one, from Ray. target: the id of the preferred
+        Ray node; None for no preference. Returns before the placement group is created."""
         name = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}-{number}"
         if self._unified:
-            return placement_group([self._bundle() for _ in range(self.world_size())], strategy=strategy, name=name)
-        bundles = [self._bundle() for _ in range(self._bundle_counts[number])]
+            return placement_group(
+                [self._bundle_resources() for _ in range(self.world_size())], strategy=strategy, name=name
+            )
+        bundles = [self._bundle_resources() for _ in range(self._bundle_counts[number])]
         return placement_group(bundles, strategy="STRICT_PACK", name=name, _soft_target_node_id=target)
 
-    def _targets(self) -> list[str | None]:
+    def _choose_target_nodes(self) -> list[str | None]:
         """Return for each node the id of a distinct Ray node that can hold it, or None if there is none. Without a
         target, Ray fills one node before it uses the next."""
         if self.node_count() == 1:
-            return [None]
+            return [None]  # there are no other nodes to keep apart from
         free = alive_nodes()
         targets: list[str | None] = []
         for count in self._bundle_counts:
-            wanted = {name: count * amount for name, amount in self._bundle().items()}
-            fits = (node for node in free if all(node["Resources"].get(name, 0) >= wanted[name] for name in wanted))
-            target = next(fits, None)
-            if target is not None:
-                free.remove(target)
-            targets.append(target["NodeID"] if target is not None else None)
+            needed = {name: count * amount for name, amount in self._bundle_resources().items()}
+            fitting = [node for node in free if all(node["Resources"].get(name, 0) >= needed[name] for name in needed)]
+            if fitting:
+                free.remove(fitting[0])
+                targets.append(fitting[0]["NodeID"])
+            else:
+                targets.append(None)
         return targets
 
-    def _request_text(self) -> str:
+    def _describe_request(self) -> str:
+        """Describe the requested bundles and the resources of the Ray cluster, for messages."""
         kind = "in one placement group" if self._unified else "one placement group per node"
         return (
-            f"requested {self.world_size()} bundles of {_resources_text(self._bundle())} on {self.node_count()} nodes "
-            f"({self._bundle_counts}, {kind}); the Ray cluster has {_resources_text(ray.cluster_resources())} (free: "
-            f"{_resources_text(ray.available_resources())}), on nodes of {_nodes()}"
+            f"requested {self.world_size()} bundles of {_resources_text(self._bundle_resources())} on "
+            f"{self.node_count()} nodes ({self._bundle_counts}, {kind}); the Ray cluster has "
+            f"{_resources_text(ray.cluster_resources())} (free: "
+            f"{_resources_text(ray.available_resources())}), on nodes of {_nodes_text()}"
         )
 
     def _locate_bundles(self) -> None:
-        """Record the Ray node of each bundle, and the bundles that make up each node."""
+        """Fill `_host_of` with the Ray node of each bundle, and `_nodes` with the bundles of each node."""
         assert self._placement_groups is not None
         for number, group in enumerate(self._placement_groups):
             for bundle in range(group.bundle_count):
@@ -272,20 +285,22 @@ class RayVirtualCluster:
                 if bundle not in self._host_of:
                     raise IndexError(f"unknown (placement group, bundle) {bundle}; known are {sorted(self._host_of)}")
             hosts = [self._host_of[bundle] for bundle in bundles]
-            asked = {host: self._keeper(host).hold.remote(hosts.count(host)) for host in dict.fromkeys(hosts)}
+            requests = {host: self._keeper(host).hold.remote(hosts.count(host)) for host in dict.fromkeys(hosts)}
             address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in alive_nodes()}
-            new: dict[str, list[Endpoint]] = {}
+            new: dict[str, list[Endpoint]] = {}  # the new endpoints by host
             try:
-                for host, ports in asked.items():
+                for host, ports in requests.items():
                     new[host] = [(address_of[host], port) for port in self._held_ports(ports, host)]
                     self._held.update(dict.fromkeys(new[host], self._keepers[host]))
             except BaseException:
-                self.release_endpoints([endpoint for here in new.values() for endpoint in here])
+                self.release_endpoints([endpoint for endpoints in new.values() for endpoint in endpoints])
                 raise
+            # `hosts` has one entry per bundle: each bundle takes the next endpoint of its host.
             return [new[host].pop(0) for host in hosts]
 
     def release_endpoints(self, endpoints: Iterable[Endpoint]) -> None:
-        """Release these endpoints. Wait up to `RELEASE_TIMEOUT_S` for the nodes; a dead node holds no ports."""
+        """Release these endpoints, and end keepers that hold no other ports. Errors are only logged: a dead node holds
+        no ports. Wait up to `RELEASE_TIMEOUT_S` for the nodes."""
         with self._lock:
             ports: dict[ActorHandle, list[int]] = {}
             for endpoint in endpoints:
@@ -295,8 +310,8 @@ class RayVirtualCluster:
             if not ports or not ray.is_initialized():
                 return
             try:
-                asked = [keeper.release.remote(numbers) for keeper, numbers in ports.items()]
-                ray.wait(asked, num_returns=len(asked), timeout=RELEASE_TIMEOUT_S)
+                requests = [keeper.release.remote(numbers) for keeper, numbers in ports.items()]
+                ray.wait(requests, num_returns=len(requests), timeout=RELEASE_TIMEOUT_S)
             except Exception as error:
                 logger.warning("Cannot release ports: %s", error)
             needed = set(self._held.values())
@@ -307,23 +322,22 @@ class RayVirtualCluster:
         """Return the actor that holds this cluster's ports on a node. Create it in a bundle of the node, so that it
         ends with the bundles."""
         if host not in self._keepers:
-            group, bundle = next(place for place, there in self._host_of.items() if there == host)
-            place = PlacementGroupSchedulingStrategy(self.get_placement_groups()[group], bundle)
-            keeper = ray.remote(PortKeeper).options(num_cpus=0, scheduling_strategy=place).remote()
-            self._keepers[host] = keeper
+            group, bundle = next(key for key, node in self._host_of.items() if node == host)
+            on_bundle = PlacementGroupSchedulingStrategy(self.get_placement_groups()[group], bundle)
+            self._keepers[host] = ray.remote(PortKeeper).options(num_cpus=0, scheduling_strategy=on_bundle).remote()
         return self._keepers[host]
 
     def _held_ports(self, ports: ObjectRef, host: str) -> list[int]:
         """Wait for the ports that the keeper on `host` holds, and return them. After a failure, forget the keeper: the
         next request creates a new one."""
         try:
-            found: list[int] = ray.get(ports, timeout=self.ready_timeout_s)
+            held: list[int] = ray.get(ports, timeout=self.ready_timeout_s)
         except RayError as error:
             del self._keepers[host]
             silent = isinstance(error, GetTimeoutError)
             why = f"no response within {self.ready_timeout_s:g} s" if silent else str(error)
             raise ResourcesNotReadyError(f"cannot hold ports on node {host}: {why}") from error
-        return found
+        return held
 
     # --- users and shutdown -----------------------------------------------------------------------------------------
 
@@ -337,21 +351,23 @@ class RayVirtualCluster:
     def occupy(self, user: Hashable, bundles: Sequence[Bundle]) -> None:
         """Record a worker of `user` on each of `bundles`. ValueError if a bundle then has more workers than allowed."""
         with self._lock:
-            taken = Counter(bundle for used in self._used_by.values() for bundle in used)
-            taken.update(bundles)
+            worker_counts = Counter(bundle for used in self._used_by.values() for bundle in used)
+            worker_counts.update(bundles)
             for bundle in bundles:
-                if taken[bundle] > self.max_colocated_worker_groups:
+                if worker_counts[bundle] > self.max_colocated_worker_groups:
                     raise ValueError(
-                        f"{taken[bundle]} workers on bundle {bundle[1]} of placement group {bundle[0]}; the limit is "
-                        f"max_colocated_worker_groups={self.max_colocated_worker_groups}; shut a group down first"
+                        f"{worker_counts[bundle]} workers on bundle {bundle[1]} of placement group {bundle[0]}; the "
+                        f"limit is max_colocated_worker_groups={self.max_colocated_worker_groups}; shut a group down "
+                        "first"
                     )
             self._used_by[user] = list(bundles)
 
     def leave(self, user: Hashable, *, keep: bool = True) -> None:
-        """Unregister `user`. If it was the last user and not `keep`, release the reservation."""
+        """Unregister `user`; a no-op if it is not registered. keep: whether the bundles stay reserved after the last
+        user has left."""
         with self._lock:
-            was_here = self._used_by.pop(user, None) is not None
-            if was_here and not keep and not self._used_by:
+            was_registered = self._used_by.pop(user, None) is not None
+            if was_registered and not keep and not self._used_by:
                 self.shutdown()
 
     def shutdown(self) -> bool:
@@ -362,14 +378,14 @@ class RayVirtualCluster:
         with self._lock:
             self._host_of, self._nodes, self._keepers, self._held = {}, [], {}, {}
             self._used_by, self._unified = {}, False
-            return self._remove()
+            return self._remove_placement_groups()
 
-    def _remove(self) -> bool:
+    def _remove_placement_groups(self) -> bool:
         """Remove the placement groups. Return whether no step failed; True also if Ray has shut down, which removed
         them."""
         groups, self._placement_groups = self._placement_groups or [], None
         end = time.monotonic() + ATTEMPTS_S
-        well = True
+        succeeded = True
         for group in groups:
             try:
                 if ray.is_initialized():
@@ -377,8 +393,8 @@ class RayVirtualCluster:
                     remove_placement_group(group)
             except Exception as error:
                 logger.warning("Cannot remove placement group %s: %s", group.id.hex(), error)
-                well = False
-        return well
+                succeeded = False
+        return succeeded
 
     def __enter__(self) -> RayVirtualCluster:
         return self
@@ -397,25 +413,28 @@ def _await_attempt(group: PlacementGroup, end: float) -> None:
     (https://github.com/ray-project/ray/issues/64693). Ray repeats a failed attempt after 0.3 to 1 s if the nodes had
     no space, and only after a node was added if no node is large enough.
     """
-    first: int | None = None
+    attempts_at_start: int | None = None
     while time.monotonic() < end:
         row: dict[str, Any] = placement_group_table(group)
         if row.get("state") not in ("PENDING", "PREPARED"):
-            return
+            return  # created, or removed
         outcome, attempts = row["stats"]["scheduling_state"], row["stats"]["scheduling_attempt"]
-        first = attempts if first is None else first
+        attempts_at_start = attempts if attempts_at_start is None else attempts_at_start
         if outcome == "INFEASIBLE":
-            return
-        if outcome == "NO_RESOURCES" and row["state"] == "PENDING" and attempts > first:
+            return  # no node is large enough; Ray makes no attempt until one is added
+        # The outcome is that of the last attempt. Only a failure since the first look shows that a pause has begun.
+        if outcome == "NO_RESOURCES" and row["state"] == "PENDING" and attempts > attempts_at_start:
             return
         time.sleep(0.01)
 
 
 def alive_nodes() -> list[dict[str, Any]]:
+    """Return Ray's records of the nodes that are alive."""
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _nodes() -> str:
+def _nodes_text() -> str:
+    """Describe the resources of the first nodes, and the number of the others."""
     nodes = alive_nodes()
     more = len(nodes) - _RESOURCES_SHOWN_NODES
     shown = " + ".join(f"({_resources_text(node['Resources'])})" for node in nodes[:_RESOURCES_SHOWN_NODES])
@@ -423,8 +442,8 @@ def _nodes() -> str:
 
 
 def _resources_text(resources: dict[str, Any]) -> str:
-    counted = {name: resources[name] for name in ("CPU", "GPU") if name in resources}
-    return ", ".join(f"{amount:g} {name}" for name, amount in counted.items()) or "no CPU and no GPU"
+    amounts = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if name in resources]
+    return ", ".join(amounts) or "no CPU and no GPU"
 
 
 def node_of_bundle(group: PlacementGroup, bundle: int) -> str:

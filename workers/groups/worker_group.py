@@ -60,11 +60,11 @@ class WorkerGroup(Generic[C]):
                 f"{worker_cls.__name__} has methods with names reserved by WorkerGroup: {taken}; rename them"
             )
         self._name = f"worker_group_{worker_cls.__name__}"
-        self._started: StartedGroup | None = None
-        self._token: object = None
+        self._started: StartedGroup | None = None  # set only in the process that launched the group, until the end
+        self._token: object = None  # distinguishes this launch from other launches under the same name
         self._workers: list[WorkerGroup.WorkerRank] = []
         self._launched = False
-        self._next = threading.local()
+        self._next = threading.local()  # attribute `ranks`: those of this thread's next call, None for all
 
     @property
     def worker_cls_name(self) -> str:
@@ -94,7 +94,7 @@ class WorkerGroup(Generic[C]):
         entry = cluster.directory.lookup_group(group_name)
         group: WorkerGroup[C] = cls(worker_cls)
         group._name = group_name
-        group._take(find_actors(entry), entry.facts["token"])
+        group._set_workers(find_actors(entry), entry.facts["token"])
         return group
 
     def launch(
@@ -123,19 +123,19 @@ class WorkerGroup(Generic[C]):
         if placement_strategy is None:
             count = cluster.num_accelerators
             placement_strategy = PackedPlacementStrategy(0, count - 1) if count else NodePlacementStrategy([0])
-        wanted = Launch(
+        parameters = Launch(
             cls=self._worker_cls,
             args=self._args,
             kwargs=self._kwargs,
             name=self._name if name is None else name,
             placements=placement_strategy.get_placement(cluster, isolate_gpu),
             max_concurrency=max_concurrency,
-            catch_failures=_catches() if catch_system_failure is None else catch_system_failure,
+            catch_failures=_catch_by_default() if catch_system_failure is None else catch_system_failure,
             log_to_driver=not disable_distributed_log,
         )
-        self._started, entry = launch_group(cluster, wanted)
-        self._name = wanted.name
-        self._take(self._started.actors, entry.facts["token"])
+        self._started, entry = launch_group(cluster, parameters)
+        self._name = parameters.name
+        self._set_workers(self._started.actors, entry.facts["token"])
         cluster.adopt(self)
         return self
 
@@ -155,15 +155,18 @@ class WorkerGroup(Generic[C]):
 
         `NoSuchRankError` for a rank outside of the group; the next call then goes to all ranks.
         """
-        self._next.ranks = None
+        self._next.ranks = None  # also after an error below
         size = len(self._called_workers())
         for rank in ranks:
-            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
+            is_integer = isinstance(rank, int) and not isinstance(rank, bool)
+            if not is_integer or not 0 <= rank < size:
                 raise NoSuchRankError(group=self._name, rank=rank, size=size)
         self._next.ranks = ranks or None
         return self
 
     def __getattr__(self, name: str) -> Any:
+        """Return the method `name` of the worker class as a method of the group, for the ranks of `execute_on`."""
+        # copy and pickle look up special methods, also before `__init__` has set `_methods`.
         if name.startswith("__") or "_methods" not in self.__dict__:
             raise AttributeError(name)
         ranks = self._take_ranks()
@@ -188,6 +191,7 @@ class WorkerGroup(Generic[C]):
     def __reduce__(self) -> tuple[Any, ...]:
         if not self._launched:
             return WorkerGroup, (self._worker_cls, self._args, self._kwargs)
+        # The receiver finds the workers in the directory. Its copy does not end the group.
         return WorkerGroup.from_group_name, (self._worker_cls, self._name)
 
     def __enter__(self) -> WorkerGroup[C]:
@@ -198,14 +202,15 @@ class WorkerGroup(Generic[C]):
     ) -> None:
         self.end_group()
 
-    def _take(self, actors: Sequence[ActorHandle], token: object) -> None:
+    def _set_workers(self, actors: Sequence[ActorHandle], token: object) -> None:
+        """Make this the launched group of these actors, which are ordered by rank."""
         self._workers = [WorkerGroup.WorkerRank(actor, rank) for rank, actor in enumerate(actors)]
         self._token = token
         self._launched = True
 
     def _called_workers(self) -> list[WorkerRank]:
-        """RuntimeError before the launch, `GroupEndedError` after the end. Ray itself would start a new cluster for
-        the call."""
+        """Return all workers. RuntimeError before the launch, `GroupEndedError` after the end. Without this check, Ray
+        itself would start a new cluster for the call."""
         if not self._launched:
             raise RuntimeError(f"worker group {self._name!r} has not been launched")
         if not self._workers or not ray.is_initialized():
@@ -213,25 +218,28 @@ class WorkerGroup(Generic[C]):
         return self._workers
 
     def _take_ranks(self) -> tuple[int, ...] | None:
+        """Return the ranks of this thread's last `execute_on` and reset them; None for all ranks."""
         ranks: tuple[int, ...] | None = getattr(self._next, "ranks", None)
         self._next.ranks = None
         return ranks
 
     def _call(self, method: str, ranks: Sequence[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `method` on the workers of these ranks (None: all) and return the `GroupCall`."""
         workers = self._called_workers()
         called = workers if ranks is None else [workers[rank] for rank in ranks]
         if len(called) > 1:
-            args = tuple(_stored(value) for value in args)
-            kwargs = {name: _stored(value) for name, value in kwargs.items()}
+            args = tuple(_store_if_large(value) for value in args)
+            kwargs = {name: _store_if_large(value) for name, value in kwargs.items()}
         calls = [
-            Called(f"{self._name}:{one.rank}", getattr(one.worker, method).remote(*args, **kwargs), one.worker)
-            for one in called
+            Called(f"{self._name}:{entry.rank}", getattr(entry.worker, method).remote(*args, **kwargs), entry.worker)
+            for entry in called
         ]
         return GroupCall(f"{self.worker_cls_name}.{method}", calls, self)
 
 
 class _Method:
-    """A method of a group. ranks: of its first call; later calls go to the ranks of `execute_on`, or to all."""
+    """A method of a group, as `WorkerGroup.__getattr__` returns it. ranks: of its first call; later calls go to the
+    ranks of `execute_on`, or to all."""
 
     def __init__(self, group: WorkerGroup[Any], name: str, ranks: tuple[int, ...] | None) -> None:
         self._group = group
@@ -249,12 +257,15 @@ class _Method:
         return f"<{self._group.worker_cls_name}.{self._name} on {self._group!r}>"
 
 
-def _stored(value: Any) -> Any:
+def _store_if_large(value: Any) -> Any:
+    """Put an argument of more than `STORED_BYTES` in the object store and return its reference. Return others as they
+    are: smaller ones, and those whose size is unknown."""
     size = len(value) if isinstance(value, bytes | bytearray) else getattr(value, "nbytes", 0)
     return ray.put(value) if isinstance(size, int) and size > STORED_BYTES else value
 
 
-def _catches() -> bool:
+def _catch_by_default() -> bool:
+    """Return the default of `catch_system_failure`, from the environment. ValueError for another value than 1 or 0."""
     value = os.environ.get(CATCH_VARIABLE, "1").strip().lower()
     if value not in ("1", "0", "true", "false"):
         raise ValueError(f"{CATCH_VARIABLE}={value!r}: set it to 1 or 0")
