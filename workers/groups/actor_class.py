@@ -27,7 +27,7 @@ SERVING_FILE = __file__
 DURATIONS_KEPT = 1024
 """A worker keeps the durations of this many calls."""
 _CAUGHT_SIGNALS = (signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-_DEVICES = "CUDA_VISIBLE_DEVICES"
+_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 Durations = dict[str, float]
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def is_serving() -> bool:
 
 
 def hosted(cls: type, *, catch_failures: bool) -> type:
-    """Return a subclass of `cls` to use as an actor class.
+    """Return a subclass of `cls` to use as an actor class: a worker is an object of it.
 
     Its first constructor argument is the environment to set before `cls` is constructed. Exceptions of its
     constructor and public methods are made portable (`remote_errors.portable`) and are logged by the worker.
@@ -61,27 +61,29 @@ def hosted(cls: type, *, catch_failures: bool) -> type:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "_tq_catch_failures": catch_failures,
-        "__new__": _new(cls),
-        "__init__": _construct(cls),
-        "_tq_durations": _durations,
+        "__new__": _make_new(cls),
+        "__init__": _make_init(cls),
+        "_tq_durations": _take_durations,
     }
     for name in methods_of(cls):
         method = inspect.getattr_static(cls, name)
         if isinstance(method, staticmethod | classmethod):
-            namespace[name] = type(method)(_served(name, method.__func__, catch_failures))
+            namespace[name] = type(method)(_serving_wrapper(name, method.__func__, catch_failures))
         else:
-            namespace[name] = _served(name, method, catch_failures)
+            namespace[name] = _serving_wrapper(name, method, catch_failures)
     return type(cls.__name__, (cls,), namespace)
 
 
-def _new(base: Any) -> Callable[..., Any]:
+def _make_new(base: Any) -> Callable[..., Any]:
+    """Return the `__new__` of the subclass of `base`."""
+
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """Install signal handlers here, because Ray creates the object in the main thread, the only thread that can.
         Ray also creates an instance of the actor class, which inherits this method, when it declares an actor."""
         self: Any = base.__new__(cls)
-        if issubclass(cls, ActorClass):
+        if issubclass(cls, ActorClass):  # the instance that only declares the actor
             return self
-        self._tq_kept = CallDurations()
+        self._tq_call_durations = CallDurations()
         if cls._tq_catch_failures:
             catch_signals()
         return self
@@ -96,24 +98,33 @@ def catch_signals() -> None:
             signal.signal(number, _end_by_signal)
 
 
-def _construct(cls: type) -> Callable[..., None]:
-    def construct(self: Any, environment: Mapping[str, str], /, *args: Any, **kwargs: Any) -> None:
+def _make_init(cls: type) -> Callable[..., None]:
+    """Return the `__init__` of the subclass of `cls`. It sets `environment`, then calls `cls.__init__`."""
+
+    def init(self: Any, environment: Mapping[str, str], /, *args: Any, **kwargs: Any) -> None:
         os.environ.update(environment)
-        os.environ[_DEVICES] = _on_this_machine(environment[_DEVICES])
+        os.environ[_DEVICES_VARIABLE] = _visible_devices(environment[_DEVICES_VARIABLE])
         with Serving(f"{cls.__name__}.__init__", (), self._tq_catch_failures):
             cls.__init__(self, *args, **kwargs)  # type: ignore[misc]
             self._tq_check()
 
-    return construct
+    return init
 
 
-def _on_this_machine(devices: str) -> str:
-    """Translate indices of a node's accelerators into CUDA_VISIBLE_DEVICES, for a node that was restricted to some
-    devices."""
-    began_with = dict(entry.partition("=")[::2] for entry in Path("/proc/self/environ").read_text().split("\0"))
-    usable = [name for name in began_with.get(_DEVICES, "").split(",") if name]
-    numbers = [int(number) for number in devices.split(",") if number]
-    return devices if not usable else ",".join(usable[number] for number in numbers)
+def _visible_devices(indices: str) -> str:
+    """Return CUDA_VISIBLE_DEVICES for a worker that may see these accelerators, given as indices separated by commas.
+
+    On a node that was restricted to some devices, index i is the i-th of these. Their names are in the environment with
+    which this process started; `os.environ` has other values by now.
+    """
+    initial_environment = {}
+    for entry in Path("/proc/self/environ").read_text().split("\0"):
+        name, _, value = entry.partition("=")
+        initial_environment[name] = value
+    usable = [name for name in initial_environment.get(_DEVICES_VARIABLE, "").split(",") if name]
+    if not usable:
+        return indices
+    return ",".join(usable[int(index)] for index in indices.split(",") if index)
 
 
 class CallDurations:
@@ -124,31 +135,35 @@ class CallDurations:
         self._guard = threading.Lock()
 
     def keep(self, task: str, durations: Durations) -> None:
+        """Store the durations of a call. Drop the oldest if there are too many."""
         with self._guard:
             self._durations[task] = durations
             while len(self._durations) > DURATIONS_KEPT:
                 self._durations.popitem(last=False)
 
     def take(self, task: str) -> Durations:
+        """Remove and return the durations of a call; empty if there are none."""
         with self._guard:
             return self._durations.pop(task, {})
 
 
-def _durations(self: Any, task: str) -> Durations:
-    """Return the seconds by name of that call. A second request returns nothing."""
-    found: Durations = self._tq_kept.take(task)
-    return found
+def _take_durations(self: Any, task: str) -> Durations:
+    """Return the seconds by name of the call with that Ray task id. A second request returns nothing. The method
+    `_tq_durations` of workers."""
+    durations: Durations = self._tq_call_durations.take(task)
+    return durations
 
 
-def _served(name: str, method: Callable[..., Any], catch: bool) -> Callable[..., Any]:
-    """Return `method` wrapped for calls from other processes. Calls from within the worker bypass the wrapper."""
+def _serving_wrapper(name: str, method: Callable[..., Any], catch: bool) -> Callable[..., Any]:
+    """Return `method` wrapped for calls from other processes. Calls from within the worker only call `method`.
+    catch: see `Serving`."""
 
     @functools.wraps(method)
     def serve(*args: Any, **kwargs: Any) -> Any:
         if is_serving():
             return method(*args, **kwargs)
         with Serving(name, args, catch):
-            return _sendable(name, method(*args, **kwargs))
+            return _sendable_result(name, method(*args, **kwargs))
 
     @functools.wraps(method)
     async def serve_async(*args: Any, **kwargs: Any) -> Any:
@@ -158,13 +173,13 @@ def _served(name: str, method: Callable[..., Any], catch: bool) -> Callable[...,
             return await method(*args, **kwargs)
 
     if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-        # Otherwise Ray would treat the wrapper as a generator and stream its items.
+        # Otherwise Ray would find the generator through `__wrapped__`, and stream its items.
         serve.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
         del serve.__wrapped__
     return serve_async if inspect.iscoroutinefunction(method) else serve
 
 
-def _sendable(name: str, result: Any) -> Any:
+def _sendable_result(name: str, result: Any) -> Any:
     """Return a method's result, or the list of a generator's items, because a generator cannot be sent."""
     if isinstance(result, AsyncGeneratorType):
         raise TypeError(f"{name} is an asynchronous generator, which cannot be called remotely; return a list instead")
@@ -172,14 +187,17 @@ def _sendable(name: str, result: Any) -> Any:
 
 
 class Serving:
-    """The context of one served call. A class, because a `contextlib` generator would slow down every call.
+    """The context of one call from another process: it measures the call, and makes its exception portable. A class,
+    because a `contextlib` generator would slow down every call.
 
-    args: arguments of the call. The first one is the worker, unless the method is static.
+    name: of the method, for durations and messages. args: arguments of the call. The first one is the worker, unless
+    the method is static. catch: whether SystemExit becomes an error of the call.
     """
 
     def __init__(self, name: str, args: tuple[Any, ...], catch: bool) -> None:
         self._name = name
-        self._kept: CallDurations | None = getattr(args[0], "_tq_kept", None) if args else None
+        # None in a static method and in the constructor: their durations are not stored.
+        self._stored: CallDurations | None = getattr(args[0], "_tq_call_durations", None) if args else None
         self._catch = catch
         self._durations: Durations = {}
 
@@ -192,8 +210,8 @@ class Serving:
     ) -> None:
         self._durations.setdefault(self._name, time.perf_counter() - self._begun)
         _current.reset(self._token)
-        if self._kept is not None:
-            self._kept.keep(ray.get_runtime_context().get_task_id(), self._durations)
+        if self._stored is not None:
+            self._stored.keep(ray.get_runtime_context().get_task_id(), self._durations)
         if isinstance(error, Exception) or (self._catch and isinstance(error, SystemExit)):
             logger.error("%s raised %s", self._name, "".join(traceback.format_exception_only(error)).strip())
             sent = portable(error)
@@ -202,6 +220,7 @@ class Serving:
 
 
 def _end_by_signal(number: int, frame: FrameType | None) -> None:
+    """Handle a signal: log the stack of `frame` and end the process."""
     name = f"{os.environ.get('GROUP_NAME')}:{os.environ.get('RANK')}"
     try:
         stack = "".join(traceback.format_stack(frame))

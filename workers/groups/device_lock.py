@@ -40,8 +40,8 @@ class DeviceLock:
         self._job = hashlib.sha256(job.encode()).hexdigest()[:16]
         self._folder = folder or tempfile.gettempdir()
         self._guard = threading.Lock()
-        self._count = 0
-        self._held: list[tuple[Path, HeldFile]] = []
+        self._count = 0  # the calls of `acquire` minus those of `release`
+        self._held: list[tuple[Path, HeldFile]] = []  # one locked file per accelerator
 
     def acquire(self, timeout_s: float = TIMEOUT_S) -> None:
         """Block until the worker holds the lock. `DeviceLockTimeoutError`, which names a current holder, after
@@ -51,7 +51,7 @@ class DeviceLock:
             if not self._count:
                 try:
                     for device in self._devices:
-                        self._held.append(self._lock(device, wait))
+                        self._held.append(self._lock_device(device, wait))
                 except BaseException:
                     self._release_all()
                     raise
@@ -77,12 +77,12 @@ class DeviceLock:
     ) -> None:
         self.release()
 
-    def _lock(self, device: str, wait: LoggedWait) -> tuple[Path, HeldFile]:
-        """Lock the file of one accelerator and write the worker's name into it. Retry if the previous holder has
-        removed the file."""
+    def _lock_device(self, device: str, wait: LoggedWait) -> tuple[Path, HeldFile]:
+        """Lock the file of one accelerator and write the worker's name into it. Return the file. Retry if the previous
+        holder has removed the file meanwhile."""
         name = f"tq-device-{self._job}-{hashlib.sha256(device.encode()).hexdigest()[:16]}.lock"
         while True:
-            path, file = in_own_directory(self._folder, lambda folder: _opened(folder / name))
+            path, file = in_own_directory(self._folder, lambda folder: _open_lock_file(folder / name))
             try:
                 self._await_lock(file, path, device, wait)
                 if _is_current(file, path):
@@ -98,12 +98,14 @@ class DeviceLock:
         """Lock the file. `DeviceLockTimeoutError` if another process still holds it when `wait` is over."""
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        waiting = _Waiting(file)
+            return  # the file was unlocked
+        waiting = _WaitingThread(file)
         try:
             while not waiting.locked.wait(wait.step_s()):
-                holder = _holder(path)
-                if wait.over(f"{self._worker}: accelerator {device}, held by {holder}") and not waiting.leave():
+                holder = _holder_name(path)
+                timed_out = wait.over(f"{self._worker}: accelerator {device}, held by {holder}")
+                # The thread may have got the lock at the last moment; then this wait has succeeded.
+                if timed_out and not waiting.leave():
                     raise DeviceLockTimeoutError(
                         worker=self._worker, device=device, holder=holder, waited_s=wait.waited_s
                     )
@@ -112,6 +114,7 @@ class DeviceLock:
             raise
 
     def _release_all(self) -> None:
+        """Unlock and remove the files of all accelerators."""
         while self._held:
             path, file = self._held.pop()
             with contextlib.suppress(FileNotFoundError):
@@ -121,7 +124,8 @@ class DeviceLock:
             file.close()
 
 
-def _opened(path: Path) -> tuple[Path, HeldFile]:
+def _open_lock_file(path: Path) -> tuple[Path, HeldFile]:
+    """Open the file, and create it if it does not exist. The `HeldFile` is not locked yet."""
     return path, HeldFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
 
@@ -132,36 +136,36 @@ def _is_current(file: HeldFile, path: Path) -> bool:
     return False
 
 
-def _holder(path: Path) -> str:
-    """Return the worker name in the file. For messages only: it may be outdated."""
+def _holder_name(path: Path) -> str:
+    """Return the worker name in the file, or "another worker". For messages only: it may be outdated."""
     with contextlib.suppress(OSError):
         return path.read_text(errors="replace")[:200] or "another worker"
     return "another worker"
 
 
-class _Waiting:
-    """A thread that blocks in `flock`, which has no timeout. It has its own descriptor, so the caller may close the
-    other."""
+class _WaitingThread:
+    """A thread that blocks in `flock`, which has no timeout. It has its own descriptor of the same open file, so the
+    caller may close the other. `locked` is set when the thread has the lock, which then also holds for `file`."""
 
     def __init__(self, file: HeldFile) -> None:
         self.locked = threading.Event()
-        self._own = HeldFile(os.dup(file.fd))
+        self._own_file = HeldFile(os.dup(file.fd))
         self._guard = threading.Lock()
         self._abandoned = False
         threading.Thread(target=self._run, name="tq-device-lock", daemon=True).start()
 
     def leave(self) -> bool:
-        """Give up waiting: the thread releases the lock as soon as it gets it. Return whether it has the lock
-        already."""
+        """Stop waiting. Return whether the thread has the lock already. Otherwise it releases the lock as soon as it
+        gets it."""
         with self._guard:
             self._abandoned = True
             return self.locked.is_set()
 
     def _run(self) -> None:
-        fcntl.flock(self._own.fd, fcntl.LOCK_EX)
+        fcntl.flock(self._own_file.fd, fcntl.LOCK_EX)
         with self._guard:
             if self._abandoned:
-                fcntl.flock(self._own.fd, fcntl.LOCK_UN)
+                fcntl.flock(self._own_file.fd, fcntl.LOCK_UN)
             else:
                 self.locked.set()
-        self._own.close()
+        self._own_file.close()

@@ -11,7 +11,7 @@ from workers.placement.ports import PortKeeper
 
 
 class NodeAgent(PortKeeper):
-    """host: the address at which other nodes reach this node."""
+    """Holds ports of its node (see `PortKeeper`). host: the address at which other nodes reach this node."""
 
     def __init__(self, host: str) -> None:
         super().__init__()

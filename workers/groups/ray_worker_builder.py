@@ -51,6 +51,8 @@ class RayWorkerBuilder:
         self.kwargs = kwargs
         self._initializers: WeakValueDictionary[tuple[str, str], ActorHandle] = WeakValueDictionary()
 
+    # Initializers belong to this process and are not pickled. A WeakValueDictionary cannot be pickled, either.
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_initializers": None}
 
@@ -68,9 +70,10 @@ class RayWorkerBuilder:
 
         @cached_property
         def _actor(self) -> ActorClass:
-            found = actor_class(self.ray_actor_class_fqn)
-            raise_portably(plain_class(found))
-            return found
+            """The actor class, whose methods raise exceptions that the caller can unpickle."""
+            actor = actor_class(self.ray_actor_class_fqn)
+            raise_portably(plain_class(actor))
+            return actor
 
         def create_worker(
             self,
@@ -103,21 +106,24 @@ class RayWorkerBuilder:
             """`create_worker`, which also returns the log messages: one for each kind of overridden option, with the
             reason."""
             cls = plain_class(self._actor)
-            required, init_kwargs = _configured(cls, num_gpus, bundle_indices, num_gpus_per_node)
-            asked, ranks = _without_ranks(extra_options)
-            place = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=bundle)
-            on_bundle = {"scheduling_strategy": place, "runtime_env": {"env_vars": ranks}}
+            required, init_kwargs = _configure_worker(cls, num_gpus, bundle_indices, num_gpus_per_node)
+            caller_options, rank_variables = _split_off_ranks(extra_options)
+            scheduling = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=bundle)
+            on_bundle = {"scheduling_strategy": scheduling, "runtime_env": {"env_vars": rank_variables}}
+            # Later layers override earlier ones. The third argument is the reason, for the log.
             options, overrides = layered(
                 [
                     Layer("the default", {"num_cpus": None}, ""),
                     Layer(f"{cls.__name__}._default_options", getattr(cls, "_default_options", None) or {}, ""),
-                    Layer("@ray.remote", _decorated(self._actor), "the decorator overrides the class's defaults"),
-                    Layer("the call", {"num_gpus": num_gpus, **asked}, "the caller's options take precedence"),
+                    Layer(
+                        "@ray.remote", _decorator_options(self._actor), "the decorator overrides the class's defaults"
+                    ),
+                    Layer("the call", {"num_gpus": num_gpus, **caller_options}, "the caller's options take precedence"),
                     Layer(f"{cls.__name__}.configure_worker", required, "the class requires it"),
                     Layer("the builder", on_bundle, "bundle and ranks are fixed"),
                 ]
             )
-            if options["num_cpus"] is None:
+            if options["num_cpus"] is None:  # no layer set it
                 options["num_cpus"] = 1
             worker = self._actor.options(**options).remote(*self.init_args, **{**self.init_kwargs, **init_kwargs})
             return worker, overrides
@@ -157,13 +163,13 @@ class RayWorkerBuilder:
         may override. Blocks up to `MAKE_TIMEOUT_S` (then `WorkerStartError`) until the class is imported and
         `configure_worker` has returned. Raises the exceptions of both.
         """
-        made, initializer = self.begin(
+        future, initializer = self.begin(
             placement_group, placement_group_bundle_index, num_gpus, bundle_indices, **extra_options
         )
         name = f"of {self.ray_actor_class_fqn}"
-        worker, overrides = results_of({name: made}, "being made", timeout_s=MAKE_TIMEOUT_S)[name]
+        worker, overrides = results_of({name: future}, "being made", timeout_s=MAKE_TIMEOUT_S)[name]
         log_overrides(overrides)
-        worker._initializer = initializer
+        worker._initializer = initializer  # the worker ends with its initializer
         return worker
 
     def for_group(self) -> RayWorkerBuilder:
@@ -180,21 +186,22 @@ class RayWorkerBuilder:
     ) -> tuple[ObjectRef, ActorHandle]:
         """As `create_worker_async`, for callers that log. Return (future of (worker, log messages), initializer)."""
         initializer = self.initializer(placement_group, bundle, extra_options)
-        made = initializer.make.remote(placement_group, bundle, num_gpus, bundle_indices, **extra_options)
-        return made, initializer
+        future = initializer.make.remote(placement_group, bundle, num_gpus, bundle_indices, **extra_options)
+        return future, initializer
 
     def initializer(self, placement_group: PlacementGroup, bundle: int, options: Mapping[str, Any]) -> ActorHandle:
-        """Return the initializer for workers with these `options` on this placement group. Create one if none
-        exists."""
-        runtime_env, _ = _without_ranks({"runtime_env": options.get("runtime_env")})
+        """Return the initializer for workers with these actor `options` on this placement group. Create one, on
+        `bundle`, if none exists for the same placement group and runtime environment (without the rank variables)."""
+        runtime_env, _ = _split_off_ranks({"runtime_env": options.get("runtime_env")})
         key = (placement_group.id.hex(), json.dumps(runtime_env, sort_keys=True, default=repr))
-        found = self._initializers.get(key)
-        if found is None:
-            place = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=bundle)
-            maker = ray.remote(self.IsolatedWorkerInitializer)
-            made = maker.options(num_cpus=0, scheduling_strategy=place, **runtime_env)
-            found = self._initializers[key] = made.remote(self.ray_actor_class_fqn, *self.args, **self.kwargs)
-        return found
+        initializer = self._initializers.get(key)
+        if initializer is None:
+            on_bundle = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=bundle)
+            actor = ray.remote(self.IsolatedWorkerInitializer).options(
+                num_cpus=0, scheduling_strategy=on_bundle, **runtime_env
+            )
+            initializer = self._initializers[key] = actor.remote(self.ray_actor_class_fqn, *self.args, **self.kwargs)
+        return initializer
 
 
 def actor_class(fqn: str) -> ActorClass:
@@ -204,47 +211,48 @@ def actor_class(fqn: str) -> ActorClass:
     if not module_name:
         raise ValueError(f"{fqn!r} is not a fully qualified class name (package.module.Class)")
     try:
-        found = getattr(importlib.import_module(module_name), name)
+        cls = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"cannot import {fqn!r}: {error}") from error
-    return found if isinstance(found, ActorClass) else ray.remote(found)
+    return cls if isinstance(cls, ActorClass) else ray.remote(cls)
 
 
 def plain_class(actor: ActorClass) -> type:
     """Return the class from which an actor class was made."""
-    found: type = actor.__ray_metadata__.modified_class
-    return found
+    cls: type = actor.__ray_metadata__.modified_class
+    return cls
 
 
-def log_overrides(sentences: list[str]) -> None:
-    """Log each message once."""
-    for sentence in dict.fromkeys(sentences):
-        logger.warning("%s", sentence)
+def log_overrides(messages: list[str]) -> None:
+    """Log each message once: the workers of a group have the same overrides."""
+    for message in dict.fromkeys(messages):
+        logger.warning("%s", message)
 
 
-def _without_ranks(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def _split_off_ranks(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a copy of the actor options without the rank variables, and the rank variables."""
-    rest, _ = layered([Layer("", options, "")])
-    variables = rest.get("runtime_env", {}).get("env_vars", {})
-    return rest, {name: variables.pop(name) for name in RANK_VARIABLES if name in variables}
+    others, _ = layered([Layer("", options, "")])  # a copy, `runtime_env` included
+    variables = others.get("runtime_env", {}).get("env_vars", {})
+    return others, {name: variables.pop(name) for name in RANK_VARIABLES if name in variables}
 
 
-def _decorated(actor: ActorClass) -> dict[str, Any]:
+def _decorator_options(actor: ActorClass) -> dict[str, Any]:
     """Return the options that `@ray.remote` gave to the class, without the one that only the decorator accepts."""
     return {name: value for name, value in actor._default_options.items() if name != "concurrency_groups"}
 
 
-def _configured(
+def _configure_worker(
     cls: type, num_gpus: float, bundle_indices: TiedBundles | None, num_gpus_per_node: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the (actor options, constructor arguments) that the class's `configure_worker` requests. ValueError
-    unless it returns three or four items."""
+    """Call the class's `configure_worker`, if it has one. Return the (actor options, constructor arguments) that it
+    requests. ValueError unless it returns three or four items."""
     configure = getattr(cls, "configure_worker", None)
     if configure is None:
         return {}, {}
     arguments: dict[str, Any] = {"num_gpus": num_gpus, "bundle_indices": bundle_indices}
     parameters = inspect.signature(configure).parameters
-    if "num_gpus_per_node" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    accepts_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "num_gpus_per_node" in parameters or accepts_any_keyword:
         arguments["num_gpus_per_node"] = num_gpus_per_node
     returned = configure(**arguments)
     if not isinstance(returned, tuple | list) or len(returned) not in (3, 4):
@@ -252,7 +260,8 @@ def _configured(
             f"{cls.__name__}.configure_worker returned {returned!r:.200}; it must return (resources, env_vars, "
             "init_kwargs) and optionally runtime-environment options"
         )
-    resources, env_vars, init_kwargs, *more = returned
-    asked = [resources or {}, {"runtime_env": more[0] if more else {}}, {"runtime_env": {"env_vars": env_vars or {}}}]
-    required, _ = layered([Layer("", options, "") for options in asked])
+    resources, env_vars, init_kwargs, *optional = returned
+    runtime_env = optional[0] if optional else {}
+    parts = [resources or {}, {"runtime_env": runtime_env}, {"runtime_env": {"env_vars": env_vars or {}}}]
+    required, _ = layered([Layer("", options, "") for options in parts])
     return required, dict(init_kwargs or {})

@@ -57,7 +57,7 @@ class RayWorkerGroup:
         if groups is None:
             groups = bundles_to_use(cluster.bundle_counts, workers_per_node)
         places = place_workers(cluster.bundle_counts, groups, spanning=cluster.unified)
-        self.sharding_annotations = _sharding_for(len(places), sharding_annotations)
+        self.sharding_annotations = _checked_sharding(len(places), sharding_annotations)
         self._create_workers_from_bundle_indices(remote_worker_builder, groups, env_vars)
 
     @property
@@ -76,8 +76,8 @@ class RayWorkerGroup:
         groups."""
         if not self._workers:
             return 0
-        if self._data_parallel is not None:
-            return self._data_parallel.get_axis_size(DATA_PARALLEL_AXIS)
+        if self._dp_sharding is not None:
+            return self._dp_sharding.get_axis_size(DATA_PARALLEL_AXIS)
         return len(set(self.worker_to_tied_group_index.values()))
 
     def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
@@ -87,20 +87,21 @@ class RayWorkerGroup:
             raise IndexError(
                 f"data-parallel shard {dp_shard_idx} does not exist; the group has {self.dp_size}, from 0 on"
             )
-        if self._data_parallel is not None:
-            coords = {**dict.fromkeys(self._data_parallel.names, 0), DATA_PARALLEL_AXIS: dp_shard_idx}
-            return self._data_parallel.get_ranks_by_coord(**coords)[0]
+        if self._dp_sharding is not None:
+            coords = {**dict.fromkeys(self._dp_sharding.names, 0), DATA_PARALLEL_AXIS: dp_shard_idx}
+            return self._dp_sharding.get_ranks_by_coord(**coords)[0]
         return next(worker for worker, group in self.worker_to_tied_group_index.items() if group == dp_shard_idx)
 
     @property
-    def _data_parallel(self) -> NamedSharding | None:
-        """The sharding, if it has a data-parallel axis. None if the tied groups are the data-parallel shards."""
+    def _dp_sharding(self) -> NamedSharding | None:
+        """`sharding_annotations`, if it has a data-parallel axis. None if the tied groups are the data-parallel shards."""
         sharding = self.sharding_annotations
         return sharding if sharding is not None and DATA_PARALLEL_AXIS in sharding.names else None
 
-    def _dp_shard(self, worker: int) -> int:
-        if self._data_parallel is not None:
-            return self._data_parallel.get_worker_coords(worker)[DATA_PARALLEL_AXIS]
+    def _dp_shard_of(self, worker: int) -> int:
+        """Return the data-parallel shard of a worker: its position on the axis, or else its tied group."""
+        if self._dp_sharding is not None:
+            return self._dp_sharding.get_worker_coords(worker)[DATA_PARALLEL_AXIS]
         return self.worker_to_tied_group_index[worker]
 
     # --- start and end ------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ class RayWorkerGroup:
         self._workers = list(self._started.actors)
         for plan, endpoint in zip(plans, endpoints, strict=True):
             self.worker_to_tied_group_index[plan.place.rank] = plan.place.tied_group
-            self._metadata.append({**_metadata(plan, endpoint), "dp_shard_idx": self._dp_shard(plan.place.rank)})
+            self._metadata.append({**_metadata(plan, endpoint), "dp_shard_idx": self._dp_shard_of(plan.place.rank)})
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End every worker. Return whether no step failed; True also if the workers had ended before.
@@ -130,13 +131,13 @@ class RayWorkerGroup:
         names = [entry["name"] for entry in self._metadata]
         workers = dict(zip(names, self._workers, strict=True))
         self._workers, self._metadata, self.worker_to_tied_group_index = [], [], {}
-        well = True
+        cleaned_up = True
         try:
             if cleanup_method is not None and not force:
-                well = clean_up(workers, cleanup_method, timeout_s=timeout)
+                cleaned_up = clean_up(workers, cleanup_method, timeout_s=timeout)
         finally:
-            ended = self._started is None or self._started.end()
-        return well and ended
+            all_killed = self._started is None or self._started.end()
+        return cleaned_up and all_killed
 
     def __enter__(self) -> RayWorkerGroup:
         return self
@@ -165,11 +166,11 @@ class RayWorkerGroup:
         ValueError for an unknown axis.
         """
         self._check_callable()
-        running = self._running(run_rank_0_only_axes)
-        stored = _Stored()
-        shared_args = [stored.once(value) for value in args]
-        shared_kwargs = {name: stored.once(value) for name, value in kwargs.items()}
-        return self._send(method_name, [_Call(worker, shared_args, shared_kwargs) for worker in running])
+        called = self._workers_to_call(run_rank_0_only_axes)
+        stored = _StoredValues()
+        shared_args = [stored.store_once(value) for value in args]
+        shared_kwargs = {name: stored.store_once(value) for name, value in kwargs.items()}
+        return self._send(method_name, [_Call(worker, shared_args, shared_kwargs) for worker in called])
 
     def run_all_workers_multiple_data(
         self,
@@ -182,18 +183,18 @@ class RayWorkerGroup:
         """As `run_all_workers_single_data`, but each argument is a list with one value per called worker (ValueError
         for another length). `common_kwargs` are passed to all."""
         self._check_callable()
-        running = self._running(run_rank_0_only_axes)
-        dispatch.check_counts(len(running), args, kwargs)
+        called = self._workers_to_call(run_rank_0_only_axes)
+        dispatch.check_counts(len(called), args, kwargs)
         dispatch.check_common(common_kwargs or {}, kwargs)
-        stored = _Stored()
-        common = {name: stored.once(value) for name, value in (common_kwargs or {}).items()}
+        stored = _StoredValues()
+        common = {name: stored.store_once(value) for name, value in (common_kwargs or {}).items()}
         calls = [
             _Call(
                 worker,
-                [values[place] for values in args],
-                {**common, **{name: values[place] for name, values in kwargs.items()}},
+                [values[index] for values in args],
+                {**common, **{name: values[index] for name, values in kwargs.items()}},
             )
-            for place, worker in enumerate(running)
+            for index, worker in enumerate(called)
         ]
         return self._send(method_name, calls)
 
@@ -218,7 +219,7 @@ class RayWorkerGroup:
         unknown axis and for an axis in two roles.
         """
         self._check_callable()
-        sharding, sharded = self._sharding(), in_sharded_axes or []
+        sharding, sharded = self._require_sharding(), in_sharded_axes or []
         targets = dispatch.shard_targets(
             sharding, sharded, replicate_on_axes or [], dummies=make_dummy_calls_to_free_axes
         )
@@ -226,13 +227,13 @@ class RayWorkerGroup:
         for name, shards in dispatch.named(args, kwargs):
             dispatch.check_shards(name, shards, sharding, sharded)
         dispatch.check_common(common_kwargs or {}, kwargs)
-        stored = _Stored()
-        common = {name: stored.once(value) for name, value in (common_kwargs or {}).items()}
+        stored = _StoredValues()
+        common = {name: stored.store_once(value) for name, value in (common_kwargs or {}).items()}
         calls = [
             _Call(
                 target.worker,
-                [stored.part(shards, target) for shards in args],
-                {**common, **{name: stored.part(shards, target) for name, shards in kwargs.items()}},
+                [stored.shard_for(target, shards) for shards in args],
+                {**common, **{name: stored.shard_for(target, shards) for name, shards in kwargs.items()}},
             )
             for target in targets
         ]
@@ -263,12 +264,14 @@ class RayWorkerGroup:
         if not ray.is_initialized():
             raise RuntimeError(f"worker group {self.name_prefix!r} ended with its Ray cluster; start both again")
 
-    def _running(self, run_rank_0_only_axes: list[str] | None) -> list[int]:
+    def _workers_to_call(self, run_rank_0_only_axes: list[str] | None) -> list[int]:
+        """Return the indices of the workers at 0 of these axes, or of all workers without axes."""
         if not run_rank_0_only_axes:
             return list(range(len(self._workers)))
-        return dispatch.workers_at_zero(self._sharding(), run_rank_0_only_axes)
+        return dispatch.workers_at_zero(self._require_sharding(), run_rank_0_only_axes)
 
-    def _sharding(self) -> NamedSharding:
+    def _require_sharding(self) -> NamedSharding:
+        """Return the sharding. ValueError if the group has none."""
         if self.sharding_annotations is None:
             raise ValueError(
                 "this call names axes, but the group has no sharding_annotations; pass them to RayWorkerGroup"
@@ -284,13 +287,13 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class _Stored:
+class _StoredValues:
     """Values that several calls share. Each is put in the object store once and passed by reference."""
 
     def __init__(self) -> None:
-        self._references: dict[int, tuple[Any, ObjectRef]] = {}
+        self._references: dict[int, tuple[Any, ObjectRef]] = {}  # value and reference by the id of the value
 
-    def once(self, value: Any) -> Any:
+    def store_once(self, value: Any) -> Any:
         """Return the argument to pass for `value`: its reference, or `value` itself if it is a reference or a small
         scalar."""
         if value is None or isinstance(value, bool | int | float | ObjectRef):
@@ -299,13 +302,13 @@ class _Stored:
             self._references[id(value)] = (value, ray.put(value))  # a reference to the value keeps its id unique
         return self._references[id(value)][1]
 
-    def part(self, shards: Any, target: dispatch.DispatchTarget) -> Any:
-        """Return `once` of the target's part of `shards`, or None for a dummy call."""
-        return None if target.dummy else self.once(dispatch.shards_of(shards, target.shard))
+    def shard_for(self, target: dispatch.DispatchTarget, shards: Any) -> Any:
+        """Return the argument to pass for the target's part of the nested lists `shards`, or None for a dummy call."""
+        return None if target.dummy else self.store_once(dispatch.shards_of(shards, target.shard))
 
 
-def _sharding_for(workers: int, sharding: NamedSharding | None) -> NamedSharding | None:
-    """Return `sharding`. ValueError unless it names exactly the ranks of the group."""
+def _checked_sharding(workers: int, sharding: NamedSharding | None) -> NamedSharding | None:
+    """Return `sharding`. ValueError unless it is None or names exactly the ranks of the group of `workers` workers."""
     if sharding is not None and sharding.get_ranks_by_coord() != list(range(workers)):
         raise ValueError(
             f"sharding_annotations names {sharding.size} ranks from {sharding.get_ranks_by_coord()[0]} on; it must "
@@ -315,6 +318,7 @@ def _sharding_for(workers: int, sharding: NamedSharding | None) -> NamedSharding
 
 
 def _metadata(plan: WorkerPlan, endpoint: Endpoint) -> dict[str, Any]:
+    """Return the worker's entry of `worker_metadata`, without "dp_shard_idx"."""
     return {
         "rank": plan.place.rank,
         "name": plan.name,

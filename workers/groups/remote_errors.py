@@ -41,7 +41,8 @@ def raise_portably(cls: type) -> None:
 
 
 def _with_portable_errors(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `method` within the context `_PortableErrors`, as a function of the same kind."""
+    """Return a wrapper that runs `method` within the context `_PortableErrors`. It is of the same kind: a function, a
+    generator, a coroutine function or an asynchronous generator."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -100,37 +101,41 @@ def portable(error: BaseException) -> BaseException:
     kind = type(error)
     if not isinstance(error, Exception):
         return WorkerExitError(kind=kind.__name__, message=_text(error))
-    if _arrives(error, as_text=_text(error)):
+    if _survives_pickle(error, text=_text(error)):
         return error
-    copyreg.pickle(kind, _reduced)
-    if _arrives(error):
+    # From now on, pickle uses `_reduce` for this type. The text may change if an attribute becomes its `repr`.
+    copyreg.pickle(kind, _reduce)
+    if _survives_pickle(error):
         return error
     return WorkerCallError(kind=f"{kind.__module__}.{kind.__qualname__}", message=_text(error))
 
 
-def _arrives(error: Exception, as_text: str | None = None) -> bool:
+def _survives_pickle(error: Exception, text: str | None = None) -> bool:
+    """Return whether `error` can be pickled and loaded, and keeps its type's name and, unless None, its `text`."""
     try:
-        back = pickle.loads(cloudpickle.dumps(error))  # noqa: S301 (the bytes are created on this line)
-        return type(back).__name__ == type(error).__name__ and as_text in (None, str(back))
+        copy = pickle.loads(cloudpickle.dumps(error))  # noqa: S301 (the bytes are created on this line)
+        return type(copy).__name__ == type(error).__name__ and (text is None or text == str(copy))
     except Exception:
         return False
 
 
-def _reduced(error: BaseException) -> tuple[Callable[..., BaseException], tuple[Any, ...]]:
-    """Reduce an exception whose own reduction fails. It is rebuilt without its constructor, from the values that can
-    be pickled."""
-    args = tuple(_sendable(value) for value in error.args)
-    return _again, (type(error), args, {name: _sendable(value) for name, value in vars(error).items()})
+def _reduce(error: BaseException) -> tuple[Callable[..., BaseException], tuple[Any, ...]]:
+    """Reduce an exception, for pickle, whose own reduction fails. It is rebuilt without its constructor, from the
+    values that can be pickled."""
+    args = tuple(_value_or_repr(value) for value in error.args)
+    return _rebuild, (type(error), args, {name: _value_or_repr(value) for name, value in vars(error).items()})
 
 
-def _again(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    """Return an exception of type `kind` with these `args` and attributes, without a call of its constructor."""
     error: BaseException = kind.__new__(kind, *args)
     error.args = args
     vars(error).update(state)
     return error
 
 
-def _sendable(value: Any) -> Any:
+def _value_or_repr(value: Any) -> Any:
+    """Return `value` if it can be pickled and loaded, otherwise its `repr`."""
     try:
         pickle.loads(cloudpickle.dumps(value))  # noqa: S301 (the bytes are created on this line)
         return value
@@ -139,6 +144,7 @@ def _sendable(value: Any) -> Any:
 
 
 def _text(error: BaseException) -> str:
+    """Return `str(error)`, or a substitute if that fails."""
     try:
         return str(error)
     except Exception:

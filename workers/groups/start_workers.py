@@ -51,19 +51,20 @@ def start_workers(
     """
     timeout_s = seconds("timeout_s", timeout_s)
     started = StartedGroup()
-    reserved = cluster.join(started)
-    started.after.callback(lambda: cluster.leave(started, keep=reserved or started.constructed))
+    were_reserved = cluster.join(started)
+    # Bundles that were reserved only for a group that failed to start are released.
+    started.after.callback(lambda: cluster.leave(started, keep=were_reserved or started.constructed))
     with started.starting():
-        plans = _planned(cluster, groups, name_prefix)
+        plans = _plan_workers(cluster, groups, name_prefix)
         cluster.occupy(started, [plan.bundle for plan in plans])
-        endpoints = _make(started, cluster, builder.for_group(), plans, env_vars or {}, timeout_s)
+        endpoints = _create_actors(started, cluster, builder.for_group(), plans, env_vars or {}, timeout_s)
         started.await_constructed([plan.label for plan in plans], timeout_s=timeout_s)
     return started, plans, endpoints
 
 
-def _planned(cluster: RayVirtualCluster, groups: Sequence[TiedBundles], name_prefix: str) -> list[WorkerPlan]:
-    """Return a name and a place for each worker. If the bundles are in one placement group, ranks of nodes follow
-    the hosts."""
+def _plan_workers(cluster: RayVirtualCluster, groups: Sequence[TiedBundles], name_prefix: str) -> list[WorkerPlan]:
+    """Return a name and a place for each worker, by rank. In a unified placement group, ranks of nodes and local ranks
+    follow the Ray nodes of the bundles (see `counted_by_host`)."""
     places = place_workers(cluster.bundle_counts, groups, spanning=cluster.unified)
     bundles = [cluster.locate(place.node, place.bundle) for place in places]
     if cluster.unified:
@@ -78,7 +79,7 @@ def _planned(cluster: RayVirtualCluster, groups: Sequence[TiedBundles], name_pre
     ]
 
 
-def _make(
+def _create_actors(
     started: StartedGroup,
     cluster: RayVirtualCluster,
     builder: RayWorkerBuilder,
@@ -86,30 +87,34 @@ def _make(
     env_vars: Mapping[str, str],
     timeout_s: float,
 ) -> list[Endpoint]:
-    """Create the actors. Return the endpoint of each."""
+    """Create the actors and add them to `started`, but do not wait for their constructors. Return the endpoint of each.
+
+    Overrides of environment variables and options are logged once, at the end.
+    """
     placement_groups = cluster.get_placement_groups()
-    settings = [
+    shared_layers = [
         Layer("the driver's environment", _variables(driver_environment()), ""),
         Layer("the argument env_vars", _variables(env_vars), "it applies to this group"),
     ]
-    shared, overrides = layered(settings)
+    shared, overrides = layered(shared_layers)
     for plan in plans:  # initializers start while endpoints are requested
         group, bundle = plan.bundle
         initializer = builder.initializer(placement_groups[group], bundle, shared)
         if initializer not in started.owners:
             started.owners.append(initializer)
+    # One endpoint per worker, and one more on the first worker's node: the master's.
     held = cluster.hold_endpoints([plans[0].bundle, *(plan.bundle for plan in plans)])
     started.after.callback(cluster.release_endpoints, held)
     master, *endpoints = held
-    making: dict[str, ObjectRef] = {}
+    creations: dict[str, ObjectRef] = {}
     for plan in plans:
         ranks = Layer(
             "the group", _variables(rank_environment(plan.place, endpoints, master)), "ranks are fixed by the group"
         )
-        options, more = layered([*settings, ranks])
-        overrides += more
+        options, more_overrides = layered([*shared_layers, ranks])
+        overrides += more_overrides
         group, bundle = plan.bundle
-        making[plan.label], _ = builder.begin(
+        creations[plan.label], _ = builder.begin(
             placement_groups[group],
             bundle,
             cluster.num_gpus_per_worker,
@@ -117,12 +122,13 @@ def _make(
             num_gpus_per_node=cluster.num_gpus_per_node,
             **options,
         )
-    for actor, more in results_of(making, "being made", timeout_s=timeout_s).values():
+    for actor, more_overrides in results_of(creations, "being made", timeout_s=timeout_s).values():
         started.actors.append(actor)
-        overrides += more
+        overrides += more_overrides
     log_overrides(overrides)
     return endpoints
 
 
 def _variables(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return the actor options that set these environment variables."""
     return {"runtime_env": {"env_vars": variables}}

@@ -32,6 +32,7 @@ from workers.placement.ports import HIGHEST, PortKeeper
 LOG_LEVEL_VARIABLE = "RLINF_LOG_LEVEL"
 _HOST_VARIABLE = "TQ_HOST"
 _WRAPPERS = (SERVING_FILE, f"{Path(ray.__file__).parent}{os.sep}")
+"""Beginnings of the names of source files whose functions call the methods of a worker, but are not the user's code."""
 _LOG_FORMAT = "[%(levelname)s %(asctime)s {name}] %(message)s"
 
 Self = TypeVar("Self", bound="Worker")
@@ -93,7 +94,7 @@ class Worker:
         self._node_local_world_size = int(os.environ["NODE_LOCAL_WORLD_SIZE"])
         self._local_accelerator_rank = int(os.environ["LOCAL_ACCELERATOR_RANK"])
         self.logger = self._logger = Worker.logger = _worker_logger(self._worker_address)
-        self._timers: dict[str, float] = {}
+        self._timers: dict[str, float] = {}  # total seconds by tag, see `worker_timer`
         self._ports = PortKeeper()
         self._device_lock = DeviceLock(
             self._worker_address.get_name(),
@@ -209,10 +210,10 @@ class Worker:
         of either. None for this worker's whole group. src: (group name, rank or rank path), None for the first
         worker of `groups`.
         """
-        whole: list[tuple[str, Ranks]] = [(self._worker_address.root_group_name, list(self._siblings()))]
+        own_group: list[tuple[str, Ranks]] = [(self._worker_address.root_group_name, list(self._group_rank_paths()))]
         return self._messenger.broadcast(
             object,
-            participants(whole if groups is None else groups),
+            participants(own_group if groups is None else groups),
             None if src is None else WorkerAddress(*src),
             async_op=async_op,
             options=options,
@@ -314,6 +315,7 @@ class Worker:
         )
 
     def _router(self, decoupled: bool) -> Router | None:
+        """Return the worker's `batch_router` for a decoupled exchange (ValueError if it has none), otherwise None."""
         if not decoupled:
             return None
         router: Router | None = getattr(self, "batch_router", None)
@@ -323,9 +325,10 @@ class Worker:
             )
         return router
 
-    def _siblings(self) -> Iterator[tuple[int, ...]]:
-        above = self._worker_address.rank_path[:-1]
-        return ((*above, rank) for rank in range(self._world_size))
+    def _group_rank_paths(self) -> Iterator[tuple[int, ...]]:
+        """Yield the rank path of each worker of this worker's group, this one included."""
+        parent_path = self._worker_address.rank_path[:-1]
+        return ((*parent_path, rank) for rank in range(self._world_size))
 
     # --- channels -------------------------------------------------------------------------------------------------
 
@@ -396,7 +399,7 @@ class Worker:
     def worker_timer(self, tag: str | None = None) -> Iterator[None]:
         """Add the seconds of this context to the total under `tag` (default: the name of the calling function). The
         total is reported by `consume_durations` of the current call and by `pop_execution_times`."""
-        name = tag or sys._getframe(2).f_code.co_name
+        name = tag or sys._getframe(2).f_code.co_name  # frame 1 is the `__enter__` of `contextmanager`
         begun = time.perf_counter()
         try:
             yield
@@ -443,13 +446,15 @@ class Worker:
             Worker.current_worker = None
 
     def _tq_check(self) -> None:
+        """RuntimeError if the subclass did not call the constructor of `Worker`. Called after its own constructor."""
         if not hasattr(self, "_messenger"):
             raise RuntimeError(f"{type(self).__name__}.__init__ must call super().__init__()")
 
 
 def _caller_stacklevel() -> int:
-    """Return the `stacklevel` of the caller of a log method. Frames of wrappers around actor methods are skipped."""
-    level, frame = 2, sys._getframe(2)
+    """Return the `stacklevel` for `logging` of the code that called a log method. Frames of wrappers around actor
+    methods are skipped."""
+    level, frame = 2, sys._getframe(2)  # frame 0 is this function, frame 1 the log method, frame 2 its caller
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_WRAPPERS):
         level, frame = level + 1, frame.f_back
     return level
@@ -464,10 +469,11 @@ def _worker_logger(address: WorkerAddress) -> logging.Logger:
     for old in list(logger.handlers):
         logger.removeHandler(old)
     handler: logging.Handler = logging.StreamHandler()
-    logs = Path("/proc/self/fd/1").resolve().parent
-    if os.environ.get("TQ_LOG") == "file" and logs.name == "logs":
+    # Ray redirects the stdout of its workers to a file in its directory "logs".
+    ray_logs = Path("/proc/self/fd/1").resolve().parent
+    if os.environ.get("TQ_LOG") == "file" and ray_logs.name == "logs":
         name = re.sub(r"[^\w.-]", "_", address.get_name())
-        handler = logging.FileHandler(logs / f"group-{name}-{os.getpid()}.log")
+        handler = logging.FileHandler(ray_logs / f"group-{name}-{os.getpid()}.log")
     handler.setFormatter(logging.Formatter(_LOG_FORMAT.format(name=address.get_name().replace("%", "%%"))))
     logger.addHandler(handler)
     return logger
