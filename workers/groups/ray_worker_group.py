@@ -94,7 +94,8 @@ class RayWorkerGroup:
 
     @property
     def _dp_sharding(self) -> NamedSharding | None:
-        """`sharding_annotations`, if it has a data-parallel axis. None if the tied groups are the data-parallel shards."""
+        """`sharding_annotations`, if it has a data-parallel axis. Otherwise None: the tied groups are the data-parallel
+        shards."""
         sharding = self.sharding_annotations
         return sharding if sharding is not None and DATA_PARALLEL_AXIS in sharding.names else None
 

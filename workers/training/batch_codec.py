@@ -122,12 +122,19 @@ def pack(batch: Mapping[str, Any]) -> PackedBatch:
 
 @dataclass
 class _Packer:
+    """A payload under construction. lengths: index in the header's list by the row lengths as bytes; end: size of the
+    payload so far. `columns` and `pieces` are those of `Header` and `PackedBatch`.
+
+    The methods named after a kind of column append its bytes and return its description.
+    """
+
     columns: list[_Column] = field(default_factory=list)
     lengths: dict[bytes, int] = field(default_factory=dict)
     pieces: list[tuple[int, Tensor]] = field(default_factory=list)
     end: int = 0
 
     def add(self, name: str, value: Any) -> None:
+        """Encode one column. The type of `value` determines its kind."""
         if isinstance(value, Tensor):
             self.columns.append(self._nested(name, value) if value.is_nested else self._dense(name, value))
         elif isinstance(value, NonTensorStack):
@@ -141,44 +148,46 @@ class _Packer:
         else:
             self.columns.append(self._value(name, value.data if isinstance(value, NonTensorData) else value))
 
-    def _begin(self) -> int:
+    def _align(self) -> int:
+        """Begin a column: move `end` to the next multiple of `GRANULE_BYTES` and return it."""
         self.end = -(-self.end // GRANULE_BYTES) * GRANULE_BYTES
         return self.end
 
     def _append(self, data: Tensor) -> None:
+        """Add bytes (uint8 [n]) at the end of the payload."""
         if data.numel():
             self.pieces.append((self.end, data))
             self.end += data.numel()
 
     def _dense(self, name: str, value: Tensor) -> _Dense:
-        start = self._begin()
+        start = self._align()
         self._append(as_bytes(value))
         return _Dense(name, start, DTYPE_NAMES[value.dtype], tuple(value.shape))
 
     def _nested(self, name: str, value: Tensor) -> _Jagged:
         values, lengths = _values_and_lengths(value)
-        place = self.lengths.setdefault(lengths.numpy().tobytes(), len(self.lengths))
-        start = self._begin()
+        lengths_index = self.lengths.setdefault(lengths.numpy().tobytes(), len(self.lengths))
+        start = self._align()
         self._append(as_bytes(values))
-        return _Jagged(name, start, DTYPE_NAMES[values.dtype], tuple(values.shape[1:]), place)
+        return _Jagged(name, start, DTYPE_NAMES[values.dtype], tuple(values.shape[1:]), lengths_index)
 
     def _ragged(self, name: str, rows: Sequence[Tensor]) -> _Ragged:
         dtypes = {row.dtype for row in rows}
         if len(dtypes) > 1:
             raise TypeError(f"column {name!r}: rows must have one dtype, got {', '.join(map(str, dtypes))}")
-        start = self._begin()
+        start = self._align()
         for row in rows:
             self._append(as_bytes(row))
         return _Ragged(name, start, DTYPE_NAMES[rows[0].dtype], tuple(tuple(row.shape) for row in rows))
 
     def _value(self, name: str, value: Any) -> _Value:
-        start = self._begin()
+        start = self._align()
         encoded = encode_object(value, field=name)
         self._append(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
         return _Value(name, start, len(encoded))
 
     def _objects(self, name: str, values: Sequence[Any], form: str) -> _Objects:
-        start = self._begin()
+        start = self._align()
         encoded, sizes = encode_rows(values, field=name)
         if encoded:
             self._append(torch.frombuffer(encoded, dtype=torch.uint8))
@@ -191,12 +200,13 @@ def unpack(header: Header, flat: Tensor) -> dict[str, Any]:
     Jagged columns are views of `flat`, and columns with equal lengths share one offsets tensor. All others are copies,
     so that a reference to a small column does not keep the payload in memory.
     """
-    rows = [_Rows(np.frombuffer(lengths, dtype=np.int64), flat.device) for lengths in header.lengths]
-    return {column.name: _read(column, flat, rows) for column in header.columns}
+    layouts = [_RowLayout(np.frombuffer(lengths, dtype=np.int64), flat.device) for lengths in header.lengths]
+    return {column.name: _decode_column(column, flat, layouts) for column in header.columns}
 
 
-class _Rows:
-    """Row lengths [N] that several columns share, and their offsets tensor."""
+class _RowLayout:
+    """The rows of all jagged columns with the same row lengths [N]. offsets: tensor [N + 1] on the device; total: sum
+    of the lengths; span: smallest and largest length."""
 
     def __init__(self, lengths: np.ndarray[Any, np.dtype[np.int64]], device: torch.device) -> None:
         self.offsets = offsets_of(torch.tensor(lengths)).to(device)
@@ -204,31 +214,35 @@ class _Rows:
         self.span = (min(lengths.tolist(), default=0), max(lengths.tolist(), default=0))
 
 
-def _read(column: _Column, flat: Tensor, rows: Sequence[_Rows]) -> Any:
+def _decode_column(column: _Column, flat: Tensor, layouts: Sequence[_RowLayout]) -> Any:
+    """Return the values of one column. layouts: one per entry of the header's `lengths`."""
     match column:
         case _Dense():
-            return _take(flat, column.start, column.dtype, column.shape).clone()
+            return _view(flat, column.start, column.dtype, column.shape).clone()
         case _Jagged():
-            of = rows[column.lengths]
-            values = _take(flat, column.start, column.dtype, (of.total, *column.inner))
-            return jagged_from_values(values, of.offsets, span=of.span)
+            layout = layouts[column.lengths]
+            values = _view(flat, column.start, column.dtype, (layout.total, *column.inner))
+            return jagged_from_values(values, layout.offsets, span=layout.span)
         case _Ragged():
-            return _each(column.start, column.shapes, TORCH_DTYPES[column.dtype].itemsize, flat, column.dtype)
+            return _decode_ragged(column, flat)
         case _Value():
             return decode_object(flat[column.start : column.start + column.size].cpu().numpy().tobytes())
         case _Objects():
-            return _FORMS[column.form](_values(column, flat))
+            return _FORMS[column.form](_decode_objects(column, flat))
 
 
-def _each(start: int, shapes: Sequence[tuple[int, ...]], itemsize: int, flat: Tensor, dtype: str) -> list[Tensor]:
+def _decode_ragged(column: _Ragged, flat: Tensor) -> list[Tensor]:
+    """Return a copy of each row."""
     rows = []
-    for shape in shapes:
-        rows.append(_take(flat, start, dtype, shape).clone())
+    start, itemsize = column.start, TORCH_DTYPES[column.dtype].itemsize
+    for shape in column.shapes:
+        rows.append(_view(flat, start, column.dtype, shape).clone())
         start += math.prod(shape) * itemsize
     return rows
 
 
-def _values(column: _Objects, flat: Tensor) -> list[Any]:
+def _decode_objects(column: _Objects, flat: Tensor) -> list[Any]:
+    """Return the Python values of the column."""
     sizes = np.frombuffer(column.sizes, dtype=np.int64)
     data = flat[column.start : column.start + int(sizes.sum())].cpu().numpy().tobytes()
     ends = np.cumsum(sizes)
@@ -240,18 +254,20 @@ _FORMS: dict[str, Callable[[list[Any]], Any]] = {
     "list": list,
     "stack": lambda values: NonTensorStack(*values),
 }
+"""By the `form` of an object column, the function that puts a list of values into the original container."""
 
 
-def _take(flat: Tensor, start: int, dtype: str, shape: Sequence[int]) -> Tensor:
-    kind = TORCH_DTYPES[dtype]
-    size = math.prod(shape) * kind.itemsize
-    return flat[start : start + size].view(kind).view(tuple(shape))
+def _view(flat: Tensor, start: int, dtype: str, shape: Sequence[int]) -> Tensor:
+    """Return the bytes from `start` on as a tensor of this dtype and shape, without a copy."""
+    torch_dtype = TORCH_DTYPES[dtype]
+    nbytes = math.prod(shape) * torch_dtype.itemsize
+    return flat[start : start + nbytes].view(torch_dtype).view(tuple(shape))
 
 
 def _values_and_lengths(nested: Tensor) -> tuple[Tensor, Tensor]:
     """Return (values [T, *inner] without holes, row lengths [N] int64 on the CPU) of a nested tensor."""
     jagged: Any = nested
-    if is_jagged(jagged) and jagged.lengths() is None:
+    if is_jagged(jagged) and jagged.lengths() is None:  # without lengths, rows have no holes between them
         offsets = jagged.offsets()
         return jagged.values()[int(offsets[0]) : int(offsets[-1])], row_lengths(jagged).cpu()
     rows = list(nested.unbind())

@@ -49,19 +49,19 @@ def forward_fields(meta: KVBatchMeta, given: Sequence[str] | None, known: Collec
     """Return the fields that a forward pass reads: `given`, or by default the meta's fields in `known`. ValueError if
     no field is left."""
     if given is not None:
-        a_meta(meta)
+        require_meta(meta)
         return field_names("fields", given)
-    fields = fields_of(meta)
-    found = [name for name in fields if name in known]
-    if not found:
+    fields = require_fields(meta)
+    to_read = [name for name in fields if name in known]
+    if not to_read:
         raise ValueError(
             f"none of this meta's fields ({', '.join(fields)}) is a default field of a forward pass "
             f"({', '.join(sorted(known))}): pass the fields to read, fields=[...]"
         )
-    return found
+    return to_read
 
 
-def a_meta(meta: KVBatchMeta) -> KVBatchMeta:
+def require_meta(meta: KVBatchMeta) -> KVBatchMeta:
     """Return `meta`. TypeError if it is not a `KVBatchMeta`."""
     if not isinstance(meta, KVBatchMeta):
         raise TypeError(
@@ -71,9 +71,9 @@ def a_meta(meta: KVBatchMeta) -> KVBatchMeta:
     return meta
 
 
-def fields_of(meta: KVBatchMeta) -> list[str]:
+def require_fields(meta: KVBatchMeta) -> list[str]:
     """Return the fields that the meta names. ValueError if it names none."""
-    fields = a_meta(meta).fields
+    fields = require_meta(meta).fields
     if not fields:
         raise ValueError("this meta names no fields for the workers to read: use meta.with_fields([...])")
     return list(fields)

@@ -99,7 +99,7 @@ class _Hosted(PolicyWorker, SplitStepWorker, Protocol):
 
     def _fetch(self, meta: KVBatchMeta) -> BatchedDataDict[Any]: ...
 
-    def _in_micro_batches(self, meta: KVBatchMeta, stage: Stage) -> KVBatchMeta: ...
+    def _with_micro_batches(self, meta: KVBatchMeta, stage: Stage) -> KVBatchMeta: ...
 
     def _is_replica_leader(self) -> bool: ...
 
@@ -147,6 +147,7 @@ class TQWorkerMixin:
             client.close()
 
     def _require_dp_client(self) -> DataPlaneClient:
+        """Return the client. RuntimeError before `setup_data_plane` and after `close_data_plane`."""
         if self._dp_client is None:
             raise RuntimeError(
                 f"{type(self).__name__} has no data plane client: the driver must call setup_data_plane(cfg) on every "
@@ -218,7 +219,7 @@ class TQWorkerMixin:
         if fetch_policy not in POLICIES:
             raise ValueError(f"fetch_policy must be one of {', '.join(POLICIES)}, got {fetch_policy!r}")
 
-        def width() -> int:
+        def pad_length() -> int:
             return self._forward_pad_seqlen(meta) if dp_aligned_seq_len and layout == "padded" else 0
 
         def finish(columns: Mapping[str, Any]) -> BatchedDataDict[Any]:
@@ -226,30 +227,31 @@ class TQWorkerMixin:
                 columns,
                 layout,
                 pad_value_dict=self._pad_value_dict(),
-                pad_to_seqlen=width(),
+                pad_to_seqlen=pad_length(),
                 sequence_lengths=meta.sequence_lengths,
             )
             return batch if preprocess is None else preprocess(self, batch)
 
         part = FetchedPart(
             leads=self._is_replica_leader,
-            digest=lambda: meta_digest(meta, f"{layout} {width()}"),
+            digest=lambda: meta_digest(meta, f"{layout} {pad_length()}"),
             read=lambda: self._require_dp_client().get_batch(meta, layout="jagged"),
         )
-        replicas = self._replica_channel()
+        replicas = self._current_replica_group()
         if fetch_policy == "leader_broadcast" and self._get_replica_group() is None:
             raise ValueError("fetch_policy='leader_broadcast' needs a replica group; _get_replica_group() gave None")
         if replicas is not None and fetch_policy != "independent":
             return replicas.fetch(part, fetch_policy, finish)
-        if replicas is not None:
+        if replicas is not None:  # the policy is "independent", which the siblings must use, too
             replicas.agree(part, fetch_policy)
         batch = self._require_dp_client().get_batch(
-            meta, layout=layout, pad_value_dict=self._pad_value_dict(), pad_to_seqlen=width()
+            meta, layout=layout, pad_value_dict=self._pad_value_dict(), pad_to_seqlen=pad_length()
         )
         return batch if preprocess is None else preprocess(self, batch)
 
-    def _replica_channel(self) -> ReplicaGroup | None:
-        """Return this rank's replica group, or None without siblings. A new process group of the host replaces it."""
+    def _current_replica_group(self) -> ReplicaGroup | None:
+        """Return the `ReplicaGroup` of the host's current process group, or None without siblings. It is kept in
+        `_replicas` and made again when the host has a new process group."""
         group = self._get_replica_group()
         if group is None:
             return None
@@ -280,7 +282,7 @@ class TQWorkerMixin:
             options["dp_rank"] = coords.get(DATA_PARALLEL_AXIS, 0)
         options.setdefault("pad_value_dict", self._pad_value_dict())
         shared = None
-        replicas = self._replica_channel()
+        replicas = self._current_replica_group()
         if replicas is not None:
             arguments = repr((partition_id, task_name, list(fields), timeout_s, sorted(options.items())))
             shared = SharedStream(
@@ -299,7 +301,7 @@ class TQWorkerMixin:
 
     # --- packing ------------------------------------------------------------------------------------------------
 
-    def _in_micro_batches(self, meta: KVBatchMeta, stage: Stage) -> KVBatchMeta:
+    def _with_micro_batches(self, meta: KVBatchMeta, stage: Stage) -> KVBatchMeta:
         """Return `meta` with micro-batches in its `extra_info` and its samples in their order. The driver's
         micro-batches are used if present. Otherwise they are computed with the stage's budget, if `self.cfg` configures
         them; else `meta` is returned unchanged.
@@ -315,7 +317,7 @@ class TQWorkerMixin:
         if not arguments or (stage == "train" and meta.sequence_lengths is None):
             return meta
         rows = _rows_per_batch(info.get(ELEM_COUNTS_PER_GB))
-        metas, _ = shard_meta_for_dp(meta, dp_world=1, batch_size=rows, **arguments)
+        metas, _ = shard_meta_for_dp(meta, dp_world=1, batch_size=rows, **arguments)  # one shard: only reordered
         return metas[0]
 
     def _apply_packing_prep(self, data: BatchedDataDict[Any], *, stage: Stage = "train") -> BatchedDataDict[Any]:
@@ -328,10 +330,10 @@ class TQWorkerMixin:
         arguments = packing_arguments(getattr(self, "cfg", None), stage)
         if not arguments:
             return data
-        how: dict[str, Any] = {"batch_size": _rows_per_batch(data.elem_counts_per_gb), **arguments}
-        sharded = data.shard_by_batch_size(1, **how)
-        assert isinstance(sharded, tuple)  # with micro-batches: shards and their order
-        return sharded[0][0]
+        options: dict[str, Any] = {"batch_size": _rows_per_batch(data.elem_counts_per_gb), **arguments}
+        sharded = data.shard_by_batch_size(1, **options)
+        assert isinstance(sharded, tuple)  # with micro-batches: (shards, their order)
+        return sharded[0][0]  # the only shard
 
     def _attach_or_repack_pack_metadata(self, data: BatchedDataDict[Any], meta: KVBatchMeta) -> BatchedDataDict[Any]:
         """Attach the micro-batches in `meta.extra_info` to `data`. Without any, apply `_apply_packing_prep` for the
@@ -374,12 +376,10 @@ class TQWorkerMixin:
                 raise ValueError(
                     f"write-back of {name!r}: expected {meta.size} rows, one per sample of the meta, got shape {shape}"
                 )
-        width = self._forward_pad_seqlen(meta) or max(meta.sequence_lengths or [0])
-        by_shape = {
-            name for name, value in fields.items() if not value.is_nested and value.dim() > 1 and value.size(1) == width
-        }
-        names = TOKEN_ALIGNED_FIELDS | by_shape
-        write_columns(self._require_dp_client(), meta, fields, token_aligned_fields=names)
+        pad_length = self._forward_pad_seqlen(meta) or max(meta.sequence_lengths or [0])
+        padded = {name for name, value in fields.items() if not value.is_nested and value.dim() > 1}
+        per_token = TOKEN_ALIGNED_FIELDS | {name for name in padded if fields[name].size(1) == pad_length}
+        write_columns(self._require_dp_client(), meta, fields, token_aligned_fields=per_token)
 
     def _write_back_result_field(self, meta: KVBatchMeta, result: Any, *, result_key: str, tq_field: str) -> None:
         """Store `result[result_key]` of a worker method as column `tq_field`, on the leader only.
@@ -415,7 +415,7 @@ class TQWorkerMixin:
         mbs: int | None = None,
     ) -> Any:
         """Fetch this rank's samples and train on them. Return the result of `train`."""
-        meta = self._in_micro_batches(meta, "train")
+        meta = self._with_micro_batches(meta, "train")
         data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
         return self.train(data, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
 
@@ -424,7 +424,7 @@ class TQWorkerMixin:
 
         Return None: the tensor is in the data plane, and this worker keeps no reference to it.
         """
-        meta = self._in_micro_batches(meta, "logprob")
+        meta = self._with_micro_batches(meta, "logprob")
         data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
         result = self.get_logprobs(data=data, micro_batch_size=micro_batch_size)
         self._write_back_result_field(meta, result, result_key="logprobs", tq_field=PREV_LOGPROBS)
@@ -434,7 +434,7 @@ class TQWorkerMixin:
     ) -> None:
         """Fetch, call `get_reference_policy_logprobs`, and write `result["reference_logprobs"]` back as
         "reference_policy_logprobs"."""
-        meta = self._in_micro_batches(meta, "logprob")
+        meta = self._with_micro_batches(meta, "logprob")
         data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
         result = self.get_reference_policy_logprobs(data=data, micro_batch_size=micro_batch_size)
         self._write_back_result_field(meta, result, result_key="reference_logprobs", tq_field=REFERENCE_POLICY_LOGPROBS)
@@ -458,7 +458,7 @@ class TQWorkerMixin:
 
         Return None: `finish_train_step_presharded` returns the results of the whole step.
         """
-        meta = self._in_micro_batches(meta, "train")
+        meta = self._with_micro_batches(meta, "train")
         data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
         self.train_microbatch(data=data)
 
@@ -485,14 +485,13 @@ def _rows_per_batch(counts: Sequence[int] | None) -> int | None:
     return counts[0]
 
 
-def meta_digest(meta: KVBatchMeta, shape: str) -> bytes:
+def meta_digest(meta: KVBatchMeta, form: str) -> bytes:
     """Return a digest of 16 bytes, equal for metas with the same samples (generations included) and fields, and for an
-    equal `shape`."""
+    equal `form`: layout and pad length of the batch."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in (meta.partition_id, shape, *(meta.fields or ()), "", *meta.sample_ids):
+    for part in (meta.partition_id, form, *(meta.fields or ()), "", *meta.sample_ids):
         data = part.encode()
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
+        digest.update(len(data).to_bytes(8, "little") + data)
     for array in meta.handles or ():
         digest.update(array.tobytes())
     return digest.digest()

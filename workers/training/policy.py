@@ -34,10 +34,10 @@ from workers.training.fields import (
     FORWARD_FIELDS,
     ROUTED_EXPERTS,
     STEP_FIELDS,
-    a_meta,
     field_names,
-    fields_of,
     forward_fields,
+    require_fields,
+    require_meta,
 )
 from workers.training.reports import aggregate_train_results
 from workers.training.sample_hosts import hosts_of_samples
@@ -57,7 +57,7 @@ from workers.training.timing import Timed, Timer
 SETUP_TIMEOUT_S = 120.0
 ABORT_TIMEOUT_S = 120.0
 """Timeout for workers to drop a train step, including the calls that they still run."""
-_MINTED = "global_forward_pad_minted"
+_COMPUTED_PAD_SEQLEN = "global_forward_pad_minted"
 """Key of `extra_info`: the pad length that this policy computed. If the current one differs, a caller set it."""
 
 
@@ -94,10 +94,10 @@ class TQPolicy:
         self.sharding_annotations = worker_group.sharding_annotations
         self.cfg = cfg
         self.tq_partition_id = tq_partition_id
-        self._written: dict[str, list[str]] = {}
+        self._written: dict[str, list[str]] = {}  # by partition: fields written since `prepare_step`
         self._step_open = False
-        self._step_failed: str | None = None
-        self._hosts: list[str | None] | None = None
+        self._step_failed: str | None = None  # the method that failed in the open step
+        self._hosts: list[str | None] | None = None  # of the data-parallel ranks, once requested
         config = DataPlaneConfig.of(dp_cfg).with_environment()
         self.dp_client = build_data_plane_client(config, bootstrap=config.address is None)
         try:
@@ -159,7 +159,7 @@ class TQPolicy:
 
     def finish_step(self, meta: KVBatchMeta) -> None:
         """Clear the step's samples, but not newer samples with the same ids. The counterpart of `prepare_step`."""
-        self.dp_client.clear_samples(a_meta(meta), meta.partition_id)
+        self.dp_client.clear_samples(require_meta(meta), meta.partition_id)
         self._written.pop(meta.partition_id, None)
 
     def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
@@ -169,15 +169,16 @@ class TQPolicy:
         A length that this method wrote earlier is recomputed, because filtering or joining metas copies the length of
         other samples. A length that a caller wrote stays.
         """
-        info = a_meta(meta).extra_info
-        mine = info.get(_MINTED)
-        if not meta.sequence_lengths or info.get(GLOBAL_FORWARD_PAD_SEQLEN, mine) != mine:
+        info = require_meta(meta).extra_info
+        computed = info.get(_COMPUTED_PAD_SEQLEN)
+        set_by_caller = info.get(GLOBAL_FORWARD_PAD_SEQLEN, computed) != computed
+        if set_by_caller or not meta.sequence_lengths:
             return
         multiple = int(info.get(PAD_TO_MULTIPLE, 1))
         dynamic = enabled(self.cfg, "dynamic_batching")
         if dynamic is not None:
             multiple = math.lcm(multiple, int(setting(dynamic, "sequence_length_round") or 1))
-        info[GLOBAL_FORWARD_PAD_SEQLEN] = info[_MINTED] = round_up(max(meta.sequence_lengths), multiple)
+        info[GLOBAL_FORWARD_PAD_SEQLEN] = info[_COMPUTED_PAD_SEQLEN] = round_up(max(meta.sequence_lengths), multiple)
 
     # --- columns for the driver ---------------------------------------------------------------------------------
 
@@ -200,8 +201,8 @@ class TQPolicy:
 
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
         """Store columns that the driver computed, for existing samples. `train_from_meta` reads them from now on."""
-        write_columns(self.dp_client, a_meta(meta), fields)
-        self._note_written(meta, fields)
+        write_columns(self.dp_client, require_meta(meta), fields)
+        self._record_written(meta, fields)
 
     # --- work on metas ------------------------------------------------------------------------------------------
 
@@ -219,10 +220,13 @@ class TQPolicy:
         "routed_experts" if cfg's router_replay is enabled. For a model with image inputs, `fields` must name their
         columns. ValueError if no field is left.
         """
-        replays = enabled(self.cfg, "router_replay") is not None
-        fields = forward_fields(meta, fields, {*FORWARD_FIELDS, ROUTED_EXPERTS} if replays else FORWARD_FIELDS)
+        replays_routing = enabled(self.cfg, "router_replay") is not None
+        defaults = {*FORWARD_FIELDS, ROUTED_EXPERTS} if replays_routing else FORWARD_FIELDS
+        fields = forward_fields(meta, fields, defaults)
         timed = Timed(timer, "get_logprobs")
-        self._logprobs(meta, fields, "get_logprobs_presharded", PREV_LP_TASK, PREV_LOGPROBS, micro_batch_size, timed)
+        self._compute_logprobs(
+            meta, fields, "get_logprobs_presharded", PREV_LP_TASK, PREV_LOGPROBS, micro_batch_size, timed
+        )
 
     def get_reference_policy_logprobs_from_meta(
         self,
@@ -236,7 +240,7 @@ class TQPolicy:
         experts only if `fields` names them."""
         fields = forward_fields(meta, fields, FORWARD_FIELDS)
         method, timed = "get_reference_policy_logprobs_presharded", Timed(timer, "get_reference_policy_logprobs")
-        self._logprobs(meta, fields, method, REF_LP_TASK, REFERENCE_POLICY_LOGPROBS, micro_batch_size, timed)
+        self._compute_logprobs(meta, fields, method, REF_LP_TASK, REFERENCE_POLICY_LOGPROBS, micro_batch_size, timed)
 
     def run_from_meta(
         self,
@@ -262,14 +266,14 @@ class TQPolicy:
         `train_from_meta` reads from then on. task_name: the task of the metas, by default that of `meta`. Return the
         results of the replica leaders, in data-parallel order. AttributeError if the workers lack the method.
         """
-        given = replace(meta, fields=fields_of(meta) if fields is None else field_names("fields", fields))
-        noted = field_names("writes", writes)
+        to_fetch = replace(meta, fields=require_fields(meta) if fields is None else field_names("fields", fields))
+        written = field_names("writes", writes)
         if task_name is not None:
-            given = replace(given, task_name=task_name)
+            to_fetch = replace(to_fetch, task_name=task_name)
         timed = Timed(timer, method)
-        batch_size = self._chosen("batch_size", batch_size, None)
-        results = self._call(method, timed, self._shards(given, stage, batch_size, timed), **kwargs)
-        self._note_written(meta, noted)
+        batch_size = self._number_of_samples("batch_size", batch_size, None)
+        results = self._call(method, timed, self._split(to_fetch, stage, batch_size, timed), **kwargs)
+        self._record_written(meta, written)
         return results
 
     def train_from_meta(
@@ -298,7 +302,7 @@ class TQPolicy:
             "gbs": gbs,
             "mbs": mbs,
         }
-        metas = self._shards(self._to_train_on(meta, train_fields), "train", gbs, timed)
+        metas = self._split(self._training_meta(meta, train_fields), "train", gbs, timed)
         return aggregate_train_results(self._call("train_presharded", timed, metas, **common))
 
     # --- a train step in parts ----------------------------------------------------------------------------------
@@ -315,12 +319,13 @@ class TQPolicy:
         try:
             self._call("begin_train_step_presharded", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
         except Exception as error:
+            # Other workers may have opened the step.
             try:
                 self.abort_train_step()
             except Exception as second:
                 error.add_note(f"Additionally, the abort of the train step failed: {second}")
             raise
-        except BaseException:
+        except BaseException:  # such as KeyboardInterrupt: the caller aborts the step later
             self._step_open, self._step_failed = True, "begin_train_step"
             raise
         self._step_open = True
@@ -336,8 +341,8 @@ class TQPolicy:
         """
         self._require_step()
         timed = Timed(timer, "policy_training", "submit_microbatch_futures")
-        metas = self._shards(self._to_train_on(meta, train_fields), "train", None, timed)
-        with self._failing_the_step("train_microbatches_from_meta"):
+        metas = self._split(self._training_meta(meta, train_fields), "train", None, timed)
+        with self._step_fails_on_error("train_microbatches_from_meta"):
             self._call("train_microbatch_presharded", timed, metas)
 
     def finish_train_step(self) -> dict[str, Any]:
@@ -346,7 +351,7 @@ class TQPolicy:
         If a worker fails, others may have made their optimizer step: abort the step, and load the same weights on all.
         """
         self._require_step()
-        with self._failing_the_step("finish_train_step"):
+        with self._step_fails_on_error("finish_train_step"):
             results = self._call("finish_train_step_presharded")
         self._step_open = False
         return aggregate_train_results(results)
@@ -361,13 +366,15 @@ class TQPolicy:
         self._step_open, self._step_failed = False, None
 
     def _require_step(self) -> None:
+        """RuntimeError unless a step is open in which nothing has failed."""
         if not self._step_open:
             raise RuntimeError("no train step is open: call begin_train_step(loss_fn) first")
         if self._step_failed is not None:
             raise RuntimeError(f"{self._step_failed} failed in this train step; drop the step with abort_train_step()")
 
     @contextmanager
-    def _failing_the_step(self, method: str) -> Iterator[None]:
+    def _step_fails_on_error(self, method: str) -> Iterator[None]:
+        """A context in which any exception makes the open step fail: it can then only be aborted."""
         try:
             yield
         except BaseException:
@@ -376,7 +383,7 @@ class TQPolicy:
 
     # --- calls --------------------------------------------------------------------------------------------------
 
-    def _logprobs(
+    def _compute_logprobs(
         self,
         meta: KVBatchMeta,
         fields: list[str],
@@ -386,35 +393,38 @@ class TQPolicy:
         micro_batch_size: int | None,
         timed: Timed,
     ) -> None:
-        micro_batch_size = self._chosen("micro_batch_size", micro_batch_size, "logprob_batch_size")
-        metas = self._shards(replace(meta, fields=fields, task_name=task), "logprob", None, timed)
+        """Call `method` of the workers, which computes log-probs from `fields` and writes them back as `column`. task:
+        the task of the metas."""
+        micro_batch_size = self._number_of_samples("micro_batch_size", micro_batch_size, "logprob_batch_size")
+        metas = self._split(replace(meta, fields=fields, task_name=task), "logprob", None, timed)
         self._call(method, timed, metas, micro_batch_size=micro_batch_size)
-        self._note_written(meta, [column])
+        self._record_written(meta, [column])
 
-    def _to_train_on(self, meta: KVBatchMeta, given: Sequence[str] | None) -> KVBatchMeta:
+    def _training_meta(self, meta: KVBatchMeta, given: Sequence[str] | None) -> KVBatchMeta:
         """Return `meta` for the task "train", with the given fields, by default its own and all written since
         `prepare_step`."""
         if given is not None:
             fields = field_names("train_fields", given)
         else:
-            fields = list(dict.fromkeys([*fields_of(meta), *self._written.get(meta.partition_id, [])]))
+            fields = list(dict.fromkeys([*require_fields(meta), *self._written.get(meta.partition_id, [])]))
         return replace(meta, fields=fields, task_name=TRAIN_TASK)
 
-    def _shards(self, meta: KVBatchMeta, stage: Stage, batch_size: int | None, timed: Timed) -> list[KVBatchMeta]:
+    def _split(self, meta: KVBatchMeta, stage: Stage, batch_size: int | None, timed: Timed) -> list[KVBatchMeta]:
         """Return one meta per data-parallel rank: its part of each global batch of `batch_size` samples (None: one
         batch of all). All get the same pad length, and micro-batches if `cfg` configures them."""
         with timed("shard_meta"):
             self._stamp_pad_seqlen(meta)
-            split = DATA_PARALLEL_AXIS in self.sharding_annotations.names
-            world = self.sharding_annotations.get_axis_size(DATA_PARALLEL_AXIS) if split else 1
-            arguments = packing_arguments(self.cfg, stage) | self._locality(meta)
-            metas, _ = shard_meta_for_dp(meta, dp_world=world, batch_size=batch_size, **arguments)
+            has_axis = DATA_PARALLEL_AXIS in self.sharding_annotations.names
+            dp_world = self.sharding_annotations.get_axis_size(DATA_PARALLEL_AXIS) if has_axis else 1
+            arguments = packing_arguments(self.cfg, stage) | self._locality_arguments(meta)
+            metas, _ = shard_meta_for_dp(meta, dp_world=dp_world, batch_size=batch_size, **arguments)
             if batch_size is not None:
+                counts = [batch_size // dp_world] * (meta.size // batch_size)  # one per global batch
                 for part in metas:
-                    part.extra_info.setdefault(ELEM_COUNTS_PER_GB, [batch_size // world] * (meta.size // batch_size))
+                    part.extra_info.setdefault(ELEM_COUNTS_PER_GB, list(counts))
             return metas
 
-    def _locality(self, meta: KVBatchMeta) -> dict[str, Any]:
+    def _locality_arguments(self, meta: KVBatchMeta) -> dict[str, Any]:
         """Return the host arguments of `shard_meta_for_dp`. They are empty unless `cfg` enables prefer_local_samples
         and the ranks are on several hosts."""
         if not setting(self.cfg, "prefer_local_samples") or not meta.size:
@@ -428,13 +438,16 @@ class TQPolicy:
     def _call(
         self, method: str, timed: Timed | None = None, metas: Sequence[KVBatchMeta] | None = None, **common: Any
     ) -> list[Any]:
-        """Call `method` on every worker with `common` and the meta of its data-parallel rank. Return the results of the
-        replica leaders, in data-parallel order."""
+        """Call `method` on every worker with `common` and the meta of its data-parallel rank (`metas` has one per rank;
+        None: without a meta). Return the results of the replica leaders, in data-parallel order."""
         timed = timed or Timed(None, "")
         names = self.sharding_annotations.names
         sharded = [name for name in names if name == DATA_PARALLEL_AXIS]
         others = [name for name in names if name != DATA_PARALLEL_AXIS]
-        split: dict[str, Any] = {} if metas is None else {"meta": list(metas) if sharded else metas[0]}
+        split: dict[str, Any] = {}
+        if metas is not None:
+            # Without the axis, all workers are one data-parallel rank and get the same meta.
+            split["meta"] = list(metas) if sharded else metas[0]
         with timed(timed.submit):
             futures = self.worker_group.run_all_workers_sharded_data(
                 method,
@@ -454,15 +467,19 @@ class TQPolicy:
 
     def _batch_sizes(self, gbs: int | None, mbs: int | None) -> tuple[int | None, int | None]:
         """Return the samples of a global batch and of a micro-batch: the given values, by default cfg's."""
-        return self._chosen("gbs", gbs, "train_global_batch_size"), self._chosen("mbs", mbs, "train_micro_batch_size")
+        gbs = self._number_of_samples("gbs", gbs, "train_global_batch_size")
+        return gbs, self._number_of_samples("mbs", mbs, "train_micro_batch_size")
 
-    def _chosen(self, name: str, given: int | None, default: str | None) -> int | None:
-        """Return a number of samples: the argument `name`, by default cfg's setting `default`, otherwise None."""
-        if given is None and default is not None:
-            name, given = f"cfg's {default}", setting(self.cfg, default)
-        check_number(name, given)
-        return given
+    def _number_of_samples(self, argument: str, value: int | None, default: str | None) -> int | None:
+        """Return the value of an argument, or for None that of cfg's setting `default`, which may be None, too.
+        ValueError, which names the argument or the setting, unless it is 1 or more."""
+        name = argument
+        if value is None and default is not None:
+            name, value = f"cfg's {default}", setting(self.cfg, default)
+        check_number(name, value)
+        return value
 
-    def _note_written(self, meta: KVBatchMeta, fields: Sequence[str] | Mapping[str, Any]) -> None:
+    def _record_written(self, meta: KVBatchMeta, fields: Sequence[str] | Mapping[str, Any]) -> None:
+        """Record that these fields were written, so that `train_from_meta` reads them by default."""
         written = self._written.setdefault(meta.partition_id, [])
         written.extend(name for name in fields if name not in written)

@@ -63,6 +63,9 @@ class Siblings:
     `CallTimeoutError` once per set of closed connections, so that all ranks are in step at their next call: the rank
     that gave up, the ranks that wait with it (at the latest at their own deadline), and the late rank in its next
     collective. With NCCL, a timeout ends the group: create a new one for the workers.
+
+    A set of connections has a number, `_turn`: 0 for those of the process group itself, `_channel` at first. `join`
+    makes `_channel` a new Gloo group and increases the number. `_ended`: whether a timeout closed the current set.
     """
 
     def __init__(self, group: Any) -> None:
@@ -86,27 +89,28 @@ class Siblings:
         self._turn += 1
         store = PrefixStore(f"replica group {self._turn}", _store_of(self.group))
         try:
-            self._meet(deadline)
+            self._await_all_ranks(deadline)
             self._channel = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=deadline.left)
         except RuntimeError as error:
             self._raise_if_given_up(deadline)
             self._give_up()
-            raise self._late(deadline) from error
+            raise self._timeout_error(deadline) from error
         self._ended = False
 
-    def _meet(self, deadline: Deadline) -> None:
+    def _await_all_ranks(self, deadline: Deadline) -> None:
         """Wait until all ranks take part. If one gives up earlier, it and all waiting ranks raise at once.
 
         Without this step, a rank could connect to its siblings one after another and use its full deadline for each.
         """
         store = _store_of(self.group)
-        if store.add(f"replica group {self._turn} present", 1) == self.size:
-            store.compare_set(self._key, "", _COMPLETE)
+        # `compare_set` with "" writes only if the key has no value: the first value stays. It returns the value.
+        if store.add(f"replica group {self._turn} present", 1) == self.size:  # this rank is the last one
+            store.compare_set(self._outcome_key, "", _COMPLETE)
         with contextlib.suppress(RuntimeError):  # timeout
-            store.wait([self._key], deadline.left)
-        verdict = store.compare_set(self._key, "", f"{self.rank}").decode()  # the first value stays
-        if verdict == f"{self.rank}":
-            raise self._late(deadline)
+            store.wait([self._outcome_key], deadline.left)
+        outcome = store.compare_set(self._outcome_key, "", f"{self.rank}").decode()
+        if outcome == f"{self.rank}":  # there was no value until the deadline, so this rank gives up
+            raise self._timeout_error(deadline)
         self._raise_if_given_up(deadline)
 
     @property
@@ -123,9 +127,9 @@ class Siblings:
         gathered = [torch.empty_like(source) for _ in range(self.size)]
         options = AllgatherOptions()
         options.timeout = self._limit(deadline)
-        self._run(lambda: self._channel.allgather([gathered], [source], options), deadline)
+        self._run_collective(lambda: self._channel.allgather([gathered], [source], options), deadline)
         self._count("control", len(mine) * self.size)
-        return [bytes(record.cpu().numpy()) for record in gathered]
+        return [bytes(buffer.cpu().numpy()) for buffer in gathered]
 
     def broadcast(self, buffer: Tensor, root: int, deadline: Deadline, *, purpose: str = "control") -> None:
         """Copy the root's `buffer` (uint8, on `device`) into the buffer of every rank."""
@@ -133,7 +137,7 @@ class Siblings:
         options.rootRank = root
         options.rootTensor = 0
         options.timeout = self._limit(deadline)
-        self._run(lambda: self._channel.broadcast([buffer], options), deadline)
+        self._run_collective(lambda: self._channel.broadcast([buffer], options), deadline)
         self._count(purpose, buffer.numel())
 
     def broadcast_bytes(self, mine: bytes, size: int, root: int, deadline: Deadline) -> bytes:
@@ -158,57 +162,64 @@ class Siblings:
         longer than the wait, so that `_give_up` can first publish the reason."""
         return deadline.left if self.device.type != "cpu" else deadline.left + timedelta(days=1)
 
-    def _run(self, start: Callable[[], Any], deadline: Deadline) -> None:
-        """Run a collective. `CallTimeoutError` at the deadline, `ReplicaLostError` if a rank is lost."""
+    def _run_collective(self, start: Callable[[], Any], deadline: Deadline) -> None:
+        """Call `start`, which starts a collective, and wait for it. `CallTimeoutError` at the deadline,
+        `ReplicaLostError` if a rank is lost."""
         try:
             start().wait(deadline.left)
         except RuntimeError as error:
             if deadline.left_s <= 0 or "timed out" in str(error).lower():
                 self._give_up()
-                raise self._late(deadline) from error
+                raise self._timeout_error(deadline) from error
+            # A closed connection: either a sibling gave up and published it, or a sibling is lost.
             self._raise_if_given_up(deadline)
-            self._hang_up()
+            self._close_connections()
             raise ReplicaLostError(
                 f"rank {self.rank} of a replica group of {self.size} lost a sibling: {error}. Find the rank that "
                 "died or gave up first, and create the process group again."
             ) from error
 
-    def _late(self, deadline: Deadline) -> errors.CallTimeoutError:
+    def _timeout_error(self, deadline: Deadline) -> errors.CallTimeoutError:
         what = "fetch through a replica group (a sibling did not take part; check that all run the same method)"
         return errors.CallTimeoutError(what=what, waited_s=deadline.timeout_s, peer=f"its {self.size} ranks")
 
     def _give_up(self) -> None:
-        """Close these connections. Store the reason for the siblings, including those that join late."""
+        """Close these connections after a timeout. Store the reason for the siblings, including those that join late.
+
+        `_ended` stays False if `join` cannot open new connections: with NCCL, or without a store.
+        """
         store = _store_of(self.group)
         if store is not None and self.device.type == "cpu":
             with contextlib.suppress(RuntimeError):  # the store ended with the process that served it
-                store.set(self._key, f"{self.rank}")
+                store.set(self._outcome_key, f"{self.rank}")
                 self._ended = True
-        self._hang_up()
+        self._close_connections()
 
     def _raise_if_given_up(self, deadline: Deadline) -> None:
         """Raise CallTimeoutError if a sibling closed these connections after a timeout."""
-        store, rank = _store_of(self.group), None
-        with contextlib.suppress(RuntimeError):
-            if store is not None and store.check([self._key]):
-                verdict = store.get(self._key).decode()
-                rank = None if verdict == _COMPLETE else int(verdict)
-        if rank is None:
+        store, quitter = _store_of(self.group), None
+        with contextlib.suppress(RuntimeError):  # the store ended with the process that served it
+            if store is not None and store.check([self._outcome_key]):
+                outcome = store.get(self._outcome_key).decode()
+                quitter = None if outcome == _COMPLETE else int(outcome)
+        if quitter is None:
             return
-        who = self.name(rank)
+        quitter_name = self.name(quitter)
         self._ended = True
-        self._hang_up()
+        self._close_connections()
         raise errors.CallTimeoutError(
-            what=f"fetch through a replica group ({who} gave up waiting for this rank or another rank; fetch again)",
+            what=f"fetch through a replica group ({quitter_name} gave up waiting for this rank or another rank; fetch "
+            "again)",
             waited_s=deadline.timeout_s - deadline.left_s,
-            peer=who,
+            peer=quitter_name,
         )
 
     @property
-    def _key(self) -> str:
+    def _outcome_key(self) -> str:
+        """The key in the store for the outcome of these connections: `_COMPLETE`, or the rank that gave up."""
         return f"replica group {self._turn} given up by"
 
-    def _hang_up(self) -> None:
+    def _close_connections(self) -> None:
         """Close this rank's Gloo connections, so that the siblings that wait for this rank fail, too.
 
         Gloo has no call for that, but it closes all connections when an operation times out. So this starts receives
@@ -232,7 +243,10 @@ def _store_of(group: Any) -> Any:
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):
-    """An exception in transfer to the siblings of the rank that raised it. `facts`: only for data plane errors."""
+    """An exception in transfer to the siblings of the rank that raised it.
+
+    name: of its class; text: its message; facts: the encoded facts of a data plane error, None for others.
+    """
 
     rank: int
     name: str
@@ -241,6 +255,8 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Fault:
+        """Return the fault that carries `error`. Facts are sent only if the siblings have the same class."""
+        # `str` of a KeyError is the repr of its message, so a single argument is used itself.
         text = str(error.args[0]) if len(error.args) == 1 else str(error)
         facts = None
         if errors.ERROR_TYPES.get(type(error).__name__) is type(error):
@@ -255,9 +271,9 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
     def decode(cls, data: bytes) -> Fault:
         return msgspec.msgpack.decode(data, type=cls)
 
-    def error(self, who: str) -> Exception:
-        """Return the error: a data plane error with its facts, a builtin with its text, any other as
-        `ReplicaGroupError`."""
+    def to_error(self, who: str) -> Exception:
+        """Return the error to raise: a data plane error with its facts, a builtin with its text, any other as
+        `ReplicaGroupError`. who: the rank that raised it, for its note."""
         builtin = getattr(builtins, self.name, None)
         error: Exception
         if self.facts is not None:
@@ -271,4 +287,5 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _takes_text(kind: type[Exception]) -> bool:
+    """Return whether the constructor of this builtin accepts a single text."""
     return not issubclass(kind, UnicodeError | ExceptionGroup)

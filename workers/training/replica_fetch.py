@@ -37,14 +37,17 @@ FETCH_TIMEOUT_S = 300.0
 `reconnect_s`, because siblings wait while the leader's client waits for a service that restarts."""
 
 _RECORD = struct.Struct("<4sBBBx16sQ")
+"""The encoding of `_Record`: `_MAGIC`, then its fields in order."""
 _MAGIC = b"TQf1"
 _OUTCOME = struct.Struct("<Q")
+"""The outcome of a fetch on one rank: the size of its encoded fault, 0 for success."""
 NO_DIGEST = bytes(16)
 
 
 @dataclass(frozen=True)
 class _Record:
-    """The first message of a rank to its siblings. `message_bytes`: size of the next one, its header or its fault."""
+    """The first message of a rank to its siblings. leads: whether the rank is the leader; digest: of its meta;
+    message_bytes: size of its next message, a header or a fault."""
 
     leads: bool
     policy: str
@@ -79,7 +82,10 @@ class FetchedPart:
 
 @dataclass(frozen=True)
 class _Offer:
-    """A rank's input to a fetch: the fields of its record, and its next message, a header or a fault."""
+    """A rank's input to a fetch: the fields of its record, and its next message, an encoded header or fault.
+
+    flat: the payload, on the leader only. fault: the exception that this rank raised, if any.
+    """
 
     leads: bool = False
     digest: bytes = NO_DIGEST
@@ -98,7 +104,7 @@ class ReplicaGroup:
     def __init__(self, group: Any, *, timeout_s: float = FETCH_TIMEOUT_S, siblings: Siblings | None = None) -> None:
         self.siblings = siblings or Siblings(group)
         self.timeout_s = timeout_s
-        self._agreed: str | None = None
+        self._agreed: str | None = None  # the policy of the last successful call; None after a failure
 
     @property
     def group(self) -> Any:
@@ -118,10 +124,11 @@ class ReplicaGroup:
         if self._agreed == policy:
             return
         self._agreed = None
+        # Ranks that fetch independently may have different metas, so all send the same digest.
         agreement = FetchedPart(leads=part.leads, digest=lambda: NO_DIGEST, read=part.read)
         deadline = Deadline(self.timeout_s)
         self.siblings.join(deadline)
-        self._exchange(self._offer(agreement, reads=False), policy, deadline)
+        self._exchange_records(self._prepare_offer(agreement, reads=False), policy, deadline)
         self._agreed = policy
 
     def fetch(self, part: FetchedPart, policy: str, finish: Callable[[BatchedDataDict[Any]], T]) -> T:
@@ -133,17 +140,18 @@ class ReplicaGroup:
         self._agreed = None
         deadline = Deadline(self.timeout_s)
         self.siblings.join(deadline)
-        mine = self._offer(part, reads=True)
-        leader, message_bytes = self._exchange(mine, policy, deadline)
+        mine = self._prepare_offer(part, reads=True)
+        leader, message_bytes = self._exchange_records(mine, policy, deadline)
         header = Header.decode(self.siblings.broadcast_bytes(mine.message, message_bytes, leader, deadline))
         failpoints.hit("fetch.between_header_and_payload")
-        flat = self._payload(header, mine.flat, leader, deadline)
-        result = self._conclude(lambda: finish(BatchedDataDict(unpack(header, flat))), deadline)
+        flat = self._broadcast_payload(header, mine.flat, leader, deadline)
+        result = self._finish_on_all_ranks(lambda: finish(BatchedDataDict(unpack(header, flat))), deadline)
         self._agreed = policy
         return result
 
-    def _offer(self, part: FetchedPart, *, reads: bool) -> _Offer:
-        """Prepare this rank's input. All steps that can fail before the transfer are done when this returns."""
+    def _prepare_offer(self, part: FetchedPart, *, reads: bool) -> _Offer:
+        """Return this rank's input. Everything that can fail before the transfer is done here; a failure becomes the
+        fault of the offer. reads: whether the leader reads the columns."""
         try:
             leads, digest = part.leads(), part.digest()
             if not (leads and reads):
@@ -153,24 +161,26 @@ class ReplicaGroup:
         except Exception as error:
             return _Offer(message=Fault.of(error, self.siblings.rank).encode(), fault=error)
 
-    def _exchange(self, mine: _Offer, policy: str, deadline: Deadline) -> tuple[int, int]:
-        """Exchange and check the records. Return the leader's rank and the size of its header."""
+    def _exchange_records(self, mine: _Offer, policy: str, deadline: Deadline) -> tuple[int, int]:
+        """Send this rank's record, and check the records of all ranks. Return the leader's rank and the size of its
+        header. Raise on every rank if a rank has failed, or if the records do not match."""
         record = _Record(mine.leads, policy, mine.fault is not None, mine.digest, len(mine.message)).encode()
         records = [_Record.decode(data) for data in self.siblings.all_gather(record, deadline)]
         failed = [rank for rank, record in enumerate(records) if record.failed]
         if failed:
-            self._raise(mine, failed[0], records[failed[0]].message_bytes, deadline)
-        leader = self._judge(records)
+            self._raise_first_fault(mine, failed[0], records[failed[0]].message_bytes, deadline)
+        leader = self._check_records(records)
         return leader, records[leader].message_bytes
 
-    def _judge(self, records: list[_Record]) -> int:
-        """Return the rank of the leader. Every rank has the same records, so all return or all raise."""
+    def _check_records(self, records: list[_Record]) -> int:
+        """Check for one policy, one leader and one meta, and return the rank of the leader. Otherwise
+        `ReplicaGroupError`. Every rank has the same records, so all return or all raise."""
         name = self.siblings.name
         policies = {record.policy for record in records}
         if len(policies) > 1:
-            each = ", ".join(f"{name(rank)} {record.policy!r}" for rank, record in enumerate(records))
+            policy_of_each = ", ".join(f"{name(rank)} {record.policy!r}" for rank, record in enumerate(records))
             raise ReplicaGroupError(
-                f"the ranks of a replica group fetch with different policies: {each}; use one fetch_policy"
+                f"the ranks of a replica group fetch with different policies: {policy_of_each}; use one fetch_policy"
             )
         leaders = [rank for rank, record in enumerate(records) if record.leads]
         if len(leaders) != 1:
@@ -180,16 +190,17 @@ class ReplicaGroup:
                 f"its {self.size} ranks claim to lead; check _local_coords and _get_replica_group"
             )
         leader = leaders[0]
-        strays = [rank for rank, record in enumerate(records) if record.digest != records[leader].digest]
-        if strays:
+        differing = [rank for rank, record in enumerate(records) if record.digest != records[leader].digest]
+        if differing:
             raise ReplicaGroupError(
-                f"{' and '.join(map(name, strays))} passed a meta (samples, fields or padding) that differs from "
+                f"{' and '.join(map(name, differing))} passed a meta (samples, fields or padding) that differs from "
                 f"the meta of the leader, {name(leader)}; nothing was fetched"
             )
         return leader
 
-    def _payload(self, header: Header, mine: Tensor | None, leader: int, deadline: Deadline) -> Tensor:
-        """Broadcast the leader's payload. Return it as uint8 [payload_bytes] on the group's device."""
+    def _broadcast_payload(self, header: Header, mine: Tensor | None, leader: int, deadline: Deadline) -> Tensor:
+        """Broadcast the leader's payload `mine` (None on the others). Return it as uint8 [payload_bytes] on the group's
+        device."""
         device = self.siblings.device
         if mine is not None:
             flat = mine.to(device)
@@ -199,9 +210,10 @@ class ReplicaGroup:
             self.siblings.broadcast(flat, leader, deadline, purpose="payload")
         return flat
 
-    def _conclude(self, finish: Callable[[], T], deadline: Deadline) -> T:
+    def _finish_on_all_ranks(self, finish: Callable[[], T], deadline: Deadline) -> T:
         """Call `finish` and return its result if it succeeds on every rank. Otherwise raise on every rank."""
-        mine, results = _Offer(), []
+        mine = _Offer()
+        results: list[T] = []  # the result of `finish`, if it succeeds here
         try:
             results.append(finish())
         except Exception as error:
@@ -210,13 +222,14 @@ class ReplicaGroup:
         sizes = [_OUTCOME.unpack(data)[0] for data in outcomes]
         failed = [rank for rank, size in enumerate(sizes) if size]
         if failed:
-            self._raise(mine, failed[0], sizes[failed[0]], deadline)
+            self._raise_first_fault(mine, failed[0], sizes[failed[0]], deadline)
         return results[0]
 
-    def _raise(self, mine: _Offer, root: int, message_bytes: int, deadline: Deadline) -> NoReturn:
-        """Raise this rank's own error, or else the error of rank `root`, the first that failed."""
+    def _raise_first_fault(self, mine: _Offer, root: int, message_bytes: int, deadline: Deadline) -> NoReturn:
+        """Raise this rank's own error, or else the error of rank `root`, the first that failed. All ranks call this,
+        because `root` broadcasts its fault of `message_bytes` bytes."""
         fault = Fault.decode(self.siblings.broadcast_bytes(mine.message, message_bytes, root, deadline))
-        raise mine.fault if mine.fault is not None else fault.error(self.siblings.name(root))
+        raise mine.fault if mine.fault is not None else fault.to_error(self.siblings.name(root))
 
 
 def _broadcast_batched_data_dict(
@@ -241,5 +254,6 @@ def _broadcast_batched_data_dict(
             raise ValueError("the leader passed data=None; it must pass the data for its siblings")
         return data
 
+    # With `src` as the digest, ranks that pass different `src` raise.
     part = FetchedPart(leads=leads, digest=lambda: src.to_bytes(16, "little"), read=read)
     return ReplicaGroup(group).fetch(part, "leader_broadcast", lambda batch: batch)

@@ -14,12 +14,15 @@ def hosts_of_samples(client: DataPlaneClient, meta: KVBatchMeta) -> list[str | N
     """
     places = client.locate(meta).places
     host_of = {unit.unit: unit.host for unit in client.stats().units}
-    names = list(dict.fromkeys(host_of.values()))
-    numbers = {unit: names.index(host) for unit, host in host_of.items()}
-    nbytes = np.zeros((meta.size, len(names) + 1), np.int64)  # the last column: units dropped after `locate`
+    hosts = list(dict.fromkeys(host_of.values()))
+    column_of = {unit: hosts.index(host) for unit, host in host_of.items()}
+    unknown = len(hosts)  # the column of units that were dropped after `locate`
+    nbytes = np.zeros((meta.size, len(hosts) + 1), np.int64)  # bytes of each sample on each host
     rows = np.arange(meta.size)
-    for cells in places.values():
-        hosts = np.array([numbers.get(unit, len(names)) for unit in cells.units.tolist()], np.int64)
-        nbytes[rows, hosts] += cells.lengths * cells.spec.unit_bytes
-    most = nbytes[:, :-1].argmax(axis=1) if names else rows
-    return [names[host] if names and nbytes[row, host] else None for row, host in enumerate(most.tolist())]
+    for cells in places.values():  # one entry per column, with one cell per sample
+        columns = np.array([column_of.get(unit, unknown) for unit in cells.units.tolist()], np.int64)
+        nbytes[rows, columns] += cells.lengths * cells.spec.unit_bytes
+    if not hosts:
+        return [None] * meta.size
+    most = nbytes[:, :unknown].argmax(axis=1)
+    return [hosts[column] if nbytes[row, column] else None for row, column in enumerate(most.tolist())]

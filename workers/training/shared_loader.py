@@ -31,24 +31,30 @@ class SharedStream:
         return self._leads
 
     def share(self, take: Take, form: Form) -> MicroBatch | None:
-        """See `dataplane.training.data_loader.Replicas`. This makes collective calls: use the same thread and the same
-        order as for all others on the replica group. Raises the errors of `ReplicaGroup.fetch`."""
+        """Return the next micro-batch on every rank, or None at the end of the stream. The leader calls `take`; every
+        rank calls `form` on the columns. See `dataplane.training.data_loader.Replicas`.
+
+        This makes collective calls: use the same thread and the same order as for all others on the replica group.
+        Raises the errors of `ReplicaGroup.fetch`.
+        """
 
         def read() -> Mapping[str, Any]:
-            taken = take()
-            return {} if taken is None else {**taken.data, _META: [_plain(taken.meta)]}
+            """Return the columns of the next micro-batch with its meta; nothing at the end. Runs on the leader."""
+            micro_batch = take()
+            return {} if micro_batch is None else {**micro_batch.data, _META: [_to_plain(micro_batch.meta)]}
 
         def finish(columns: BatchedDataDict[Any]) -> MicroBatch | None:
+            """Make the micro-batch from the columns that the leader has read. Runs on every rank."""
             if _META not in columns:
                 return None
-            meta = _meta(columns.pop(_META)[0])
+            meta = _from_plain(columns.pop(_META)[0])
             return MicroBatch(form(columns, meta), meta)
 
         part = FetchedPart(leads=lambda: self._leads, digest=lambda: self._digest, read=read)
         return self._replicas.fetch(part, "leader_broadcast", finish)
 
 
-def _plain(meta: KVBatchMeta) -> dict[str, Any]:
+def _to_plain(meta: KVBatchMeta) -> dict[str, Any]:
     """Convert a meta to values that the object codec supports."""
     return {
         "partition_id": meta.partition_id,
@@ -63,7 +69,8 @@ def _plain(meta: KVBatchMeta) -> dict[str, Any]:
     }
 
 
-def _meta(plain: dict[str, Any]) -> KVBatchMeta:
+def _from_plain(plain: dict[str, Any]) -> KVBatchMeta:
+    """Return the meta that `_to_plain` converted. Modifies `plain`."""
     handles, claims = plain.pop("handles"), plain.pop("claims")
     meta = KVBatchMeta(**plain)
     meta = meta if handles is None else meta.with_handles(*handles)

@@ -9,7 +9,7 @@ The settings are those of a policy, with the names that trainers use: a mapping 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from dataplane import KVBatchMeta, shard_meta_for_dp
@@ -55,13 +55,13 @@ def packing_arguments(cfg: Any, stage: Stage) -> dict[str, Any]:
     if packing is not None and dynamic is not None:
         raise ValueError("sequence_packing and dynamic_batching are both enabled: enable one")
     if packing is not None:
-        given = _given("sequence_packing", packing, _PACKING_KEYS, stage)
+        packing_args = _settings_with_budget("sequence_packing", packing, _PACKING_KEYS, stage)
         divisible_by = setting(cfg, "make_sequence_length_divisible_by")
         if divisible_by is not None:
-            given.setdefault("sequence_length_pad_multiple", divisible_by)
-        arguments["sequence_packing_args"] = given
+            packing_args.setdefault("sequence_length_pad_multiple", divisible_by)
+        arguments["sequence_packing_args"] = packing_args
     if dynamic is not None:
-        arguments["dynamic_batching_args"] = _given("dynamic_batching", dynamic, _DYNAMIC_KEYS, stage)
+        arguments["dynamic_batching_args"] = _settings_with_budget("dynamic_batching", dynamic, _DYNAMIC_KEYS, stage)
     return arguments
 
 
@@ -76,14 +76,17 @@ def check_settings(cfg: Any) -> None:
     stage, or for a stage with a budget. A stage without a budget is checked when it runs."""
     for name in BATCH_SIZES:
         check_number(f"cfg's {name}", setting(cfg, name))
-    nothing = KVBatchMeta("", None, [], sequence_lengths=[])
-    chosen = enabled(cfg, "sequence_packing") or enabled(cfg, "dynamic_batching")
-    for stage in [stage for stage in STAGES if _budget_name(chosen, stage)] or STAGES:
-        shard_meta_for_dp(nothing, dp_world=1, **packing_arguments(cfg, stage))
+    settings = enabled(cfg, "sequence_packing") or enabled(cfg, "dynamic_batching")
+    stages: Sequence[Stage] = [stage for stage in STAGES if _budget_name(settings, stage)] or STAGES
+    empty = KVBatchMeta("", None, [], sequence_lengths=[])
+    for stage in stages:
+        # Without samples, this only checks the arguments.
+        shard_meta_for_dp(empty, dp_world=1, **packing_arguments(cfg, stage))
 
 
-def _given(what: str, settings: Any, keys: tuple[str, ...], stage: Stage) -> dict[str, Any]:
-    """Return the settings under `keys` and the stage's token budget. ValueError without a budget."""
+def _settings_with_budget(what: str, settings: Any, keys: tuple[str, ...], stage: Stage) -> dict[str, Any]:
+    """Return the settings under `keys` that are set, and the stage's token budget. ValueError without a budget. what:
+    the name of `settings` in cfg, for the message."""
     name = _budget_name(settings, stage)
     if name is None:
         raise ValueError(
@@ -99,6 +102,7 @@ def _given(what: str, settings: Any, keys: tuple[str, ...], stage: Stage) -> dic
 
 
 def _budget_name(settings: Any, stage: Stage) -> str | None:
-    """Return the name of the setting with the stage's token budget, or None."""
+    """Return the name of the setting with the stage's token budget: the stage's own, else the one for all stages; None
+    if both are missing."""
     names = (f"{stage}_mb_tokens", MAX_TOKENS)
     return next((name for name in names if setting(settings, name) is not None), None)

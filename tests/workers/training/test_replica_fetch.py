@@ -421,7 +421,7 @@ def hang_up_last(rank: int) -> str | None:
     group, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
     siblings = Siblings(group)
     if rank in (1, 2):
-        siblings._hang_up()
+        siblings._close_connections()
         store.set(f"{rank} hung up", "yes")
     elif rank == 3:
         store.wait(["1 hung up", "2 hung up"])
