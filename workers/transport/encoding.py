@@ -19,14 +19,14 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
     """Return a decoder for messages of `kind`. It raises msgspec.DecodeError for other data."""
     decode = msgspec.msgpack.Decoder(kind).decode
 
-    def read(data: Any) -> Any:
+    def decode_or_raise(data: Any) -> Any:
         try:
             return decode(data)
         except (ValueError, RecursionError) as error:
             # msgspec raises other types for text that is not UTF-8 and for data nested too deeply for Python.
             raise msgspec.DecodeError(str(error)) from error
 
-    return read
+    return decode_or_raise
 
 
 class CarriesError(Protocol):
@@ -49,7 +49,7 @@ def error_of(message: CarriesError) -> DataPlaneError:
     """Return the error that a message carries. If there is no such class, or it does not accept the facts, return an
     `InternalError` that shows both."""
     name, facts = message.error, message.facts
-    kind = getattr(errors, name, ERROR_TYPES.get(name))
+    kind = getattr(errors, name, ERROR_TYPES.get(name))  # `name` may be any text, so `kind` may be any object
     try:
         if isinstance(kind, type) and issubclass(kind, DataPlaneError):
             return rebuild(kind, facts)

@@ -14,6 +14,7 @@ MAX_REQUEST_BYTES = 64 << 20
 MAX_ANSWER_BYTES = (1 << 32) - 1
 """Limit of a response's body, set by the header's format. A batch of many small items has a large body."""
 READ_BYTES = 64 << 10
+"""How many bytes one call reads at most from a socket, except for payloads."""
 PARTS = 64
 """How many buffers are sent in one call. The kernel accepts at most 1024."""
 
@@ -42,7 +43,8 @@ class Splitter:
         self._buffer += data
 
     def next(self) -> Message | None:
-        """Return the next complete message, or None. ValueError if the stream is malformed."""
+        """Remove and return the next message whose body is complete, or None. ValueError if its body exceeds the
+        limit."""
         buffer = self._buffer
         if len(buffer) < HEADER.size:
             return None
@@ -66,11 +68,13 @@ class Splitter:
 
 
 def send_some(sock: socket, pending: deque[memoryview]) -> None:
-    """Send as much of `pending` as the socket takes in one call. BlockingIOError if it takes nothing."""
+    """Send as much of `pending` as the socket takes in one call, and remove it from `pending`. BlockingIOError if it
+    takes nothing."""
     if len(pending) == 1:
         sent = sock.send(pending[0])
     else:
         sent = sock.sendmsg(islice(pending, PARTS))
+    # Drop the buffers that were sent completely, and the sent part of the next one.
     while pending and sent >= len(pending[0]):
         sent -= len(pending.popleft())
     if sent:

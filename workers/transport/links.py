@@ -28,6 +28,9 @@ M = TypeVar("M")
 
 @dataclass
 class _Link:
+    """A connection. route: its identity, by which the ROUTER socket addresses it; endpoint: "host:port" of the peer;
+    url: the same for ZMQ."""
+
     route: bytes
     peer: str
     endpoint: str
@@ -36,14 +39,17 @@ class _Link:
 
 class Links:
     """Connections of one thread. A connection is opened for the first message to a peer. Each has its own identity,
-    so late responses from a closed connection are not taken for responses from a new one."""
+    so late responses from a closed connection are not taken for responses from a new one.
+
+    most: limit of open connections; connections in use may exceed it.
+    """
 
     def __init__(self, context: zmq.Context[Socket], *, most: int | None = None) -> None:
         self.socket = open_socket(context, zmq.ROUTER, linger_ms=LINGER_MS)
         self.socket.set(zmq.ROUTER_MANDATORY, 1)
-        self._most = _most() if most is None else most
+        self._most = _default_limit() if most is None else most
         self._numbers = itertools.count(1)
-        self._by_peer: OrderedDict[str, _Link] = OrderedDict()
+        self._by_peer: OrderedDict[str, _Link] = OrderedDict()  # least recently used first
         self._by_route: dict[bytes, _Link] = {}
         self._by_url: dict[str, _Link] = {}
 
@@ -55,14 +61,15 @@ class Links:
         be closed to stay within the limit."""
         link = self._by_peer.get(peer)
         if link is not None and link.endpoint != endpoint:
-            self.cut(peer)
+            self.cut(peer)  # the peer has a new endpoint
             link = None
         if link is None:
             self._make_space(idle)
             link = self._connect(peer, endpoint)
         self._by_peer.move_to_end(peer)
         if not self._try_send(link, frames):
-            # ZMQ never reconnects to a port on which a process with another protocol has once responded.
+            # Open a new connection, because ZMQ never reconnects to a port on which a process with another protocol has
+            # once responded.
             self.cut(peer)
             self._try_send(self._connect(peer, endpoint), frames)
 
@@ -77,6 +84,7 @@ class Links:
             self._try_send(link, frames)
 
     def _try_send(self, link: _Link, frames: Sequence[Any]) -> bool:
+        """Send to a peer. Return False if ZMQ has no route to it."""
         try:
             send(self.socket, (link.route, *frames))
         except zmq.ZMQError as error:
@@ -91,7 +99,7 @@ class Links:
         """Yield peer, message and frames of each response that has arrived. See `zmq_sockets.received`."""
         for route, answer, frames in received(self.socket, decode, reader, followed):
             link = self._by_route.get(route)
-            if link is not None:
+            if link is not None:  # else the connection was closed meanwhile
                 yield link.peer, answer, frames
 
     def cut(self, peer: str) -> None:
@@ -103,6 +111,7 @@ class Links:
                 self.socket.disconnect(link.url)
 
     def _connect(self, peer: str, endpoint: str) -> _Link:
+        """Open a connection to `peer` and return it."""
         url = url_of(endpoint)
         if url in self._by_url:
             # The port was reused, so the connection to its previous owner is obsolete.
@@ -118,10 +127,12 @@ class Links:
         excess = len(self) + 1 - self._most
         if excess > 0:
             oldest = list(itertools.islice(self._by_peer, excess + _SCANNED))
-            for peer in list(filter(idle, oldest))[:excess]:
+            idle_peers = [peer for peer in oldest if idle(peer)]
+            for peer in idle_peers[:excess]:
                 self.cut(peer)
 
 
-def _most() -> int:
+def _default_limit() -> int:
+    """Return the limit of open connections that the descriptors of this process allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return LINKS_MOST if soft == resource.RLIM_INFINITY else min(LINKS_MOST, soft // LINKS_SHARE)

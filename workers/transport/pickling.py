@@ -32,10 +32,12 @@ _PADDING = memoryview(bytes(ALIGN_BYTES))
 _DTYPES: dict[str, torch.dtype] = {
     str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
+"""Every dtype of torch by its text, such as "torch.float32"."""
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """A run of bytes: a tensor's values, C-contiguous, or (if dtype is empty) a buffer of another object."""
+    """A run of bytes: a tensor's values, C-contiguous, or (if dtype is empty) a buffer of another object. start: its
+    offset in the bytes of the object; cuda: whether the tensor was on a GPU."""
 
     start: int
     nbytes: int
@@ -82,24 +84,25 @@ class Packed:
         for segment, part in zip(self.layout.segments, self.parts, strict=True):
             if segment.nbytes == 0:
                 continue
-            run = _run(memory, segment)
+            run = _segment_bytes(memory, segment)
             if isinstance(part, Tensor):
-                _fill(torch.from_numpy(run), part)
+                _copy_values(part, torch.from_numpy(run))
             else:
                 np.copyto(run, np.frombuffer(part, np.uint8))
 
     def runs(self) -> list[memoryview]:
         """Return the same bytes as consecutive buffers. Only tensors that are not contiguous or are on a GPU are
         copied."""
-        found, end = [], 0
+        buffers, end = [], 0
         for segment, part in zip(self.layout.segments, self.parts, strict=True):
-            found.append(_PADDING[: segment.start - end])
-            found.append(_bytes_of(part) if isinstance(part, Tensor) else part)
+            buffers.append(_PADDING[: segment.start - end])
+            buffers.append(_bytes_of(part) if isinstance(part, Tensor) else part)
             end = segment.start + segment.nbytes
-        return [*found, memoryview(self.skeleton)]
+        return [*buffers, memoryview(self.skeleton)]
 
 
 NOTHING = Packed(b"", Layout((), 0, 0), ())
+"""The parts of no object: 0 bytes."""
 
 
 def pack(value: Any, what: str | None = None) -> Packed:
@@ -110,27 +113,27 @@ def pack(value: Any, what: str | None = None) -> Packed:
     file = io.BytesIO()
     buffers: list[memoryview] = []
 
-    def keep(buffer: pickle.PickleBuffer) -> bool:
-        """Return whether to pickle the buffer in line with the skeleton."""
+    def keep_in_line(buffer: pickle.PickleBuffer) -> bool:
+        """Return whether to pickle the buffer in line with the skeleton. Others become parts."""
         raw = buffer.raw()
         if raw.nbytes < SMALL_BYTES:
             return True
         buffers.append(raw)
         return False
 
-    pickler = _Pickler(file, protocol=5, buffer_callback=keep)
+    pickler = _Pickler(file, protocol=5, buffer_callback=keep_in_line)
     try:
         pickler.dump(value)
     except Exception as error:
-        named = what or f"an object of type {type(value).__name__}"
-        raise NotSerializableError(what=named, why=f"{type(error).__name__}: {error}") from error
+        description = what or f"an object of type {type(value).__name__}"
+        raise NotSerializableError(what=description, why=f"{type(error).__name__}: {error}") from error
     parts: list[Tensor | memoryview] = [*pickler.tensors, *buffers]
-    return _packed(file.getvalue(), parts)
+    return _lay_out(file.getvalue(), parts)
 
 
 def pack_tensor(tensor: Tensor) -> Packed:
     """Prepare a single plain tensor for sending."""
-    return _packed(b"", [tensor])
+    return _lay_out(b"", [tensor])
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -145,7 +148,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 @dataclass
 class Unpacked:
-    """Values in this process's memory, from which `load` makes the object."""
+    """Values in this process's memory, from which `load` makes the object. skeleton: empty for a single tensor."""
 
     skeleton: bytes
     tensors: list[Tensor] = field(default_factory=list)
@@ -177,18 +180,18 @@ def unpack(
     on `device`, default this thread's current GPU, or on the CPU if there is none. Blocks until all is copied."""
     unpacked = Unpacked(memory[layout.skeleton_from : layout.nbytes].tobytes())
     for segment in layout.segments:
-        run = _run(memory, segment)
-        if not segment.dtype:
-            unpacked.buffers.append(run if own else _copied(run, pool))
+        run = _segment_bytes(memory, segment)
+        if not segment.dtype:  # a buffer of another object
+            unpacked.buffers.append(run if own else _copy(run, pool))
             continue
-        place = _device_or_default(device) if segment.cuda else torch.device("cpu")
+        tensor_device = _device_or_default(device) if segment.cuda else torch.device("cpu")
         if segment.nbytes == 0:
-            unpacked.tensors.append(torch.empty(segment.shape, dtype=_DTYPES[segment.dtype], device=place))
+            unpacked.tensors.append(torch.empty(segment.shape, dtype=_DTYPES[segment.dtype], device=tensor_device))
             continue
-        if place.type == "cpu":
-            flat = torch.from_numpy(run if own else _copied(run, pool))
+        if tensor_device.type == "cpu":
+            flat = torch.from_numpy(run if own else _copy(run, pool))
         else:
-            flat = torch.empty(segment.nbytes, dtype=torch.uint8, device=place)
+            flat = torch.empty(segment.nbytes, dtype=torch.uint8, device=tensor_device)
             flat.copy_(torch.from_numpy(run))
         unpacked.tensors.append(flat.view(_DTYPES[segment.dtype]).view(segment.shape))
     _synchronize(unpacked.tensors)
@@ -196,26 +199,27 @@ def unpack(
 
 
 def copy_into(target: Tensor, layout: Layout, memory: Bytes) -> None:
-    """Copy the tensor of a message into `target`, of the same shape and dtype, on any device and with any strides."""
+    """Copy the single tensor that `Packed.write` wrote into `memory` to `target`, of the same shape and dtype, on any
+    device and with any strides. Blocks until it is copied."""
     (segment,) = layout.segments
     if segment.nbytes:
-        flat = torch.from_numpy(_run(memory, segment))
+        flat = torch.from_numpy(_segment_bytes(memory, segment))
         with torch.no_grad():
             target.copy_(flat.view(_DTYPES[segment.dtype]).view(segment.shape))
         _synchronize([target])
 
 
 def fresh(nbytes: int, pool: BufferPool) -> Bytes:
-    """Return uninitialized bytes that belong to this process."""
+    """Return uninitialized bytes that belong to this process. Large ones are memory of `pool`."""
     if nbytes >= FROM_BYTES:
         return pool.take(nbytes)
     return torch.empty(nbytes, dtype=torch.uint8).numpy()
 
 
-def _copied(run: Bytes, pool: BufferPool) -> Bytes:
-    own = fresh(run.size, pool)
-    torch.from_numpy(own).copy_(torch.from_numpy(run))
-    return own
+def _copy(run: Bytes, pool: BufferPool) -> Bytes:
+    copy = fresh(run.size, pool)
+    torch.from_numpy(copy).copy_(torch.from_numpy(run))
+    return copy
 
 
 def _synchronize(tensors: Sequence[Tensor]) -> None:
@@ -224,11 +228,11 @@ def _synchronize(tensors: Sequence[Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _packed(skeleton: bytes, parts: Sequence[Tensor | memoryview]) -> Packed:
-    """Lay out the parts, each aligned to `ALIGN_BYTES`, followed by the skeleton."""
+def _lay_out(skeleton: bytes, parts: Sequence[Tensor | memoryview]) -> Packed:
+    """Place the parts one after another, each aligned to `ALIGN_BYTES`, and the skeleton after them."""
     segments, end = [], 0
     for part in parts:
-        start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+        start = -(-end // ALIGN_BYTES) * ALIGN_BYTES  # rounded up
         if isinstance(part, Tensor):
             nbytes = part.numel() * part.element_size()
             segments.append(Segment(start, nbytes, str(part.dtype), tuple(part.shape), part.is_cuda))
@@ -239,17 +243,18 @@ def _packed(skeleton: bytes, parts: Sequence[Tensor | memoryview]) -> Packed:
     return Packed(skeleton, Layout(tuple(segments), end, end + len(skeleton)), parts)
 
 
-def _run(memory: Bytes, segment: Segment) -> Bytes:
+def _segment_bytes(memory: Bytes, segment: Segment) -> Bytes:
+    """Return the segment's part of `memory`, without a copy."""
     return memory[segment.start : segment.start + segment.nbytes]
 
 
 def _is_raw(tensor: Tensor) -> bool:
-    """Return whether the tensor's memory is its values in C order."""
+    """Return whether the tensor's memory is its values in C order, without a pending conjugation or negation."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _fill(flat: Tensor, tensor: Tensor) -> None:
-    """Copy the values of `tensor` into `flat`, uint8 of the same size in bytes."""
+def _copy_values(tensor: Tensor, flat: Tensor) -> None:
+    """Copy the values of `tensor` into `flat`, uint8 of the same size in bytes, in C order."""
     source = tensor.detach()
     if _is_raw(source):
         flat.copy_(flat_bytes(source))
@@ -258,6 +263,7 @@ def _fill(flat: Tensor, tensor: Tensor) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the values of `tensor` in C order, without a copy if possible."""
     if not tensor.numel():
         return memoryview(b"")
     source = tensor.detach()
@@ -272,25 +278,28 @@ def _device_or_default(device: torch.device | None) -> torch.device:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Replaces each plain tensor by its index. Other kinds of tensors reduce to plain ones."""
+    """Replaces each plain tensor by its index in `tensors`. Other kinds of tensors reduce to plain ones."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.tensors: list[Tensor] = []
-        self._places: dict[int, int] = {}
+        self._index_of: dict[int, int] = {}  # index in `tensors` by the id of the tensor
 
     def persistent_id(self, value: Any) -> int | None:
+        """Return the index of a plain tensor, or None for any other value, which pickle then handles itself."""
         if type(value) is not Tensor or not is_plain(value):
             return None
-        place = self._places.get(id(value))
-        if place is None:
-            place = self._places[id(value)] = len(self.tensors)
+        index = self._index_of.get(id(value))
+        if index is None:
+            index = self._index_of[id(value)] = len(self.tensors)
             self.tensors.append(value)
-        return place
+        return index
 
 
 class _Unpickler(pickle.Unpickler):
+    """The counterpart of `_Pickler`."""
+
     tensors: list[Tensor]
 
-    def persistent_load(self, place: int) -> Tensor:
-        return self.tensors[place]
+    def persistent_load(self, index: int) -> Tensor:
+        return self.tensors[index]

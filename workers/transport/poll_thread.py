@@ -12,12 +12,13 @@ from dataplane.core.wakeup import Waker
 JOIN_S = 10.0
 """Default limit of the wait of `close` for the thread's end."""
 
-_here = threading.local()
+_this_thread = threading.local()
+"""Attribute `completes`: whether the thread is a `PollThread` that completes futures."""
 
 
 def refuse_waiting(what: str) -> None:
     """RuntimeError if this thread completes futures and therefore must not wait for `what`."""
-    if getattr(_here, "completes", False):
+    if getattr(_this_thread, "completes", False):
         raise RuntimeError(f"{what}: a function given to `then` must not wait for other work")
 
 
@@ -96,17 +97,17 @@ class PollThread:
         ended: Callable[[BaseException | None], None],
         timeout_ms: Callable[[], int | None],
     ) -> None:
-        """The thread's loop. Runs `ended` last, also after an exception of `turn`."""
-        _here.completes = self._completes
+        """The thread's loop. Calls `ended` last, also after an exception of `turn`."""
+        _this_thread.completes = self._completes
         error: BaseException | None = None
-        woken = self._waker.fd
+        waker_fd = self._waker.fd
         try:
             while not self._stopping:
-                found = poller.poll(timeout_ms())
-                for source, _ in found:
-                    if source == woken:
+                events = poller.poll(timeout_ms())
+                for source, _ in events:
+                    if source == waker_fd:
                         self._waker.clear()
-                turn(found)
+                turn(events)
         except BaseException as caught:
             error = caught
         try:

@@ -18,7 +18,9 @@ from workers.transport.framing import MAX_ANSWER_BYTES, READ_BYTES, Message, Spl
 SILENT_S = 10.0
 """Whenever bytes were sent or received, the deadline of a transfer is extended to at least this time from then on."""
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
+"""TCP options: probes after 5 s of silence, every 2 s, 3 times."""
 UNSENT_MS = 15_000
+"""TCP closes a connection whose sent data is not acknowledged within this time."""
 
 
 class StreamSilentError(TimeoutError):
@@ -41,7 +43,8 @@ def tune(sock: socket.socket) -> None:
 
 
 class Stream:
-    """A connection to a stream server. Every method raises `StreamLostError` once the other end has closed it."""
+    """A connection to a stream server. Every method raises `StreamLostError` once the other end has closed it. `until`
+    is a time of `time.monotonic`."""
 
     def __init__(self, sock: socket.socket) -> None:
         tune(sock)
@@ -74,7 +77,7 @@ class Stream:
             try:
                 send_some(self.sock, pending)
             except BlockingIOError:
-                self._wait(select.POLLOUT, until)
+                self._wait_for(select.POLLOUT, until)
                 continue
             except OSError as error:
                 raise StreamLostError(str(error)) from error
@@ -87,9 +90,9 @@ class Stream:
 
     def poller(self) -> select.poll:
         """Return a poller of this stream for incoming data."""
-        found = select.poll()
-        found.register(self.sock, select.POLLIN)
-        return found
+        poller = select.poll()
+        poller.register(self.sock, select.POLLIN)
+        return poller
 
     def first(self, until: float) -> tuple[Message, list[int]]:
         """Receive the first message and the file descriptors sent with it; the caller closes them."""
@@ -129,7 +132,7 @@ class Stream:
         """Read the payload of the last message into the given buffer, whole or in consecutive
         parts. Raises `StreamSilentError` at the time `until`, or after `SILENT_S` without data if
         that is later."""
-        left = self._splitter.rest(target)
+        left = self._splitter.rest(target)  # bytes that were read together with the message
         while left:
             try:
                 count = self.sock.recv_into(left)
@@ -170,16 +173,17 @@ class Stream:
     def close(self) -> None:
         self.sock.close()
 
-    def _wait(self, event: int, until: float) -> None:
-        poll = select.poll()
-        poll.register(self.sock, event)
-        if not poll.poll(poll_ms(until - time.monotonic())):
+    def _wait_for(self, event: int, until: float) -> None:
+        """Wait for an event of `select.poll`. Raises `StreamSilentError` at `until`."""
+        poller = select.poll()
+        poller.register(self.sock, event)
+        if not poller.poll(poll_ms(until - time.monotonic())):
             raise StreamSilentError
 
-    def _read(self, most: int = READ_BYTES, flags: int = 0) -> bytes | None:
-        """Return the bytes that are available; None if there are none."""
+    def _read(self, max_bytes: int = READ_BYTES, flags: int = 0) -> bytes | None:
+        """Read and return the bytes that are available; None if there are none. flags: for `recv`."""
         try:
-            data = self.sock.recv(most, flags)
+            data = self.sock.recv(max_bytes, flags)
         except BlockingIOError:
             return None
         except OSError as error:

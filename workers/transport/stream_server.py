@@ -39,8 +39,9 @@ class Payload(NamedTuple):
 
 
 class Connection:
-    """One client. ident: unique among open connections; out: the bytes to send; watched: the events to wait for;
-    payload: of the message that is being received; left: the part of its buffer that is not filled yet."""
+    """One client. ident: its descriptor, unique among open connections; out: the bytes to send; watched: the events to
+    wait for; payload: of the message that is being received, None between messages; left: the part of its buffer that
+    is not filled yet."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -82,16 +83,18 @@ class StreamServer:
         self._service = service
         self._clients_label = clients
         self._connections: dict[int, Connection] = {}
-        self._listeners: dict[int, socket.socket] = {}
-        self._paused_until: float | None = None
+        self._listeners: dict[int, socket.socket] = {}  # by descriptor
+        self._paused_until: float | None = None  # accepting is paused until this time
         with contextlib.ExitStack() as undo:
             self._epoll = select.epoll()
             undo.callback(self._close_all)
             self.endpoint = self._listen(name, host, token)
+            # The server is also the thread's poller: `register` and `poll` use epoll.
             self.thread = PollThread(name, self, self._on_events, self._on_thread_end, timeout_ms=self._timeout_ms)
             undo.pop_all()
 
     def _listen(self, name: str, host: str, token: str) -> Endpoint:
+        """Open a Unix socket with a unique name and a TCP socket on any free port. Return their endpoint."""
         name = f"{name}-{secrets.token_hex(16)}"
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listeners[local.fileno()] = local
@@ -100,14 +103,14 @@ class StreamServer:
         remote = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
         self._listeners[remote.fileno()] = remote
         remote.bind((ip, 0))
-        for each in self._listeners.values():
-            each.setblocking(False)
-            each.listen(BACKLOG)
-            self.register(each.fileno(), select.EPOLLIN)
+        for listener in self._listeners.values():
+            listener.setblocking(False)
+            listener.listen(BACKLOG)
+            self.register(listener.fileno(), select.EPOLLIN)
         address = join_address(host, remote.getsockname()[1])
         return Endpoint(host=boot_id(), name=name, address=address, token=token)
 
-    # --- a poller
+    # --- a poller, for `PollThread`
 
     def register(self, fd: int, events: int, /) -> None:
         self._epoll.register(fd, events)
@@ -117,21 +120,25 @@ class StreamServer:
 
     # --- the thread
 
-    def _on_events(self, found: Sequence[tuple[int, int]]) -> None:
-        for fd, events in found:
+    def _on_events(self, ready: Sequence[tuple[int, int]]) -> None:
+        """Handle (descriptor, events) of each socket with events."""
+        for fd, events in ready:
             if fd in self._listeners:
                 self._accept(self._listeners[fd])
-            elif fd in self._connections:
+            elif fd in self._connections:  # else it was dropped in this turn
                 self._serve(self._connections[fd], events)
         self._resume_accepting()
 
-    def _on_thread_end(self, defect: BaseException | None) -> None:
+    def _on_thread_end(self, error: BaseException | None) -> None:
         self._close_all()
-        self._service.ended(defect)
+        self._service.ended(error)
 
     def _close_all(self) -> None:
-        for sock in (*(each.sock for each in self._connections.values()), *self._listeners.values()):
-            sock.close()
+        """Close all sockets and the poller, without a call of the service."""
+        for connection in self._connections.values():
+            connection.sock.close()
+        for listener in self._listeners.values():
+            listener.close()
         self._connections.clear()
         self._listeners.clear()
         self._epoll.close()
@@ -140,7 +147,7 @@ class StreamServer:
         """Accept one connection. After an error, such as no free descriptor, accepting pauses."""
         try:
             sock, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
+        except (BlockingIOError, ConnectionAbortedError):  # the client has gone
             return
         except OSError as error:
             self._pause_accepting(error)
@@ -165,6 +172,7 @@ class StreamServer:
         self._paused_until = time.monotonic() + RETRY_S
 
     def _resume_accepting(self) -> None:
+        """Poll the listening sockets again if their pause is over."""
         if self._paused_until is not None and time.monotonic() >= self._paused_until:
             self._paused_until = None
             for fd in self._listeners:
@@ -178,7 +186,7 @@ class StreamServer:
         try:
             if events & select.EPOLLOUT:
                 self._flush(connection)
-            if events & ~select.EPOLLOUT:
+            if events & ~select.EPOLLOUT:  # data, or an error that the read raises
                 self._read(connection)
         except OSError as error:
             log.debug("A connection of %s was lost: %s", self._clients_label, error)
@@ -191,14 +199,14 @@ class StreamServer:
             self.drop(connection.ident)
 
     def drop(self, ident: int) -> None:
-        """Close a connection."""
+        """Close a connection and notify the service. A no-op for a closed one."""
         connection = self._connections.pop(ident, None)
         if connection is None:
             return
         self._epoll.unregister(ident)
         connection.sock.close()
         if self._paused_until is not None:
-            self._paused_until = 0.0
+            self._paused_until = 0.0  # a descriptor is free now: resume at the end of this turn
         connection.out.clear()
         connection.payload, connection.left = None, memoryview(b"")
         try:
@@ -209,7 +217,8 @@ class StreamServer:
     # --- in
 
     def _read(self, connection: Connection) -> None:
-        """Read up to `READS_PER_TURN` times, into the current payload or into the splitter."""
+        """Read up to `READS_PER_TURN` times, into the current payload or into the splitter. If more data remains, epoll
+        reports the connection again."""
         for _ in range(READS_PER_TURN):
             if connection.payload is not None and not self._receive_payload(connection):
                 return
@@ -222,7 +231,7 @@ class StreamServer:
             connection.splitter.feed(data)
             self._take_messages(connection)
             if len(data) < READ_BYTES and connection.payload is None:
-                return
+                return  # nothing more has arrived
 
     def _take_messages(self, connection: Connection) -> None:
         """Pass complete messages to the service, up to one whose payload has not arrived yet."""
@@ -236,7 +245,7 @@ class StreamServer:
                 if not connection.left:
                     self._receive_payload(connection)
             if connection.ident not in self._connections:
-                return
+                return  # the service has dropped the connection
 
     def _receive_payload(self, connection: Connection) -> bool:
         """Receive the rest of the payload as far as it has arrived. Return whether it is complete."""
@@ -258,12 +267,13 @@ class StreamServer:
     def send(self, ident: int, parts: Sequence[bytes | memoryview]) -> None:
         """Queue the message and send as much as the socket takes now. Never blocks."""
         connection = self._connections[ident]
-        waits = bool(connection.out)
+        was_blocked = bool(connection.out)
         connection.out.extend(map(memoryview, parts))
-        if not waits:
+        if not was_blocked:
             self._flush(connection)
 
     def _flush(self, connection: Connection) -> None:
+        """Send as much of the queued bytes as the socket takes. Wait for EPOLLOUT only while bytes remain."""
         while connection.out:
             try:
                 send_some(connection.sock, connection.out)

@@ -19,7 +19,8 @@ _log = logging.getLogger(__name__)
 class LoggedWait:
     """A wait in steps, with a log message for each `LOG_EVERY_S` that it lasts. It begins when this object is made.
 
-    timeout_s: seconds until it is over, None for no limit; log_level: the level of its messages.
+    timeout_s: seconds until it is over, None for no limit; log_level: the level of its messages. The caller alternates
+    steps of at most `step_s()` seconds and calls of `over`.
     """
 
     def __init__(self, timeout_s: float | None, log_level: int = logging.WARNING) -> None:
@@ -35,7 +36,9 @@ class LoggedWait:
         """Return how many seconds the next step may block: until the timeout or the next log message, at most
         `longest_s`."""
         now = time.monotonic()
-        return max(min(self._begun + self.timeout_s - now, self._logged + LOG_EVERY_S - now, longest_s), 0.0)
+        until_timeout_s = self._begun + self.timeout_s - now
+        until_log_s = self._logged + LOG_EVERY_S - now
+        return max(min(until_timeout_s, until_log_s, longest_s), 0.0)
 
     def over(self, what: str) -> bool:
         """Return whether the timeout has passed. If not, log `what` when a message is due. Call this after each step
@@ -54,7 +57,7 @@ def done_within(future: Future[Any], what: str, timeout_s: float | None) -> bool
     wait = LoggedWait(timeout_s)
     while not future.done():
         with contextlib.suppress(FutureTimeout):
-            future.exception(wait.step_s())
+            future.exception(wait.step_s())  # waits; an error of the future is returned, not raised
         if not future.done() and wait.over(what):
             return False
     return True

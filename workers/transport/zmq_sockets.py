@@ -29,10 +29,10 @@ def open_socket(context: zmq.Context[Socket], kind: int, *, linger_ms: int = 0) 
 
 def poller(*sockets: zmq.Socket[Any]) -> zmq.Poller:
     """Return a poller of these sockets for incoming messages."""
-    found = zmq.Poller()
-    for each in sockets:
-        found.register(each, zmq.POLLIN)
-    return found
+    poller = zmq.Poller()
+    for socket in sockets:
+        poller.register(socket, zmq.POLLIN)
+    return poller
 
 
 def end_silent(socket: Socket, every_ms: int, silence_ms: int) -> None:
@@ -69,7 +69,7 @@ def received(
     messages are logged and dropped. reader: name of the receiver, for the log; followed: message types that have a
     second frame."""
     for frames in arrived(socket):
-        route = frames.pop(0).bytes if socket.type == zmq.ROUTER else b""
+        route = frames.pop(0).bytes if socket.type == zmq.ROUTER else b""  # a ROUTER prepends the sender's identity
         try:
             message = decode(frames[0].buffer if frames else b"")
             if len(frames) != 1 + isinstance(message, followed):

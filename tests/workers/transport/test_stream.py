@@ -128,7 +128,7 @@ def test_what_goes_slowly_is_sent_while_it_goes(
 ) -> None:
     stream, theirs = ends
     came = 0
-    real = stream._wait
+    real = stream._wait_for
 
     def wait(event: int, until: float) -> None:
         nonlocal came
@@ -138,6 +138,6 @@ def test_what_goes_slowly_is_sent_while_it_goes(
                 came += len(theirs.recv(1 << 20, socket.MSG_DONTWAIT))
         real(event, until)
 
-    monkeypatch.setattr(stream, "_wait", wait)
+    monkeypatch.setattr(stream, "_wait_for", wait)
     stream.send([bytes(10 << 20)], -math.inf)
     assert came
