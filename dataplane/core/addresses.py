@@ -30,8 +30,9 @@ def boot_id() -> str:
 def split_address(address: str) -> tuple[str, int]:
     """Split "host:port" into host and port, and remove the brackets of an IPv6 host. Raises ValueError for any other
     format."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+    host, _, port = address.rpartition(":")  # without a colon, `host` is empty
+    is_number = port.isascii() and port.isdigit()
+    if not host or not is_number or not 0 < int(port) < 65536:
         raise ValueError(f"address {address!r} is not host:port with a port from 1 to 65535")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
@@ -51,23 +52,25 @@ def dial(address: str, timeout_s: float) -> socket.socket:
     time evenly among them, so that an unresponsive address leaves time for the next. Raises the OSError of the last
     address; `TimeoutError` with errno ETIMEDOUT if it did not respond."""
     host, port = split_address(address)
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     deadline = time.monotonic() + timeout_s
-    for place, (family, kind, protocol, _, where) in enumerate(found):
+    for index, (family, kind, protocol, _, socket_address) in enumerate(infos):
+        untried = len(infos) - index
         try:
-            return _dial_one(family, kind, protocol, where, (deadline - time.monotonic()) / (len(found) - place))
+            return _connect(family, kind, protocol, socket_address, (deadline - time.monotonic()) / untried)
         except OSError:
-            if place == len(found) - 1:
+            if untried == 1:
                 raise
     raise OSError(f"{host} has no address")
 
 
-def _dial_one(family: int, kind: int, protocol: int, where: Any, timeout_s: float) -> socket.socket:
+def _connect(family: int, kind: int, protocol: int, socket_address: Any, timeout_s: float) -> socket.socket:
+    """Return a socket that is connected to this address. `TimeoutError` with errno ETIMEDOUT after `timeout_s`."""
     peer = socket.socket(family, kind, protocol)
     try:
-        peer.settimeout(max(timeout_s, 0.001))
-        peer.connect(where)
-    except TimeoutError as error:
+        peer.settimeout(max(timeout_s, 0.001))  # 0 would make the socket non-blocking
+        peer.connect(socket_address)
+    except TimeoutError as error:  # of the socket module, which sets no errno
         peer.close()
         raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from error
     except BaseException:
@@ -118,37 +121,41 @@ def reachable_host(host: str) -> str:
     address = ipaddress.ip_address(resolve_host(host))
     if not address.is_unspecified:
         return host
-    found = own_address("192.0.2.1" if address.version == 4 else "2001:db8::1")
-    if not ipaddress.ip_address(found).is_loopback:
-        return found
-    others = interface_addresses(address.version)
-    if len(others) > 1:
+    # These addresses are reserved for documentation, so only the default route leads to them.
+    source = own_address("192.0.2.1" if address.version == 4 else "2001:db8::1")
+    if not ipaddress.ip_address(source).is_loopback:
+        return source
+    candidates = interface_addresses(address.version)
+    if len(candidates) > 1:
         raise ValueError(
-            f"host {host!r}: this machine has no default route and several addresses: {', '.join(others)}; set the one "
-            "that other machines should use (config.host, tq serve --host)"
+            f"host {host!r}: this machine has no default route and several addresses: {', '.join(candidates)}; set the "
+            "one that other machines should use (config.host, tq serve --host)"
         )
-    return others[0] if others else found
+    return candidates[0] if candidates else source
 
 
 def interface_addresses(version: int) -> list[str]:
     """Return this machine's IP addresses of the given IP version on active interfaces, without loopback and link-local
     addresses. For IPv4, only the first address of each interface is returned."""
-    found = map(ipaddress.ip_address, _ipv4_addresses() if version == 4 else _ipv6_addresses())
-    return sorted({str(each) for each in found if not (each.is_loopback or each.is_link_local)})
+    addresses = map(ipaddress.ip_address, _ipv4_addresses() if version == 4 else _ipv6_addresses())
+    return sorted({str(address) for address in addresses if not (address.is_loopback or address.is_link_local)})
 
 
 def _ipv4_addresses() -> Iterator[str]:
+    """Yield the first IPv4 address of each active interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            asked = struct.pack("256s", name.encode())
+            # A `struct ifreq`: 16 bytes of name, then the result: flags, or a sockaddr with the address at offset 4.
+            request = struct.pack("256s", name.encode())
             with contextlib.suppress(OSError):  # the interface has no address, or was removed
-                flags = struct.unpack_from("H", fcntl.ioctl(probe, _GET_FLAGS, asked), 16)[0]
-                address = fcntl.ioctl(probe, _GET_ADDRESS, asked)[20:24]
+                flags = struct.unpack_from("H", fcntl.ioctl(probe, _GET_FLAGS, request), 16)[0]
+                address = fcntl.ioctl(probe, _GET_ADDRESS, request)[20:24]
                 if flags & _UP:
                     yield socket.inet_ntoa(address)
 
 
 def _ipv6_addresses() -> Iterator[str]:
+    """Yield the IPv6 addresses of all interfaces."""
     with contextlib.suppress(OSError):  # a kernel without IPv6
         for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
             yield str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])))

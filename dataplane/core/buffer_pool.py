@@ -18,7 +18,9 @@ import numpy.typing as npt
 FROM_BYTES = 256 << 10
 """Results smaller than this are allocated on the heap, which reuses pages already."""
 _STEP_BYTES = 2 << 20
+"""Sizes of regions are multiples of this, the size of a huge page."""
 _MOST_SLACK = 1.5
+"""A region is used for a request if it is at most this many times as large."""
 
 
 class BufferPool:
@@ -31,8 +33,8 @@ class BufferPool:
 
     def __init__(self, keep_bytes: int) -> None:
         self._keep_bytes = keep_bytes
-        self._returned: collections.deque[mmap.mmap] = collections.deque()
-        self._idle: list[mmap.mmap] = []
+        self._returned: collections.deque[mmap.mmap] = collections.deque()  # by finalizers, which must not lock
+        self._idle: list[mmap.mmap] = []  # longest idle first
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -40,9 +42,9 @@ class BufferPool:
         system has no memory."""
         with self._lock:
             self._collect()
-            region = self._fitting(nbytes)
+            region = self._take_idle(nbytes)
         if region is None:
-            region = _fresh(nbytes)
+            region = _map_region(nbytes)
         array = np.frombuffer(region, np.uint8, count=nbytes)
         weakref.finalize(array, self._returned.append, region).atexit = False
         return array
@@ -60,24 +62,24 @@ class BufferPool:
             self._collect()
             return sum(map(len, self._idle))
 
-    def _fitting(self, nbytes: int) -> mmap.mmap | None:
+    def _take_idle(self, nbytes: int) -> mmap.mmap | None:
         """Remove and return the smallest idle region that holds `nbytes` and is not much larger; None if none fits. Of
         equal regions, return the most recently used one, because parts of it may still be in the CPU cache."""
-        smallest = _stepped(nbytes)
-        most = max(int(_MOST_SLACK * nbytes), smallest)
-        found: int | None = None
-        for place in range(len(self._idle) - 1, -1, -1):
-            size = len(self._idle[place])
+        smallest = _region_size(nbytes)
+        largest = max(int(_MOST_SLACK * nbytes), smallest)
+        best: int | None = None
+        for index in range(len(self._idle) - 1, -1, -1):  # most recently used first
+            size = len(self._idle[index])
             if size == smallest:
-                return self._idle.pop(place)
-            if smallest < size <= most and (found is None or size < len(self._idle[found])):
-                found = place
-        return None if found is None else self._idle.pop(found)
+                return self._idle.pop(index)
+            if smallest < size <= largest and (best is None or size < len(self._idle[best])):
+                best = index
+        return None if best is None else self._idle.pop(best)
 
     def _collect(self) -> None:
         """Move released regions to the idle list, and return idle memory beyond the limit to the system."""
         if not self._returned and self._keep_bytes:
-            return
+            return  # nothing has changed since the last call
         while self._returned:
             self._idle.append(self._returned.popleft())
         excess = sum(map(len, self._idle)) - self._keep_bytes
@@ -85,14 +87,14 @@ class BufferPool:
             excess -= len(self._idle.pop(0))
 
 
-def _stepped(nbytes: int) -> int:
-    """Return the size of a new region for `nbytes`."""
+def _region_size(nbytes: int) -> int:
+    """Return the size of a new region for `nbytes`: rounded up to a multiple of `_STEP_BYTES`."""
     return -(-nbytes // _STEP_BYTES) * _STEP_BYTES
 
 
-def _fresh(nbytes: int) -> mmap.mmap:
+def _map_region(nbytes: int) -> mmap.mmap:
     """Map a new region for `nbytes`, with huge pages if available."""
-    size = _stepped(nbytes)
+    size = _region_size(nbytes)
     # MAP_PRIVATE keeps the content that a forked child inherited when the parent reuses the region.
     try:
         region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

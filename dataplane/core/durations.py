@@ -18,13 +18,14 @@ def seconds(name: str, value: Any, *, positive: bool = False) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: expected seconds as a number, got {type(value).__name__}")
     try:
-        found = float(value)
+        duration_s = float(value)
     except OverflowError:
-        found = math.inf
-    if not 0 <= found < math.inf or (positive and not found):
+        duration_s = math.inf
+    # The comparison is also false for NaN.
+    if not 0 <= duration_s < math.inf or (positive and duration_s == 0):
         least = "more than 0" if positive else "0 or more"
-        raise InvalidRequestError(f"{name}={found}: expected seconds, {least} and finite")
-    return min(found, LONGEST_S)
+        raise InvalidRequestError(f"{name}={duration_s}: expected seconds, {least} and finite")
+    return min(duration_s, LONGEST_S)
 
 
 def seconds_if_any(name: str, value: Any, *, positive: bool = False) -> float | None:

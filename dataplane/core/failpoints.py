@@ -80,6 +80,7 @@ NAMES = frozenset(
 """Names of all failpoints. `call.*.before` stands for `call.Commit.before` and the same name of every other command."""
 
 _armed: dict[str, Callable[[], None]] = {}
+"""The action of each armed failpoint."""
 
 
 def hit(name: str) -> None:
@@ -91,7 +92,8 @@ def hit(name: str) -> None:
 
 
 def general(name: str) -> str:
-    """Return the entry of `NAMES` that stands for the failpoint `name`."""
+    """Return the entry of `NAMES` that stands for the failpoint `name`: "call.*.before" for "call.Commit.before", any
+    other name itself."""
     parts = name.split(".")
     return ".".join([parts[0], "*", *parts[2:]]) if parts[0] == "call" else name
 

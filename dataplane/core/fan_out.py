@@ -26,9 +26,11 @@ class Together:
         if len(jobs) == 1:
             return [jobs[0]()]
         batch = _Batch(jobs)
+        # Each thread of the pool, and this one, takes jobs until none is left. A busy pool only means that this thread
+        # takes more of them.
         interrupt: BaseException | None = None
         try:
-            pool = self._threads()
+            pool = self._started_pool()
             for _ in jobs[1:]:
                 pool.submit(batch.work)
             batch.work()
@@ -46,7 +48,8 @@ class Together:
             raise failed
         return [batch.results[number] for number in range(len(jobs))]
 
-    def _threads(self) -> ThreadPoolExecutor:
+    def _started_pool(self) -> ThreadPoolExecutor:
+        """Return the thread pool. The first call creates it."""
         with self._guard:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._most, thread_name_prefix="tq-together")
@@ -61,13 +64,14 @@ class Together:
 
 
 class _Batch(Generic[T]):
-    """The jobs of one `run`. Several threads take jobs from it until none is left."""
+    """The jobs of one `run`. Several threads take jobs from it until none is left. results: by the number of the job;
+    error: the first exception of a job."""
 
     def __init__(self, jobs: Sequence[Callable[[], T]]) -> None:
         self.results: dict[int, T] = {}
         self.error: BaseException | None = None
-        self._left = list(enumerate(jobs))[::-1]
-        self._active: set[int] = set()
+        self._left = list(enumerate(jobs))[::-1]  # `pop` takes the first job
+        self._active: set[int] = set()  # threads that run a job, by their ident
         self._changed = threading.Condition()
 
     def work(self) -> None:
@@ -83,7 +87,7 @@ class _Batch(Generic[T]):
                 self.results[number] = job()
             except BaseException as error:
                 self.error = self.error or error
-                self._left.clear()
+                self._left.clear()  # start no further job
             finally:
                 with self._changed:
                     self._active.discard(me)

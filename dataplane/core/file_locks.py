@@ -51,9 +51,10 @@ _FILE_SYSTEMS = {
 }
 """Names by the `f_type` of statfs(2); ext2, ext3 and ext4 share one number."""
 _STATFS_BYTES = 256
+"""More than the size of the result of statfs(2)."""
 
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.EXDEV, errno.EPERM})
-
+"""Error numbers of a file system that cannot create files without a name, or cannot link them."""
 
 _NO_SUCH_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO})
 """Error numbers of `open` for a missing file, or for a file of another user. A user can always open own lock files."""
@@ -93,7 +94,8 @@ def create_locked(path: Path) -> int:
 
 
 def _create_nameless(path: Path) -> int:
-    """Create the file without a name and link it afterwards: if the process dies in between, no file remains."""
+    """As `create_locked`. Create the file without a name and link it afterwards: if the process dies in between, no
+    file remains."""
     fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,17 +112,18 @@ def _create_nameless(path: Path) -> int:
 
 
 def _create_aside(path: Path) -> int:
-    """Create the file under a hidden temporary name, for file systems without O_TMPFILE."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    fd = os.open(aside, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    """As `create_locked`, for file systems without O_TMPFILE: create the file under a hidden temporary name, and link
+    it to `path` when it is locked."""
+    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    fd = os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.link(aside, path)
+        os.link(hidden, path)
     except BaseException:
         os.close(fd)
         raise
     finally:
-        os.unlink(aside)
+        os.unlink(hidden)
     return fd
 
 
@@ -186,18 +189,18 @@ def sweep(directory: str | Path) -> list[Path]:
     """Remove the arenas and session locks in `directory` that no process holds, and return their paths. Files of other
     users, locked files and files with other names remain. Raises OSError if the directory cannot be listed."""
     folder = Path(directory)
-    ours = [name for name in os.listdir(folder) if ARENA_NAME.fullmatch(name) or SESSION_LOCK_NAME.fullmatch(name)]
-    return [folder / name for name in ours if unlink_unheld(folder / name)]
+    names = [name for name in os.listdir(folder) if ARENA_NAME.fullmatch(name) or SESSION_LOCK_NAME.fullmatch(name)]
+    return [folder / name for name in names if unlink_unheld(folder / name)]
 
 
 def file_system(path: str | Path) -> str:
     """Return the type of the file system of `path`, or of its nearest existing parent; "" if it cannot be determined.
     An unknown type is returned as its hexadecimal number. The function calls statfs instead of reading a mount table,
     because a mount table may lack the file system of a process in a chroot."""
-    real = Path(path).absolute()
+    absolute = Path(path).absolute()
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
-    for folder in (real, *real.parents):
-        if _statfs()(os.fsencode(folder), buffer) == 0:
+    for existing in (absolute, *absolute.parents):
+        if _statfs()(os.fsencode(existing), buffer) == 0:  # else it does not exist
             number = int.from_bytes(buffer.raw[:4], sys.byteorder)
             return _FILE_SYSTEMS.get(number, f"{number:#x}")
     return ""
@@ -205,6 +208,7 @@ def file_system(path: str | Path) -> str:
 
 @functools.cache
 def _statfs() -> Callable[[bytes, ctypes.Array[ctypes.c_char]], int]:
+    """Return the C function statfs(path, result), which returns 0 for success. `f_type` comes first in its result."""
     function = ctypes.CDLL(None, use_errno=True).statfs
     function.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     return function
@@ -244,6 +248,8 @@ class HeldFile:
 
 @functools.cache
 def _held_files() -> weakref.WeakSet[HeldFile]:
+    """Return the registry of all held files. The first call registers the fork handler, which closes them in a
+    child."""
     held: weakref.WeakSet[HeldFile] = weakref.WeakSet()
 
     def in_child() -> None:

@@ -27,20 +27,21 @@ def force_ranges(data: npt.NDArray[np.uint8], offsets: Iterable[int], sizes: Ite
     if not len(data):
         return
     base = data.ctypes.data
-    end = -1
-    begin = 0
-    for start, stop in sorted((o, o + n) for o, n in zip(offsets, sizes, strict=True) if n):
+    ranges = sorted((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True) if size)
+    begin, end = 0, -1  # the ranges joined so far, not synced yet; end -1: none
+    for start, stop in ranges:
         if end >= 0 and start <= end + TOGETHER_BYTES:
             end = max(end, stop)
             continue
         if end >= 0:
-            _sync(base + begin, end - begin)
+            _sync_memory(base + begin, end - begin)
         begin, end = start, stop
     if end >= 0:
-        _sync(base + begin, end - begin)
+        _sync_memory(base + begin, end - begin)
 
 
-def _sync(address: int, nbytes: int) -> None:
+def _sync_memory(address: int, nbytes: int) -> None:
+    """Sync the pages that contain these bytes of a mapping to the disk. OSError if the disk fails."""
     start = address - address % mmap.PAGESIZE
     if _msync()(start, address + nbytes - start, _MS_SYNC) != 0:
         number = ctypes.get_errno()
@@ -49,6 +50,7 @@ def _sync(address: int, nbytes: int) -> None:
 
 @functools.cache
 def _msync() -> Callable[[int, int, int], int]:
+    """Return the C function msync(address, size, flags), which returns 0 for success."""
     function = ctypes.CDLL(None, use_errno=True).msync
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return function

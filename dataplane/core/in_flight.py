@@ -39,10 +39,10 @@ class InFlight:
         """Register a new lock and return it held, for background work that continues a registered call. Also works
         after `shut`."""
         assert call in self._calls, "the call is not registered"
-        heir = threading.Lock()
-        heir.acquire()
-        self._calls.add(heir)
-        return heir
+        successor = threading.Lock()
+        successor.acquire()
+        self._calls.add(successor)
+        return successor
 
     def shut(self) -> None:
         """Reject new calls from now on."""
@@ -51,10 +51,11 @@ class InFlight:
     def wait(self, timeout_s: float) -> int:
         """Wait until all calls have ended, for at most `timeout_s`. Return the number of calls still active."""
         end = time.monotonic() + timeout_s
-        return sum(not _ended(call, end) for call in self._calls.copy())
+        return sum(not _wait_for_end(call, end) for call in self._calls.copy())
 
 
-def _ended(call: threading.Lock, end: float) -> bool:
+def _wait_for_end(call: threading.Lock, end: float) -> bool:
+    """Wait until the call that holds this lock has released it, at most until the time `end`. Return whether it has."""
     if not call.acquire(timeout=max(0.0, end - time.monotonic())):
         return False
     call.release()

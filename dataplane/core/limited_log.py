@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 COMPLAIN_S = 10.0
+"""Default interval between messages of one kind."""
 
 
 class Complaints:
@@ -18,19 +19,21 @@ class Complaints:
         self._every_s = every_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._next = float("-inf")
-        self._held = 0
+        self._next = float("-inf")  # no message before this time
+        self._suppressed = 0
 
     def take(self, text: str) -> str | None:
-        """Return `text` as one line to log, or None if it is suppressed."""
+        """Return `text` as one line to log, with the number of messages suppressed before it, or None if it is
+        suppressed itself."""
         with self._lock:
             now = self._clock()
             if now < self._next:
-                self._held += 1
+                self._suppressed += 1
                 return None
-            held, self._held, self._next = self._held, 0, now + self._every_s
+            suppressed, self._suppressed = self._suppressed, 0
+            self._next = now + self._every_s
         line = " ".join(text.split())
-        return f"{line} (earlier requests of this kind not logged: {held:,})" if held else line
+        return f"{line} (earlier requests of this kind not logged: {suppressed:,})" if suppressed else line
 
 
 class OneLine(logging.Filter):
@@ -42,9 +45,12 @@ class OneLine(logging.Filter):
         self._complaints = complaints
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log the record. Replace the traceback of one with an exception by a line."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
             return True
         line = self._complaints.take(f"{record.getMessage()}: {error!r}")
-        record.msg, record.args, record.exc_info, record.exc_text = line or "", (), None, None
-        return line is not None
+        if line is None:
+            return False
+        record.msg, record.args, record.exc_info, record.exc_text = line, (), None, None
+        return True

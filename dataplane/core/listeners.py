@@ -16,10 +16,11 @@ Place = int | str | bytes
 
 @functools.cache
 def _places() -> set[Place]:
-    """Return the registry. The first call registers the fork handler."""
+    """Return the registry, a set that callers change. The first call registers the fork handler."""
     places: set[Place] = set()
 
     def in_child() -> None:
+        """Runs in a forked child."""
         if places:
             _close_sockets_at(places)
             places.clear()
@@ -38,35 +39,36 @@ def listens_no_more_at(places: Iterable[int | str]) -> None:
     _places().difference_update(map(place_of, places))
 
 
-def place_of(named: int | str) -> Place:
-    """Return the place of a port or ZMQ endpoint."""
-    if isinstance(named, int):
-        return named
-    scheme, _, rest = named.partition("://")
+def place_of(endpoint: int | str) -> Place:
+    """Return the place of a port, or of a ZMQ endpoint ("tcp://HOST:PORT", "ipc://PATH", "ipc://@ABSTRACT_NAME")."""
+    if isinstance(endpoint, int):
+        return endpoint
+    scheme, _, name = endpoint.partition("://")
     if scheme == "ipc":
-        return b"\0" + rest[1:].encode() if rest.startswith("@") else rest
-    return int(rest.rpartition(":")[2])
+        return b"\0" + name[1:].encode() if name.startswith("@") else name
+    return int(name.rpartition(":")[2])
 
 
 @contextlib.contextmanager
 def copied(descriptor: int) -> Iterator[socket.socket | None]:
-    """Yield a duplicate of the socket with this descriptor number, or None if the number is not a socket."""
-    with contextlib.ExitStack() as ends:
+    """Yield a duplicate of the socket with this descriptor number, or None if the number is not a socket. The duplicate
+    is closed afterwards; the socket stays open."""
+    with contextlib.ExitStack() as closing:
         copy = None
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 number = os.dup(descriptor)
                 try:
-                    copy = ends.enter_context(socket.socket(fileno=number))
+                    copy = closing.enter_context(socket.socket(fileno=number))
                 except OSError:  # the number was reused for another file
                     os.close(number)
         yield copy
 
 
 def bound_to(connection: socket.socket) -> Place | None:
-    """Return the place to which the socket is bound."""
+    """Return the place to which the socket is bound, or None for a socket of another family."""
     name = connection.getsockname()
-    if isinstance(name, tuple):
+    if isinstance(name, tuple):  # (address, port, ...) of an internet socket
         return int(name[1]) if connection.family in (socket.AF_INET, socket.AF_INET6) else None
     return name  # type: ignore[no-any-return]
 
@@ -74,11 +76,11 @@ def bound_to(connection: socket.socket) -> Place | None:
 def _close_sockets_at(places: set[Place]) -> None:
     """Close the sockets bound to these places. Their descriptor numbers are replaced by /dev/null, not freed, because
     libraries in the child still refer to these numbers."""
-    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the descriptor was closed
             with copied(int(name)) as connection:
                 is_ours = connection is not None and bound_to(connection) in places
             if is_ours:
-                os.dup2(nothing, int(name), inheritable=False)
-    os.close(nothing)
+                os.dup2(null, int(name), inheritable=False)
+    os.close(null)

@@ -13,6 +13,7 @@ MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
 _UNLIMITED = 1 << 60
+"""A larger limit means no limit: cgroup v1 then shows a number near 2^63."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ def available_memory(directory: str | Path) -> AvailableMemory:
     limits = [AvailableMemory(free_bytes=stat.f_bavail * stat.f_frsize, limit="free space of its file system")]
     if file_system(directory) in MEMORY_FILE_SYSTEMS:
         limits += memory_limits()
-    return min(limits, key=lambda each: each.free_bytes)
+    return min(limits, key=lambda limit: limit.free_bytes)
 
 
 def memory_limits() -> list[AvailableMemory]:
@@ -41,23 +42,24 @@ def memory_limits() -> list[AvailableMemory]:
 def cgroup_limits() -> list[AvailableMemory]:
     """Return the available memory of each cgroup that contains this process; empty without limits. Supports cgroup v2
     and v1."""
-    found: list[AvailableMemory] = []
-    for line in _lines(PROC / "self" / "cgroup"):
+    limits: list[AvailableMemory] = []
+    for line in _read_lines(PROC / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            found += _walk(CGROUP_ROOT, path, _v2_limit)
-            found += _walk(CGROUP_ROOT / "unified", path, _v2_limit)
+        if controllers == "":  # cgroup v2, which a hybrid setup mounts at "unified"
+            limits += _limits_upwards(CGROUP_ROOT, path, _v2_limit)
+            limits += _limits_upwards(CGROUP_ROOT / "unified", path, _v2_limit)
         elif "memory" in controllers.split(","):
-            found += _walk(CGROUP_ROOT / "memory", path, _v1_limit)
-    return found
+            limits += _limits_upwards(CGROUP_ROOT / "memory", path, _v1_limit)
+    return limits
 
 
-def _walk(root: Path, path: str, read: Callable[[Path], AvailableMemory | None]) -> list[AvailableMemory]:
+def _limits_upwards(root: Path, path: str, read: Callable[[Path], AvailableMemory | None]) -> list[AvailableMemory]:
     """Return the limits of the cgroups from `path` up to `root`: each cgroup limits all cgroups below it. A container
-    may see only the upper ones."""
-    inner = PurePosixPath(path.lstrip("/"))
-    folders = [root / part for part in (inner, *inner.parents)]
-    return [each for each in (read(folder) for folder in dict.fromkeys(folders)) if each is not None]
+    may see only the upper ones. read: returns the limit of the cgroup in a folder, or None."""
+    relative = PurePosixPath(path.lstrip("/"))
+    folders = dict.fromkeys(root / part for part in (relative, *relative.parents))
+    limits = [read(folder) for folder in folders]
+    return [limit for limit in limits if limit is not None]
 
 
 def _v2_limit(folder: Path) -> AvailableMemory | None:
@@ -71,11 +73,12 @@ def _v1_limit(folder: Path) -> AvailableMemory | None:
 
 
 def _limit_in(folder: Path, limit_name: str, usage_name: str, reclaimable: tuple[str, ...]) -> AvailableMemory | None:
-    """Return the available memory of one cgroup, or None without a limit."""
-    limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+    """Return the available memory of one cgroup, or None without a limit. reclaimable: the keys in its memory.stat of
+    memory that the kernel reclaims on demand."""
+    limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
     if limit is None or usage is None or limit >= _UNLIMITED:
         return None
-    stat = dict(line.split()[:2] for line in _lines(folder / "memory.stat"))
+    stat = dict(line.split()[:2] for line in _read_lines(folder / "memory.stat"))
     # Page cache counts as used, but the kernel reclaims it on demand. These two lists exclude shared memory.
     cache = sum(int(stat.get(name, 0)) for name in reclaimable)
     free = max(0, limit - max(0, usage - cache))
@@ -83,18 +86,20 @@ def _limit_in(folder: Path, limit_name: str, usage_name: str, reclaimable: tuple
 
 
 def _machine_limit() -> list[AvailableMemory]:
-    for line in _lines(PROC / "meminfo"):
+    """Return the available memory of the machine; empty if the kernel does not show it."""
+    for line in _read_lines(PROC / "meminfo"):
         if line.startswith("MemAvailable:"):
             return [AvailableMemory(free_bytes=int(line.split()[1]) * 1024, limit="memory available on this machine")]
     return []
 
 
-def _number(path: Path) -> int | None:
-    lines = _lines(path)
+def _read_number(path: Path) -> int | None:
+    """Return the number in a kernel file; None if it is missing or has a word, such as "max"."""
+    lines = _read_lines(path)
     return int(lines[0]) if lines and lines[0].isdigit() else None
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     """Return the lines of a kernel file; empty if it is missing or not readable."""
     try:
         return path.read_text(encoding="utf-8").splitlines()

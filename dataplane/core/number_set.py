@@ -22,14 +22,17 @@ class NumberSet:
 
     def add(self, first: int, last: int) -> None:
         """Add all numbers from `first` to `last`, inclusive. Some may already be in the set."""
+        # Replace all bounds from `first` to `stop`. An odd number of bounds before `first` means that a range contains
+        # or touches it: then that range goes on and needs no new start. Likewise for `stop` and the end.
         bounds, stop = self.bounds, last + 1
-        start, end = bisect_left(bounds, first), bisect_right(bounds, stop)
-        joined = [] if start % 2 else [first]
-        if end % 2 == 0:
-            joined.append(stop)
-        bounds[start:end] = joined
+        low, high = bisect_left(bounds, first), bisect_right(bounds, stop)
+        new_bounds = [] if low % 2 == 1 else [first]
+        if high % 2 == 0:
+            new_bounds.append(stop)
+        bounds[low:high] = new_bounds
 
     def drop_below(self, number: int) -> None:
         """Remove all numbers below `number`."""
-        place = bisect_right(self.bounds, number)
-        self.bounds[:place] = [number] if place % 2 else []
+        index = bisect_right(self.bounds, number)
+        is_member = index % 2 == 1  # then its range now begins with it
+        self.bounds[:index] = [number] if is_member else []

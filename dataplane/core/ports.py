@@ -14,6 +14,7 @@ from dataplane.errors import PortTakenError
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _LISTEN = "0A"
+"""The state of a listening socket in these tables."""
 
 
 def require_free_port(host: str, port: int) -> None:
@@ -32,20 +33,21 @@ def cannot_listen(host: str, port: int, number: int | None) -> OSError:
     """Return the error to raise after listening failed with this errno: a `PortTakenError` if the port is in use."""
     address = join_address(host, port)
     if number == errno.EADDRINUSE:
-        return PortTakenError(address=address, holder=_holder(port))
+        return PortTakenError(address=address, holder=_describe_holder(port))
     return OSError(number, f"cannot listen on {address}: {os.strerror(number or 0)}")
 
 
-def _holder(port: int) -> str:
+def _describe_holder(port: int) -> str:
     """Describe the process that has a socket on the port in this network namespace. Without permission to find the
     process, name its user; return "" if neither can be found. Listening sockets are preferred."""
-    sockets = sorted(_sockets_at(port), key=lambda found: found[0] != _LISTEN)
-    for _, user, inode in sockets:
-        pid = _process_with(f"socket:[{inode}]")
-        if pid is not None:
-            return f"process {pid} ({_name_of(pid)})"
+    sockets = sorted(_sockets_at(port), key=lambda entry: entry[0] != _LISTEN)  # False sorts first
+    if not sockets:
+        return ""
+    _, user, inode = sockets[0]
+    pid = _process_with(f"socket:[{inode}]")
+    if pid is None:
         return f"a process of user {user}"
-    return ""
+    return f"process {pid} ({_name_of(pid)})"
 
 
 def _sockets_at(port: int) -> Iterator[tuple[str, str, str]]:
@@ -53,9 +55,11 @@ def _sockets_at(port: int) -> Iterator[tuple[str, str, str]]:
     for table in _TABLES:
         with contextlib.suppress(OSError):
             for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
-                words = line.split()
-                if int(words[1].rpartition(":")[2], 16) == port and words[9] != "0":
-                    yield words[3], words[7], words[9]
+                # Number, local address, remote address, state, three fields, user id, one field, inode, more fields.
+                _, local_address, _, state, _, _, _, user, _, inode, *_ = line.split()
+                local_port = int(local_address.rpartition(":")[2], 16)
+                if local_port == port and inode != "0":  # 0: no process has the socket any longer
+                    yield state, user, inode
 
 
 def _process_with(link: str) -> int | None:
@@ -71,6 +75,7 @@ def _process_with(link: str) -> int | None:
 
 
 def _link_of(descriptor: str) -> str:
+    """Return the target of a link in /proc/PID/fd, or ""."""
     with contextlib.suppress(OSError):  # the descriptor was closed
         return os.readlink(descriptor)
     return ""

@@ -14,6 +14,7 @@ Made = TypeVar("Made")
 MODE = 0o700
 FILE_MODE = 0o600
 TRIES = 20
+"""How often to create the directory again if another process removes it at the same time."""
 
 
 def private(path: str | Path, flags: int) -> int:
@@ -56,7 +57,7 @@ def own_directory(parent: str | Path) -> Path:
     PermissionError, with the path and a remedy, if it is a link, belongs to another user or is accessible to others,
     because an attacker may have prepared it. Raises OSError if it cannot be created."""
     path = own_path(parent)
-    info = _made(path)
+    info = _make_and_stat(path)
     if not stat.S_ISDIR(info.st_mode):
         raise PermissionError(f"{path} is {_kind(info.st_mode)} instead of a directory: remove it")
     if info.st_uid != os.geteuid():
@@ -72,7 +73,7 @@ def own_directory(parent: str | Path) -> Path:
     return path
 
 
-def _made(path: Path) -> os.stat_result:
+def _make_and_stat(path: Path) -> os.stat_result:
     """Create a directory at `path` if nothing exists there, and return the stat result of the path. Retries, because
     another process may remove the directory concurrently."""
     for _ in range(TRIES):

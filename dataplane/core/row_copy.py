@@ -22,6 +22,7 @@ WORD_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 """By element size in bytes, a numpy dtype that preserves every bit pattern."""
 
 _FEW_RUNS = 48
+"""Up to this number of ranges, a Python step for each is fast enough."""
 _SHORT_BYTES = 256
 """Rows with a shorter average length are copied together by index arithmetic."""
 LONG_BYTES = 128 << 10
@@ -47,22 +48,23 @@ def merge_runs(which: Int32s | None, offsets: Int64s, sizes: Int64s) -> tuple[li
     if not len(offsets):
         return [], [], []
     ends = offsets + sizes
-    breaks = offsets[1:] != ends[:-1]
+    breaks = offsets[1:] != ends[:-1]  # whether a new range begins at row i + 1
     if which is not None:
         breaks |= which[1:] != which[:-1]
     if not breaks.any():
         return [0 if which is None else int(which[0])], [int(offsets[0])], [int(ends[-1])]
     firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
     lasts = np.concatenate((firsts[1:], [len(offsets)])) - 1
-    holders = [0] * len(firsts) if which is None else which[firsts].tolist()
-    return holders, offsets[firsts].tolist(), ends[lasts].tolist()
+    numbers = [0] * len(firsts) if which is None else which[firsts].tolist()
+    return numbers, offsets[firsts].tolist(), ends[lasts].tolist()
 
 
 def merge_copies(sources: Int64s, targets: Int64s, sizes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Merge copies that are adjacent in both source and target. Takes and returns sources, targets and sizes; no copy
     may be empty."""
-    ends = np.flatnonzero((sources[1:] != (sources + sizes)[:-1]) | (targets[1:] != (targets + sizes)[:-1]))
-    firsts = np.concatenate((np.zeros(1, np.int64), ends + 1))
+    # Copy i is the last one of a merged copy if copy i + 1 does not follow it in both.
+    lasts = np.flatnonzero((sources[1:] != (sources + sizes)[:-1]) | (targets[1:] != (targets + sizes)[:-1]))
+    firsts = np.concatenate((np.zeros(1, np.int64), lasts + 1))
     return sources[firsts], targets[firsts], np.add.reduceat(sizes, firsts)
 
 
@@ -85,12 +87,12 @@ def gather(
     if not checked:
         check_bounds(buffers, which, offsets, sizes)
     assert out.nbytes == int(sizes.sum()), (out.nbytes, int(sizes.sum()))
-    holders, starts, stops = merge_runs(which, offsets, sizes)
+    numbers, starts, stops = merge_runs(which, offsets, sizes)
     # Many short ranges: one vectorized copy is cheaper than a Python step for each.
     if len(starts) > _FEW_RUNS and out.nbytes < len(starts) * _SHORT_BYTES:
-        _scatter_words(buffers, which, offsets, sizes, out, np.cumsum(sizes) - sizes)
+        _copy_short_rows(buffers, which, offsets, sizes, out, np.cumsum(sizes) - sizes)
         return
-    _place(buffers, zip(holders, starts, stops, strict=True), out, later)
+    _copy_ranges(buffers, zip(numbers, starts, stops, strict=True), out, later)
 
 
 def gather_padded(
@@ -104,7 +106,8 @@ def gather_padded(
     later: list[Run] | None = None,
     checked: bool = False,
 ) -> None:
-    """Copy row i to the start of `out[i]` ([N, row bytes], contiguous) and fill the rest of `out[i]` with `pad`.
+    """Copy row i to the start of `out[i]` ([N, row bytes], contiguous) and fill the rest of `out[i]` with `pad`. Row i
+    is given as in `gather`.
 
     `pad` is one element (0-d) of a dtype in `WORD_TYPES`; every size is a multiple of its item size. later, checked: as
     in `gather`.
@@ -115,48 +118,51 @@ def gather_padded(
     if not out.nbytes:
         return
     flat = out.reshape(-1)
+    # Many short rows: as in `gather`, after a fill of all padding at once.
     if count > _FEW_RUNS and int(sizes.sum()) < count * _SHORT_BYTES:
         out.view(pad.dtype)[...] = pad
-        _scatter_words(buffers, which, offsets, sizes, flat, np.arange(count, dtype=np.int64) * row_bytes)
+        _copy_short_rows(buffers, which, offsets, sizes, flat, np.arange(count, dtype=np.int64) * row_bytes)
         return
-    holders = itertools.repeat(0, count) if which is None else which.tolist()
+    numbers = itertools.repeat(0, count) if which is None else which.tolist()
+    # As much padding as the shortest row needs; each row takes a part of it.
     tail = np.full((row_bytes - int(np.minimum.reduce(sizes))) // pad.itemsize, pad, pad.dtype).view(np.uint8)
-    runs = zip(holders, offsets.tolist(), (offsets + sizes).tolist(), strict=False)
-    _place(buffers, runs, flat, later, row_bytes=row_bytes, tail=tail)
+    ranges = zip(numbers, offsets.tolist(), (offsets + sizes).tolist(), strict=False)
+    _copy_ranges(buffers, ranges, flat, later, row_bytes=row_bytes, tail=tail)
 
 
-def _place(
+def _copy_ranges(
     buffers: Sequence[UInt8s],
-    runs: Iterable[tuple[int, int, int]],
+    ranges: Iterable[tuple[int, int, int]],
     out: UInt8s,
     later: list[Run] | None,
     *,
     row_bytes: int = 0,
     tail: UInt8s | None = None,
 ) -> None:
-    """Copy `buffers[holder][start:stop]` of each run to `out` in order. With `tail`, pad each run from `tail` to
-    `row_bytes`."""
+    """Copy `buffers[number][start:stop]` of each range (number, start, stop) to `out`, back to back. With `tail`, pad
+    each range from `tail` to `row_bytes`. Long copies are appended to `later`, or made at the end if it is None."""
+    # Slices of memoryviews are cheaper than slices of arrays.
     sources = [buffer.data for buffer in buffers]
     target = out.data
-    rest = None if tail is None else tail.data
-    long: list[Run] = [] if later is None else later
+    tail_view = None if tail is None else tail.data
+    long_copies: list[Run] = [] if later is None else later
     position = 0
-    for holder, start, stop in runs:
+    for number, start, stop in ranges:
         end = position + stop - start
         if end - position < LONG_BYTES:
-            target[position:end] = sources[holder][start:stop]
+            target[position:end] = sources[number][start:stop]
         else:
-            long.append((out[position:end], buffers[holder][start:stop]))
-        if tail is None or rest is None:
+            long_copies.append((out[position:end], buffers[number][start:stop]))
+        if tail is None or tail_view is None:
             position = end
             continue
         position += row_bytes
         if position - end < LONG_BYTES:
-            target[end:position] = rest[: position - end]
+            target[end:position] = tail_view[: position - end]
         else:
-            long.append((out[end:position], tail[: position - end]))
+            long_copies.append((out[end:position], tail[: position - end]))
     if later is None:
-        copy_runs(long)
+        copy_runs(long_copies)
 
 
 def check_bounds(buffers: Sequence[UInt8s], which: Int32s | None, offsets: Int64s, sizes: Int64s) -> None:
@@ -171,7 +177,8 @@ def row_outside(buffers: Sequence[UInt8s], which: Int32s | None, offsets: Int64s
     if not len(offsets):
         return None
     limits = [buffer.nbytes for buffer in buffers]
-    # Subtract from the limit: the sum of an arbitrary offset and a size could overflow and appear small.
+    # First a cheap test with the smallest buffer: `offsets | sizes` is negative if either is. Subtract from the limit:
+    # the sum of an arbitrary offset and a size could overflow and appear small.
     if np.minimum.reduce(offsets | sizes) >= 0 and np.minimum.reduce(min(limits, default=0) - sizes - offsets) >= 0:
         return None
     limit = limits[0] if which is None else np.array(limits, dtype=np.int64)[which]
@@ -184,7 +191,7 @@ def address(buffer: npt.NDArray[np.generic]) -> int:
     return int(buffer.__array_interface__["data"][0])
 
 
-def _scatter_words(
+def _copy_short_rows(
     buffers: Sequence[UInt8s],
     which: Int32s | None,
     offsets: Int64s,
@@ -192,27 +199,31 @@ def _scatter_words(
     out: UInt8s,
     positions: Int64s,
 ) -> None:
-    """Copy row i to `out[positions[i]:]` by index arithmetic, for many short rows."""
+    """Copy row i to `out[positions[i]:]` by index arithmetic. Faster than `_copy_ranges` for many short rows."""
     if which is None:
         which = np.zeros(len(offsets), dtype=np.int32)
-    for holder in np.unique(which).tolist():
-        chosen = np.flatnonzero((which == holder) & (sizes > 0))
+    for number in np.unique(which).tolist():
+        chosen = np.flatnonzero((which == number) & (sizes > 0))
         if len(chosen):
-            _scatter_from(buffers[holder], offsets[chosen], sizes[chosen], out, positions[chosen])
+            _copy_short_rows_of(buffers[number], offsets[chosen], sizes[chosen], out, positions[chosen])
 
 
-def _scatter_from(buffer: UInt8s, offsets: Int64s, sizes: Int64s, out: UInt8s, positions: Int64s) -> None:
+def _copy_short_rows_of(buffer: UInt8s, offsets: Int64s, sizes: Int64s, out: UInt8s, positions: Int64s) -> None:
     """Copy rows of one buffer in words of the largest size (up to 8 bytes) to which all rows are aligned."""
     low, high = int(offsets.min()), int((offsets + sizes).max())
     offsets = offsets - low
+    # The lowest bit that is set anywhere is the largest power of two that divides all of these numbers.
     bits = int(np.bitwise_or.reduce(offsets | sizes | positions)) | (address(buffer) + low) | address(out) | 8
-    word = bits & -bits
-    source = _as_words(buffer[low:high], word)
-    target = _as_words(out, word)
-    counts = sizes // word
+    word_bytes = bits & -bits
+    source = _as_words(buffer[low:high], word_bytes)
+    target = _as_words(out, word_bytes)
+    counts = sizes // word_bytes  # words of each row
+    # The index of each word within its row, for all rows one after another: 0, 1, 2, 0, 1, ...
     within = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    target[np.repeat(positions // word, counts) + within] = source[np.repeat(offsets // word, counts) + within]
+    source_words = np.repeat(offsets // word_bytes, counts) + within
+    target[np.repeat(positions // word_bytes, counts) + within] = source[source_words]
 
 
-def _as_words(buffer: UInt8s, word: int) -> npt.NDArray[np.generic]:
-    return buffer[: buffer.nbytes // word * word].view(WORD_TYPES[word])
+def _as_words(buffer: UInt8s, word_bytes: int) -> npt.NDArray[np.generic]:
+    """Return `buffer` as an array of words, without a copy. Bytes after the last whole word are left out."""
+    return buffer[: buffer.nbytes // word_bytes * word_bytes].view(WORD_TYPES[word_bytes])

@@ -19,13 +19,14 @@ class Stop:
         self._queue: SimpleQueue[None] = SimpleQueue()
         self.asked = False
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._asked)
+            signal.signal(number, self._on_signal)
 
-    def _asked(self, *_: object) -> None:
+    def _on_signal(self, *_: object) -> None:
         self.asked = True
         self.set()
 
     def set(self) -> None:
+        """Set the event. Never blocks; may be called from any thread and from signal handlers."""
         self._queue.put(None)
 
     def when(self, event: threading.Event) -> None:

@@ -40,7 +40,7 @@ def client() -> Iterator[DataPlaneClient]:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each copy of values that `rowcopy` makes or asks for, in order."""
     copied: list[int] = []
-    place, scatter = row_copy._place, row_copy._scatter_words
+    place, scatter = row_copy._copy_ranges, row_copy._copy_short_rows
 
     def placed(buffers: Any, runs: Any, *more: Any, **padded: Any) -> None:
         runs = list(runs)
@@ -51,8 +51,8 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         copied.append(int(sizes.sum()))
         scatter(buffers, which, offsets, sizes, *more)
 
-    monkeypatch.setattr(row_copy, "_place", placed)
-    monkeypatch.setattr(row_copy, "_scatter_words", scattered)
+    monkeypatch.setattr(row_copy, "_copy_ranges", placed)
+    monkeypatch.setattr(row_copy, "_copy_short_rows", scattered)
     return copied
 
 

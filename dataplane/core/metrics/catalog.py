@@ -22,6 +22,7 @@ class Family:
 
 
 def _families(kind: Literal["counter", "gauge", "histogram"], labels: str, **texts: str) -> list[Family]:
+    """Return metrics of one kind with the same labels, which are separated by spaces. texts: by name without "tq_"."""
     return [Family(f"tq_{name}", kind, text, tuple(labels.split())) for name, text in texts.items()]
 
 
@@ -170,26 +171,28 @@ class Sheet:
     """Collects metric samples for some families of the catalogue."""
 
     def __init__(self, families: Iterable[Family]) -> None:
-        self._made: dict[str, Metric] = {family.name: _made(family) for family in families}
+        self._metrics: dict[str, Metric] = {family.name: _new_metric(family) for family in families}
 
     def set(self, name: str, value: Value | None, *labels: str) -> None:
         """Add a sample of the counter or gauge `tq_NAME`, unless the value is None."""
         if value is not None:
-            made = self._made[f"tq_{name}"]
-            assert isinstance(made, GaugeMetricFamily | CounterMetricFamily)
-            made.add_metric(labels, float(value))
+            metric = self._metrics[f"tq_{name}"]
+            assert isinstance(metric, GaugeMetricFamily | CounterMetricFamily)
+            metric.add_metric(labels, float(value))
 
-    def histogram(self, name: str, found: Histogram, *labels: str) -> None:
+    def histogram(self, name: str, histogram: Histogram, *labels: str) -> None:
         """Add a sample of the histogram `tq_NAME`."""
-        made = self._made[f"tq_{name}"]
-        assert isinstance(made, HistogramMetricFamily)
-        made.add_metric(labels, found.cumulated(), found.sum_s)
+        metric = self._metrics[f"tq_{name}"]
+        assert isinstance(metric, HistogramMetricFamily)
+        metric.add_metric(labels, histogram.cumulated(), histogram.sum_s)
 
     def families(self) -> Iterable[Metric]:
-        return self._made.values()
+        """Return the metrics with their samples, as a collector of prometheus_client yields them."""
+        return self._metrics.values()
 
 
-def _made(family: Family) -> Metric:
+def _new_metric(family: Family) -> Metric:
+    """Return a metric of prometheus_client without samples."""
     labels: Sequence[str] = family.labels
     match family.kind:
         case "counter":

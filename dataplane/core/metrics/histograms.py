@@ -9,7 +9,8 @@ BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 
 
 class Histogram:
-    """A histogram of durations in seconds. Only one thread may call `add`."""
+    """A histogram of durations in seconds. Only one thread may call `add`. buckets: the number of durations in each,
+    not cumulative; the last one is for durations above all bounds."""
 
     __slots__ = ("buckets", "sum_s")
 
@@ -23,11 +24,12 @@ class Histogram:
 
     def cumulated(self) -> list[tuple[str, float]]:
         """Return (upper bound, cumulative count) of each bucket, as Prometheus expects."""
-        count, found = 0, []
-        for bound, more in zip((*map(str, BOUNDS_S), "+Inf"), list(self.buckets), strict=True):
-            count += more
-            found.append((bound, float(count)))
-        return found
+        total, result = 0, []
+        bounds = [*map(str, BOUNDS_S), "+Inf"]
+        for bound, count in zip(bounds, list(self.buckets), strict=True):  # a copy: another thread may call `add`
+            total += count
+            result.append((bound, float(total)))
+        return result
 
 
 class Waited:
@@ -55,6 +57,7 @@ class Op:
         self.took = Histogram()
 
     def failed(self, error: Exception) -> None:
+        """Count a failure."""
         name = type(error).__name__
         self.errors[name] = self.errors.get(name, 0) + 1
 
