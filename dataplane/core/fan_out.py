@@ -32,14 +32,14 @@ class Together:
         try:
             pool = self._started_pool()
             for _ in jobs[1:]:
-                pool.submit(batch.work)
-            batch.work()
+                pool.submit(batch.run_jobs)
+            batch.run_jobs()
         finally:
             # A KeyboardInterrupt may be raised at any call, but must not leave this block before all jobs have ended.
-            # Every step of `end` can therefore be repeated.
+            # Every step of `finish` can therefore be repeated.
             while True:
                 try:
-                    batch.end()
+                    batch.finish()
                     break
                 except BaseException as error:
                     interrupt = error
@@ -74,7 +74,7 @@ class _Batch(Generic[T]):
         self._active: set[int] = set()  # threads that run a job, by their ident
         self._changed = threading.Condition()
 
-    def work(self) -> None:
+    def run_jobs(self) -> None:
         """Run jobs until none is left."""
         me = threading.get_ident()
         while True:
@@ -93,7 +93,7 @@ class _Batch(Generic[T]):
                     self._active.discard(me)
                     self._changed.notify_all()
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Discard the remaining jobs and wait for the jobs that run in other threads. A job of the calling thread has
         already ended, even if an interrupt prevented its removal from `_active`."""
         with self._changed:

@@ -47,7 +47,7 @@ def is_serving() -> bool:
     return _current.get() is not None
 
 
-def hosted(cls: type, *, catch_failures: bool) -> type:
+def serving_class(cls: type, *, catch_failures: bool) -> type:
     """Return a subclass of `cls` to use as an actor class: a worker is an object of it.
 
     Its first constructor argument is the environment to set before `cls` is constructed. Exceptions of its
@@ -102,6 +102,7 @@ def _make_init(cls: type) -> Callable[..., None]:
     """Return the `__init__` of the subclass of `cls`. It sets `environment`, then calls `cls.__init__`."""
 
     def init(self: Any, environment: Mapping[str, str], /, *args: Any, **kwargs: Any) -> None:
+        """Set `environment`, and construct the worker with the other arguments."""
         os.environ.update(environment)
         os.environ[_DEVICES_VARIABLE] = _visible_devices(environment[_DEVICES_VARIABLE])
         with Serving(f"{cls.__name__}.__init__", (), self._tq_catch_failures):
@@ -208,15 +209,16 @@ class Serving:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # `setdefault`: the method may have a `worker_timer` with its own name.
         self._durations.setdefault(self._name, time.perf_counter() - self._begun)
         _current.reset(self._token)
         if self._stored is not None:
             self._stored.keep(ray.get_runtime_context().get_task_id(), self._durations)
         if isinstance(error, Exception) or (self._catch and isinstance(error, SystemExit)):
             logger.error("%s raised %s", self._name, "".join(traceback.format_exception_only(error)).strip())
-            sent = portable(error)
-            if sent is not error:
-                raise sent from error
+            portable_error = portable(error)
+            if portable_error is not error:
+                raise portable_error from error
 
 
 def _end_by_signal(number: int, frame: FrameType | None) -> None:

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
 
 from dataplane.core.durations import seconds_if_any
 from workers.errors import CallWaitTimeoutError, WorkerLostError
-from workers.groups.futures import Called, GroupFuture, cause_of, noted
+from workers.groups.futures import Called, GroupFuture, cause_of, with_note
 from workers.transport.waiting import LoggedWait
 
 REDUCTIONS: Mapping[str, Callable[[Iterable[float]], float]] = {"max": max, "min": min, "mean": fmean}
@@ -121,6 +121,7 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
         return self.collect(timeout)
 
     def done(self) -> bool:
+        # If all calls have ended, `wait` returns at once. Otherwise only a failed call makes it raise at once.
         references = [call.reference for call in self._calls]
         ready, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
         return len(ready) == len(references) or self._future().done()
@@ -160,10 +161,12 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
         left = itertools.count(len(self._parts) - 1, -1)
 
         def on_call_end(call: Called, future: Future[Any]) -> None:
+            """Complete `_done` with the first error, or after the last call with all results."""
             error, is_last = future.exception(), next(left) == 0
             with contextlib.suppress(futures.InvalidStateError):  # another call has failed before
                 if error is not None:
                     self._done.set_exception(self._worker_error(call, error))
+                # A call that failed in another thread may not have set its error yet, so check all.
                 elif is_last and all(part.exception() is None for part in self._parts):
                     self._done.set_result([part.result() for part in self._parts])
 
@@ -172,11 +175,12 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
         return self._done
 
     def _worker_error(self, call: Called, error: BaseException) -> BaseException:
+        """As in `GroupFuture`, but `WorkerLostError` if the worker's process ended."""
         # A `RayTaskError` has the type of the method's own exception, too, which may be one of these.
         if isinstance(error, RayActorError | WorkerCrashedError) and not isinstance(error, RayTaskError):
             return WorkerLostError(worker=f"worker {call.name}", why=str(error))
         remote_traceback = f":\n{_COLOURS.sub('', str(error))}" if cause_of(error) is not None else ""
-        raised = noted(error, f"raised by worker {call.name} in {self._method}{remote_traceback}")
+        raised = with_note(error, f"raised by worker {call.name} in {self._method}{remote_traceback}")
         raised.__cause__ = None  # the note contains it
         return raised
 

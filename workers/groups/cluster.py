@@ -117,7 +117,7 @@ class Cluster:
 
     def hold_port(self, node_rank: int) -> int:
         """Return a free port of that node, held until `release_port`. See `PortKeeper` for how a worker binds it."""
-        ports: list[int] = self._connection.ask(self._nodes[node_rank], "hold", 1)
+        ports: list[int] = self._connection.call_agent(self._nodes[node_rank], "hold", 1)
         return ports[0]
 
     def release_port(self, node_rank: int, port: int) -> None:
@@ -125,7 +125,7 @@ class Cluster:
         if not ray.is_initialized():
             return
         try:
-            self._connection.ask(self._nodes[node_rank], "release", [port])
+            self._connection.call_agent(self._nodes[node_rank], "release", [port])
         except RayError as error:
             logger.warning("Cannot release port %d of node %d: %s", port, node_rank, error)
 
@@ -247,7 +247,7 @@ class _JobConnection:
         for broker in list(self._brokers.values()):
             broker.result()
 
-    def ask(self, node: Node, method: str, *args: Any) -> Any:
+    def call_agent(self, node: Node, method: str, *args: Any) -> Any:
         """Return the result of a method of the node's agent. Start an agent if this process has none there."""
         with self._guard:
             if node.ident not in self._agents:

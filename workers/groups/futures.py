@@ -61,18 +61,14 @@ class GroupFuture:
         results: list[Any] = [None] * len(self._calls)
         items: dict[int, list[Any]] = {}  # the items of each generator so far, by the index of its call
         index_of = {call.reference: index for index, call in enumerate(self._calls)}
-        waiting = list(index_of)
+        waiting: list[ObjectRef | ObjectRefGenerator] = list(index_of)
         while waiting:
-            first, others = ray.wait(waiting, num_returns=1, timeout=wait.step_s(STEP_S))
-            if not first:
+            ready, waiting = _wait_for_some(waiting, wait.step_s(STEP_S))
+            if not ready:
                 pending = self._describe(self._calls[index_of[reference]] for reference in waiting)
                 if wait.over(pending):
                     raise self._late_error(pending, wait.timeout_s)
-                continue
-            # Take everything that is ready with one more call, which is cheaper than one wait per result.
-            also_ready, waiting = ray.wait(others, num_returns=len(others), timeout=0) if others else ([], [])
-            ready = [*first, *also_ready]
-            for number, reference in enumerate(ready, 1):
+            for number, reference in enumerate(ready, 1):  # number: of references taken from `ready`
                 index = index_of[reference]
                 call = self._calls[index]
                 try:
@@ -102,7 +98,20 @@ class GroupFuture:
     def _worker_error(self, call: Called, error: BaseException) -> BaseException:
         """Return the exception to raise for an error that Ray raises: the exception of the worker itself, if there
         is one."""
-        return noted(error, f"raised by worker {call.name}")
+        return with_note(error, f"raised by worker {call.name}")
+
+
+def _wait_for_some(
+    references: Sequence[ObjectRef | ObjectRefGenerator], timeout_s: float
+) -> tuple[list[ObjectRef | ObjectRefGenerator], list[ObjectRef | ObjectRefGenerator]]:
+    """Wait up to `timeout_s` until a reference is ready. Return those that are ready then, and the others. A generator
+    is ready when its next item is, or when it has ended."""
+    first, others = ray.wait(list(references), num_returns=1, timeout=timeout_s)
+    if not first or not others:
+        return first, others
+    # One more call returns everything that is ready, which is cheaper than one wait per result.
+    also_ready, waiting = ray.wait(others, num_returns=len(others), timeout=0)
+    return [*first, *also_ready], waiting
 
 
 def cause_of(error: BaseException) -> BaseException | None:
@@ -115,9 +124,9 @@ def cause_of(error: BaseException) -> BaseException | None:
     return cause if isinstance(cause, BaseException) and not isinstance(cause, RayError) else None
 
 
-def noted(error: BaseException, note: str) -> BaseException:
-    """Add a note to the exception raised in the other process, or to `error` if there is none. Return that
-    exception."""
+def with_note(error: BaseException, note: str) -> BaseException:
+    """Add a note to the exception raised in the other process, or to `error` if there is none. Return the exception
+    that has the note."""
     remote = cause_of(error)
     if remote is None:
         error.add_note(note)

@@ -25,7 +25,7 @@ from workers.directory.address import WorkerAddress
 from workers.directory.registry import WORLD_SIZE
 from workers.directory.wire import EntryState
 from workers.errors import DirectoryLostError, NameInUseError, NameNotFoundError, WorkerLostError
-from workers.groups.actor_class import hosted
+from workers.groups.actor_class import serving_class
 from workers.groups.cluster import Cluster
 from workers.groups.started_group import StartedGroup
 from workers.placement.strategies import WorkerPlacement
@@ -56,7 +56,7 @@ def launch_group(cluster: Cluster, launch: Launch) -> tuple[StartedGroup, Direct
     if a running group has the name. Raises the exception of a constructor. After any error all started parts are
     removed."""
     directory = cluster.directory
-    entry = take_name(
+    entry = register_name(
         directory,
         launch.name,
         {
@@ -102,7 +102,7 @@ def _create_actors(started: StartedGroup, cluster: Cluster, launch: Launch, entr
         NODES_VARIABLE: str(cluster.num_nodes),
         "TQ_LOG": "driver" if launch.log_to_driver else "file",
     }
-    cls = ray.remote(hosted(launch.cls, catch_failures=launch.catch_failures))
+    cls = ray.remote(serving_class(launch.cls, catch_failures=launch.catch_failures))
     variables = cluster.environment()
     if cluster.num_accelerators:
         # Otherwise Ray hides all accelerators from actors that request none.
@@ -136,7 +136,7 @@ def _log_lost_workers(started: StartedGroup, directory: DirectoryClient, names: 
         incarnations.add(directory.lookup_worker(WorkerAddress.from_name(name)).incarnation)
 
 
-def take_name(directory: DirectoryClient, name: str, facts: Facts) -> DirectoryEntry:
+def register_name(directory: DirectoryClient, name: str, facts: Facts) -> DirectoryEntry:
     """Register a group and return its entry. If all workers of a group with that name have died, end that group first.
     `NameInUseError` if one is running or being launched."""
     try:

@@ -86,9 +86,9 @@ class _PortableErrors:
             return
         _in_call.set(False)
         if isinstance(error, Exception):
-            sent = portable(error)
-            if sent is not error:
-                raise sent from error
+            portable_error = portable(error)
+            if portable_error is not error:
+                raise portable_error from error
 
 
 def portable(error: BaseException) -> BaseException:

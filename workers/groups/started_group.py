@@ -15,7 +15,7 @@ from ray import ObjectRef
 from ray._private import worker
 from ray.actor import ActorHandle
 
-from workers.groups.futures import Called, GroupFuture, cause_of, noted
+from workers.groups.futures import Called, GroupFuture, cause_of, with_note
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 1800.0
@@ -84,7 +84,7 @@ class _Start(GroupFuture):
 
     def _worker_error(self, call: Called, error: BaseException) -> BaseException:
         if cause_of(error) is not None:  # the worker raised it
-            return noted(error, f"raised by worker {call.name} {self._what}")
+            return with_note(error, f"raised by worker {call.name} {self._what}")
         died = WorkerStartError(f"worker {call.name} died {self._what}: {error}")
         died.__cause__ = error
         return died

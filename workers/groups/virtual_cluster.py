@@ -285,7 +285,7 @@ class RayVirtualCluster:
                 if bundle not in self._host_of:
                     raise IndexError(f"unknown (placement group, bundle) {bundle}; known are {sorted(self._host_of)}")
             hosts = [self._host_of[bundle] for bundle in bundles]
-            requests = {host: self._keeper(host).hold.remote(hosts.count(host)) for host in dict.fromkeys(hosts)}
+            requests = {host: self._keeper_on(host).hold.remote(hosts.count(host)) for host in dict.fromkeys(hosts)}
             address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in alive_nodes()}
             new: dict[str, list[Endpoint]] = {}  # the new endpoints by host
             try:
@@ -318,7 +318,7 @@ class RayVirtualCluster:
             kill([keeper for keeper in self._keepers.values() if keeper not in needed])
             self._keepers = {host: keeper for host, keeper in self._keepers.items() if keeper in needed}
 
-    def _keeper(self, host: str) -> ActorHandle:
+    def _keeper_on(self, host: str) -> ActorHandle:
         """Return the actor that holds this cluster's ports on a node. Create it in a bundle of the node, so that it
         ends with the bundles."""
         if host not in self._keepers:

@@ -125,7 +125,7 @@ class _Packer:
     """A payload under construction. lengths: index in the header's list by the row lengths as bytes; end: size of the
     payload so far. `columns` and `pieces` are those of `Header` and `PackedBatch`.
 
-    The methods named after a kind of column append its bytes and return its description.
+    The methods `_add_KIND` append the bytes of a column of that kind and return its description.
     """
 
     columns: list[_Column] = field(default_factory=list)
@@ -136,17 +136,17 @@ class _Packer:
     def add(self, name: str, value: Any) -> None:
         """Encode one column. The type of `value` determines its kind."""
         if isinstance(value, Tensor):
-            self.columns.append(self._nested(name, value) if value.is_nested else self._dense(name, value))
+            self.columns.append(self._add_nested(name, value) if value.is_nested else self._add_dense(name, value))
         elif isinstance(value, NonTensorStack):
-            self.columns.append(self._objects(name, value.tolist(), "stack"))
+            self.columns.append(self._add_objects(name, value.tolist(), "stack"))
         elif isinstance(value, np.ndarray) and value.dtype == object and value.ndim == 1:
-            self.columns.append(self._objects(name, list(value), "array"))
+            self.columns.append(self._add_objects(name, list(value), "array"))
         elif isinstance(value, list) and value and all(isinstance(row, Tensor) for row in value):
-            self.columns.append(self._ragged(name, value))
+            self.columns.append(self._add_ragged(name, value))
         elif isinstance(value, list):
-            self.columns.append(self._objects(name, value, "list"))
+            self.columns.append(self._add_objects(name, value, "list"))
         else:
-            self.columns.append(self._value(name, value.data if isinstance(value, NonTensorData) else value))
+            self.columns.append(self._add_value(name, value.data if isinstance(value, NonTensorData) else value))
 
     def _align(self) -> int:
         """Begin a column: move `end` to the next multiple of `GRANULE_BYTES` and return it."""
@@ -159,19 +159,19 @@ class _Packer:
             self.pieces.append((self.end, data))
             self.end += data.numel()
 
-    def _dense(self, name: str, value: Tensor) -> _Dense:
+    def _add_dense(self, name: str, value: Tensor) -> _Dense:
         start = self._align()
         self._append(as_bytes(value))
         return _Dense(name, start, DTYPE_NAMES[value.dtype], tuple(value.shape))
 
-    def _nested(self, name: str, value: Tensor) -> _Jagged:
+    def _add_nested(self, name: str, value: Tensor) -> _Jagged:
         values, lengths = _values_and_lengths(value)
         lengths_index = self.lengths.setdefault(lengths.numpy().tobytes(), len(self.lengths))
         start = self._align()
         self._append(as_bytes(values))
         return _Jagged(name, start, DTYPE_NAMES[values.dtype], tuple(values.shape[1:]), lengths_index)
 
-    def _ragged(self, name: str, rows: Sequence[Tensor]) -> _Ragged:
+    def _add_ragged(self, name: str, rows: Sequence[Tensor]) -> _Ragged:
         dtypes = {row.dtype for row in rows}
         if len(dtypes) > 1:
             raise TypeError(f"column {name!r}: rows must have one dtype, got {', '.join(map(str, dtypes))}")
@@ -180,13 +180,13 @@ class _Packer:
             self._append(as_bytes(row))
         return _Ragged(name, start, DTYPE_NAMES[rows[0].dtype], tuple(tuple(row.shape) for row in rows))
 
-    def _value(self, name: str, value: Any) -> _Value:
+    def _add_value(self, name: str, value: Any) -> _Value:
         start = self._align()
         encoded = encode_object(value, field=name)
         self._append(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
         return _Value(name, start, len(encoded))
 
-    def _objects(self, name: str, values: Sequence[Any], form: str) -> _Objects:
+    def _add_objects(self, name: str, values: Sequence[Any], form: str) -> _Objects:
         start = self._align()
         encoded, sizes = encode_rows(values, field=name)
         if encoded:

@@ -284,6 +284,7 @@ class TQWorkerMixin:
         shared = None
         replicas = self._current_replica_group()
         if replicas is not None:
+            # Siblings with other arguments get another digest, so the first fetch raises on all.
             arguments = repr((partition_id, task_name, list(fields), timeout_s, sorted(options.items())))
             shared = SharedStream(
                 ReplicaGroup(

@@ -109,7 +109,7 @@ class Siblings:
         with contextlib.suppress(RuntimeError):  # timeout
             store.wait([self._outcome_key], deadline.left)
         outcome = store.compare_set(self._outcome_key, "", f"{self.rank}").decode()
-        if outcome == f"{self.rank}":  # there was no value until the deadline, so this rank gives up
+        if outcome == f"{self.rank}":  # no value until the deadline: this rank gives up, and has published it
             raise self._timeout_error(deadline)
         self._raise_if_given_up(deadline)
 
