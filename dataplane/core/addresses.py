@@ -167,7 +167,7 @@ def own_address(towards: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             # Connecting a datagram socket sends nothing; the kernel only selects the source address.
-            probe.connect((towards, 9))
+            probe.connect((towards, 9))  # any port
         except OSError:
             return "127.0.0.1" if family == socket.AF_INET else "::1"
         return str(probe.getsockname()[0])

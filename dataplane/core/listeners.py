@@ -70,7 +70,7 @@ def bound_to(connection: socket.socket) -> Place | None:
     name = connection.getsockname()
     if isinstance(name, tuple):  # (address, port, ...) of an internet socket
         return int(name[1]) if connection.family in (socket.AF_INET, socket.AF_INET6) else None
-    return name  # type: ignore[no-any-return]
+    return name  # type: ignore[no-any-return]  # the path or abstract name of a Unix socket
 
 
 def _close_sockets_at(places: set[Place]) -> None:

@@ -90,7 +90,7 @@ def in_own_directory(parent: str | Path, make: Callable[[Path], Made]) -> Made:
     for _ in range(TRIES):
         with contextlib.suppress(FileNotFoundError):
             return make(own_directory(parent))
-    return make(own_directory(parent))
+    return make(own_directory(parent))  # the last attempt raises its error
 
 
 def leave(parent: str | Path) -> None:

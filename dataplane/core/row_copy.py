@@ -209,8 +209,9 @@ def _copy_short_rows(
 
 
 def _copy_short_rows_of(buffer: UInt8s, offsets: Int64s, sizes: Int64s, out: UInt8s, positions: Int64s) -> None:
-    """Copy rows of one buffer in words of the largest size (up to 8 bytes) to which all rows are aligned."""
-    low, high = int(offsets.min()), int((offsets + sizes).max())
+    """Copy `sizes[i]` bytes at `offsets[i]` of `buffer` to `out[positions[i]:]` for each row i, by index arithmetic on
+    words of the largest size (up to 8 bytes) to which all rows are aligned."""
+    low, high = int(offsets.min()), int((offsets + sizes).max())  # the part of `buffer` that has the rows
     offsets = offsets - low
     # The lowest bit that is set anywhere is the largest power of two that divides all of these numbers.
     bits = int(np.bitwise_or.reduce(offsets | sizes | positions)) | (address(buffer) + low) | address(out) | 8

@@ -98,6 +98,7 @@ def _common_rows(batch_size: int, world_size: int, peer_world_size: int, rank: i
         raise ValueError(f"rank {rank} is not in a group of {world_size} ranks, counted from 0")
     rows, peer_rows = batch_size // world_size, batch_size // peer_world_size
     begin, end = rank * rows, (rank + 1) * rows  # the rows of `rank` within the batch
+    # The peers from the one with the row `begin` to the one with the row `end - 1`.
     return [
         (peer, min(end, (peer + 1) * peer_rows) - max(begin, peer * peer_rows))
         for peer in range(begin // peer_rows, (end - 1) // peer_rows + 1)
@@ -205,7 +206,9 @@ def decoupled_build_recv_plan(
     recv_queue_size: int = 0,
 ) -> RoutePlan:
     """Return the parts that a rank of the group of `src_world_size` ranks receives: the answers for `recv_rank`, or
-    if that is None the next parts of any sender. All of them have the same channel key."""
+    if that is None the next parts of any sender. All of them have the same channel key.
+
+    The world sizes are those of `decoupled_build_send_plan` for the same rank: `src` is its own group."""
     sizes = CommMapper.decoupled_get_batch_size(batch_size, src_world_size, dst_world_size, recv_queue_size)
     key = build_route_channel_key(src_group_name, dst_group_name, None, recv_rank, tag, route_key)
     entries = [RouteEntry(peer_rank=None, batch_size=size, key=key) for size in sizes]

@@ -124,7 +124,7 @@ def _create_actors(started: StartedGroup, cluster: Cluster, launch: Launch, entr
 
 def _log_lost_workers(started: StartedGroup, directory: DirectoryClient, names: Sequence[str]) -> None:
     """Log each worker whose process dies or whose connection breaks, until the group ends."""
-    incarnations: set[int] = set()
+    incarnations: set[int] = set()  # of the workers' directory entries: a new number for each registration
     group = weakref.ref(started)  # the subscription must not keep the group, which ends with its last reference
 
     def on_end(entry: DirectoryEntry) -> None:

@@ -154,7 +154,7 @@ class RayVirtualCluster:
 
         Two clusters that each hold a part of the bundles that both need would deadlock. Therefore the created
         placement groups are released for a moment from time to time, while the requests for the others remain (see
-        `_await_attempt`).
+        `_await_creation_attempt`).
         """
         end = time.monotonic() + seconds("ready_timeout_s", self.ready_timeout_s)
         wait_s = FIRST_WAIT_S
@@ -164,10 +164,10 @@ class RayVirtualCluster:
         for number, target in enumerate(targets):
             groups.append(self._request_placement_group(number, target, strategy))
         while True:
-            ready = [group.ready() for group in groups]
+            creations = [group.ready() for group in groups]  # futures
             timeout_s = min(jittered(wait_s, 0.5, 1.5), end - time.monotonic())
-            done = wait_for_all(ready, timeout_s=timeout_s)
-            if len(done) == len(ready):
+            done = wait_for_all(creations, timeout_s=timeout_s)
+            if len(done) == len(creations):
                 return
             request_text, left_s = self._describe_request(), end - time.monotonic()
             if left_s <= 0:
@@ -177,7 +177,7 @@ class RayVirtualCluster:
                     "fewer"
                 )
             logger.warning("Bundles not reserved yet, waiting for another %.0f s at most: %s", left_s, request_text)
-            self._yield_resources([number for number, future in enumerate(ready) if future in done], strategy)
+            self._yield_resources([number for number, future in enumerate(creations) if future in done], strategy)
             wait_s = min(wait_s * 2, LONGEST_WAIT_S)
 
     def _yield_resources(self, numbers: list[int], strategy: str) -> None:
@@ -389,7 +389,7 @@ class RayVirtualCluster:
         for group in groups:
             try:
                 if ray.is_initialized():
-                    _await_attempt(group, end)
+                    _await_creation_attempt(group, end)
                     remove_placement_group(group)
             except Exception as error:
                 logger.warning("Cannot remove placement group %s: %s", group.id.hex(), error)
@@ -405,7 +405,7 @@ class RayVirtualCluster:
         self.shutdown()
 
 
-def _await_attempt(group: PlacementGroup, end: float) -> None:
+def _await_creation_attempt(group: PlacementGroup, end: float) -> None:
     """Wait until Ray has created this placement group or an attempt to create it has failed, until `end` at the
     latest.
 

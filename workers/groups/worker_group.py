@@ -156,7 +156,7 @@ class WorkerGroup(Generic[C]):
         `NoSuchRankError` for a rank outside of the group; the next call then goes to all ranks.
         """
         self._next.ranks = None  # also after an error below
-        size = len(self._called_workers())
+        size = len(self._require_workers())
         for rank in ranks:
             is_integer = isinstance(rank, int) and not isinstance(rank, bool)
             if not is_integer or not 0 <= rank < size:
@@ -208,7 +208,7 @@ class WorkerGroup(Generic[C]):
         self._token = token
         self._launched = True
 
-    def _called_workers(self) -> list[WorkerRank]:
+    def _require_workers(self) -> list[WorkerRank]:
         """Return all workers. RuntimeError before the launch, `GroupEndedError` after the end. Without this check, Ray
         itself would start a new cluster for the call."""
         if not self._launched:
@@ -225,7 +225,7 @@ class WorkerGroup(Generic[C]):
 
     def _call(self, method: str, ranks: Sequence[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `method` on the workers of these ranks (None: all) and return the `GroupCall`."""
-        workers = self._called_workers()
+        workers = self._require_workers()
         called = workers if ranks is None else [workers[rank] for rank in ranks]
         if len(called) > 1:
             args = tuple(_store_if_large(value) for value in args)

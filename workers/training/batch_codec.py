@@ -166,6 +166,7 @@ class _Packer:
 
     def _add_nested(self, name: str, value: Tensor) -> _Jagged:
         values, lengths = _values_and_lengths(value)
+        # Columns with equal row lengths share one entry of the header's list.
         lengths_index = self.lengths.setdefault(lengths.numpy().tobytes(), len(self.lengths))
         start = self._align()
         self._append(as_bytes(values))

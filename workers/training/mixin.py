@@ -377,8 +377,8 @@ class TQWorkerMixin:
                 raise ValueError(
                     f"write-back of {name!r}: expected {meta.size} rows, one per sample of the meta, got shape {shape}"
                 )
-        pad_length = self._forward_pad_seqlen(meta) or max(meta.sequence_lengths or [0])
-        padded = {name for name, value in fields.items() if not value.is_nested and value.dim() > 1}
+        pad_length = self._forward_pad_seqlen(meta) or max(meta.sequence_lengths or [0])  # default: the longest sample
+        padded = {name for name, value in fields.items() if not value.is_nested and value.dim() > 1}  # [N, S, ...]
         per_token = TOKEN_ALIGNED_FIELDS | {name for name in padded if fields[name].size(1) == pad_length}
         write_columns(self._require_dp_client(), meta, fields, token_aligned_fields=per_token)
 
@@ -490,6 +490,7 @@ def meta_digest(meta: KVBatchMeta, form: str) -> bytes:
     """Return a digest of 16 bytes, equal for metas with the same samples (generations included) and fields, and for an
     equal `form`: layout and pad length of the batch."""
     digest = hashlib.blake2b(digest_size=16)
+    # Each text is preceded by its length, and "" separates fields and samples: other lists have other bytes.
     for part in (meta.partition_id, form, *(meta.fields or ()), "", *meta.sample_ids):
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little") + data)

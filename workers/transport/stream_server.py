@@ -64,9 +64,9 @@ class Connection:
 
 @dataclass(frozen=True)
 class Service:
-    """The functions of a server, all called in its thread. take: a message arrived; an exception
-    from it closes that connection (ValueError: the message was malformed). left: a connection was
-    closed. ended: the server has stopped, by `thread.close` or by an internal error."""
+    """The functions of a server, all called in its thread. take: a message arrived; returns where to store its payload,
+    or None if it has none; an exception from it closes that connection (ValueError: the message was malformed). left: a
+    connection was closed. ended: the server has stopped, by `thread.close` or by an internal error."""
 
     take: Callable[[Connection, Message], Payload | None]
     left: Callable[[int], None]

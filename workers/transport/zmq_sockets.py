@@ -72,7 +72,8 @@ def received(
         route = frames.pop(0).bytes if socket.type == zmq.ROUTER else b""  # a ROUTER prepends the sender's identity
         try:
             message = decode(frames[0].buffer if frames else b"")
-            if len(frames) != 1 + isinstance(message, followed):
+            expected_frames = 2 if isinstance(message, followed) else 1
+            if len(frames) != expected_frames:
                 raise msgspec.DecodeError(f"{type(message).__name__} in {len(frames)} frames")
         except msgspec.DecodeError as error:
             _log.warning("Malformed message to %s dropped: %s", reader, error)
