@@ -208,7 +208,8 @@ def decoupled_build_recv_plan(
     """Return the parts that a rank of the group of `src_world_size` ranks receives: the answers for `recv_rank`, or
     if that is None the next parts of any sender. All of them have the same channel key.
 
-    The world sizes are those of `decoupled_build_send_plan` for the same rank: `src` is its own group."""
+    The world sizes are those of `decoupled_build_send_plan` for the same rank: `src` is its own group.
+    """
     sizes = CommMapper.decoupled_get_batch_size(batch_size, src_world_size, dst_world_size, recv_queue_size)
     key = build_route_channel_key(src_group_name, dst_group_name, None, recv_rank, tag, route_key)
     entries = [RouteEntry(peer_rank=None, batch_size=size, key=key) for size in sizes]

@@ -23,6 +23,9 @@ from workers.transport.waiting import LoggedWait
 STEP_S = 1.0
 """Longest single wait in Ray, which delays exceptions of signal handlers until the wait returns."""
 
+Reference = ObjectRef | ObjectRefGenerator
+"""The pending result of a call: a generator's if the method is one."""
+
 
 @dataclass(frozen=True)
 class Called:
@@ -30,7 +33,7 @@ class Called:
     result."""
 
     name: str
-    reference: ObjectRef | ObjectRefGenerator
+    reference: Reference
     actor: Any = None
     wanted: bool = True
 
@@ -61,7 +64,7 @@ class GroupFuture:
         results: list[Any] = [None] * len(self._calls)
         items: dict[int, list[Any]] = {}  # the items of each generator so far, by the index of its call
         index_of = {call.reference: index for index, call in enumerate(self._calls)}
-        waiting: list[ObjectRef | ObjectRefGenerator] = list(index_of)
+        waiting: list[Reference] = list(index_of)
         while waiting:
             ready, waiting = _wait_for_some(waiting, wait.step_s(STEP_S))
             if not ready:
@@ -101,9 +104,7 @@ class GroupFuture:
         return with_note(error, f"raised by worker {call.name}")
 
 
-def _wait_for_some(
-    references: Sequence[ObjectRef | ObjectRefGenerator], timeout_s: float
-) -> tuple[list[ObjectRef | ObjectRefGenerator], list[ObjectRef | ObjectRefGenerator]]:
+def _wait_for_some(references: Sequence[Reference], timeout_s: float) -> tuple[list[Reference], list[Reference]]:
     """Wait up to `timeout_s` until a reference is ready. Return those that are ready then, and the others. A generator
     is ready when its next item is, or when it has ended."""
     first, others = ray.wait(list(references), num_returns=1, timeout=timeout_s)
@@ -154,7 +155,7 @@ def _move_next_item(stream: ObjectRefGenerator, items: list[Any], wanted: bool) 
     return True
 
 
-def _ignore_errors(references: Sequence[ObjectRef | ObjectRefGenerator]) -> None:
+def _ignore_errors(references: Sequence[Reference]) -> None:
     """Keep Ray from logging the exceptions of `references`, which no caller awaits, as unhandled."""
     for reference in references:
         if isinstance(reference, ObjectRef):

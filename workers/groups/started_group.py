@@ -83,6 +83,7 @@ class _Start(GroupFuture):
         )
 
     def _worker_error(self, call: Called, error: BaseException) -> BaseException:
+        """As in `GroupFuture`, but `WorkerStartError` if the worker died without an exception."""
         if cause_of(error) is not None:  # the worker raised it
             return with_note(error, f"raised by worker {call.name} {self._what}")
         died = WorkerStartError(f"worker {call.name} died {self._what}: {error}")
