@@ -303,8 +303,8 @@ class TQWorkerMixin:
     # --- packing ------------------------------------------------------------------------------------------------
 
     def _with_micro_batches(self, meta: KVBatchMeta, stage: Stage) -> KVBatchMeta:
-        """Return `meta` with micro-batches in its `extra_info`, and its samples in the order of the micro-batches. Those
-        of the driver are used if present. Otherwise they are computed with the stage's budget, if `self.cfg` configures
+        """Return `meta` with micro-batches in its `extra_info`, and its samples in the order of the micro-batches. The
+        driver's are used if present. Otherwise they are computed with the stage's budget, if `self.cfg` configures
         them; else `meta` is returned unchanged.
 
         This precedes the fetch, so that results are written back to the right samples. A meta without lengths is
