@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
@@ -23,7 +23,7 @@ from workers.transport.waiting import LoggedWait
 STEP_S = 1.0
 """Longest single wait in Ray, which delays exceptions of signal handlers until the wait returns."""
 
-Reference = ObjectRef | ObjectRefGenerator
+Reference: TypeAlias = ObjectRef | ObjectRefGenerator
 """The pending result of a call: a generator's if the method is one."""
 
 
