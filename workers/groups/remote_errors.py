@@ -111,10 +111,12 @@ def portable(error: BaseException) -> BaseException:
 
 
 def _survives_pickle(error: Exception, text: str | None = None) -> bool:
-    """Return whether `error` can be pickled and loaded, and keeps its type's name and, unless None, its `text`."""
+    """Return whether `error` can be pickled and loaded, and keeps its type's name and, unless None, its `text`. False
+    also if `str` of the loaded error fails."""
     try:
         copy = pickle.loads(cloudpickle.dumps(error))  # noqa: S301 (the bytes are created on this line)
-        return type(copy).__name__ == type(error).__name__ and (text is None or text == str(copy))
+        copied_text = str(copy)
+        return type(copy).__name__ == type(error).__name__ and text in (None, copied_text)
     except Exception:
         return False
 
