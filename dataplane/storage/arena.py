@@ -93,7 +93,8 @@ def default_capacity(directory: str | Path) -> int:
     of the memory that is available there now. Ray's object store claims another 30 percent of the same memory."""
     stat = os.statvfs(directory)
     share = int(stat.f_blocks * stat.f_frsize * SHARE_OF_FILE_SYSTEM)
-    return max(MIB, _down(min(share, int(available_memory(directory).free_bytes * SHARE_OF_AVAILABLE)), MIB))
+    most_bytes = int(available_memory(directory).free_bytes * SHARE_OF_AVAILABLE)
+    return max(MIB, _round_down(min(share, most_bytes), MIB))
 
 
 class ArenaFormatError(ValueError):
@@ -113,7 +114,7 @@ class Arena:
         backed_bytes: int,
         fsynced: bool,
     ) -> None:
-        """Use `create` or `adopt`."""
+        """Map `file`, the locked arena file at `path`, and write its header. Use `create` or `adopt` instead."""
         self.path = path
         self.fsynced = fsynced
         self.capacity_bytes = capacity_bytes
@@ -124,11 +125,11 @@ class Arena:
         self._owner = os.getpid()
         self._slots = itertools.cycle(range(_CHALLENGE_SLOTS))
         # A separate open: `mmap` keeps a duplicate descriptor, by which a forked child would keep the lock held.
-        again = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
+        map_fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._map: mmap.mmap | None = mmap.mmap(again, HEADER_BYTES + capacity_bytes)
+            self._map: mmap.mmap | None = mmap.mmap(map_fd, HEADER_BYTES + capacity_bytes)
         finally:
-            os.close(again)
+            os.close(map_fd)
         self._map.madvise(mmap.MADV_DONTDUMP)
         header = _HEADER.pack(_MAGIC, FORMAT, HEADER_BYTES, cookie, epoch, capacity_bytes, backed_bytes)
         self._map[: len(header)] = header
@@ -152,20 +153,20 @@ class Arena:
         survives a restart of the machine; its header is always on disk and `force` writes the rest. Raises
         ArenaSpaceError if `directory` has less than `capacity_bytes` available.
         """
-        capacity_bytes = max(PAGE_BYTES, _down(capacity_bytes, PAGE_BYTES))
+        capacity_bytes = max(PAGE_BYTES, _round_down(capacity_bytes, PAGE_BYTES))
         _check_available(directory, capacity_bytes + HEADER_BYTES)
         path = Path(directory) / (new_arena_name() if keeper is None else new_recorded_arena_name())
         try:
             file = HeldFile(create_locked(path))
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-                raise _no_space(directory, capacity_bytes, error) from error
+                raise _out_of_space(directory, capacity_bytes, error) from error
             raise
         try:
             os.ftruncate(file.fd, HEADER_BYTES + capacity_bytes)
             os.posix_fallocate(file.fd, 0, HEADER_BYTES)
             arena = cls(path, file, capacity_bytes, epoch, secrets.token_bytes(16), 0, fsynced)
-            arena._name_keeper(keeper)
+            arena._write_keeper(keeper)
             arena._force_header()
             if fsynced:
                 sync_path(path.parent)
@@ -174,7 +175,7 @@ class Arena:
             path.unlink()
             file.close()
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG):
-                raise _no_space(directory, capacity_bytes, error) from error
+                raise _out_of_space(directory, capacity_bytes, error) from error
             raise
 
     @classmethod
@@ -205,7 +206,8 @@ class Arena:
             file.close()
             raise
 
-    def _name_keeper(self, keeper: Path | None) -> None:
+    def _write_keeper(self, keeper: Path | None) -> None:
+        """Store the path of the keeper in the header; None: the arena has no keeper."""
         name = os.fsencode("" if keeper is None else keeper.absolute())
         if len(name) > PAGE_BYTES - _KEEPER_AT - _KEEPER.size:
             raise ValueError(f"{keeper}: a path of {len(name)} bytes does not fit into an arena's header")
@@ -213,6 +215,7 @@ class Arena:
         self._map[_KEEPER_AT : _KEEPER_AT + _KEEPER.size + len(name)] = _KEEPER.pack(_mounts(), len(name)) + name
 
     def _set_backed(self, backed_bytes: int) -> None:
+        """Set `backed_bytes`, also in the header, where clients read it."""
         assert self._map is not None, "the arena is closed"
         self.backed_bytes = backed_bytes
         self._map[_BACKED_AT : _HEADER.size] = backed_bytes.to_bytes(8, "little")
@@ -244,20 +247,21 @@ class Arena:
 
     def grow_steps(self, to_bytes: int) -> Iterator[int]:
         """Grow as `grow` does, and yield the bytes backed so far after each `GROW_STEP_BYTES`."""
-        target = min(self.capacity_bytes, _down(to_bytes + PAGE_BYTES - 1, PAGE_BYTES))
+        target = min(self.capacity_bytes, _round_down(to_bytes + PAGE_BYTES - 1, PAGE_BYTES))
         while self.backed_bytes < target:
             step = min(GROW_STEP_BYTES, target - self.backed_bytes)
             _check_available(self.path.parent, step)
             try:
                 os.posix_fallocate(self._file.fd, HEADER_BYTES + self.backed_bytes, step)
             except OSError as error:
-                raise _no_space(self.path.parent, step, error) from error
+                raise _out_of_space(self.path.parent, step, error) from error
             self._set_backed(self.backed_bytes + step)
             yield self.backed_bytes
 
     def punch(self, above_bytes: int) -> int:
-        """Return the memory from `above_bytes` (rounded up to a page) on to the system. Return the backed bytes."""
-        start = min(self.backed_bytes, _down(above_bytes + PAGE_BYTES - 1, PAGE_BYTES))
+        """Free the memory from `above_bytes` (rounded up to a page) on, for the system. Return the backed bytes that
+        are left."""
+        start = min(self.backed_bytes, _round_down(above_bytes + PAGE_BYTES - 1, PAGE_BYTES))
         if start < self.backed_bytes:
             nbytes = self.backed_bytes - start
             self._set_backed(start)
@@ -265,7 +269,7 @@ class Arena:
         return self.backed_bytes
 
     def challenge(self) -> Challenge:
-        """Write fresh random bytes into the header. Some hundred further challenges overwrite them."""
+        """Write fresh random bytes into the next slot of the header. Some hundred further challenges overwrite them."""
         assert self._map is not None, "the arena is closed"
         offset = _CHALLENGES_AT + next(self._slots) * _CHALLENGE_BYTES
         secret = secrets.token_bytes(_CHALLENGE_BYTES)
@@ -316,8 +320,8 @@ class MappedArena:
             if os.fstat(fd).st_size < size:
                 raise ValueError(f"{path}: the arena file is truncated")
             return cls(
-                _map(fd, size, mmap.PROT_READ | mmap.PROT_WRITE) if writable else None,
-                _map(fd, size, mmap.PROT_READ),
+                _map_file(fd, size, mmap.PROT_READ | mmap.PROT_WRITE) if writable else None,
+                _map_file(fd, size, mmap.PROT_READ),
                 path=Path(path),
                 capacity_bytes=size - HEADER_BYTES,
             )
@@ -331,7 +335,7 @@ class MappedArena:
 
     def header(self, offset: int, nbytes: int) -> bytes:
         """Return bytes of the file's header. `offset` counts from the first byte of the file."""
-        data = self._open(self._readonly)
+        data = self._require_open(self._readonly)
         if offset < 0 or nbytes < 0 or offset + nbytes > HEADER_BYTES:
             raise ValueError(f"bytes {offset} to {offset + nbytes} are outside the header of {HEADER_BYTES} bytes")
         return data[offset : offset + nbytes].tobytes()
@@ -339,23 +343,25 @@ class MappedArena:
     def writable(self, offset: int, nbytes: int) -> Bytes:
         """Return bytes [offset, offset + nbytes) of the usable area. Write to them only while the session holds their
         reservation."""
-        return self._slice(self._open(self._writable), offset, nbytes)
+        return self._slice(self._require_open(self._writable), offset, nbytes)
 
     def force(self, offsets: Iterable[int], sizes: Iterable[int]) -> None:
         """Fsync these ranges; return when they are on disk. Raises OSError."""
-        force_ranges(self._open(self._writable)[HEADER_BYTES:], offsets, sizes)
+        force_ranges(self._require_open(self._writable)[HEADER_BYTES:], offsets, sizes)
 
     def readonly(self, offset: int, nbytes: int) -> Bytes:
         """Return the same bytes from the read-only mapping. Any write to them, even past numpy's flag, faults."""
-        return self._slice(self._open(self._readonly), offset, nbytes)
+        return self._slice(self._require_open(self._readonly), offset, nbytes)
 
     @staticmethod
-    def _open(data: Bytes | None) -> Bytes:
+    def _require_open(data: Bytes | None) -> Bytes:
+        """Return `data`. Raises ClientClosedError if it is None."""
         if data is None:
             raise ClientClosedError(why="the arena is unmapped, or was mapped read-only")
         return data
 
     def _slice(self, data: Bytes, offset: int, nbytes: int) -> Bytes:
+        """Return bytes of the usable area of the mapping `data`, without a copy."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.capacity_bytes:
             raise ValueError(f"bytes {offset} to {offset + nbytes} are outside the arena ({self.capacity_bytes} bytes)")
         return data[HEADER_BYTES + offset : HEADER_BYTES + offset + nbytes]
@@ -381,8 +387,8 @@ def sweep_recorded(directory: str | Path, *, superseded: Path | None = None) -> 
     no process, and its keeper does not exist or is `superseded`, the keeper of a new arena. Arenas of another
     container stay, because their keepers are not visible from here."""
     folder = Path(directory)
-    gone = [folder / name for name in os.listdir(folder) if RECORDED_ARENA_NAME.fullmatch(name)]
-    return [path for path in gone if _has_no_keeper(path, superseded) and unlink_unheld(path)]
+    recorded = [folder / name for name in os.listdir(folder) if RECORDED_ARENA_NAME.fullmatch(name)]
+    return [path for path in recorded if _has_no_keeper(path, superseded) and unlink_unheld(path)]
 
 
 def leftovers(directory: str | Path) -> list[Path]:
@@ -390,9 +396,10 @@ def leftovers(directory: str | Path) -> list[Path]:
     directory. Raises OSError if the directory cannot be listed."""
     folder = Path(directory)
     names = sorted(os.listdir(folder))
-    ended = [folder / name for name in names if ARENA_NAME.fullmatch(name)]
-    kept = [folder / name for name in names if RECORDED_ARENA_NAME.fullmatch(name)]
-    return [path for path in ended + [each for each in kept if _has_no_keeper(each, None)] if is_unheld(path)]
+    unrecorded = [folder / name for name in names if ARENA_NAME.fullmatch(name)]
+    recorded = [folder / name for name in names if RECORDED_ARENA_NAME.fullmatch(name)]
+    unneeded = unrecorded + [path for path in recorded if _has_no_keeper(path, None)]
+    return [path for path in unneeded if is_unheld(path)]
 
 
 def _has_no_keeper(path: Path, superseded: Path | None) -> bool:
@@ -405,7 +412,8 @@ def _has_no_keeper(path: Path, superseded: Path | None) -> bool:
 
 
 def _keeper_is_missing(path: Path, superseded: Path | None) -> bool:
-    """Return whether the keeper does not exist or is `superseded`; False for another mount namespace."""
+    """Return whether the arena's keeper does not exist or is `superseded`. Return False if that cannot be seen
+    from here: the file belongs to another user, or the keeper's path to another mount namespace."""
     fd = open_own(path)
     if fd is None:
         return False
@@ -413,7 +421,7 @@ def _keeper_is_missing(path: Path, superseded: Path | None) -> bool:
         raw = os.pread(fd, PAGE_BYTES, 0)
     finally:
         os.close(fd)
-    if len(raw) < PAGE_BYTES:
+    if len(raw) < PAGE_BYTES:  # its creation did not get as far as the header
         return True
     start = _KEEPER_AT + _KEEPER.size
     mounts, length = _KEEPER.unpack_from(raw, _KEEPER_AT)
@@ -434,35 +442,38 @@ def _mounts() -> int:
     return os.stat("/proc/self/ns/mnt").st_ino
 
 
-def _map(fd: int, size: int, protection: int) -> Bytes:
+def _map_file(fd: int, size: int, protection: int) -> Bytes:
     mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
     mapping.madvise(mmap.MADV_DONTDUMP)
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
 def _check_header(raw: bytes, path: str | Path, cookie: bytes | None) -> int:
-    """Validate the header and return the capacity in bytes."""
+    """Validate `raw`, the header of the arena at `path`, and return its capacity in bytes. cookie: the expected one;
+    None: any. Raises ValueError, `ArenaFormatError` for another format."""
     if len(raw) < _HEADER.size:
         raise ValueError(f"{path}: not an arena")
-    magic, version, header_bytes, found, _, capacity, _ = _HEADER.unpack(raw)
+    magic, version, header_bytes, stored_cookie, _, capacity, _ = _HEADER.unpack(raw)
     if magic != _MAGIC:
         raise ValueError(f"{path}: not an arena")
     if version != FORMAT or header_bytes != HEADER_BYTES:
         raise ArenaFormatError(f"has format {version}, this version reads {FORMAT}")
-    if cookie is not None and found != cookie:
+    if cookie is not None and stored_cookie != cookie:
         raise ValueError(f"{path}: the arena's cookie does not match; the path belongs to another arena")
     return int(capacity)
 
 
 def _check_available(directory: str | Path, wanted_bytes: int) -> None:
-    found = available_memory(directory)
-    if wanted_bytes > found.free_bytes:
+    """Raise ArenaSpaceError if `directory` has less than `wanted_bytes` of memory available."""
+    memory = available_memory(directory)
+    if wanted_bytes > memory.free_bytes:
         raise ArenaSpaceError(
-            directory=str(directory), found_bytes=found.free_bytes, wanted_bytes=wanted_bytes, limit=found.limit
+            directory=str(directory), found_bytes=memory.free_bytes, wanted_bytes=wanted_bytes, limit=memory.limit
         )
 
 
-def _no_space(directory: str | Path, wanted_bytes: int, error: OSError) -> ArenaSpaceError:
+def _out_of_space(directory: str | Path, wanted_bytes: int, error: OSError) -> ArenaSpaceError:
+    """Return the error for a request of `wanted_bytes` in `directory` that the system rejected with `error`."""
     limit = "file size limit, ulimit -f" if error.errno == errno.EFBIG else str(error.strerror)
     return ArenaSpaceError(
         directory=str(directory),
@@ -473,6 +484,7 @@ def _no_space(directory: str | Path, wanted_bytes: int, error: OSError) -> Arena
 
 
 def _punch_hole(fd: int, offset: int, nbytes: int) -> None:
+    """Free the memory of these bytes of a file, whose length stays the same. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     if libc.fallocate(fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, nbytes) != 0:
@@ -480,5 +492,6 @@ def _punch_hole(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(number, f"cannot punch a hole of {nbytes:,} bytes into the arena: {os.strerror(number)}")
 
 
-def _down(value: int, unit: int) -> int:
+def _round_down(value: int, unit: int) -> int:
+    """Round down to a multiple of `unit`."""
     return value - value % unit

@@ -55,7 +55,7 @@ class ArenaAccess:
         if len(offsets) > FEW_RANGES:
             gather([self._arena.data], None, np.array(offsets, np.int64), np.array(sizes, np.int64), target)
             return
-        at = 0
+        position = 0
         for offset, size in zip(offsets, sizes, strict=True):
-            target[at : at + size] = self._arena.data[offset : offset + size]
-            at += size
+            target[position : position + size] = self._arena.data[offset : offset + size]
+            position += size

@@ -96,25 +96,25 @@ class UnitRecord:
         previous epoch ends. Raises StateDirError if it does not end, or if its arena is, or may be, in another
         directory than `arena_dir`; PermissionError if the state directory is a symbolic link of another user."""
         refuse_link_of_another(self.path.parent)
-        existed = self.path.exists()  # `begin` creates the file
+        existed = self.path.exists()  # `create_arena` creates the file
         record = self._record = self._read()
         arena = None if record is None else self._adopt(record, epoch)
         if record is not None and arena is not None:
             return Adopted(arena=arena, unit=record.unit, recheck=record.boot != self._boot)
         self._record = None
-        arena = self.begin(create)
+        arena = self.create_arena(create)
         sweep_recorded(arena.path.parent, superseded=self.path)
         return Adopted(arena=arena, lost="" if record is None else record.cookie, anew=existed)
 
-    def found(self, service: str) -> None:
-        """Compare the record with `service`, the service at this unit's controller address. Raises StateDirError if the
-        adopted arena belongs to another service at another address. Log a warning if the service at the same address
-        lost its state."""
+    def set_service(self, service: str) -> None:
+        """Set the name of the service at this unit's controller address, for the next `write`, and compare it with the
+        record. Raises StateDirError if the adopted arena belongs to another service at another address. Logs a warning
+        if the service at the same address lost its state."""
         record, self._service = self._record, service
         if record is None or service == record.service:
             return
         if self._controller != record.controller:
-            raise self._refusal(
+            raise self._refusal_error(
                 record,
                 f"belongs to another service, {record.service} at {record.controller}; this unit was started for "
                 f"{service} at {self._controller}",
@@ -129,7 +129,7 @@ class UnitRecord:
             service,
         )
 
-    def begin(self, create: Callable[[Path], Arena]) -> Arena:
+    def create_arena(self, create: Callable[[Path], Arena]) -> Arena:
         """Reserve the path of this record with an empty file, then create an arena for it."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError), open(self.path, "xb", opener=private):
@@ -138,6 +138,7 @@ class UnitRecord:
         return create(self.path)
 
     def _read(self) -> ArenaRecord | None:
+        """Return the stored record; None if it does not exist, is empty or, with a warning, cannot be read."""
         try:
             content = self.path.read_bytes()
             return msgspec.json.decode(content, type=ArenaRecord) if content else None
@@ -148,11 +149,13 @@ class UnitRecord:
             return None
 
     def _adopt(self, record: ArenaRecord, epoch: int) -> Arena | None:
-        """Adopt the recorded arena. Log the reason and return None if its memory is lost."""
+        """Adopt the recorded arena. Log the reason and return None if its memory is lost. Raises StateDirError if
+        its rows may still exist, but this start cannot adopt them."""
         rebooted = record.boot != self._boot
         if rebooted and not record.fsynced:
             log.warning("Arena %s is lost: the machine was restarted; starting with an empty arena", record.arena)
             return None
+        # The same directory under another path is not moved; another one under the same path is handled below.
         moved = record.directory != self._directory and record.arena_dir != self._arena_dir
         elsewhere = not rebooted and record.locks != self._locks
         # In another container, a missing lock file does not prove that the process has ended.
@@ -160,13 +163,13 @@ class UnitRecord:
             log.warning("Arena %s belongs to another container; starting with an empty arena", record.arena)
             return None
         if moved:
-            raise self._refusal(
+            raise self._refusal_error(
                 record,
                 f"was created with --arena-dir {record.arena_dir}, but this start uses --arena-dir {self._arena_dir}",
                 f"Start the unit with --arena-dir {record.arena_dir}",
             )
         if record.directory != self._directory and not (rebooted and os.path.exists(record.arena)):
-            raise self._refusal(
+            raise self._refusal_error(
                 record,
                 f"was created in another directory than the present {self._arena_dir}: the directory was replaced, or "
                 "its disk is not mounted",
@@ -178,17 +181,17 @@ class UnitRecord:
                 arena = Arena.adopt(record.arena, epoch=epoch, fsynced=self._fsynced)
                 hit("unit.adopted")
                 return arena
-            except BlockingIOError:
+            except BlockingIOError:  # the previous epoch has not ended yet
                 if time.monotonic() > end:
-                    raise self._held(record.arena) from None
+                    raise self._held_error(record.arena) from None
                 time.sleep(PAUSE_S)
             except ArenaFormatError as error:
-                raise self._refusal(record, str(error), "Use the version that wrote it") from None
+                raise self._refusal_error(record, str(error), "Use the version that wrote it") from None
             except (OSError, ValueError) as error:
                 log.warning("Cannot adopt the previous arena (%s); starting with an empty arena", error)
                 return None
 
-    def _refusal(self, record: ArenaRecord, why: str, hint: str) -> StateDirError:
+    def _refusal_error(self, record: ArenaRecord, why: str, hint: str) -> StateDirError:
         """Return the error of a start that must not adopt the recorded arena, and must not drop its rows either."""
         return StateDirError(
             directory=str(self.path.parent),
@@ -197,7 +200,8 @@ class UnitRecord:
             f"(`: > {quote_for_shell(str(self.path))}`)",
         )
 
-    def _held(self, arena: str) -> StateDirError:
+    def _held_error(self, arena: str) -> StateDirError:
+        """Return the error of a start while another process holds the arena."""
         return StateDirError(
             directory=str(self.path.parent),
             why=f"another process runs the storage unit of {self.path.name} and holds its arena {arena}",
@@ -244,8 +248,10 @@ def discard(state_dir: str | Path, arena_directories: Iterable[str | Path]) -> l
     arenas. arena_directories: the units' values of `arena_dir`."""
     for path in Path(state_dir).glob("unit-*.json"):
         path.unlink(missing_ok=True)
-    folders = [folder for directory in set(arena_directories) for folder in (Path(directory), own_path(directory))]
-    removed = [path for folder in folders if folder.is_dir() for path in sweep_recorded(folder)]
+    removed: list[Path] = []
     for directory in set(arena_directories):
+        for folder in (Path(directory), own_path(directory)):
+            if folder.is_dir():
+                removed += sweep_recorded(folder)
         leave(directory)
     return removed

@@ -59,7 +59,7 @@ LET_GO_S = 10.0
 
 
 class _PendingRead(NamedTuple):
-    """A request of a read in flight. request: None for a Settle."""
+    """A request of a read in flight, with its number at the unit. request: None for a Settle."""
 
     call: int
     request: ReadRequest | None
@@ -89,7 +89,7 @@ class UnitConnection:
     """A connection to one storage unit. Thread-safe.
 
     The constructor sets `local` to whether `arena` may be used. `write` and `read` always use sockets, one for each
-    call in flight.
+    call in flight. Each call also holds a lock of its own (`call`), by which `close` waits for it (see `InFlight`).
 
     token: the service's secret; the connection presents the ticket derived from it for the unit's epoch.
     lock: the session's lock, acquired before the session was opened. With None or force_remote, `local` is False.
@@ -144,7 +144,7 @@ class UnitConnection:
     # --- handshake ----------------------------------------------------------------------------------------------
 
     def _connect(self, lock: SessionLock | None, timeout_s: float) -> None:
-        """Try the endpoints of the unit in order until a handshake succeeds."""
+        """Try the endpoints of the unit in order until a handshake succeeds. lock: None: stay remote."""
         here = boot_id()
         same_host = here == self.info.host
         endpoints = candidates(self.info.endpoints, same_host=same_host)
@@ -164,7 +164,7 @@ class UnitConnection:
     def _handshake(self, attach: pb.Attach, timeout_s: float) -> None:
         """Attach the session, prove a local mapping if the unit requests it, and select the payload transport."""
         with (call := threading.Lock()), self._wire("attach", timeout_s, call) as wire:
-            header = self._header(wire)
+            header = self._new_header(wire)
             header.attach.CopyFrom(attach)
             wire.send(header, held=[])
             challenge = wire.receive(header.call, time.monotonic() + timeout_s).challenge
@@ -183,7 +183,7 @@ class UnitConnection:
         except (OSError, ValueError) as error:
             log.info("Session %d uses storage unit %d remotely: %s", self._session, self.info.unit, error)
             return
-        header = self._header(wire)
+        header = self._new_header(wire)
         header.proof.seen = arena.header(challenge.offset, challenge.length)
         hit("attach.before_proof")
         wire.send(header, held=[])
@@ -221,10 +221,10 @@ class UnitConnection:
             with (call := threading.Lock()), self._wire("write", timeout_s, call) as wire:
                 for chunk in plan_write(offsets, buffers):
                     if len(waiting) == WINDOW:
-                        self._written(wire, waiting, reservation, held, timeout_s)
-                    waiting.append(self._send(wire, chunk, reservation, held, self._payloads))
+                        self._receive_written(wire, waiting, reservation, held, timeout_s)
+                    waiting.append(self._send_write(wire, chunk, reservation, held, self._payloads))
                 while waiting:
-                    self._written(wire, waiting, reservation, held, timeout_s)
+                    self._receive_written(wire, waiting, reservation, held, timeout_s)
         except BaseException as error:
             # ZMQ releases frames that an interrupt kept from being sent only when nothing refers to them.
             traceback.clear_frames(error.__traceback__)
@@ -234,7 +234,7 @@ class UnitConnection:
                 waiting.popleft().done()
             _wait_until_released(held)
 
-    def _send(
+    def _send_write(
         self,
         wire: Wire,
         chunk: WriteChunk,
@@ -242,13 +242,14 @@ class UnitConnection:
         held: list[zmq.MessageTracker],
         payloads: ClientPayloads,
     ) -> SentPayload:
-        header = self._header(wire)
+        """Send a write request, with its payload by the transport `payloads`. `held` as in `Wire.send`."""
+        header = self._new_header(wire)
         header.write.offsets.extend(chunk.offsets)
         header.write.sizes.extend(chunk.sizes)
         header.write.reservation = reservation
         return payloads.send(wire, header, chunk, held=held)
 
-    def _written(
+    def _receive_written(
         self,
         wire: Wire,
         waiting: deque[SentPayload],
@@ -256,13 +257,14 @@ class UnitConnection:
         held: list[zmq.MessageTracker],
         timeout_s: float,
     ) -> None:
-        """Wait for the reply to the oldest request. Resend the payload in frames if the unit could not fetch it."""
+        """Wait for the reply to the oldest of the `waiting` requests. If the unit could not fetch its payload, send it
+        again in frames, as the newest request."""
         reply = wire.receive(waiting[0].call, time.monotonic() + timeout_s)
         sent = waiting.popleft()
         sent.done()
         if reply.WhichOneof("outcome") == "not_fetched":
             self._payloads.not_fetched(reply.not_fetched.why)
-            waiting.append(self._send(wire, sent.chunk, reservation, held, self._frames))
+            waiting.append(self._send_write(wire, sent.chunk, reservation, held, self._frames))
 
     def stop_put(self, reservation: int, timeout_s: float) -> None:
         """Abort a put whose `write` failed. After this returns, the unit rejects every write of the reservation,
@@ -272,7 +274,7 @@ class UnitConnection:
         aborted.
         """
         with (call := threading.Lock()), self._wire("abort of a put", timeout_s, call) as wire:
-            header = self._header(wire)
+            header = self._new_header(wire)
             header.stop.reservation = reservation
             wire.send(header, held=[])
             reply = wire.receive(header.call, time.monotonic() + timeout_s)
@@ -301,50 +303,52 @@ class UnitConnection:
             pending: deque[_PendingRead] = deque()
             for request in plan.requests:
                 while len(pending) >= READ_WINDOW:
-                    self._take(wire, pending, buffers, timeout_s)
-                pending.append(self._ask(wire, request, self._payloads))
+                    self._copy_payload(wire, pending, buffers, timeout_s)
+                pending.append(self._send_read(wire, request, self._payloads))
             while pending:
-                self._take(wire, pending, buffers, timeout_s)
+                self._copy_payload(wire, pending, buffers, timeout_s)
         return Received(buffers=buffers, which=plan.which, offsets=plan.offsets, shared=False)
 
     def _read_whole(self, plan: ReadPlan, timeout_s: float) -> Received:
         """Execute a read of a single request, without a copy if its payload arrives in a frame."""
         (request,) = plan.requests
         with (call := threading.Lock()), self._wire("read", timeout_s, call) as wire:
-            pending = deque([self._ask(wire, request, self._payloads)])
+            pending = deque([self._send_read(wire, request, self._payloads)])
             frame: Bytes | None = None
             while pending:
-                arrived = self._arrived(wire, pending, timeout_s)
-                frame = frame if arrived is None else self._kept(arrived)
+                arrived = self._next_payload(wire, pending, timeout_s)
+                if arrived is not None:
+                    frame = self._copied_if_temporary(arrived)
         assert frame is not None
         edges = [0, *itertools.accumulate(plan.buffers)]
         buffers = [frame[first:last] for first, last in itertools.pairwise(edges)]
         return Received(buffers=buffers, which=plan.which, offsets=plan.offsets, shared=True)
 
-    def _ask(self, wire: Wire, request: ReadRequest, payloads: ClientPayloads) -> _PendingRead:
-        header = self._header(wire)
+    def _send_read(self, wire: Wire, request: ReadRequest, payloads: ClientPayloads) -> _PendingRead:
+        """Send a read request whose payload may be returned by the transport `payloads`."""
+        header = self._new_header(wire)
         header.read.offsets.extend(request.offsets)
         header.read.sizes.extend(request.sizes)
         payloads.ask(header.read, request.nbytes)
         wire.send(header, held=[])
         return _PendingRead(header.call, request)
 
-    def _arrived(self, wire: Wire, pending: deque[_PendingRead], timeout_s: float) -> ArrivedPayload | None:
-        """Return the payload of the oldest call of `pending`. Return None for the reply to a Settle, and for a payload
-        that could not be fetched, which is requested again in frames."""
+    def _next_payload(self, wire: Wire, pending: deque[_PendingRead], timeout_s: float) -> ArrivedPayload | None:
+        """Receive the reply to the oldest request of `pending` and return its payload. Return None for the reply to a
+        Settle, and for a payload that could not be fetched; this one is requested again in frames."""
         call, request = pending.popleft()
         reply = wire.receive(call, time.monotonic() + timeout_s)
         if request is None:
             return None
-        arrived = self._payload(wire, reply, request)
+        arrived = self._receive_payload(wire, reply, request)
         try:
             if arrived.settle is not None:
-                header = self._header(wire)
+                header = self._new_header(wire)
                 header.settle.CopyFrom(arrived.settle)
                 wire.send(header, held=[])
                 pending.append(_PendingRead(header.call, None))
             if arrived.data is None:
-                pending.append(self._ask(wire, request, self._frames))
+                pending.append(self._send_read(wire, request, self._frames))
         except BaseException:
             arrived.done()
             raise
@@ -353,25 +357,25 @@ class UnitConnection:
             return None
         return arrived
 
-    def _payload(self, wire: Wire, reply: pb.BulkReply, request: ReadRequest) -> ArrivedPayload:
+    def _receive_payload(self, wire: Wire, reply: pb.BulkReply, request: ReadRequest) -> ArrivedPayload:
         return self._payloads.receive(wire, reply, request.nbytes)
 
-    def _take(self, wire: Wire, pending: deque[_PendingRead], buffers: list[Bytes], timeout_s: float) -> None:
-        """Copy the payload of the oldest request from its frame or slot into `buffers`."""
+    def _copy_payload(self, wire: Wire, pending: deque[_PendingRead], buffers: list[Bytes], timeout_s: float) -> None:
+        """Receive the payload of the oldest request and copy it from its frame or slot into `buffers`."""
         request = pending[0].request
-        arrived = self._arrived(wire, pending, timeout_s)
+        arrived = self._next_payload(wire, pending, timeout_s)
         if arrived is None or arrived.data is None or request is None:
             return
         try:
-            at = 0
+            position = 0
             for number, first, last in request.places:
-                buffers[number][first:last] = arrived.data[at : at + last - first]
-                at += last - first
+                buffers[number][first:last] = arrived.data[position : position + last - first]
+                position += last - first
         finally:
             arrived.done()
 
-    def _kept(self, arrived: ArrivedPayload) -> Bytes | None:
-        """Return the payload, copied if its memory is only valid until `done`."""
+    def _copied_if_temporary(self, arrived: ArrivedPayload) -> Bytes | None:
+        """Return the payload, as a copy if its memory is valid only until `done`, which is then called."""
         if arrived.lasting or arrived.data is None:
             return arrived.data
         try:
@@ -384,7 +388,7 @@ class UnitConnection:
     def _buffer(self, nbytes: int) -> Bytes:
         return self._memory.take(nbytes) if nbytes >= FROM_BYTES else np.empty(nbytes, np.uint8)
 
-    def _header(self, wire: Wire) -> pb.BulkRequest:
+    def _new_header(self, wire: Wire) -> pb.BulkRequest:
         return wire.request(session=self._session, epoch=self.info.epoch)
 
     # --- sockets ------------------------------------------------------------------------------------------------
@@ -401,7 +405,7 @@ class UnitConnection:
         try:
             wire = self._borrow()
             yield wire
-            sound, wire = wire, None
+            sound, wire = wire, None  # the call succeeded; `finally` closes other sockets
             self._give_back(sound)
         except WireLostError as error:
             raise self._unreachable(f"{what}: {error}") from error
@@ -432,6 +436,7 @@ class UnitConnection:
             wire.close()
 
     def _give_back(self, wire: Wire) -> None:
+        """Keep a socket for later calls, or close it if enough are idle."""
         with self._guard:
             if not self._closed and len(self._idle) < IDLE_WIRES:
                 self._idle.append(wire)
@@ -453,15 +458,15 @@ class UnitConnection:
             self._closed = True
         self._in_flight.shut()
         os.eventfd_write(self._wake, 1)
-        left = self._in_flight.wait(CLOSE_WAIT_S)
+        active = self._in_flight.wait(CLOSE_WAIT_S)
         with self._guard:
             # With no call in flight, sockets that an interrupt left behind are closed too.
-            wires, self._idle = (self._idle if left else list(self._wires)), []
+            wires, self._idle = (self._idle if active else list(self._wires)), []
         for wire in wires:
             wire.close()
         if self.arena is not None:
             self.arena.close()
-        if left:
+        if active:
             log.error("Calls to storage unit %d are still in flight; their sockets are left open", self.info.unit)
             return
         os.close(self._wake)

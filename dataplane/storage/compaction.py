@@ -48,7 +48,7 @@ class Copies:
         order, error = self._order, None
         assert order is not None
         try:
-            if next(self._steps, False):
+            if next(self._steps, False):  # True: further steps may follow
                 return
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
@@ -58,6 +58,7 @@ class Copies:
         self._report(self._last)
 
     def _copy(self, order: CompactArena) -> Iterator[bool]:
+        """Execute the order, and yield True after each step. Raises ValueError for ranges beyond the backed bytes."""
         sources, targets, sizes = order.sources.tolist(), order.targets.tolist(), order.sizes.tolist()
         for first, size in zip([*sources, *targets], [*sizes, *sizes], strict=True):
             if first < 0 or size < 0 or first + size > self._arena.backed_bytes:
@@ -77,11 +78,11 @@ def _steps(sources: list[int], targets: list[int], sizes: list[int]) -> Iterator
     step: list[tuple[int, int, int]] = []
     left = STEP_BYTES
     for source, target, size in zip(sources, targets, sizes, strict=True):
-        done = 0
-        while done < size:
-            part = min(size - done, left)
-            step.append((source + done, target + done, part))
-            done += part
+        copied = 0
+        while copied < size:
+            part = min(size - copied, left)
+            step.append((source + copied, target + copied, part))
+            copied += part
             left -= part
             if not left or len(step) == STEP_RANGES:
                 yield step

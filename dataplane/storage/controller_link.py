@@ -54,7 +54,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._items: deque[c.Input | None] = deque()
-        self._stream = 0
+        self._stream_number = 0
         self._changed = threading.Condition()
 
     def put(self, item: c.Input | None) -> None:
@@ -71,14 +71,14 @@ class Outbox:
     def stream(self, first: Iterable[c.Input]) -> Iterator[c.Input]:
         """Return an iterator over `first` and then the queued reports, until None or the next `stream` or `end`."""
         with self._changed:
-            self._stream += 1
+            self._stream_number += 1
             self._changed.notify_all()
-            return self._items_of(self._stream, list(first))
+            return self._items_of(self._stream_number, list(first))
 
     def end(self) -> None:
         """End the current stream."""
         with self._changed:
-            self._stream += 1
+            self._stream_number += 1
             self._changed.notify_all()
 
     def _items_of(self, stream: int, first: list[c.Input]) -> Iterator[c.Input]:
@@ -86,8 +86,8 @@ class Outbox:
         yield from first
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._items or self._stream != stream)
-                if self._stream != stream:
+                self._changed.wait_for(lambda: self._items or self._stream_number != stream)
+                if self._stream_number != stream:  # `stream` or `end` was called
                     return
                 item = self._items[0]
             if item is None:
@@ -96,7 +96,7 @@ class Outbox:
             yield item
             hit("unit.report.after")
             with self._changed:
-                if self._stream == stream:
+                if self._stream_number == stream:
                     self._items.popleft()
 
 
@@ -170,21 +170,22 @@ class UnitLink:
         self._on_proven = on_proven
         self._opening_end = time.monotonic() + self._opening_s
         address = resolve(self._address)
-        link = self._stream(address)
+        link = self._open_stream(address)
         self._thread = threading.Thread(target=self._run, args=(link,), name="tq-unit-link", daemon=True)
         self._thread.start()
         if not self._answered.wait(self._limit_s()):
             busy = self._busy
             self.close()
             late = CallTimeoutError(what="AddUnit", waited_s=self._opening_s, peer=f"the controller at {address}")
-            raise busy or late
+            raise late if busy is None else busy
         if isinstance(self._outcome, Exception):
             self.close()
             raise self._outcome
         return self._outcome
 
     def report(self, item: c.Input) -> None:
-        """Queue a report for the controller. Does not block."""
+        """Queue a report for the controller. Does not block. Also records what the next registration (`_add`) and the
+        next stream (`_attached`) must tell the controller."""
         if self.lost.is_set():
             return
         with self._guard:
@@ -225,7 +226,7 @@ class UnitLink:
                     accepted, error = self._run_stream(link)
                     link.close()
                     if not self._answered.is_set() and not isinstance(error, TRANSIENT):
-                        return
+                        return  # `open` raises the error
                     if accepted:
                         broke_at = time.monotonic()
                         backoff.reset()
@@ -249,8 +250,8 @@ class UnitLink:
                 link.close()
 
     def _should_reconnect(self, error: Exception | None, broken_s: float) -> bool:
-        """Log the state of the broken connection, and return whether to reconnect. Reset the unit if the controller
-        lost its record of it."""
+        """Log the state of the connection, broken for `broken_s`, and return whether to reconnect. Empty the unit if
+        the controller lost its record of it."""
         if isinstance(error, FINAL):
             log.error("Controller at %s rejected this storage unit: %s", self._address, error)
             return False
@@ -273,7 +274,7 @@ class UnitLink:
         """Reconnect, or return the error. Every error counts as transient here, because another process may listen
         at the controller's address for a while."""
         try:
-            return self._stream(resolve(self._address)), None
+            return self._open_stream(resolve(self._address)), None
         except FINAL as error:
             return None, ServiceUnavailableError(address=self._address, why=str(error))
         except DataPlaneError as error:
@@ -281,7 +282,7 @@ class UnitLink:
         except Exception as error:
             return None, ServiceUnavailableError(address=self._address, why=f"cannot resolve the address: {error}")
 
-    def _stream(self, address: str) -> GrpcLink:
+    def _open_stream(self, address: str) -> GrpcLink:
         """Verify the service at `address` and open a stream that begins with the registration."""
         deadline = time.monotonic() + self._limit_s()
         keys = keys_of(address, self._token, self._tls, deadline=deadline, check=self._check)
@@ -289,7 +290,7 @@ class UnitLink:
         with self._guard:
             add = self._add
             assert add is not None
-            attached = list(self._attached.values()) if add.unit else []
+            attached = list(self._attached.values()) if add.unit else []  # a new unit has no sessions
             grpc_stream = import_with_grpc("dataplane.storage.grpc_stream")
             link: GrpcLink = grpc_stream.GrpcLink(address, keys, self._outbox.stream([add, *attached]), self._tls)
             return link
@@ -310,7 +311,7 @@ class UnitLink:
         stream."""
         accepted = threading.Event()
         self._settled.clear()
-        if self._closed.is_set():
+        if self._closed.is_set():  # `close` may have set `_settled` before it was cleared
             self._settled.set()
         threading.Thread(target=self._enforce_limit, args=(link, accepted), name="tq-unit-limit", daemon=True).start()
         error: DataPlaneError | None = None
@@ -318,7 +319,7 @@ class UnitLink:
             for order in link.orders():
                 if isinstance(order, c.UnitAdded):
                     accepted.set()
-                    self._accept(order.unit)
+                    self._record_registration(order.unit)
                 elif isinstance(order, c.UnitOrder):
                     self._on_order(order)
         except DataPlaneError as caught:
@@ -329,8 +330,8 @@ class UnitLink:
             self._settled.set()
         return accepted.is_set(), error
 
-    def _accept(self, unit: int) -> None:
-        """Record the number under which the controller registered the unit."""
+    def _record_registration(self, unit: int) -> None:
+        """Record the number under which the controller registered the unit, and end the wait of `open`."""
         with self._guard:
             assert self._add is not None
             self._add = msgspec.structs.replace(self._add, unit=unit)

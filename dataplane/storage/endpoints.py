@@ -54,6 +54,7 @@ def _bind_ipc(router: zmq.Socket[bytes]) -> tuple[str, ...]:
 
 
 def _bind_tcp(router: zmq.Socket[bytes], host: str, port: int, advertise: str | None, guarded: bool) -> tuple[str, ...]:
+    """Bind to `port` (0: any free port) of `host`. Return the endpoint with the host `advertise`, by default its IP."""
     require_guard_beyond_loopback(host, guarded=guarded)
     ip = resolve_host(host)
     router.set(zmq.TCP_KEEPALIVE, 1)
@@ -70,11 +71,12 @@ def _bind_tcp(router: zmq.Socket[bytes], host: str, port: int, advertise: str | 
 def candidates(endpoints: tuple[str, ...], *, same_host: bool) -> list[str]:
     """Return the endpoints that this process may reach, best first. Ipc names without a listener in this network
     namespace (the unit runs in another container) are omitted."""
-    return [each for each in endpoints if not each.startswith("ipc://") or (same_host and _listens(each))]
+    return [name for name in endpoints if not name.startswith("ipc://") or (same_host and _listens(name))]
 
 
 def _listens(endpoint: str) -> bool:
-    path = endpoint.removeprefix("ipc://")
+    """Return whether a process listens at this ipc endpoint in the network namespace of this process."""
+    path = endpoint.removeprefix("ipc://")  # "@" begins a name in the abstract namespace
     name = "\0" + path[1:] if path.startswith("@") else path
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)

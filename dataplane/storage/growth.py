@@ -39,7 +39,7 @@ class Growth:
         order, steps = self._orders[0]
         error = None
         try:
-            if next(steps, None) is not None:
+            if next(steps, None) is not None:  # further steps may follow
                 return
         except ArenaSpaceError as caught:
             error = str(caught)

@@ -56,10 +56,11 @@ class GrpcLink:
                 yield unit_stream.order_from_pb(wire)
         except grpc.RpcError as error:
             waited_s = time.monotonic() - self._since
-            found = from_status(error, address=self._address, what="AttachUnit", waited_s=waited_s)
-            if isinstance(found, ServiceUnavailableError):
-                raise diagnose(self._address, self._tls) or found from error
-            raise found from error
+            reason: Exception = from_status(error, address=self._address, what="AttachUnit", waited_s=waited_s)
+            if isinstance(reason, ServiceUnavailableError):
+                # A failed TLS handshake has this status, too; a trial connection finds its reason.
+                reason = diagnose(self._address, self._tls) or reason
+            raise reason from error
 
     def close(self) -> None:
         """End the stream if it is still open."""
@@ -72,12 +73,15 @@ def _channel(address: str, reached: str, tls: TlsFiles | None) -> grpc.Channel:
     if tls is None:
         return grpc.insecure_channel(reached, options=OPTIONS)
     host = split_address(address)[0]
-    wanted = tls.server_name or (host if host != split_address(reached)[0] else "")
-    name = (("grpc.ssl_target_name_override", wanted),) if wanted else ()
-    return grpc.secure_channel(reached, channel_credentials(tls), options=(*OPTIONS, *name))
+    expected_name = tls.server_name
+    if not expected_name and host != split_address(reached)[0]:
+        expected_name = host
+    override = (("grpc.ssl_target_name_override", expected_name),) if expected_name else ()
+    return grpc.secure_channel(reached, channel_credentials(tls), options=(*OPTIONS, *override))
 
 
 def _messages(reports: Iterator[c.Input]) -> Iterator[pb.UnitReport]:
+    """Yield the protobuf messages of these reports. The registration also names the version of the protocol."""
     for item in reports:
         report = unit_stream.report_to_pb(item)
         if isinstance(item, c.AddUnit):

@@ -51,6 +51,7 @@ class BulkMetrics(Collector):
         self._facts = facts
 
     def collect(self) -> Iterable[Metric]:
+        """Return the metrics of the bulk server and, while the unit is running, those of its arena."""
         sheet, counts = Sheet(BULK), self._counts
         for verb, op in list(counts.verbs.items()):
             for outcome, count in op.outcomes().items():

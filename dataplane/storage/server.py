@@ -58,7 +58,7 @@ PEER_REQUESTS = 4
 PEER_REPLIES = 64
 """Maximum number of queued replies for one peer. A peer that ignores its window and exceeds this loses replies, so its
 calls fail; the thread never waits for a peer."""
-EARLY = 4096
+MAX_WAITING_ATTACHES = 4096
 """Maximum number of attach requests that wait until the unit has its number."""
 STOP_WAIT_S = 30.0
 
@@ -111,7 +111,7 @@ class BulkServer:
         self._unit = 0
         self._admission: Admission | None = None
         self._monitor: zmq.Socket[Any] | None = None  # only where peers have to present a ticket
-        self._early: list[tuple[bytes, pb.BulkRequest]] = []
+        self._waiting_attaches: list[tuple[bytes, pb.BulkRequest]] = []
         self._orders: deque[Order] = deque()
         self._arena_orders = ArenaOrders(arena, report)
         self._access = ArenaAccess(arena, self._fault)
@@ -167,7 +167,7 @@ class BulkServer:
     @unit.setter
     def unit(self, number: int) -> None:
         self._unit = number
-        self._kick()
+        self._wake_thread()
 
     def admit(self, token: str | None) -> None:
         """Require the ticket derived from this secret from new peers; "" or None: reject every peer. Callable from any
@@ -189,7 +189,7 @@ class BulkServer:
         """Queue an order; orders run in sequence and their outcome goes to `report`. Callable from any thread. Orders
         after `stop` are ignored."""
         self._orders.append(order)
-        self._kick()
+        self._wake_thread()
 
     def stop(self) -> None:
         """Stop the thread and close the sockets. After this returns, the server does not access the arena. Blocks for
@@ -197,7 +197,7 @@ class BulkServer:
         if self._thread is None or os.getpid() != self._owner:
             return
         self._stopping = True
-        self._kick()
+        self._wake_thread()
         self._thread.join(STOP_WAIT_S)
         if self._thread.is_alive():
             raise InternalError(what=f"the bulk server did not stop within {STOP_WAIT_S:.0f} s")
@@ -224,7 +224,7 @@ class BulkServer:
             os.close(self._wake)
             self._wake = -1
 
-    def _kick(self) -> None:
+    def _wake_thread(self) -> None:
         with self._wake_lock:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
@@ -243,14 +243,14 @@ class BulkServer:
                 ready = self._wait(poller)
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                self._guarded("orders", self._run_orders)
+                self._run_guarded("orders", self._run_orders)
                 if self._router in ready:
-                    self._serve_some()
+                    self._serve_messages()
                 if self._monitor is not None:
                     self._unauthenticated.take_events(self._monitor)
                     self._unauthenticated.hang_up()
                 if self._arena_orders.in_flight:
-                    self._guarded("an order", self._arena_orders.step)
+                    self._run_guarded("an order", self._arena_orders.step)
         except BaseException:
             log.critical(
                 "Bulk server of storage unit %d failed; its rows are unreachable until the unit is restarted",
@@ -264,13 +264,14 @@ class BulkServer:
         pause_s = None if self._engine is None else self._engine.step()
         if self._arena_orders.in_flight:
             return dict(poller.poll(0))
-        most_ms = None if pause_s is None else int(pause_s * 1000)
+        most_ms = None if pause_s is None else int(pause_s * 1000)  # 0 for a pause below a millisecond
         ready = dict(poller.poll(self._unauthenticated.pause_ms(most_ms)))
         if not ready and pause_s is not None and pause_s < 0.001:
             time.sleep(pause_s)
         return ready
 
-    def _guarded(self, what: str, work: Callable[[], None]) -> None:
+    def _run_guarded(self, what: str, work: Callable[[], None]) -> None:
+        """Run `work`, called `what` in the log. Log its exceptions."""
         try:
             work()
         except Exception:
@@ -278,25 +279,25 @@ class BulkServer:
 
     def _run_orders(self) -> None:
         """Execute queued orders, and answer requests that waited for the unit's number."""
-        if self._unit and self._early:
-            early, self._early = self._early, []
-            for peer, request in early:
-                self._answer(peer, request)
+        if self._unit and self._waiting_attaches:
+            waiting, self._waiting_attaches = self._waiting_attaches, []
+            for peer, request in waiting:
+                self._execute_and_reply(peer, request)
         while self._orders:
             order = self._orders.popleft()
             if not isinstance(order, FenceSession):
                 self._arena_orders.begin(order)
                 continue
-            fenced = self._fenced(order)
+            fenced = self._fence(order)
             self._counts.fences += fenced
             if fenced and self._engine is not None:
                 self._engine.forget(order.session)
             hit("unit.fence.after")
             self._report((SessionGone if fenced else SessionAlive)(unit=order.unit, session=order.session))
 
-    def _fenced(self, order: FenceSession) -> bool:
-        """Return whether the session is fenced, so that no process of it can access the arena. Return False if that
-        cannot be determined; the ledger repeats its order."""
+    def _fence(self, order: FenceSession) -> bool:
+        """Fence the session, unless a process of it may still access the arena. Return whether it is fenced. If that
+        cannot be determined, log it and return False; the ledger repeats its order."""
         try:
             hit("unit.fence.before")
             return self._sessions.fence(order.session, order.lock_path, first=order.first, last=order.last)
@@ -308,7 +309,7 @@ class BulkServer:
             )
             return False
 
-    def _serve_some(self) -> None:
+    def _serve_messages(self) -> None:
         """Handle up to `MESSAGES_PER_TURN` messages."""
         for _ in range(MESSAGES_PER_TURN):
             try:
@@ -316,16 +317,16 @@ class BulkServer:
             except zmq.Again:
                 return
             try:
-                request = self._header()
+                request = self._receive_header()
                 if request is not None:
-                    self._answer(peer, request)
+                    self._execute_and_reply(peer, request)
             except zmq.ZMQError:
                 raise  # the socket is broken, and would be ready again at once
             except Exception:
                 log.exception("Storage unit %d: a message could not be handled; the server continues", self._unit)
             self._frames.drop()
 
-    def _header(self) -> pb.BulkRequest | None:
+    def _receive_header(self) -> pb.BulkRequest | None:
         """Receive the header of a message. Log a malformed header and return None."""
         if not self._frames.more():
             return None
@@ -338,28 +339,27 @@ class BulkServer:
         log.warning("Storage unit %d: dropped a message that is not a valid BulkRequest", self._unit)
         return None
 
-    def _answer(self, peer: bytes, request: pb.BulkRequest, fill: Fill | None = None) -> None:
-        """Execute a request and send the reply. fill: the payload of a write that had to be fetched first; the request
-        is checked again."""
+    def _execute_and_reply(self, peer: bytes, request: pb.BulkRequest, fill: Fill | None = None) -> None:
+        """Execute a request and reply. fill: the fetched payload of a write, whose request is now checked again."""
         verb = request.WhichOneof("verb")
         payload: Bytes | None = None
         failed: Exception | None = None
         began = time.perf_counter()
         try:
-            if verb == "attach" and not self._unit:
-                if len(self._early) < EARLY:  # other clients time out and retry
-                    self._early.append((peer, request))
+            if verb == "attach" and not self._unit:  # `_run_orders` replies once the unit has its number
+                if len(self._waiting_attaches) < MAX_WAITING_ATTACHES:  # other clients time out and retry
+                    self._waiting_attaches.append((peer, request))
                 return
             self._admit(request)
             if verb == "write":
-                fill = fill or self._collected(peer, request)
+                fill = fill or self._collect_payload(peer, request)
                 if fill is None:
-                    return
+                    return  # `finish` in `_collect_payload` replies after the fetch
                 size = self._write(request, fill)
                 self._counts.written_bytes += size
                 reply = pb.BulkReply(written=pb.Written(size=size))
             else:
-                reply, payload = self._perform(verb, request)
+                reply, payload = self._execute(verb, request)
         except DataPlaneError as error:
             reply, failed = _refusal(error), error
         except Exception as error:
@@ -382,6 +382,7 @@ class BulkServer:
             self._router.send(payload.data, copy=False)
 
     def _admit(self, request: pb.BulkRequest) -> None:
+        """Raise the error of a request with another protocol version or epoch, or of a fenced session."""
         if request.protocol_version != PROTOCOL_VERSION:
             raise ProtocolVersionError(client_version=request.protocol_version, service_version=PROTOCOL_VERSION)
         if request.epoch != self._epoch:
@@ -390,7 +391,7 @@ class BulkServer:
             )
         self._sessions.admit(request.session)
 
-    def _perform(self, verb: str | None, request: pb.BulkRequest) -> tuple[pb.BulkReply, Bytes | None]:
+    def _execute(self, verb: str | None, request: pb.BulkRequest) -> tuple[pb.BulkReply, Bytes | None]:
         """Execute any verb except a write. Return the reply and its payload."""
         match verb:
             case "attach":
@@ -418,6 +419,7 @@ class BulkServer:
                 raise self._fault("the request has no verb that this version supports; use one version at both ends")
 
     def _challenge(self, request: pb.BulkRequest) -> pb.Challenge:
+        """Attach the session. Return its challenge, with memory of the engine for the client to try."""
         challenge = self._sessions.attach(request.session, request.attach)
         if self._engine is not None:
             challenge.engine.CopyFrom(self._engine.trial)
@@ -428,6 +430,7 @@ class BulkServer:
         self._sessions.stop_put(session, reservation)
 
     def _refuse_stopped(self, request: pb.BulkRequest) -> None:
+        """Raise the error of a write whose put was aborted."""
         session, reservation = request.session, request.write.reservation
         if self._sessions.is_stopped(session, reservation):
             raise self._fault(
@@ -440,7 +443,7 @@ class BulkServer:
 
     # --- bytes --------------------------------------------------------------------------------------------------
 
-    def _collected(self, peer: bytes, request: pb.BulkRequest) -> Fill | None:
+    def _collect_payload(self, peer: bytes, request: pb.BulkRequest) -> Fill | None:
         """Return the payload of a write. None: it has to be fetched first, and the write is answered afterwards."""
         write = request.write
         if not write.HasField("source"):
@@ -453,15 +456,16 @@ class BulkServer:
                 "differ, or this unit has no transfer engine"
             )
 
-        def later(fetched: Fill | str) -> None:
+        def finish(fetched: Fill | str) -> None:  # a text is the reason why the fetch failed
             if isinstance(fetched, str):
                 self._send(peer, pb.BulkReply(call=request.call, not_fetched=pb.NotFetched(why=fetched)), None)
             else:
-                self._answer(peer, request, fetched)
+                self._execute_and_reply(peer, request, fetched)
 
-        return self._engine.collect(write, later)
+        return self._engine.collect(write, finish)
 
     def _write(self, request: pb.BulkRequest, fill: Fill) -> int:
+        """Copy the payload into the ranges of the request. Return its bytes."""
         self._refuse_stopped(request)
         offsets, sizes = self._access.ranges(request.write.offsets, request.write.sizes)
         self._access.write(offsets, sizes, fill)
@@ -470,16 +474,19 @@ class BulkServer:
     def _read(self, request: pb.BulkRequest) -> Offer:
         """Copy the ranges into the memory of the reply; the result does not refer to the arena."""
         offsets, sizes = self._access.ranges(request.read.offsets, request.read.sizes)
-        offer = self._offer(request, sum(sizes))
+        offer = self._reply_memory(request, sum(sizes))
         self._access.read(offsets, sizes, offer.data)
         return offer
 
-    def _offer(self, request: pb.BulkRequest, nbytes: int) -> Offer:
+    def _reply_memory(self, request: pb.BulkRequest, nbytes: int) -> Offer:
         """Return memory for the reply: an engine slot if the client requested one and one is free."""
-        wanted = self._engine if request.read.fetch else None
-        return (wanted and wanted.offer(request.session, nbytes)) or self._frames.offer(nbytes)
+        slot = None
+        if self._engine is not None and request.read.fetch:
+            slot = self._engine.offer(request.session, nbytes)
+        return self._frames.offer(nbytes) if slot is None else slot
 
     def _settle(self, request: pb.BulkRequest) -> None:
+        """Release the payload that the client has fetched. Raise if it was released earlier."""
         if self._engine is None or not self._engine.settle(request.session, request.settle.tag):
             raise self._fault("the payload of this read was released before the client settled it; read again")
 

@@ -58,7 +58,9 @@ class SessionLock:
             path = folder / new_session_lock_name()
             return cls(path, create_locked(path))
 
-        return in_own_directory(DEFAULT_LOCK_DIRECTORY, make) if directory is None else make(Path(directory).absolute())
+        if directory is None:
+            return in_own_directory(DEFAULT_LOCK_DIRECTORY, make)
+        return make(Path(directory).absolute())
 
     @property
     def held(self) -> bool:
@@ -67,7 +69,7 @@ class SessionLock:
 
     @property
     def stands(self) -> bool:
-        """Whether no unit has found the lock free so far; a unit that finds it free removes the file."""
+        """Whether the lock file still exists. A unit that finds the lock free removes the file."""
         try:
             return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
         except OSError:
@@ -107,15 +109,15 @@ class PeerLock:
         `path` comes from the wire. It is only opened if it is directly in one of `directories`, has the name of a
         session lock and is a regular file of this user on a local file system. Raises OSError if it is unreadable.
         """
-        there = Path(path)
-        if not SESSION_LOCK_NAME.fullmatch(there.name) or there.parent not in set(directories):
+        lock_path = Path(path)
+        if not SESSION_LOCK_NAME.fullmatch(lock_path.name) or lock_path.parent not in set(directories):
             return "its session lock is not in a directory that this unit accepts"
-        if not is_local(there.parent):
-            return f"{there.parent} is not on a local file system"
-        fd = open_own(there)
+        if not is_local(lock_path.parent):
+            return f"{lock_path.parent} is not on a local file system"
+        fd = open_own(lock_path)
         if fd is None:
             return "its session lock file was not found (another container or another user)"
-        lock = cls(there, fd)
+        lock = cls(lock_path, fd)
         if not lock.held():
             lock.drop()
             return "its session lock is not held"

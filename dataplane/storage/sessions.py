@@ -27,7 +27,7 @@ to it counts as aborted: a wrongly rejected old put is an error, but an accepted
 
 @dataclass(slots=True)
 class _Stops:
-    """Aborted puts: every number up to `floor`, and those in `numbers`."""
+    """The aborted puts of one session: every number up to `floor`, and those in `numbers`."""
 
     floor: int = 0
     numbers: set[int] = field(default_factory=set)
@@ -147,7 +147,7 @@ class Sessions:
         if not hmac.compare_digest(pending.secret, seen):
             pending.lock.drop()
             raise InvalidRequestError(f"session {session} sent a wrong proof: it does not map this unit's arena")
-        if session in self._attached:
+        if session in self._attached:  # with the same lock; one descriptor of it is enough
             pending.lock.drop()
         else:
             self._attached[session] = pending.lock
@@ -163,6 +163,7 @@ class Sessions:
         lock = self._attached.get(session) or self._find_again(session, lock_path)
         if lock is not None and lock.held():
             return False
+        # `first` and `last` may be 0: without a range, only this session is fenced.
         self._fenced.add(min(first or session, session), max(last, session))
         self._stopped.forget(session)
         self._forget_pending(session)
@@ -174,7 +175,8 @@ class Sessions:
         return True
 
     def _find_again(self, session: int, lock_path: str) -> PeerLock | None:
-        """Return the lock of a session that attached in an earlier epoch of this unit, if the lock is still held."""
+        """Return the lock of a session that attached in an earlier epoch of this unit, and attach the session again.
+        Return None if no process holds the lock any longer."""
         if not lock_path or session in self._fenced:
             return None
         lock = PeerLock.open(lock_path, directories=self._directories)

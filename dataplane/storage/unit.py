@@ -95,25 +95,26 @@ class StorageUnit:
         return self
 
     def _start(self) -> None:
+        """Open the arena, start the servers and register the unit at the controller."""
         self._stopped = False
         require_enough()
         config = self._config
-        self._folder = _sweep(config)
+        self._folder = _sweep_directories(config)
         self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)
         if self._given_up:
             raise ClientClosedError(why="give_up() was called before the storage unit started")
         self._link.open(
-            self._begin(self._link),
-            on_order=self._order,
-            on_proven=self._proven,
-            on_added=self._added,
+            self._start_server(self._link),
+            on_order=self._execute_order,
+            on_proven=self._check_service,
+            on_added=self._set_number,
             start_over=self._start_over,
         )
         if config.http_port is not None:
-            self._http = self._http_server(config, config.http_port).start()
+            self._http = self._create_http_server(config, config.http_port).start()
         self._started = True
 
-    def _begin(self, link: UnitLink, *, anew: bool = False) -> c.AddUnit:
+    def _start_server(self, link: UnitLink, *, anew: bool = False) -> c.AddUnit:
         """Open the arena, start the bulk server, and return the unit's registration. anew: use an empty arena."""
         config = self._config
         keys = ServerKeys() if config.tls else None
@@ -152,7 +153,7 @@ class StorageUnit:
             curve_key="" if keys is None else keys.public,
         )
 
-    def _order(self, order: c.UnitOrder) -> None:
+    def _execute_order(self, order: c.UnitOrder) -> None:
         """Check rows here; pass other orders to the bulk server."""
         with self._guard:
             if self._bulk is None or self._link is None or self._arena is None:
@@ -161,16 +162,18 @@ class StorageUnit:
                 self._bulk.order(order)
                 return
             link, data = self._link, self._arena.data
-        link.report(_checked(order, data))
+        link.report(_check_rows(order, data))
 
-    def _proven(self, keys: ConnectionKeys) -> None:
+    def _check_service(self, keys: ConnectionKeys) -> None:
+        """Check that the arena belongs to the service with these keys, and require its secret from clients."""
         with self._guard:
             if self._record is not None:
-                self._record.found(keys.service)
+                self._record.set_service(keys.service)
             if self._bulk is not None:
                 self._bulk.admit(keys.secret)
 
-    def _added(self, number: int) -> None:
+    def _set_number(self, number: int) -> None:
+        """Use the number that the controller gave to the unit, and write it to the arena record."""
         with self._guard:
             if self._bulk is not None and self._arena is not None and self._bulk.unit != number:
                 self._bulk.unit = number
@@ -178,13 +181,15 @@ class StorageUnit:
                     self._record.write(self._arena, number)
 
     def _start_over(self) -> c.AddUnit:
+        """Replace the arena by an empty one, after the controller lost its record of the unit. Return the new
+        registration."""
         with self._guard:
             if self._stopped or self._link is None or self._bulk is None or self._arena is None:
                 raise ClientClosedError(why="the storage unit is stopped")
             self._bulk.stop()
             self._arena.close()
             hit("unit.start_over")
-            return self._begin(self._link, anew=True)
+            return self._start_server(self._link, anew=True)
 
     def _open_arena(self, epoch: int, *, anew: bool) -> Adopted:
         """Open the arena of the previous epoch, or create one."""
@@ -200,7 +205,7 @@ class StorageUnit:
         if config.state_dir is None:
             return Adopted(arena=create(None))
         if anew and self._record is not None:
-            return Adopted(arena=self._record.begin(create))
+            return Adopted(arena=self._record.create_arena(create))
         self._record = UnitRecord(
             config.state_dir,
             self.name,
@@ -210,20 +215,21 @@ class StorageUnit:
             fsynced=fsynced,
         )
         opened = self._record.open(create, epoch=epoch)
-        wanted = config.capacity_bytes
-        if opened.unit and wanted and not 0 <= wanted - opened.arena.capacity_bytes < PAGE_BYTES:
+        configured = config.capacity_bytes
+        # An adopted arena of another capacity; a difference below a page is due to rounding.
+        if opened.unit and configured and not 0 <= configured - opened.arena.capacity_bytes < PAGE_BYTES:
             log.warning(
                 "Storage unit %s keeps its arena of %s bytes; the configured capacity of %s bytes applies to a new "
                 "arena. To get one, run `tq drain %s` and `tq drop %s`, then restart the unit",
                 self.name,
                 f"{opened.arena.capacity_bytes:,}",
-                f"{wanted:,}",
+                f"{configured:,}",
                 self.name,
                 self.name,
             )
         return opened
 
-    def _http_server(self, config: DataPlaneConfig, port: int) -> HttpServer:
+    def _create_http_server(self, config: DataPlaneConfig, port: int) -> HttpServer:
         """Return the HTTP server for metrics, which require authorization, and health."""
         guard = Guard(config.secret(), secure=config.tls is not None, local=is_loopback(config.host))
         site = Guarded(guard, {"/metrics": metrics(BulkMetrics(self._counts, self._facts))}, {"/healthz": self._health})
@@ -231,6 +237,7 @@ class StorageUnit:
         return HttpServer(site, config.host, port, context=context)
 
     def _facts(self) -> UnitFacts | None:
+        """Return a snapshot for the metrics; None while the unit is not running."""
         bulk, arena = self._bulk, self._arena
         if bulk is None or arena is None:
             return None
@@ -308,12 +315,12 @@ class StorageUnit:
 
 def sweep_leftovers(config: DataPlaneConfig) -> None:
     """Remove the files that killed units left behind. Raises OSError if the directories are not accessible."""
-    _sweep(config)
+    _sweep_directories(config)
     for shared in (config.arena_dir, DEFAULT_LOCK_DIRECTORY):
         leave(shared)
 
 
-def _sweep(config: DataPlaneConfig) -> Path:
+def _sweep_directories(config: DataPlaneConfig) -> Path:
     """Remove arenas and session locks that are no longer needed. Return this user's directory for arenas."""
     folder = own_directory(config.arena_dir)
     for directory in lock_directories(folder):
@@ -323,8 +330,8 @@ def _sweep(config: DataPlaneConfig) -> Path:
     return folder
 
 
-def _checked(order: c.CheckRows, data: npt.NDArray[np.uint8]) -> c.RowsChecked:
-    """Compare rows of the arena's `data` with their checksums, and report the damaged rows."""
+def _check_rows(order: c.CheckRows, data: npt.NDArray[np.uint8]) -> c.RowsChecked:
+    """Compare rows of the arena's `data` with their checksums. Return the report with the damaged rows."""
     wrong, _ = damaged(data, order.offsets, order.sizes, order.checksums)
     if len(wrong):
         log.error(
@@ -347,8 +354,8 @@ def _checked(order: c.CheckRows, data: npt.NDArray[np.uint8]) -> c.RowsChecked:
 
 def _require_disk(config: DataPlaneConfig) -> None:
     """Raise ValueError if rows must survive a machine restart but `arena_dir` is in memory."""
-    found = file_system(config.arena_dir)
-    if config.durability == "machine" and not is_on_disk(found):
+    kind = file_system(config.arena_dir)
+    if config.durability == "machine" and not is_on_disk(kind):
         raise ValueError(
-            f'durability="machine", but arena_dir {config.arena_dir!r} is in memory ({found}); use a directory on disk'
+            f'durability="machine", but arena_dir {config.arena_dir!r} is in memory ({kind}); use a directory on disk'
         )

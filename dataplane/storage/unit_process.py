@@ -41,8 +41,9 @@ WITHIN_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
-    """The line that a unit's process writes to standard output: its name when it is ready, otherwise the error."""
+class UnitStatus:
+    """The line that a unit's process writes to standard output: its name when it is ready, otherwise the error. http:
+    the URL of its HTTP server."""
 
     unit: str = ""
     http: str | None = None
@@ -76,7 +77,7 @@ class UnitProcesses:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._ready: set[str] = set()
         self._ending = threading.Lock()
-        self._over = False
+        self._is_stopped = False
         self._watchers: list[threading.Thread] = []
 
     def start(self, count: int) -> None:
@@ -126,18 +127,18 @@ class UnitProcesses:
         line = process.stdout.readline()
         if not line:
             return f"its process ended with code {process.wait(END_S)}"
-        why = msgspec.json.decode(line, type=Said).error
+        why = msgspec.json.decode(line, type=UnitStatus).error
         if not why:
             self._ready.add(name)
         return why
 
     def _watch(self, name: str) -> None:
-        """Restart a unit whenever it ends, or call `on_end`."""
-        ends: deque[float] = deque(maxlen=RESTARTS + 1)
+        """Restart a unit whenever it ends, or call `on_end`. Runs in the unit's watcher thread until `stop`."""
+        ends: deque[float] = deque(maxlen=RESTARTS + 1)  # the times of the last ends
         try:
             while True:
                 code = self._processes[name].wait()
-                self._close(self._processes[name])
+                self._close_pipes(self._processes[name])
                 if self._stopping:
                     return None
                 ends.append(time.monotonic())
@@ -156,7 +157,8 @@ class UnitProcesses:
             self._on_end(f"storage unit {name} cannot be restarted: {error}")
 
     @staticmethod
-    def _close(process: subprocess.Popen[bytes]) -> None:
+    def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+        """Close the pipes to the standard input and output of an ended process."""
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 stream.close()
@@ -167,16 +169,16 @@ class UnitProcesses:
         with self._guard:
             self._stopping = True
         with self._ending:
-            if self._over:
+            if self._is_stopped:
                 return
-            self._over = True
-            self._end()
+            self._is_stopped = True
+            self._end_processes()
             for watcher in self._watchers:
                 watcher.join(KILL_S)
             with contextlib.suppress(OSError):
                 sweep_leftovers(self._config)
 
-    def _end(self) -> None:
+    def _end_processes(self) -> None:
         """Stop all processes, and kill those that are not ready or exceed `END_S`."""
         processes = self._processes
         for name, process in processes.items():
@@ -185,19 +187,20 @@ class UnitProcesses:
                 process.stdin.close()
             else:
                 process.kill()
-        end, late = time.monotonic() + END_S, []
+        deadline, killed = time.monotonic() + END_S, []
         for name, process in processes.items():
-            if not _ended(process, max(0.0, end - time.monotonic())):
+            if not _wait_for_end(process, max(0.0, deadline - time.monotonic())):
                 log.warning("Storage unit %s did not stop within %.0f s and is killed", name, END_S)
                 process.kill()
-                late.append(process)
-        for process in late:
-            _ended(process, KILL_S)
+                killed.append(process)
+        for process in killed:
+            _wait_for_end(process, KILL_S)
         for process in processes.values():
-            self._close(process)
+            self._close_pipes(process)
 
 
-def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
+def _wait_for_end(process: subprocess.Popen[bytes], within_s: float) -> bool:
+    """Return whether the process ends within this time."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(within_s)
         return True
@@ -207,14 +210,15 @@ def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
 def require_memory(count: int) -> None:
     """Raise ValueError if this machine or this process lacks the memory or open files for `count` units."""
     files = allow_more()
-    fit = {f"the limit is {files:,} open files and each unit takes {UNIT_FILES}": files // UNIT_FILES}
+    # The number of units that each limit allows, by a description of the limit.
+    allowed = {f"the limit is {files:,} open files and each unit takes {UNIT_FILES}": files // UNIT_FILES}
     for limit in memory_limits():
-        fit[f"{limit.limit} leaves {limit.free_bytes:,} bytes and each unit takes {UNIT_BYTES:,}"] = (
+        allowed[f"{limit.limit} leaves {limit.free_bytes:,} bytes and each unit takes {UNIT_BYTES:,}"] = (
             limit.free_bytes // UNIT_BYTES
         )
-    why, most = min(fit.items(), key=lambda each: each[1])
-    if count > most:
-        raise ValueError(f"cannot start {count:,} storage units, at most {most:,}: {why}. Start fewer units.")
+    why, most_units = min(allowed.items(), key=lambda entry: entry[1])
+    if count > most_units:
+        raise ValueError(f"cannot start {count:,} storage units, at most {most_units:,}: {why}. Start fewer units.")
 
 
 def run_unit(unit: StorageUnit, stop: Stop, *, json: bool = False) -> bool:
@@ -229,16 +233,17 @@ def run_unit(unit: StorageUnit, stop: Stop, *, json: bool = False) -> bool:
         raise
     with unit as running:
         metrics = f", metrics at {running.http_url}/metrics" if running.http_url else ""
-        said = Said(unit=running.name, http=running.http_url or None)
-        print(_line(said) if json else f"storage unit {running.name} ready{metrics}", flush=True)  # noqa: T201
+        status = UnitStatus(unit=running.name, http=running.http_url or None)
+        print(_to_json(status) if json else f"storage unit {running.name} ready{metrics}", flush=True)  # noqa: T201
         lost = running.lost
         stop.when(lost)
         stop.wait()
         return lost.is_set() and not stop.asked
 
 
-def _line(said: Said) -> str:
-    facts = {name: fact for name, fact in asdict(said).items() if name != "error" or fact}
+def _to_json(status: UnitStatus) -> str:
+    """Return the status as JSON, without an empty error."""
+    facts = {name: fact for name, fact in asdict(status).items() if name != "error" or fact}
     return msgspec.json.encode(facts).decode()
 
 
@@ -248,18 +253,18 @@ def main() -> int:
     allow_more()
     settings = msgspec.convert(msgspec.json.decode(sys.stdin.readline()), UnitProcessSettings)
 
-    def watch() -> None:
+    def stop_when_stdin_closes() -> None:  # the process of the controller has ended, or stops this unit
         try:
             sys.stdin.read()
         finally:
             stop.set()
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=stop_when_stdin_closes, daemon=True).start()
     try:
         return int(run_unit(StorageUnit(settings.config, settings.address, name=settings.name), stop, json=True))
     except (DataPlaneError, ValueError, OSError) as error:
         with contextlib.suppress(BrokenPipeError):  # the service has ended
-            print(_line(Said(unit=settings.name, error=str(error))), flush=True)  # noqa: T201
+            print(_to_json(UnitStatus(unit=settings.name, error=str(error))), flush=True)  # noqa: T201
         return 1
 
 

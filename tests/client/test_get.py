@@ -93,7 +93,7 @@ def test_a_remote_reader_that_was_fenced_returns_nothing(server, other) -> None:
 
         def meanwhile() -> None:
             failpoints.disarm()
-            server._units[0]._order(FenceSession(unit=1, session=session))
+            server._units[0]._execute_order(FenceSession(unit=1, session=session))
             overwrite(other)
 
         failpoints.arm("get.mid_copy", meanwhile)

@@ -135,14 +135,14 @@ def test_learning_does_not_wait_for_a_handshake(
 ) -> None:
     """Heartbeats bring what is learned."""
     came, go_on = threading.Event(), threading.Event()
-    attach = BulkServer._answer
+    attach = BulkServer._execute_and_reply
 
     def slow(server: BulkServer, peer: bytes, request: Any) -> None:
         came.set()
         assert go_on.wait(WAIT_S)
         attach(server, peer, request)
 
-    monkeypatch.setattr(BulkServer, "_answer", slow)
+    monkeypatch.setattr(BulkServer, "_execute_and_reply", slow)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(unit_connections.gather, [ROW], {UNIT})
         assert came.wait(WAIT_S)

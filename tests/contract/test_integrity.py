@@ -253,7 +253,7 @@ def test_never_is_never(tmp_path) -> None:
 
 def test_damage_on_the_way_is_noticed(remote, monkeypatch) -> None:
     meta = put(remote, "travelled", "jagged")
-    honest = UnitConnection._payload
+    honest = UnitConnection._receive_payload
 
     def hurt(self: Any, *call: Any) -> Any:
         arrived = honest(self, *call)
@@ -262,7 +262,7 @@ def test_damage_on_the_way_is_noticed(remote, monkeypatch) -> None:
         return replace(arrived, data=frame)
 
     with monkeypatch.context() as patched:
-        patched.setattr(UnitConnection, "_payload", hurt)
+        patched.setattr(UnitConnection, "_receive_payload", hurt)
         with pytest.raises(ChecksumError, match=r"field 'f' of sample 'd'.* storage unit 1 "):
             remote.get_data(meta, ["f"])
     assert remote.get_data(meta, ["f"]).batch_size[0] == 4

@@ -66,7 +66,7 @@ class HeldUnit:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.go_on, self.given_up = threading.Event(), threading.Event(), threading.Event()
         self.limit_s = 0.3
-        carry_out, send, written = BulkServer._write, UnitConnection.write, UnitConnection._written
+        carry_out, send, written = BulkServer._write, UnitConnection.write, UnitConnection._receive_written
 
         def held(server: BulkServer, *request: Any) -> int:
             self.began.set()
@@ -85,7 +85,7 @@ class HeldUnit:
 
         monkeypatch.setattr(BulkServer, "_write", held)
         monkeypatch.setattr(UnitConnection, "write", watched)
-        monkeypatch.setattr(UnitConnection, "_written", once_it_began)
+        monkeypatch.setattr(UnitConnection, "_receive_written", once_it_began)
 
     def interrupt_between_frames(self) -> None:
         """Arm an interrupt in the client's second request, once its first is with the unit."""

@@ -51,7 +51,7 @@ def going_on(record: UnitRecord, *, epoch: int) -> Adopted | None:
 
 def left_by(record: UnitRecord, memory: Path, *, fsynced: bool = False) -> Path:
     """An arena with a word in it, as a unit leaves it that was killed."""
-    arena = record.begin(lambda keeper: Arena.create(memory, MIB, epoch=1, keeper=keeper, fsynced=fsynced))
+    arena = record.create_arena(lambda keeper: Arena.create(memory, MIB, epoch=1, keeper=keeper, fsynced=fsynced))
     arena.grow(8192)
     arena.data[100:105] = list(b"hello")
     record.write(arena, 3)

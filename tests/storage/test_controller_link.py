@@ -152,13 +152,13 @@ def test_a_service_that_is_slow_at_first_is_waited_for(
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The addresses of the streams that links make from now on."""
     tries: list[str] = []
-    stream = UnitLink._stream
+    stream = UnitLink._open_stream
 
     def counting(link: UnitLink, address: str) -> Any:
         tries.append(address)
         return stream(link, address)
 
-    monkeypatch.setattr(UnitLink, "_stream", counting)
+    monkeypatch.setattr(UnitLink, "_open_stream", counting)
     return tries
 
 

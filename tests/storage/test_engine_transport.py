@@ -387,10 +387,10 @@ def test_a_payload_that_the_unit_cannot_fetch_is_sent_in_frames(unit, connection
 
     monkeypatch.setattr(Slots, "begin", refusing)
     slots = unit.server._engine._slots
-    unused = len(slots._free) + len(slots._left)
+    unused = len(slots._free) + len(slots._returned)
     data = noise(9 * MIB)
     connection.write([0], [data], reservation=1, timeout_s=WAIT_S)
-    wait_until(lambda: len(slots._free) + len(slots._left) == unused)
+    wait_until(lambda: len(slots._free) + len(slots._returned) == unused)
     assert unit.arena.data[: len(data)].tobytes() == data.tobytes()
     assert counts["stored"] < -(-len(data) // CHUNK_BYTES)
 

@@ -365,7 +365,7 @@ def test_a_report_that_fails_is_logged_and_the_server_goes_on(unit, peer, monkey
 
 def test_the_thread_does_not_die_in_silence(unit, peer, monkeypatch, caplog):
     """The unit has a token: its monitor, too, is closed by `stop`."""
-    monkeypatch.setattr(BulkServer, "_serve_some", lambda _: 1 / 0)
+    monkeypatch.setattr(BulkServer, "_serve_messages", lambda _: 1 / 0)
     monitor = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     peer.send(read=read((0, 1)))
     assert monitor.poll(WAIT_S * 1000), "peers find the socket closed"
@@ -432,7 +432,7 @@ def test_a_header_too_large_is_dropped_unread(unit, peer):
 
 def test_a_fault_outside_of_a_request_is_logged_and_the_thread_goes_on(unit, peer, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(unit.server, "_answer", lambda peer, request: 1 // 0)
+        patched.setattr(unit.server, "_execute_and_reply", lambda peer, request: 1 // 0)
         with logged("a message could not be handled; the server continues", times=2):
             peer.send(b"and a frame", call=1, read=read((0, 1)))
             peer.send(call=2, read=read((0, 1)))

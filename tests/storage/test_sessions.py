@@ -99,7 +99,7 @@ def test_what_is_left_of_a_stopped_put_does_not_land(unit, connection, monkeypat
 def test_a_stop_that_is_not_acknowledged_raises(unit, connection, monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(
-        BulkServer, "_perform", lambda *_: release.wait(WAIT_S) and (client_module.pb.BulkReply(), None)
+        BulkServer, "_execute", lambda *_: release.wait(WAIT_S) and (client_module.pb.BulkReply(), None)
     )
     with pytest.raises(CallTimeoutError, match="abort of a put"):
         connection.stop_put(5, 0.05)

@@ -61,8 +61,8 @@ class Wire:
         """`wake`: a file descriptor that becomes and stays readable when waiting calls must end. `ticket`: the ticket
         for this epoch of the unit. `curve_key`: the unit's public key; "": no encryption."""
         self._endpoint = endpoint
-        self._called = 0
-        self._early: dict[int, pb.BulkReply] = {}
+        self._last_call = 0
+        self._early_replies: dict[int, pb.BulkReply] = {}
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.sndtimeo = SEND_MS
@@ -73,20 +73,21 @@ class Wire:
         self._monitor.linger = 0
         self._wake = wake
         self._poller = zmq.Poller()
-        for each in (self._socket, self._monitor, wake):
-            self._poller.register(each, zmq.POLLIN)
+        for source in (self._socket, self._monitor, wake):
+            self._poller.register(source, zmq.POLLIN)
         self._socket.connect(endpoint)
 
     def request(self, *, session: int, epoch: int) -> pb.BulkRequest:
         """Return a header for the next call, without its verb."""
-        self._called += 1
-        return pb.BulkRequest(protocol_version=PROTOCOL_VERSION, session=session, epoch=epoch, call=self._called)
+        self._last_call += 1
+        return pb.BulkRequest(protocol_version=PROTOCOL_VERSION, session=session, epoch=epoch, call=self._last_call)
 
     def send(
         self, header: pb.BulkRequest, frames: Sequence[memoryview | bytes] = (), *, held: list[zmq.MessageTracker]
     ) -> None:
         """Queue a request. Frames are not copied: before ZMQ receives a frame, its tracker is appended to `held`; the
         tracker reports when ZMQ releases the frame."""
+        # copy=None: ZMQ copies a short frame, which is cheaper than tracking it.
         parts = deque(
             zmq.Frame(frame, track=True, copy=None if isinstance(frame, bytes) else False) for frame in frames
         )
@@ -105,12 +106,14 @@ class Wire:
             raise error
 
     def _send_head(self, head: bytes, flags: int) -> None:
+        """Send the first frame of a request. Raises the error of a rejected or lost connection at once, and
+        zmq.Again after SEND_MS."""
         try:
             self._socket.send(head, flags | zmq.NOBLOCK)
         except zmq.Again:
             # A full queue may mean that no connection exists, for example because the unit has rejected it.
             if self._monitor.poll(0):
-                self._refuse_or_lose()
+                self._raise_for_event()
             self._socket.send(head, flags)
 
     def receive(self, call: int, deadline: float) -> pb.BulkReply:
@@ -120,21 +123,22 @@ class Wire:
         Raises the error in the unit's reply, WireLostError, WireSilentError at `deadline` (of time.monotonic), and
         ClientClosedError when `wake` becomes readable.
         """
-        while call not in self._early:
+        while call not in self._early_replies:
             try:
                 reply = pb.BulkReply.FromString(self._next_frame(deadline))
             except DecodeError as error:
                 raise WireLostError(f"malformed reply ({error})") from error
-            if not self._may_answer(reply, call):
+            if not self._is_expected(reply, call):
                 raise WireLostError(f"the unit replied to call {reply.call}, expected call {call}")
-            self._early[reply.call] = reply
-        reply = self._early.pop(call)
+            self._early_replies[reply.call] = reply
+        reply = self._early_replies.pop(call)
         if reply.WhichOneof("outcome") == "error":
             raise from_wire(reply.error.name, reply.error.facts)
         return reply
 
-    def _may_answer(self, reply: pb.BulkReply, call: int) -> bool:
-        overtakes = call < reply.call <= self._called and reply.call not in self._early
+    def _is_expected(self, reply: pb.BulkReply, call: int) -> bool:
+        """Whether `reply` answers `call`, or a later write whose reply may overtake it."""
+        overtakes = call < reply.call <= self._last_call and reply.call not in self._early_replies
         return reply.call == call or (overtakes and reply.WhichOneof("outcome") in _OVERTAKING)
 
     def _next_frame(self, deadline: float) -> bytes:
@@ -153,11 +157,11 @@ class Wire:
         if self._wake in ready:
             raise ClientClosedError
         if self._monitor in ready:
-            self._refuse_or_lose()
+            self._raise_for_event()
         if left_s <= 0:
             raise WireSilentError
 
-    def _refuse_or_lose(self) -> None:
+    def _raise_for_event(self) -> None:
         """Raise the error for the monitor's event: AuthenticationError for a wrong token, otherwise WireLostError."""
         event = recv_monitor_message(self._monitor)
         if event["event"] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -186,7 +190,7 @@ class Wire:
         """Whether, between calls, the connection is intact and no reply is outstanding. False after `close`."""
         return (
             not self._socket.closed
-            and not self._early
+            and not self._early_replies
             and not dict(self._poller.poll(0)).keys() & {self._socket, self._monitor}
         )
 

@@ -36,9 +36,9 @@ class SentPayload:
 class ArrivedPayload:
     """The payload of a read.
 
-    data: None: request the payload again, in frames. lasting: the bytes are valid as long as a reference to them
-    exists; otherwise only until `done` is called. Call `done` once. settle: a request to send to the unit; its reply
-    confirms that the bytes are intact.
+    data: None: the payload did not arrive; request it again, in frames. lasting: the bytes are valid as long as a
+    reference to them exists; otherwise only until `done` is called. Call `done` once. settle: a request to send to the
+    unit; its reply confirms that the bytes are intact.
     """
 
     data: Bytes | None

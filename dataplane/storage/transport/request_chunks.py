@@ -64,21 +64,22 @@ def plan_write(
     """
     if len(offsets) != len(buffers):
         raise InvalidRequestError(f"{len(offsets)} offsets for {len(buffers)} buffers")
-    cutter = _Cutter(chunk_bytes)
+    builder = _ChunkBuilder(chunk_bytes)
     for offset, given in zip(offsets, buffers, strict=True):
-        place = int(offset)
-        for piece in _pieces(given):
-            at = 0
-            while at < len(piece):
-                part = piece[at : at + cutter.left]
-                yield from cutter.add(place + at, part)
-                at += len(part)
-            place += len(piece)
-    yield from cutter.finish()
+        piece_offset = int(offset)
+        for piece in _byte_views(given):
+            added = 0
+            while added < len(piece):
+                part = piece[added : added + builder.free_bytes]
+                yield from builder.add(piece_offset + added, part)
+                added += len(part)
+            piece_offset += len(piece)
+    yield from builder.finish()
 
 
-class _Cutter:
-    """Collects pieces into chunks, one chunk at a time."""
+class _ChunkBuilder:
+    """Collects pieces into chunks, one chunk at a time. `_small`: consecutive small pieces that will share a frame, and
+    fill `_small_ranges` ranges."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self._limit = chunk_bytes
@@ -87,12 +88,12 @@ class _Cutter:
         self._small_ranges = 0
 
     @property
-    def left(self) -> int:
+    def free_bytes(self) -> int:
         """Free bytes of the current chunk; never 0."""
         return self._limit - self._chunk.nbytes
 
     def add(self, offset: int, piece: memoryview) -> Iterator[WriteChunk]:
-        """Add a piece of at most `left` bytes. Yield the chunk if it is full."""
+        """Add a piece of at most `free_bytes`. Yield the chunk if it is full."""
         if len(piece) < SMALL_BYTES:
             self._add_small(offset, piece)
         else:
@@ -105,12 +106,14 @@ class _Cutter:
             yield from self.finish()
 
     def finish(self) -> Iterator[WriteChunk]:
+        """Yield the current chunk, unless it is empty, and start the next one."""
         self._flush_small()
         if self._chunk.frames:
             yield self._chunk
             self._chunk = WriteChunk()
 
     def _add_small(self, offset: int, piece: memoryview) -> None:
+        """Add a piece to the common frame. A piece directly behind the previous small one extends its range."""
         chunk = self._chunk
         if self._small and chunk.offsets[-1] + chunk.sizes[-1] == offset:
             chunk.sizes[-1] += len(piece)
@@ -124,15 +127,17 @@ class _Cutter:
         self._chunk.sizes.append(nbytes)
 
     def _flush_small(self) -> None:
+        """Copy the collected small pieces into one frame of the chunk."""
         if self._small:
             self._chunk.frames.append(b"".join(self._small))
             self._chunk.frame_ranges.append(self._small_ranges)
             self._small, self._small_ranges = [], 0
 
 
-def _pieces(given: Buffer | Sequence[Buffer]) -> Iterable[memoryview]:
+def _byte_views(given: Buffer | Sequence[Buffer]) -> Iterable[memoryview]:
+    """Return a buffer, or each buffer of a list, as a view of bytes. Empty ones are left out."""
     if isinstance(given, list | tuple):
-        return (view for each in given for view in _pieces(each))
+        return (view for each in given for view in _byte_views(each))
     view = memoryview(cast(memoryview, given))
     return [view.cast("B")] if view.nbytes else []
 
@@ -180,14 +185,17 @@ def plan_read(
     counts = [len(offsets)] if columns is None else columns
     which = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     if not sizes.all():
-        return _plan_filled(offsets, sizes, counts, which, chunk_bytes)
+        return _plan_nonempty(offsets, sizes, counts, which, chunk_bytes)
     if not len(offsets):
         return ReadPlan(requests=[], buffers=[0] * len(counts), which=which, offsets=offsets)
     # Columns get disjoint address spaces, so that no range touches a range of another column.
     space = int(offsets.max() + sizes.max()) + 1
     first = offsets + which * np.int64(space)
+    # The ranges in address order; None: they are in this order already.
     order = None if (first[1:] >= first[:-1]).all() else np.argsort(first, kind="stable")
     stream = _Stream(first, sizes, space) if order is None else _Stream(first[order], sizes[order], space)
+    # Column k has the sorted ranges [edges[k], edges[k + 1]), which are the bytes [starts[k], starts[k + 1]) of the
+    # stream.
     edges = [0, *itertools.accumulate(counts)]
     starts = [int(stream.packed[edge]) if edge < len(offsets) else stream.nbytes for edge in edges]
     places = stream.packed - np.repeat(starts[:-1], counts)
@@ -203,6 +211,7 @@ def plan_read(
 
 
 def _require_within(offsets: Int64s, sizes: Int64s, limit: int) -> None:
+    """Raise InvalidRequestError for a negative offset or size, and for a range that ends after byte `limit`."""
     # Offsets and sizes are checked separately first, because their sums may overflow.
     if len(offsets) and (
         np.minimum.reduce(offsets | sizes) < 0
@@ -212,8 +221,9 @@ def _require_within(offsets: Int64s, sizes: Int64s, limit: int) -> None:
         raise InvalidRequestError(f"a range lies outside the {limit:,} bytes of the storage unit")
 
 
-def _plan_filled(offsets: Int64s, sizes: Int64s, counts: Sequence[int], which: Int32s, chunk_bytes: int) -> ReadPlan:
-    """Return the plan for the ranges that are not empty, with positions for all ranges."""
+def _plan_nonempty(offsets: Int64s, sizes: Int64s, counts: Sequence[int], which: Int32s, chunk_bytes: int) -> ReadPlan:
+    """Return the plan of a read with empty ranges. These are at byte 0 of their buffers. `counts` and `which`: the
+    number of ranges of each column, and the column of each range."""
     filled = sizes > 0
     columns = np.bincount(which[filled], minlength=len(counts)).tolist()
     plan = plan_read(offsets[filled], sizes[filled], columns=columns, chunk_bytes=chunk_bytes)
@@ -223,9 +233,16 @@ def _plan_filled(offsets: Int64s, sizes: Int64s, counts: Sequence[int], which: I
 
 
 class _Stream:
-    """Sorted ranges, concatenated; overlapping ranges share their bytes. `packed`: the position of each range."""
+    """Sorted ranges, concatenated; overlapping ranges share their bytes. `packed`: the position of each range in the
+    stream.
+
+    Ranges that touch or overlap are merged into spans. Span k is at `_arena[k]` of the arena and fills the bytes
+    [`_begins[k]`, `_ends[k]`) of the stream.
+    """
 
     def __init__(self, first: Int64s, sizes: Int64s, space: int) -> None:
+        """Range i, of `sizes[i]` bytes, begins at byte `first[i] % space` of the arena. `first` is sorted."""
+        # Span k has the ranges [heads[k], tails[k]). A span begins at a range that no earlier range reaches.
         reach = np.maximum.accumulate(first + sizes)
         heads = np.concatenate(([0], np.flatnonzero(first[1:] > reach[:-1]) + 1))
         tails = np.append(heads[1:], len(first))
@@ -249,9 +266,9 @@ class _Stream:
         """Return the request for bytes [first, last) of the stream; buffer k holds [starts[k], starts[k + 1])."""
         low = int(np.searchsorted(self._ends, first, side="right"))
         high = int(np.searchsorted(self._begins, last, side="left"))
+        # The request needs the spans [low, high); it may begin within the first one and end within the last one.
         offsets, sizes = self._arena[low:high].tolist(), self._sizes[low:high].tolist()
-        cut = last - int(self._begins[high - 1])
-        sizes[-1] = min(sizes[-1], cut)
+        sizes[-1] = min(sizes[-1], last - int(self._begins[high - 1]))
         skipped = max(0, first - int(self._begins[low]))
         offsets[0] += skipped
         sizes[0] -= skipped

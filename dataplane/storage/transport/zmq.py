@@ -55,20 +55,20 @@ class UnitFrames:
         return partial(self._fill, write.frame_ranges)
 
     def _fill(self, frame_ranges: Iterable[int], arena: memoryview, offsets: list[int], sizes: list[int]) -> None:
-        """Receive the payload frames of a write into their ranges."""
-        at = 0
+        """Receive the payload frames of a write into their ranges. frame_ranges: the number of ranges of each frame."""
+        first = 0  # the frame's first range
         for count in frame_ranges:
-            if count < 1 or at + count > len(offsets):
+            if count < 1 or first + count > len(offsets):
                 raise self._fault("a payload frame refers to ranges that are not in the request")
             if not self.more():
                 raise self._fault("a payload frame is missing")
             hit("unit.write.between_frames")
             if count == 1:
-                self._receive_one(arena[offsets[at] : offsets[at] + sizes[at]])
+                self._receive_one(arena[offsets[first] : offsets[first] + sizes[first]])
             else:
-                self._receive_many(arena, offsets[at : at + count], sizes[at : at + count])
-            at += count
-        if at != len(offsets) or self.more():
+                self._receive_many(arena, offsets[first : first + count], sizes[first : first + count])
+            first += count
+        if first != len(offsets) or self.more():
             raise self._fault("the request has more ranges or payload frames than frame_ranges lists")
 
     def more(self) -> bool:
@@ -87,6 +87,7 @@ class UnitFrames:
             raise self._fault(f"a payload frame has {received} bytes for a range of {len(target)} bytes")
 
     def _receive_many(self, arena: memoryview, offsets: list[int], sizes: list[int]) -> None:
+        """Receive one frame and copy it into several ranges."""
         frame = self._router.recv(copy=False).buffer
         if len(frame) != sum(sizes):
             raise self._fault(f"a payload frame has {len(frame)} bytes for ranges of {sum(sizes)} bytes")
@@ -99,7 +100,7 @@ class UnitFrames:
 
 def scatter(arena: memoryview, payload: memoryview, offsets: list[int], sizes: list[int]) -> None:
     """Copy the payload into the ranges, one after another. Its length is the sum of `sizes`."""
-    at = 0
+    position = 0
     for offset, size in zip(offsets, sizes, strict=True):
-        arena[offset : offset + size] = payload[at : at + size]
-        at += size
+        arena[offset : offset + size] = payload[position : position + size]
+        position += size

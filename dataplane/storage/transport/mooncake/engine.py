@@ -58,15 +58,15 @@ class Engine:
     """A transfer engine with one owner. `address` is its address for peers. Thread-safe, except for `close`, after
     which no method may be called.
 
-    Raises EngineError, with the remedy, if the wheel is missing or does not load, or if no device is found.
+    Raises EngineError, with the remedy, if the wheel is missing or does not load, or if no device is present.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         with _guard:
             idle = _idle.get((os.getpid(), settings))
-            found = idle.pop() if idle else None
-        self._engine: Any = _start(settings) if found is None else found
+            reused = idle.pop() if idle else None
+        self._engine: Any = _start_engine(settings) if reused is None else reused
         self.address = join_address(settings.host, self._engine.get_rpc_port())
 
     def register(self, address: int, nbytes: int) -> None:
@@ -103,7 +103,8 @@ class Engine:
                 _idle.setdefault((os.getpid(), self._settings), []).append(self._engine)
 
 
-def _start(settings: EngineSettings) -> Any:
+def _start_engine(settings: EngineSettings) -> Any:
+    """Return a new engine of the library. Raises EngineError as `Engine` does."""
     _require_devices(settings)
     try:
         library = importlib.import_module("mooncake.engine")
@@ -128,20 +129,20 @@ def _require_devices(settings: EngineSettings) -> None:
     """Raise EngineError if RDMA devices are missing; the library would silently fall back to TCP."""
     if settings.protocol != "rdma":
         return
-    found = {path.name for path in RDMA_DEVICES.glob("*")}
-    wanted = {name.strip() for name in settings.device.split(",") if name.strip()}
-    if not found or not wanted <= found:
+    present = {path.name for path in RDMA_DEVICES.glob("*")}
+    configured = {name.strip() for name in settings.device.split(",") if name.strip()}
+    if not present or not configured <= present:
         raise EngineError(
-            f"mooncake_protocol is rdma, but this machine has the RDMA devices {sorted(found) or 'none'}"
-            + (f" and mooncake_device is {sorted(wanted)}" if wanted else "")
+            f"mooncake_protocol is rdma, but this machine has the RDMA devices {sorted(present) or 'none'}"
+            + (f" and mooncake_device is {sorted(configured)}" if configured else "")
             + "; mooncake_protocol='tcp' needs no device"
         )
 
 
-def make_immortal(thing: object) -> None:
+def make_immortal(value: object) -> None:
     """Prevent the destruction of an object: at exit, where destroying an engine takes a second, and in a forked child,
     which has the object without its threads."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def address_of(memory: mmap.mmap) -> int:

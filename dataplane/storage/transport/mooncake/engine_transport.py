@@ -93,9 +93,10 @@ class EngineTransport:
             return payloads
 
     def _open(self, endpoint: str) -> None:
+        """Create the engine and its slots. On failure log a warning and use frames from now on."""
         config = self._config
         try:
-            self._slots = open_slots(config, config.mooncake_host or _host_towards(endpoint))
+            self._slots = open_slots(config, config.mooncake_host or _own_host_for(endpoint))
             self._contacts = Contacts(self._slots)
         except EngineError as error:
             log.warning("Client falls back to ZMQ although bulk_transport is mooncake: %s", error)
@@ -116,7 +117,8 @@ def open_slots(config: DataPlaneConfig, host: str) -> Slots:
     return Slots(Engine(settings))
 
 
-def _host_towards(endpoint: str) -> str:
+def _own_host_for(endpoint: str) -> str:
+    """Return the address of this host that the unit at `endpoint` can reach."""
     if not endpoint.startswith("tcp://"):
         return "127.0.0.1"
     host, _ = split_address(endpoint.removeprefix("tcp://"))
@@ -124,7 +126,7 @@ def _host_towards(endpoint: str) -> str:
 
 
 class ClientEngine:
-    """The client half."""
+    """The client half, for the connection to one unit. `unit`: memory to fetch to test the unit's engine."""
 
     def __init__(self, slots: Slots, contacts: Contacts, unit: pb.Memory, *, closing: Callable[[], bool]) -> None:
         self._slots = slots
@@ -142,10 +144,10 @@ class ClientEngine:
         if slot is None:
             return self._frames.send(wire, header, chunk, held=held)
         try:
-            at, target = 0, slot.payload(chunk.nbytes).data
+            position, target = 0, slot.payload(chunk.nbytes).data
             for piece in chunk.frames:
-                target[at : at + len(piece)] = piece
-                at += len(piece)
+                target[position : position + len(piece)] = piece
+                position += len(piece)
             header.write.source.CopyFrom(self._slots.offer(slot, chunk.nbytes))
             wire.send(header, held=held)
         except BaseException:
@@ -161,6 +163,7 @@ class ClientEngine:
         self._paused_until = now + PAUSE_S
 
     def _usable(self, nbytes: int) -> bool:
+        """Whether to use the engine for a payload of `nbytes`. Starts to test the unit's engine if necessary."""
         is_fit = FROM_BYTES <= nbytes <= SLOT_BYTES and time.monotonic() >= self._paused_until
         return is_fit and self._contacts.ready(self._unit)
 
@@ -182,24 +185,24 @@ class ClientEngine:
             return ArrivedPayload(data=None, settle=settle)
         done = partial(self._slots.give, slot)
         try:
-            is_there = self._fetch(slot, source)
+            has_arrived = self._fetch(slot, source)
         except BaseException:
             done()
             raise
-        return ArrivedPayload(data=slot.payload(nbytes) if is_there else None, settle=settle, done=done)
+        return ArrivedPayload(data=slot.payload(nbytes) if has_arrived else None, settle=settle, done=done)
 
     def _fetch(self, slot: Slot, source: pb.Memory) -> bool:
         """Fetch a payload into the slot. Log a failure and return False."""
         since = time.monotonic()
         try:
             self._slots.begin(slot, source)
-            while (is_there := self._slots.fetched(slot, source)) is None:
+            while (has_arrived := self._slots.fetched(slot, source)) is None:
                 if self._closing():
                     raise ClientClosedError
                 if time.monotonic() > since + FETCH_S:
                     raise EngineError(f"the fetch did not complete within {FETCH_S:.0f} s")
                 time.sleep(pause_s(since))
-            if not is_there:
+            if not has_arrived:
                 raise EngineError(_NOT_FETCHED)
         except EngineError as error:
             log.warning("Fetch of rows from %s failed; retrying by ZMQ: %s", source.engine, error)
@@ -210,7 +213,8 @@ class ClientEngine:
 
 @dataclass(eq=False)
 class _Job:
-    """A payload to fetch. slot: the target, once the transfer has begun; failed: the reason of a failure."""
+    """A payload to fetch from a client. later: called with the result (see `UnitPayloads.collect`). since: when the job
+    was created. slot: the target, once the transfer has begun. failed: the reason of a failure."""
 
     source: pb.Memory
     later: Callable[[Fill | str], None]
@@ -221,6 +225,8 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Offered:
+    """A slot that holds a payload for a session, until the session settles it. since: the time of the offer."""
+
     slot: Slot
     session: int
     since: float
@@ -267,35 +273,38 @@ class UnitEngine:
 
     def step(self) -> float | None:
         """Finish, abandon and start transfers. Return the seconds until the next step, None if there is no job."""
-        going_on: deque[_Job] = deque()
-        busy: dict[str, int] = {}
+        unfinished: deque[_Job] = deque()
+        transfers: dict[str, int] = {}  # in flight, by the client's engine
         jobs, self._jobs = self._jobs, deque()
         for job in jobs:
-            if self._is_finished(job) or not self._advance(job, busy):
-                self._end(job)
+            if self._is_done(job) or not self._advance(job, transfers):
+                self._finish(job)
             else:
-                going_on.append(job)
-                busy[job.source.engine] = busy.get(job.source.engine, 0) + (job.slot is not None)
-        self._jobs = going_on + self._jobs
+                unfinished.append(job)
+                transfers[job.source.engine] = transfers.get(job.source.engine, 0) + (job.slot is not None)
+        self._jobs = unfinished + self._jobs  # `later` may have queued jobs
         return pause_s(self._jobs[0].since) if self._jobs else None
 
-    def _is_finished(self, job: _Job) -> bool:
+    def _is_done(self, job: _Job) -> bool:
         """Return whether the payload was fetched or its fetch has failed."""
-        if job.slot is None or job.failed:
-            return bool(job.failed)
-        is_there = self._slots.fetched(job.slot, job.source)
-        if is_there is False:
+        if job.failed:
+            return True
+        if job.slot is None:  # its transfer has not begun
+            return False
+        has_arrived = self._slots.fetched(job.slot, job.source)
+        if has_arrived is False:
             job.failed = _NOT_FETCHED
             self._contacts.failed(job.source.engine)
-        return is_there is not None
+        return has_arrived is not None
 
-    def _advance(self, job: _Job, busy: dict[str, int]) -> bool:
-        """Start the transfer if that is possible now. Return False if the job failed or exceeded FETCH_S."""
+    def _advance(self, job: _Job, transfers: dict[str, int]) -> bool:
+        """Start the transfer if a slot is free and fewer than PEER_TRANSFERS of the client are in flight. Return False
+        if the job failed or exceeded FETCH_S."""
         if time.monotonic() > job.since + FETCH_S:
             job.failed = f"the fetch did not complete within {FETCH_S:.0f} s"
             if job.slot is not None:
                 self._contacts.failed(job.source.engine)
-        elif job.slot is None and busy.get(job.source.engine, 0) < PEER_TRANSFERS:
+        elif job.slot is None and transfers.get(job.source.engine, 0) < PEER_TRANSFERS:
             job.slot = self._slots.take()
             try:
                 if job.slot is not None:
@@ -304,7 +313,8 @@ class UnitEngine:
                 job.failed = str(error)
         return not job.failed
 
-    def _end(self, job: _Job) -> None:
+    def _finish(self, job: _Job) -> None:
+        """Report the payload or the failure of a job, and release its slot."""
         slot, nbytes = job.slot, job.source.size
         if job.failed or slot is None:
             job.later(job.failed)
@@ -326,9 +336,10 @@ class UnitEngine:
         self._offered[source.tag] = _Offered(slot, session, time.monotonic())
         return Offer(data=slot.payload(nbytes), source=source)
 
-    def _reclaim(self, wanted: Callable[[_Offered], bool]) -> None:
+    def _reclaim(self, is_reclaimable: Callable[[_Offered], bool]) -> None:
+        """Release the offered slots for which `is_reclaimable` returns true."""
         for tag, offered in list(self._offered.items()):
-            if wanted(offered):
+            if is_reclaimable(offered):
                 del self._offered[tag]
                 self._slots.give(offered.slot)
 

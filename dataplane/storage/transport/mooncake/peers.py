@@ -24,7 +24,7 @@ class Contacts:
         self._slots = slots
         self._reached: dict[str, bool] = {}
         self._retry_at: dict[str, float] = {}
-        self._trying: dict[str, threading.Thread] = {}
+        self._trials: dict[str, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -34,30 +34,32 @@ class Contacts:
         with self._lock:
             if self._reached.get(peer):
                 return True
-            if peer in self._trying or self._closed or len(self._trying) >= TRIALS:
+            if peer in self._trials or self._closed or len(self._trials) >= TRIALS:
                 return False
             if time.monotonic() < self._retry_at.get(peer, 0.0):
                 return False
             # No daemon: a daemon thread that returns from the library during interpreter exit would crash the process.
-            thread = threading.Thread(target=self._try, args=(source,), name="tq-engine-trial")
-            self._trying[peer] = thread
+            thread = threading.Thread(target=self._run_trial, args=(source,), name="tq-engine-trial")
+            self._trials[peer] = thread
         thread.start()
         return False
 
-    def _try(self, source: pb.Memory) -> None:
+    def _run_trial(self, source: pb.Memory) -> None:
+        """Try to read `source` and record whether its peer was reached. Runs in a thread of its own."""
         reached = False
         try:
             reached = self._slots.try_peer(source, time.monotonic() + TRIAL_S)
         finally:
-            self._note(source.engine, reached)
+            self._record_result(source.engine, reached)
             with self._lock:
-                del self._trying[source.engine]
+                del self._trials[source.engine]
 
     def failed(self, peer: str) -> None:
         """Mark the peer as unreachable after a failed transfer; it is tried again after `RETRY_S`."""
-        self._note(peer, False)
+        self._record_result(peer, False)
 
-    def _note(self, peer: str, reached: bool) -> None:
+    def _record_result(self, peer: str, reached: bool) -> None:
+        """Record whether the peer is reachable, and drop the oldest records beyond `KEPT`."""
         with self._lock:
             self._reached[peer] = reached
             self._retry_at[peer] = time.monotonic() + RETRY_S
@@ -69,7 +71,7 @@ class Contacts:
         """Block until the running trials have ended, for at most `timeout_s`."""
         until = time.monotonic() + timeout_s
         with self._lock:
-            threads = list(self._trying.values())
+            threads = list(self._trials.values())
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
 
@@ -79,4 +81,4 @@ class Contacts:
             self._closed = True
         self.wait(timeout_s)
         with self._lock:
-            return not self._trying
+            return not self._trials

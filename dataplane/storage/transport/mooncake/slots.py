@@ -39,7 +39,8 @@ _PAUSES_S = (0.00005, 0.0002, 0.001)
 
 @dataclass(eq=False)
 class Slot:
-    """Memory for one payload, used exclusively by its holder from `take` to `give`."""
+    """Memory for one payload, used exclusively by its holder from `take` to `give`. address: where the memory begins.
+    transfer: the engine's number of the transfer in flight. rests_until: not reused before this time.monotonic()."""
 
     memory: Bytes
     address: int
@@ -60,7 +61,11 @@ class Slot:
 
 
 class Slots:
-    """The slots of one engine; they own the engine. Thread-safe. Raises EngineError if registration fails."""
+    """The slots of one engine; they own the engine. Thread-safe. Raises EngineError if registration fails.
+
+    `_returned`: released slots whose transfer has not ended or whose rest is not over. `_trial_slot`: a slot without a
+    payload, which peers read to test this engine.
+    """
 
     def __init__(self, engine: Engine, *, count: int = SLOTS) -> None:
         self.engine = engine
@@ -69,13 +74,14 @@ class Slots:
         self._region = mmap.mmap(-1, (count + 1) * self._stride)
         self._address = address_of(self._region)
         memory = np.frombuffer(self._region, np.uint8)
-        made = [Slot(memory[at : at + self._stride], self._address + at) for at in range(0, len(memory), self._stride)]
-        self._trials, *free = made
+        starts = range(0, len(memory), self._stride)
+        all_slots = [Slot(memory[start : start + self._stride], self._address + start) for start in starts]
+        self._trial_slot, *free = all_slots
         self._free = deque(free)
-        self._left: list[Slot] = []
+        self._returned: list[Slot] = []
         self._lock = threading.Lock()
-        self._first = secrets.token_bytes(TAG_BYTES - 8)
-        self._numbers = itertools.count(1)
+        self._tag_prefix = secrets.token_bytes(TAG_BYTES - 8)
+        self._tag_numbers = itertools.count(1)
         try:
             engine.register(self._address, len(self._region))
         except EngineError:
@@ -85,7 +91,7 @@ class Slots:
     def take(self) -> Slot | None:
         """Return a slot to fill or to read into; None if all slots are in use."""
         with self._lock:
-            self._collect()
+            self._reuse_returned()
             slot = self._free.popleft() if self._free else None
         if slot is not None:
             slot.tag = bytes(TAG_BYTES)  # invalidates reads of the slot's previous payload
@@ -94,26 +100,27 @@ class Slots:
     def give(self, slot: Slot) -> None:
         """Release a slot. A slot with a transfer in flight is not reused before the transfer ends."""
         with self._lock:
-            self._left.append(slot)
-            self._collect()
+            self._returned.append(slot)
+            self._reuse_returned()
 
-    def _collect(self) -> None:
+    def _reuse_returned(self) -> None:
+        """Make returned slots free when their transfer has ended and their rest is over. The caller holds the lock."""
         now = time.monotonic()
-        left, self._left = self._left, []
-        for slot in left:
-            if self._over(slot) is not None and slot.rests_until <= now:
+        returned, self._returned = self._returned, []
+        for slot in returned:
+            if self._transfer_outcome(slot) is not None and slot.rests_until <= now:
                 self._free.append(slot)
             else:
-                self._left.append(slot)
+                self._returned.append(slot)
 
     def offer(self, slot: Slot, nbytes: int) -> pb.Memory:
         """Return the description by which a peer fetches the payload that is, or will be, in the slot."""
-        slot.tag = self._first + next(self._numbers).to_bytes(8, "big")
+        slot.tag = self._tag_prefix + next(self._tag_numbers).to_bytes(8, "big")
         return self._memory(slot, nbytes)
 
     def trial(self) -> pb.Memory:
         """Return the description of memory that a peer fetches to test whether this engine is reachable."""
-        return self._memory(self._trials, 0)
+        return self._memory(self._trial_slot, 0)
 
     def _memory(self, slot: Slot, nbytes: int) -> pb.Memory:
         address = slot.address + HEAD_BYTES - TAG_BYTES
@@ -121,18 +128,20 @@ class Slots:
 
     def try_peer(self, source: pb.Memory, until: float) -> bool:
         """Return whether a peer's tag can be read. Blocks until `until`; the first contact may block for a minute."""
-        slot = Slot(self._trials.memory, self._trials.address)
+        # A slot of its own, for its transfer; its memory is that of the trial slot.
+        slot = Slot(self._trial_slot.memory, self._trial_slot.address)
         try:
             self._begin(slot, source.engine, source.address, 0)
         except EngineError:
             return False
-        while (over := self._over(slot)) is None and time.monotonic() < until:
+        while (succeeded := self._transfer_outcome(slot)) is None and time.monotonic() < until:
             time.sleep(_PAUSES_S[-1])
-        if over is None:
+        if succeeded is None:
             with self._lock:
-                self._left.append(slot)  # tracked until its transfer ends; never free, because it shares `_trials`
+                # Tracked until its transfer ends. It never becomes free, because its memory is that of `_trial_slot`.
+                self._returned.append(slot)
                 slot.rests_until = float("inf")
-        return bool(over)
+        return bool(succeeded)
 
     def begin(self, slot: Slot, source: pb.Memory) -> None:
         """Start to fetch a payload from a peer that was reached before. Raises EngineError if the payload is too large
@@ -142,16 +151,19 @@ class Slots:
         self._begin(slot, source.engine, source.address, source.size)
 
     def _begin(self, slot: Slot, engine: str, address: int, nbytes: int) -> None:
+        """Start to read the tag and `nbytes` of payload at `address` of the peer's engine."""
         local = slot.address + HEAD_BYTES - TAG_BYTES
         slot.transfer = self.engine.begin(engine, local, address, TAG_BYTES + nbytes)
 
     def fetched(self, slot: Slot, source: pb.Memory) -> bool | None:
         """Return whether the payload has arrived intact; None while the transfer is in flight."""
-        over = self._over(slot)
-        return over if over is None else over and slot.tag == source.tag
+        succeeded = self._transfer_outcome(slot)
+        if succeeded is None:
+            return None
+        return succeeded and slot.tag == source.tag
 
-    def _over(self, slot: Slot) -> bool | None:
-        """Return whether the slot's transfer has succeeded; None while it is in flight."""
+    def _transfer_outcome(self, slot: Slot) -> bool | None:
+        """Return whether the slot's last transfer has succeeded, if there was any; None while it is in flight."""
         if slot.transfer is None:
             return True
         status = self.engine.status(slot.transfer)
@@ -168,21 +180,23 @@ class Slots:
         warning."""
         self.engine.unregister(self._address)
         until = time.monotonic() + CLOSE_S
-        while (in_flight := self._in_flight()) and time.monotonic() < until:
+        while (in_flight := self._count_in_flight()) and time.monotonic() < until:
             time.sleep(_PAUSES_S[-1])
-        left = in_flight + trying
-        if left:
-            log.warning("%d transfers did not end; their memory is kept until this process ends", left)
+        unfinished = in_flight + trying
+        if unfinished:
+            log.warning("%d transfers did not end; their memory is kept until this process ends", unfinished)
             make_immortal(self._region)
-        self.engine.close(reusable=not left)
+        self.engine.close(reusable=not unfinished)
 
-    def _in_flight(self) -> int:
+    def _count_in_flight(self) -> int:
         with self._lock:
-            self._collect()
-            return sum(slot.transfer is not None for slot in self._left)
+            self._reuse_returned()
+            return sum(slot.transfer is not None for slot in self._returned)
 
 
 def pause_s(since: float) -> float:
     """Return the poll interval for a transfer that began at `since`; the engine has no completion event."""
     age_s = time.monotonic() - since
-    return _PAUSES_S[0] if age_s < 0.002 else _PAUSES_S[1] if age_s < 0.02 else _PAUSES_S[2]
+    if age_s < 0.002:
+        return _PAUSES_S[0]
+    return _PAUSES_S[1] if age_s < 0.02 else _PAUSES_S[2]
