@@ -61,7 +61,7 @@ class Controller:
     def __init__(self, config: DataPlaneConfig, *, epoch: int | None = None, ledger: LedgerLike | None = None) -> None:
         self._config = config
         self._epoch = time.time_ns() if epoch is None else epoch
-        self._given = ledger
+        self._given_ledger = ledger
         self._durable: DurableLedger | None = None
         self._shell: LedgerThread | None = None
         self._grpc: GrpcServer | None = None
@@ -137,7 +137,7 @@ class Controller:
         self._grpc = grpc = grpc_server.GrpcServer(Secret(token, ticket), config.tls)
         port, zmq_server = self._bind(grpc, ticket)
         self._address = join_address(reachable_host(config.host), port)
-        self._listens_at = [port, port + 1, *(each for each in zmq_server.endpoints if each.startswith("ipc://"))]
+        self._listens_at = [port, port + 1, *(name for name in zmq_server.endpoints if name.startswith("ipc://"))]
         listens_at(self._listens_at)
         facts = Facts(
             address=self._address,
@@ -178,24 +178,26 @@ class Controller:
     def _persistent_token(self, name: str, nbytes: int) -> str:
         """Return a random token that later epochs of the same state directory reuse, so that storage units and their
         clients do not have to switch to a new one after a restart."""
-        before = None if self._durable is None else self._durable.recall_text(name)
-        word = before or secrets.token_urlsafe(nbytes)
-        if self._durable is not None and before is None:
-            self._durable.remember(**{name: word})
-        return word
+        stored = None if self._durable is None else self._durable.recall_text(name)
+        token = stored or secrets.token_urlsafe(nbytes)
+        if self._durable is not None and stored is None:
+            self._durable.remember(**{name: token})
+        return token
 
     def _open_ledger(self) -> LedgerLike:
+        """Return the ledger given to the constructor, otherwise the ledger of the state directory, whose next epoch
+        begins, otherwise a new one in memory."""
         config = self._config
         settings = LedgerSettings(
             reserve_fraction=config.reserve_fraction,
             heartbeat_s=config.heartbeat_s,
             session_timeout_s=config.session_timeout_s,
-            checksums=_checksums(config),
+            checksums=_checksum_policy(config),
             low_watermark=config.low_watermark,
             high_watermark=config.high_watermark,
         )
-        if self._given is not None:
-            return self._given
+        if self._given_ledger is not None:
+            return self._given_ledger
         if config.state_dir is None:
             return Ledger(self._epoch, **vars(settings))
         self._durable = DurableLedger.open(config.state_dir, settings, fsynced=config.durability == "machine")
@@ -208,18 +210,18 @@ class Controller:
         if self._config.port:
             require_free_port(host, self._config.port)  # so that an error names the configured port first
             return self._bind_pair(grpc, ZmqServer(host, self._config.port + 1, ticket, self._keys))
-        before = None if self._durable is None else self._durable.recall("port")
-        if before is not None:
-            return self._bind_again(grpc, ticket, before)
+        previous = None if self._durable is None else self._durable.recall("port")
+        if previous is not None:
+            return self._bind_previous_port(grpc, ticket, previous)
         for _ in range(PORT_TRIES):
-            port = 0 if self._durable is None else lasting_port()
+            zmq_port = 0 if self._durable is None else lasting_port() + 1  # 0: any free port
             try:
-                return self._bind_pair(grpc, ZmqServer(host, port and port + 1, ticket, self._keys))
+                return self._bind_pair(grpc, ZmqServer(host, zmq_port, ticket, self._keys))
             except OSError as error:
                 log.debug("Ports are not free, trying others: %s", error)
         raise OSError(f"found no two adjacent free ports on {host} in {PORT_TRIES} tries")
 
-    def _bind_again(self, grpc: GrpcServer, ticket: Ticket | None, port: int) -> tuple[int, ZmqServer]:
+    def _bind_previous_port(self, grpc: GrpcServer, ticket: Ticket | None, port: int) -> tuple[int, ZmqServer]:
         """Bind the port of the previous epoch, to which existing clients reconnect. Retries for `PORT_WAIT_S`; OSError
         if another process still holds the port."""
         end = time.monotonic() + PORT_WAIT_S
@@ -232,6 +234,7 @@ class Controller:
                 time.sleep(PORT_PAUSE_S)
 
     def _bind_pair(self, grpc: GrpcServer, zmq_server: ZmqServer) -> tuple[int, ZmqServer]:
+        """Bind gRPC one port below `zmq_server`. Return (gRPC port, ZMQ server). On an error close the ZMQ server."""
         try:
             require_free_port(self._config.host, zmq_server.port - 1)  # gRPC would also print an error for a taken port
             grpc.bind(join_address(resolve_host(self._config.host), zmq_server.port - 1))
@@ -267,13 +270,16 @@ class Controller:
 
 
 def _with_port_hint(error: OSError, port: int) -> OSError:
+    """Return the error of a failed bind, with a remedy if another process holds the port."""
     if not isinstance(error, PortTakenError):
         return error
     hint = f"The service had port {port} before, and clients reconnect to it: stop that process, or set another port."
     return PortTakenError(address=error.address, holder=error.holder, hint=hint)
 
 
-def _checksums(config: DataPlaneConfig) -> Checksums:
+def _checksum_policy(config: DataPlaneConfig) -> Checksums:
     """Return the checksum policy. Durability "machine" needs checksums on all rows, to verify them after a crash."""
-    wanted = Checksums(config.checksums)
-    return Checksums.ALWAYS if config.durability == "machine" and wanted is Checksums.ACROSS_HOSTS else wanted
+    configured = Checksums(config.checksums)
+    if config.durability == "machine" and configured is Checksums.ACROSS_HOSTS:
+        return Checksums.ALWAYS
+    return configured

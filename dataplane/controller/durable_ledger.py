@@ -7,7 +7,6 @@ pin, waiting call and unconfirmed answer.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import subprocess
@@ -68,7 +67,7 @@ class DurableLedger:
         self._journal = journal
         self._ledger = ledger
         self._clock_offset_s: float | None = None
-        self._images = _Images(journal, ledger)
+        self._images = _ImageWriter(journal, ledger)
 
     @classmethod
     def open(cls, directory: str | Path, settings: LedgerSettings, *, fsynced: bool = False) -> DurableLedger:
@@ -83,13 +82,13 @@ class DurableLedger:
         try:
             if _may_be_incomplete(journal):
                 journal = _set_aside(journal)
-            return cls._of(journal, settings, fsynced)
+            return cls._start_epoch(journal, settings, fsynced)
         except BaseException:
             journal.close()
             raise
 
     @classmethod
-    def _of(cls, journal: Journal, settings: LedgerSettings, fsynced: bool) -> DurableLedger:
+    def _start_epoch(cls, journal: Journal, settings: LedgerSettings, fsynced: bool) -> DurableLedger:
         """Restore or create the ledger, start a new epoch and apply the effects of the restart."""
         epoch = max(time.time_ns(), (journal.number("epoch") or 0) + 1)
         recovered = journal.fact("image") is not None
@@ -124,7 +123,8 @@ class DurableLedger:
 
     def _record_and_apply(self, item: c.Input) -> list[c.Output]:
         """Append `item`, after a delayed tick, to the journal and then apply it."""
-        appended = [journal_records.encode(each) for each in (self._tick, item) if each is not None]
+        inputs: list[c.Input] = [item] if self._tick is None else [self._tick, item]
+        appended = [journal_records.encode(each) for each in inputs]
         self._journal.append(*appended)
         self._tick = None
         hit("journal.after_append")
@@ -132,7 +132,7 @@ class DurableLedger:
         try:
             outputs = self._ledger.apply(item)
         finally:
-            self._images.note(len(appended), sum(map(len, appended)))
+            self._images.count_appended(len(appended), sum(map(len, appended)))
         hit("journal.applied")
         return outputs
 
@@ -140,15 +140,15 @@ class DurableLedger:
         """Record `item` in the journal and apply it, as `Ledger.apply`. Raises StateDirError and applies nothing while
         the journal is not writable."""
         if type(item) is c.Tick:
-            if self._clock_offset_s is None:
+            if self._clock_offset_s is None:  # the first tick of this epoch
                 self._clock_offset_s = self._ledger.now - item.now if self.recovered else 0.0
             item = c.Tick(now=item.now + self._clock_offset_s)
             deadline = self._ledger.next_deadline()
             if deadline is None or item.now < deadline:
-                return self._pass_time(item)
+                return self._apply_idle_tick(item)
         return self._record_and_apply(item)
 
-    def _pass_time(self, tick: c.Tick) -> list[c.Output]:
+    def _apply_idle_tick(self, tick: c.Tick) -> list[c.Output]:
         """Apply a tick at which nothing is due. It has no outputs, so it is recorded together with the next input."""
         self._tick = tick
         outputs = self._ledger.apply(tick)
@@ -206,10 +206,10 @@ class DurableLedger:
 
 def rebuild(journal: Log, upto: int | None = None) -> Ledger:
     """Rebuild the ledger as of record `upto` (None: the last). Raises StateDirError if the journal is unusable."""
-    found = journal.image()
-    if found is None:
+    stored = journal.image()
+    if stored is None:
         raise journal.error("the journal has no image of a ledger")
-    last, image = found
+    last, image = stored
     try:
         ledger = Ledger.restored(image)
         for number, record in journal.records(last, upto):
@@ -226,45 +226,49 @@ def rebuild(journal: Log, upto: int | None = None) -> Ledger:
     return ledger
 
 
-class _Images:
-    """Creates an image whenever the log has grown long, then truncates the log to start at the image."""
+class _ImageWriter:
+    """Creates an image whenever the log has grown long, then truncates the log to start at the image.
+
+    `_records`, `_bytes`: size of the log after the last image. `_is_small`: this process writes the images itself.
+    Otherwise `_process` writes the image of record `_image_number`; None while no such process runs.
+    """
 
     def __init__(self, journal: Journal, ledger: Ledger) -> None:
         self._journal = journal
         self._ledger = ledger
         self._records = self._bytes = 0
-        self._small = False
-        self._maker: subprocess.Popen[bytes] | None = None
-        self._number = 0
-        self._began = 0.0
+        self._is_small = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._image_number = 0
+        self._attempted_at = 0.0
         self._not_before = 0.0
 
     def begin(self) -> None:
         """Start an epoch. If the replayed log was long, write an image so that the next epoch does not replay it."""
         covered = self._journal.covered
         self._records = self._journal.last - covered
-        self._small = self._journal.image_path(covered).stat().st_size <= SMALL_BYTES
+        self._is_small = self._journal.image_path(covered).stat().st_size <= SMALL_BYTES
         if self._records >= SMALL_AFTER_RECORDS:
-            self._guarded(self._write_here)
+            self._attempt(self._write_image)
 
     @property
     def records(self) -> int:
         """Number of records appended since the last image."""
         return self._records
 
-    def note(self, count: int, nbytes: int) -> None:
+    def count_appended(self, count: int, nbytes: int) -> None:
         """Count appended and applied records. Logs errors instead of raising: the inputs are already applied."""
         self._records += count
         self._bytes += nbytes
-        if self._maker is not None:
-            self._guarded(self._check_maker)
-        elif self._small and self._records >= SMALL_AFTER_RECORDS:
-            self._guarded(self._write_here)
+        if self._process is not None:
+            self._attempt(self._check_process)
+        elif self._is_small and self._records >= SMALL_AFTER_RECORDS:
+            self._attempt(self._write_image)
         elif self._records >= IMAGE_AFTER_RECORDS or self._bytes >= IMAGE_AFTER_BYTES:
-            self._guarded(self._start_maker)
+            self._attempt(self._start_process)
 
-    def _guarded(self, make: Callable[[], None]) -> None:
-        """Call `make` unless an attempt was made recently. Logs OSError and delays the next attempt."""
+    def _attempt(self, make: Callable[[], None]) -> None:
+        """Call `make` unless attempts are delayed. Logs OSError and delays the next attempt."""
         if time.monotonic() < self._not_before:
             return
         try:
@@ -273,50 +277,54 @@ class _Images:
             log.error("Image of the ledger could not be written, so its journal keeps growing: %s", error)
             self._delay_next()
 
-    def _write_here(self) -> None:
+    def _write_image(self) -> None:
         """Write an image of the current ledger in this process."""
-        self._began = time.monotonic()
+        self._attempted_at = time.monotonic()
         image = self._ledger.image()
         self._journal.write_image(self._journal.last, image)
-        self._begins_from(self._journal.last, len(image))
+        self._begin_log_from(self._journal.last, len(image))
 
-    def _start_maker(self) -> None:
-        self._number, self._began = self._journal.last, time.monotonic()
+    def _start_process(self) -> None:
+        """Start a process that writes the image of the ledger as of the last record."""
+        self._image_number, self._attempted_at = self._journal.last, time.monotonic()
         command = [
             sys.executable,
             "-m",
             "dataplane.controller.durable_ledger",
             str(self._journal.directory),
-            str(self._number),
+            str(self._image_number),
         ]
-        self._maker = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
-    def _check_maker(self) -> None:
-        assert self._maker is not None
-        code = self._maker.poll()
+    def _check_process(self) -> None:
+        """If the process has ended, use its image. Raises OSError if it failed."""
+        assert self._process is not None
+        code = self._process.poll()
         if code is None:
             return
-        self._maker = None
+        self._process = None
         if code:
             raise ChildProcessError(f"the process that writes the image exited with code {code}")
-        self._begins_from(self._number, self._journal.image_path(self._number).stat().st_size)
+        self._begin_log_from(self._image_number, self._journal.image_path(self._image_number).stat().st_size)
         self._delay_next()
 
-    def _begins_from(self, number: int, nbytes: int) -> None:
+    def _begin_log_from(self, number: int, nbytes: int) -> None:
+        """Let the next epoch start from the image of record `number`, which has `nbytes`."""
         self._journal.begin_from(number)
         self._records, self._bytes = self._journal.last - number, 0
-        self._small = nbytes <= SMALL_BYTES
+        self._is_small = nbytes <= SMALL_BYTES
 
     def _delay_next(self) -> None:
         """Delay the next attempt for as long as the last one took, at least a second."""
         now = time.monotonic()
-        self._not_before = now + max(now - self._began, 1.0)
+        self._not_before = now + max(now - self._attempted_at, 1.0)
 
     def stop(self) -> None:
-        if self._maker is not None:
-            self._maker.kill()
-            self._maker.wait()
-            self._maker = None
+        """Kill the process that writes an image, if one runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
 
 
 def _may_be_lost(item: c.Input) -> bool:
@@ -329,17 +337,18 @@ def _may_be_lost(item: c.Input) -> bool:
 
 
 def _may_be_incomplete(journal: Journal) -> bool:
+    """Return whether a crash of the machine may have lost the end of the journal."""
     booted = journal.fact("boot")
     return booted is not None and booted != boot_id() and not journal.fact("clean") and not journal.fsynced
 
 
 def _set_aside(journal: Journal) -> Journal:
     """Move the journal to a subfolder and return a new journal in the same directory."""
-    folder = first = journal.directory / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in itertools.count(2):
-        if not folder.exists():
-            break
-        folder = first.with_name(f"{first.name}-{number}")  # the name exists if the clock was set back
+    first = journal.directory / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, number = first, 2
+    while folder.exists():  # only if the clock was set back
+        folder = first.with_name(f"{first.name}-{number}")
+        number += 1
     fresh = journal.set_aside(folder)
     log.warning(
         "The machine rebooted without a clean stop of the service: its state may be incomplete and was moved to %s; "
@@ -356,7 +365,7 @@ def make_image(directory: Path, number: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run `python -m dataplane.controller.durable_ledger DIRECTORY NUMBER`, the image writer that a service starts."""
+    """Run `python -m dataplane.controller.durable_ledger DIRECTORY NUMBER`, the process that `_ImageWriter` starts."""
     os.nice(NICE)
     try:
         make_image(Path(arguments[0]), int(arguments[1]))

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import zmq
 
-from dataplane.controller.requests import Facts, Key, Reply, key_of, refused
+from dataplane.controller.requests import Facts, Key, Reply, key_of, rejection_of
 from dataplane.controller.zmq_server import ZmqServer
 from dataplane.core.failpoints import hit
 from dataplane.core.wakeup import Waker, poll_ms
@@ -57,7 +57,11 @@ class LoopObserver(Protocol):
 
 @dataclass(slots=True)
 class _PendingRequest:
-    """A pending request. `replies` is keyed by caller, so that a caller that resends a request gets one answer."""
+    """A pending request. `replies` is keyed by caller, so that a caller that resends a request gets one answer.
+
+    orders: receives the orders to the storage unit that an AddUnit registers. last: the time of the last resend.
+    lasting: the caller does not resend. began: when the request arrived, by the observer's clock.
+    """
 
     item: c.Input
     replies: dict[object, Reply] = field(default_factory=dict)
@@ -97,10 +101,10 @@ class LedgerThread:
         self._zmq = zmq_server
         self._facts = facts
         self._clock = clock
-        self._ticked = -math.inf
+        self._last_tick = -math.inf
         self._paused_s = 0.0
         self._logged_at = -math.inf
-        self._swept = clock()
+        self._last_sweep = clock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._waker = Waker()
         self._pending: dict[Key, _PendingRequest] = {}
@@ -148,6 +152,7 @@ class LedgerThread:
         self._waker.close()
 
     def _enqueue(self, job: Callable[[], None]) -> None:
+        """Let the ledger thread call `job`. Raises ServiceUnavailableError after `stop`."""
         if self._stopping.is_set():
             raise self._unavailable()
         self._inbox.append(job)
@@ -168,18 +173,18 @@ class LedgerThread:
                 deadline = self._ledger.next_deadline()
                 ready = dict(poller.poll(self._timeout_ms(deadline)))
                 woken = 0.0 if self._watch is None else self._watch.clock()
-                self._tick(deadline)
+                self._advance_clock(deadline)
                 if self._waker.fd in ready:
                     self._waker.clear()
                     while self._inbox:
-                        _guarded("a submitted input", self._inbox.popleft())
+                        _run_guarded("a submitted input", self._inbox.popleft())
                 if self._zmq.socket in ready:
-                    _guarded("a message of the ZMQ server", self._serve_zmq)
+                    _run_guarded("a message of the ZMQ server", self._serve_zmq)
                 if self._zmq.monitor in ready:
-                    _guarded("a closed connection", lambda: self._zmq.notice_disconnects(self))
+                    _run_guarded("a closed connection", lambda: self._zmq.notice_disconnects(self))
                 self._zmq.hang_up()
-                self._sweep()
-                self._send()
+                self._drop_abandoned()
+                self._deliver_outgoing()
                 if self._watch is not None:
                     self._watch.busy_s += self._watch.clock() - woken
         except StateDirError as error:
@@ -187,7 +192,7 @@ class LedgerThread:
         except Exception:
             log.critical("Service stops: the ledger thread failed", exc_info=True)
         finally:
-            self._end()
+            self._shut_down()
 
     def _serve_zmq(self) -> None:
         """Handle one message, or with `sync` up to `TOGETHER` pending messages that then share one fsync."""
@@ -195,8 +200,8 @@ class LedgerThread:
             if not self._zmq.serve(self):
                 return
 
-    def _send(self) -> None:
-        """Sync the journal and deliver the outputs that depend on it."""
+    def _deliver_outgoing(self) -> None:
+        """Sync the journal and deliver the outputs that waited for it. Without `sync` no output waits."""
         if self._sync is not None and self._outgoing:
             self._sync_journal(self._sync)
             outgoing, self._outgoing = self._outgoing, []
@@ -204,6 +209,7 @@ class LedgerThread:
                 self._deliver(output)
 
     def _sync_journal(self, sync: Callable[[], None]) -> None:
+        """Call `sync`, and report its duration to the observer."""
         if self._watch is None:
             sync()
             return
@@ -218,18 +224,18 @@ class LedgerThread:
         """Return the time of the ledger's clock, which excludes pauses of this process."""
         return self._clock() - self._paused_s
 
-    def _tick(self, deadline: float | None) -> None:
+    def _advance_clock(self, deadline: float | None) -> None:
         """Advance the ledger's clock. `deadline` is the ledger's deadline before the wait.
 
         Pauses of this thread do not count: messages that clients sent meanwhile are still queued, so their leases and
         sessions would expire first."""
-        now, ticked = self._now(), self._ticked > -math.inf
-        if ticked and deadline is not None and now - max(deadline, self._ticked) > self._facts.heartbeat_s:
-            log.warning("Controller was paused for %.1f s; leases and timeouts were extended", now - self._ticked)
-            self._paused_s += now - self._ticked
-            now = self._ticked
-        if now - self._ticked >= TICK_S or (deadline is not None and deadline <= now):
-            self._ticked = now
+        now, has_ticked = self._now(), self._last_tick > -math.inf
+        if has_ticked and deadline is not None and now - max(deadline, self._last_tick) > self._facts.heartbeat_s:
+            log.warning("Controller was paused for %.1f s; leases and timeouts were extended", now - self._last_tick)
+            self._paused_s += now - self._last_tick
+            now = self._last_tick
+        if now - self._last_tick >= TICK_S or (deadline is not None and deadline <= now):
+            self._last_tick = now
             self._apply(c.Tick(now=now))
 
     def handle(
@@ -251,7 +257,7 @@ class LedgerThread:
                     item, began=0.0 if self._watch is None else self._watch.clock()
                 )
             pending.replies[caller] = reply
-            pending.last = self._ticked
+            pending.last = self._last_tick
             pending.lasting = pending.lasting or lasting
             pending.orders = orders or pending.orders
         self._apply(item)
@@ -262,11 +268,11 @@ class LedgerThread:
             outputs = self._ledger.apply(item)
         except StateDirError as error:
             self._log_unwritable(error)
-            answer = refused(item, error)
+            answer = rejection_of(item, error)
             outputs = [] if answer is None else [answer]
         except Exception as error:
             log.exception("Ledger failed on %r", item)
-            answer = refused(item, InternalError(what=f"{_name(item)}: {error!r}"))
+            answer = rejection_of(item, InternalError(what=f"{_name_of(item)}: {error!r}"))
             outputs = [] if answer is None else [answer]
         if self._sync is not None:
             self._outgoing += outputs
@@ -291,25 +297,27 @@ class LedgerThread:
             orders = self._units.get(output.unit)
             if orders is not None:
                 hit("controller.before_order")
-                _hand_over(orders, output)
+                _call_back(orders, output)
             return
         pending = self._pending.pop(key, None)
-        if pending is None:
+        if pending is None:  # answered already, or withdrawn
             return
         if isinstance(output, c.UnitAdded) and output.error is None and pending.orders is not None:
             self._units[output.unit] = pending.orders
         hit(_FAILPOINTS.get(key[0], "controller.before_reply"))
         for reply in pending.replies.values():
-            _hand_over(reply, output)
+            _call_back(reply, output)
         if self._watch is not None:
             self._watch.answered(pending.item, output, pending.began)
 
     def _detach(self, unit: int, orders: Orders) -> None:
+        """Report the unit as lost, unless another stream than that of `orders` serves it now."""
         if self._units.get(unit) == orders:
             del self._units[unit]
             self._apply(c.UnitLost(unit=unit))
 
     def _forget(self, item: c.Input, reply: Reply) -> None:
+        """Remove the reply to a request. A request without replies is no longer pending."""
         key = key_of(item)
         pending = None if key is None else self._pending.get(key)
         if key is not None and pending is not None:
@@ -317,38 +325,30 @@ class LedgerThread:
             if not pending.replies:
                 del self._pending[key]
 
-    def _sweep(self) -> None:
-        if self._ticked - self._swept < FORGET_S:
+    def _drop_abandoned(self) -> None:
+        """Drop, once in `FORGET_S`, the pending requests that their callers have not resent for so long."""
+        if self._last_tick - self._last_sweep < FORGET_S:
             return
-        self._swept = self._ticked
-        old = [
-            k for k, pending in self._pending.items() if not pending.lasting and self._ticked - pending.last > FORGET_S
-        ]
-        for key in old:
-            del self._pending[key]
+        self._last_sweep = self._last_tick
+        for key, pending in list(self._pending.items()):
+            if not pending.lasting and self._last_tick - pending.last > FORGET_S:
+                del self._pending[key]
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         """Answer all pending requests with `ServiceUnavailableError` and close the ZMQ server."""
         self._stopping.set()
         error: DataPlaneError = self._unavailable()
-        for kind, first, second in list(self._pending):
-            pending = self._pending.pop((kind, first, second))
-            answer: c.Output
-            if kind == "call":
-                answer = c.Answer(session=int(first), number=second, result=error)
-            elif kind == "open":
-                answer = c.Opened(nonce=str(first), error=error)
-            elif kind == "add":
-                answer = c.UnitAdded(cookie=str(first), error=error)
-            else:
-                answer = c.UnitDropped(unit=int(first), error=error)
+        for key in list(self._pending):
+            pending = self._pending.pop(key)
+            answer = rejection_of(pending.item, error)
+            assert answer is not None
             for reply in pending.replies.values():
-                _hand_over(reply, answer)
+                _call_back(reply, answer)
         self._zmq.close()
         self.ended.set()
 
 
-def _guarded(what: str, work: Callable[[], None]) -> None:
+def _run_guarded(what: str, work: Callable[[], None]) -> None:
     """Run `work` and log its errors, so that one failure does not stop the thread. ZMQ errors are raised, because a
     broken socket would be ready again immediately."""
     try:
@@ -359,12 +359,13 @@ def _guarded(what: str, work: Callable[[], None]) -> None:
         log.exception("Service failed to handle %s and continues", what)
 
 
-def _hand_over(reply: Reply, output: c.Output) -> None:
+def _call_back(reply: Reply, output: c.Output) -> None:
+    """Call `reply` with the output. Logs its errors."""
     try:
         reply(output)
     except Exception:
         log.exception("Could not deliver %s", type(output).__name__)
 
 
-def _name(item: c.Input) -> str:
+def _name_of(item: c.Input) -> str:
     return type(item.command if isinstance(item, c.Call) else item).__name__

@@ -67,21 +67,22 @@ class PublicCalls:
     def counted(self, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
         """Wrap `handler`, created by `unread`, so that calls beyond the limits fail with LimitError."""
 
-        async def answer(unread: Any, context: Context) -> AsyncIterator[Message]:
+        async def answer(requests: Any, context: Context) -> AsyncIterator[Message]:
             await self._enter(context)
             behavior: Any = handler.stream_stream
-            async with contextlib.aclosing(behavior(unread, context)) as replies:
+            async with contextlib.aclosing(behavior(requests, context)) as replies:
                 async for reply in replies:
                     yield reply
 
         return unread(answer)
 
     async def _enter(self, context: Context) -> None:
-        peer = context.peer().rpartition(":")[0]
+        """Count the call until it ends. Above the limit of its peer, or of all peers, end it with LimitError."""
+        peer = context.peer().rpartition(":")[0]  # the address without the port
         calls, what = self._in_flight, "concurrent calls without a token"
-        for which, got, most in ((f" from {peer}", calls[peer], CALLS_PER_PEER), ("", calls.total(), CALLS)):
-            if got >= most:
-                await abort(context, LimitError(what=what + which, got=got + 1, limit=most, hint="Retry later."))
+        for scope, count, limit in ((f" from {peer}", calls[peer], CALLS_PER_PEER), ("", calls.total(), CALLS)):
+            if count >= limit:
+                await abort(context, LimitError(what=what + scope, got=count + 1, limit=limit, hint="Retry later."))
         calls[peer] += 1
         leave: Any = partial(self._leave, peer)
         context.add_done_callback(leave)
@@ -96,9 +97,9 @@ def keys_handler(facts: Facts) -> grpc.RpcMethodHandler[Any, Any]:
     """Return the handler of GetKeys, which proves the identity of the service. Errors are part of the reply (see
     `http2`)."""
 
-    async def keys(unread: Any, context: Context) -> AsyncIterator[Message]:
+    async def keys(requests: Any, context: Context) -> AsyncIterator[Message]:
         try:
-            yield _keys(facts, {key: str(value) for key, value in context.invocation_metadata() or ()})
+            yield _keys_reply(facts, {key: str(value) for key, value in context.invocation_metadata() or ()})
         except DataPlaneError as error:
             name, error_facts = to_wire(error)
             yield pb.Keys(error=pb.Error(name=name, facts=error_facts))
@@ -106,8 +107,10 @@ def keys_handler(facts: Facts) -> grpc.RpcMethodHandler[Any, Any]:
     return unread(keys)
 
 
-def _keys(facts: Facts, metadata: dict[str, str]) -> pb.Keys:
-    check_version(int(version) if (version := metadata.get(VERSION_KEY, "1")).isdecimal() else 0)
+def _keys_reply(facts: Facts, metadata: dict[str, str]) -> pb.Keys:
+    """Return the reply to GetKeys. metadata: the headers of the call."""
+    version = metadata.get(VERSION_KEY, "1")
+    check_version(int(version) if version.isdecimal() else 0)  # no service has version 0
     try:
         nonce = bytes.fromhex(metadata.get(NONCE_KEY, ""))
     except ValueError:
@@ -136,35 +139,35 @@ class Health:
         self._address = address
         self._why_not = why_not
         self._ended = ended
-        self._looking: asyncio.Future[str] | None = None
-        self._watching: Counter[str] = Counter()
+        self._running_check: asyncio.Future[str] | None = None
+        self._watchers: Counter[str] = Counter()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handler to register with the server."""
         methods = {"Check": unread(self._check), "Watch": unread(self._watch)}
         return grpc.method_handlers_generic_handler(HEALTH, methods)
 
-    async def _check(self, unread: Any, context: Context) -> AsyncIterator[Message]:
+    async def _check(self, requests: Any, context: Context) -> AsyncIterator[Message]:
         yield await self._status()
 
     async def _status(self) -> Message:
         """Check the health. Concurrent callers share one check, so unauthenticated peers cannot start many threads."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.ensure_future(asyncio.to_thread(self._why_not))
-        why = await asyncio.shield(self._looking)
+        if self._running_check is None or self._running_check.done():
+            self._running_check = asyncio.ensure_future(asyncio.to_thread(self._why_not))
+        why = await asyncio.shield(self._running_check)
         status: Message = _STATUS(status=_STATUS.NOT_SERVING if why else _STATUS.SERVING)
         return status
 
-    async def _watch(self, unread: Any, context: Context) -> AsyncIterator[Message]:
+    async def _watch(self, requests: Any, context: Context) -> AsyncIterator[Message]:
         """Send the health status whenever it changes, until the server closes."""
         peer = context.peer().rpartition(":")[0]
-        if self._watching[peer] >= WATCHES_PER_PEER or self._watching.total() >= WATCHES:
-            here = f"{self._watching[peer]} at {peer} (limit {WATCHES_PER_PEER})"
-            why = f"too many health watchers: {here}, {self._watching.total()} in total (limit {WATCHES})"
+        if self._watchers[peer] >= WATCHES_PER_PEER or self._watchers.total() >= WATCHES:
+            from_peer = f"{self._watchers[peer]} at {peer} (limit {WATCHES_PER_PEER})"
+            why = f"too many health watchers: {from_peer}, {self._watchers.total()} in total (limit {WATCHES})"
             await abort(context, ServiceUnavailableError(address=self._address, why=why))
-        self._watching[peer] += 1
+        self._watchers[peer] += 1
         try:
-            last = None
+            last = None  # the status that was sent last
             while not self._ended.is_set():
                 status = await self._status()
                 if status != last:
@@ -173,9 +176,9 @@ class Health:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), LOOK_S)
         finally:
-            self._watching[peer] -= 1
-            if not self._watching[peer]:
-                del self._watching[peer]
+            self._watchers[peer] -= 1
+            if not self._watchers[peer]:
+                del self._watchers[peer]
 
 
 async def abort(context: Context, error: DataPlaneError) -> None:

@@ -19,15 +19,16 @@ class Reflection:
 
     def __init__(self, service: str) -> None:
         self.request = message_class(service, "ServerReflectionRequest")
-        self._answer: Any = message_class(service, "ServerReflectionResponse")
+        self._response_type: Any = message_class(service, "ServerReflectionResponse")
 
     async def info(self, requests: AsyncIterator[Any], context: object) -> AsyncIterator[Message]:
         """Answer each request of a ServerReflectionInfo stream."""
         async for request in requests:
-            yield self._answer_one(request)
+            yield self._reply_to(request)
 
-    def _answer_one(self, request: Any) -> Message:
-        answer = self._answer(valid_host=request.host, original_request=request)
+    def _reply_to(self, request: Any) -> Message:
+        """Return the reply with the requested names or descriptors, or with an error."""
+        answer = self._response_type(valid_host=request.host, original_request=request)
         what = request.WhichOneof("message_request")
         try:
             match what:
@@ -39,26 +40,26 @@ class Reflection:
                 case "file_containing_symbol":
                     _add_file(answer, POOL.FindFileContainingSymbol(request.file_containing_symbol))
                 case "all_extension_numbers_of_type":  # no message of this service has extensions
-                    found = POOL.FindMessageTypeByName(request.all_extension_numbers_of_type)
-                    answer.all_extension_numbers_response.base_type_name = found.full_name
+                    message = POOL.FindMessageTypeByName(request.all_extension_numbers_of_type)
+                    answer.all_extension_numbers_response.base_type_name = message.full_name
                 case "file_containing_extension":
                     raise KeyError(f"{request.file_containing_extension.containing_type} has no extensions")
                 case _:
-                    _fail(answer, grpc.StatusCode.INVALID_ARGUMENT, "the request lacks message_request")
+                    _set_error(answer, grpc.StatusCode.INVALID_ARGUMENT, "the request lacks message_request")
         except KeyError as error:
-            _fail(answer, grpc.StatusCode.NOT_FOUND, str(error.args[0]))
-        made: Message = answer
-        return made
+            _set_error(answer, grpc.StatusCode.NOT_FOUND, str(error.args[0]))
+        reply: Message = answer
+        return reply
 
 
 def _add_file(answer: Any, file: FileDescriptor) -> None:
     """Add the file and all its imports to the answer."""
     files = [file]
-    for each in files:
-        files += [other for other in each.dependencies if other not in files]
-    answer.file_descriptor_response.file_descriptor_proto.extend(each.serialized_pb for each in files)
+    for importer in files:  # also visits the files that the loop appends
+        files += [imported for imported in importer.dependencies if imported not in files]
+    answer.file_descriptor_response.file_descriptor_proto.extend(known.serialized_pb for known in files)
 
 
-def _fail(answer: Any, code: grpc.StatusCode, why: str) -> None:
+def _set_error(answer: Any, code: grpc.StatusCode, why: str) -> None:
     answer.error_response.error_code = code.value[0]
     answer.error_response.error_message = why

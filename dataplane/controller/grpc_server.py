@@ -82,10 +82,10 @@ class GrpcServer:
         self._secret = secret
         self._tls = tls
         if tls is not None:
-            server_credentials(tls, self._connected)  # raises early if the files are unusable
+            server_credentials(tls, self._count_handshake)  # raises early if the files are unusable
         self._handshakes: Handshakes | None = None
         self._ready = threading.Event()
-        self._end_links: Callable[[], None] = lambda: None
+        self._end_unit_streams: Callable[[], None] = lambda: None
         self._quiet = OneLine(Complaints())
         logging.getLogger(LIBRARYS_LOG).addFilter(self._quiet)
         self._thread = threading.Thread(target=self._loop_forever, name="tq-grpc", daemon=True)
@@ -93,12 +93,13 @@ class GrpcServer:
         if not self._ready.wait(START_S) or not self._thread.is_alive():
             raise InternalError(what="the gRPC server did not start")
 
-    def _connected(self) -> None:
+    def _count_handshake(self) -> None:
         """Count a peer that starts a handshake. Called in gRPC's threads."""
         if self._handshakes is not None:
             self._handshakes.began()
 
     def _loop_forever(self) -> None:
+        """Run the event loop of the server. This is the body of its thread."""
         try:
             asyncio.run(self._main())
         except Exception:
@@ -108,22 +109,26 @@ class GrpcServer:
             self._ready.set()
 
     async def _main(self) -> None:
+        """Create the server, then wait until `stop` and end it."""
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
-        interceptors: list[grpc.aio.ServerInterceptor] = [_Guard(self._secret)]
+        interceptors: list[grpc.aio.ServerInterceptor] = [_TokenCheck(self._secret)]
         if self._tls is not None:
             self._handshakes = Handshakes(self._loop)
             interceptors.insert(0, self._handshakes)
+        connections = share(4, CONNECTIONS)
+        bounds = (
+            ("grpc.max_allowed_incoming_connections", connections),
+            ("grpc.max_connection_idle_ms", 1000 * IDLE_S),
+        )
         # A local variable of this frame keeps the server alive in a forked child, which must not destroy it, because
         # the destructor needs gRPC's threads.
-        most = share(4, CONNECTIONS)
-        bounds = (("grpc.max_allowed_incoming_connections", most), ("grpc.max_connection_idle_ms", 1000 * IDLE_S))
         server = self._server = grpc.aio.server(
             interceptors=interceptors, options=OPTIONS + bounds, maximum_concurrent_rpcs=MAX_CALLS
         )
         self._ready.set()
         await self._ended.wait()
-        self._end_links()
+        self._end_unit_streams()
         await server.stop(GRACE_S)
 
     def bind(self, address: str) -> None:
@@ -134,18 +139,20 @@ class GrpcServer:
             raise OSError(f"cannot listen on {address}: {error}") from error
 
     async def _bind(self, address: str) -> None:
+        """Listen on `address`, with TLS if configured. Raises RuntimeError, gRPC's error."""
         if self._tls is None:
             self._server.add_insecure_port(address)
         else:  # new credentials for each port: gRPC fetches their initial configuration only once
-            self._server.add_secure_port(address, server_credentials(self._tls, self._connected))
+            self._server.add_secure_port(address, server_credentials(self._tls, self._count_handshake))
 
     def serve(self, shell: LedgerThread, facts: Facts, why_not: Callable[[], str]) -> None:
         """Start to accept calls. why_not: see `Health`."""
         self._run(self._serve(_Service(shell, facts, self._loop), Health(facts.address, why_not, self._ended)))
 
     async def _serve(self, service: _Service, health: Health) -> None:
-        self._end_links = service.end_links
-        self._server.add_generic_rpc_handlers((service.handler(), health.handler(), *map(_reflection, REFLECTIONS)))
+        self._end_unit_streams = service.end_unit_streams
+        reflection = map(_reflection_handler, REFLECTIONS)
+        self._server.add_generic_rpc_handlers((service.handler(), health.handler(), *reflection))
         await self._server.start()
 
     def stop(self, timeout_s: float) -> None:
@@ -160,27 +167,31 @@ class GrpcServer:
         return asyncio.run_coroutine_threadsafe(job, self._loop).result(START_S)
 
 
-class _Guard(grpc.aio.ServerInterceptor):
+class _TokenCheck(grpc.aio.ServerInterceptor):
     """Checks the token of every call that requires one. The body of a rejected call is not read."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
-        self._strangers = PublicCalls()
+        self._public_calls = PublicCalls()
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        """Return the handler of a call. Without a valid token, the handler ends the call with
+        AuthenticationError; for an unknown method, return None."""
         if is_public(details.method, GET_KEYS):
             handler = await continuation(details)
-            return handler and self._strangers.counted(handler)
+            return None if handler is None else self._public_calls.counted(handler)
         header = dict(details.invocation_metadata or ()).get("authorization", "")
         try:
             self._secret.check(str(header).removeprefix("Bearer ").encode(), peer="the controller")
         except DataPlaneError as error:
-            return unread(_refuser(error))
+            return unread(_rejection(error))
         return await continuation(details)
 
 
-def _refuser(error: DataPlaneError) -> Callable[[Any, Context], AsyncIterator[Message]]:
-    async def refuse(unread: Any, context: Context) -> AsyncIterator[Message]:
+def _rejection(error: DataPlaneError) -> Callable[[Any, Context], AsyncIterator[Message]]:
+    """Return the behavior of a handler that ends the call with `error`."""
+
+    async def refuse(requests: Any, context: Context) -> AsyncIterator[Message]:
         await abort(context, error)
         yield pb.Done()  # not reached; makes this a stream handler, which fits any kind of call
 
@@ -188,17 +199,23 @@ def _refuser(error: DataPlaneError) -> Callable[[Any, Context], AsyncIterator[Me
 
 
 class _Service:
-    """The methods of the service, from the same table as those of the ZMQ server."""
+    """The methods of the service, from the same table as those of the ZMQ server.
+
+    `_heartbeat_streams`: the number of KeepSession streams of each session. `_unit_streams`: the queue of each
+    AttachUnit stream, with the outputs for the unit; an error or None ends the stream.
+    """
 
     def __init__(self, shell: LedgerThread, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
         self._shell = shell
         self._facts = facts
         self._loop = loop
-        self._streams: Counter[int] = Counter()
-        self._links: set[asyncio.Queue[c.Output | DataPlaneError | None]] = set()
+        self._heartbeat_streams: Counter[int] = Counter()
+        self._unit_streams: set[asyncio.Queue[c.Output | DataPlaneError | None]] = set()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handler to register with the server."""
+        # By method: the type of its request and the conversion to the ledger's input. The default arguments keep the
+        # value that the loop variable has now.
         unary: dict[str, tuple[type[Message], Callable[[Any], c.Input]]] = {
             name: (method.request, lambda wire, method=method: codec.call_from_pb(method, wire))  # type: ignore[misc]
             for name, method in codec.METHODS.items()
@@ -208,20 +225,25 @@ class _Service:
                 message_type(report),
                 lambda wire, report=report: codec.from_pb(report, wire),  # type: ignore[misc]
             )
-        methods = {name: _unary(self._answer(parse), request_type) for name, (request_type, parse) in unary.items()}
-        methods["Heartbeat"] = _unary(self._heartbeat, pb.HeartbeatRequest)
+        methods = {
+            name: _unary_handler(self._unary_behavior(parse), request_type)
+            for name, (request_type, parse) in unary.items()
+        }
+        methods["Heartbeat"] = _unary_handler(self._heartbeat, pb.HeartbeatRequest)
         methods["GetKeys"] = keys_handler(self._facts)
-        methods["KeepSession"] = _stream(self._keep_session, pb.HeartbeatRequest)
-        methods["AttachUnit"] = _stream(self._attach_unit, pb.UnitReport)
+        methods["KeepSession"] = _stream_handler(self._keep_session, pb.HeartbeatRequest)
+        methods["AttachUnit"] = _stream_handler(self._attach_unit, pb.UnitReport)
         return grpc.method_handlers_generic_handler(CONTROL, methods)
 
-    def _answer(self, parse: Callable[[Any], c.Input]) -> Callable[[Any, Context], Awaitable[Message]]:
+    def _unary_behavior(self, parse: Callable[[Any], c.Input]) -> Callable[[Any, Context], Awaitable[Message]]:
+        """Return the behavior of a method whose requests `parse` converts to the ledger's inputs."""
+
         async def answer(request: Any, context: Context) -> Message:
-            return message_of(await self._ask(parse(request)), self._facts)
+            return message_of(await self._submit(parse(request)), self._facts)
 
         return answer
 
-    async def _ask(self, item: c.Input, orders: Orders | None = None) -> c.Output:
+    async def _submit(self, item: c.Input, orders: Orders | None = None) -> c.Output:
         """Submit `item` and return the output that answers it."""
         answered: asyncio.Future[c.Output] = self._loop.create_future()
 
@@ -229,6 +251,7 @@ class _Service:
             if not answered.done():
                 answered.set_result(output)
             elif orders is not None and isinstance(output, c.UnitAdded) and output.error is None:
+                # The unit's stream ended before the ledger accepted the unit.
                 self._shell.detach(output.unit, orders)
 
         def reply(output: c.Output) -> None:
@@ -238,7 +261,7 @@ class _Service:
         try:
             return await answered
         except asyncio.CancelledError:
-            if orders is None:
+            if orders is None:  # otherwise `settle` is still needed
                 with contextlib.suppress(ServiceUnavailableError):
                     self._shell.withdraw(item, reply)
             raise
@@ -257,16 +280,16 @@ class _Service:
                 beat: c.Heartbeat = codec.from_pb(c.Heartbeat, request)
                 if session is None:
                     session = beat.session
-                    self._streams[session] += 1
+                    self._heartbeat_streams[session] += 1
                     yield heartbeat_reply(self._facts)
                 elif beat.session != session:
                     await abort(context, InvalidRequestError("a KeepSession stream serves one session, got a second"))
                 self._shell.submit(beat)
         finally:
             if session is not None:
-                self._streams[session] -= 1
-                if not self._streams[session]:
-                    del self._streams[session]
+                self._heartbeat_streams[session] -= 1
+                if not self._heartbeat_streams[session]:
+                    del self._heartbeat_streams[session]
                     with contextlib.suppress(ServiceUnavailableError):
                         self._shell.submit(c.SessionSilent(session=session))
 
@@ -278,7 +301,7 @@ class _Service:
             self._loop.call_soon_threadsafe(orders.put_nowait, output)
 
         reading, unit = None, None
-        self._links.add(orders)
+        self._unit_streams.add(orders)
         try:
             unit = await self._add_unit(requests, order)
             yield unit_stream.order_to_pb(unit)
@@ -293,16 +316,16 @@ class _Service:
                 await asyncio.wait([reading])
             await abort(context, error)
         finally:
-            self._links.discard(orders)
+            self._unit_streams.discard(orders)
             if reading is not None:
                 reading.cancel()
             if unit is not None:
                 with contextlib.suppress(ServiceUnavailableError):
                     self._shell.detach(unit.unit, order)
 
-    def end_links(self) -> None:
+    def end_unit_streams(self) -> None:
         """End the streams of all storage units with `ServiceUnavailableError`."""
-        for orders in self._links:
+        for orders in self._unit_streams:
             orders.put_nowait(ServiceUnavailableError(address=self._facts.address, why="the service is stopping"))
 
     async def _add_unit(self, requests: AsyncIterator[pb.UnitReport], order: Orders) -> c.UnitAdded:
@@ -316,7 +339,7 @@ class _Service:
                 raise InvalidRequestError(
                     f"storage unit {add.name!r} was started without --durability machine, which this service requires"
                 )
-            output = await self._ask(add, order)
+            output = await self._submit(add, order)
             assert isinstance(output, c.UnitAdded)
             if output.error is not None:
                 raise output.error
@@ -347,7 +370,7 @@ class _Service:
             orders.put_nowait(InternalError(what=repr(error)))
 
 
-def _unary(
+def _unary_handler(
     behavior: Callable[[Any, Context], Awaitable[Message]], request_type: type[Message]
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """Return a handler that parses the request itself and sends errors as gRPC statuses."""
@@ -356,14 +379,14 @@ def _unary(
         try:
             return await behavior(request_type.FromString(body), context)
         except Exception as error:
-            await _refuse(context, request_type, error)
+            await _abort_with(context, request_type, error)
             raise
 
     # Takes raw bytes, because gRPC would report a malformed request as an internal error of the service.
     return grpc.unary_unary_rpc_method_handler(answer, response_serializer=_serialize)
 
 
-def _stream(
+def _stream_handler(
     behavior: Callable[[Any, Context], AsyncIterator[Message]], request_type: type[Message]
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """Return a handler for a stream that sends errors as gRPC statuses."""
@@ -375,7 +398,7 @@ def _stream(
                 async for reply in replies:
                     yield reply
             except Exception as error:
-                await _refuse(context, request_type, error)
+                await _abort_with(context, request_type, error)
                 raise
 
     return grpc.stream_stream_rpc_method_handler(
@@ -383,19 +406,19 @@ def _stream(
     )
 
 
-def _reflection(service: str) -> grpc.GenericRpcHandler:
+def _reflection_handler(service: str) -> grpc.GenericRpcHandler:
     reflection = Reflection(service)
-    info = _stream(reflection.info, reflection.request)
+    info = _stream_handler(reflection.info, reflection.request)
     return grpc.method_handlers_generic_handler(service, {"ServerReflectionInfo": info})
 
 
 @functools.cache
-def _failures(request: str) -> Complaints:
+def _failure_log(request: str) -> Complaints:
     """Return the log limiter for failures of calls with this request type, shared by the process."""
     return Complaints()
 
 
-async def _refuse(context: Context, request_type: type[Message], error: Exception) -> None:
+async def _abort_with(context: Context, request_type: type[Message], error: Exception) -> None:
     """End the call with `error`. gRPC's own errors mean that the call has already ended or its caller disconnected, so
     they are ignored. Unexpected errors are logged and sent as `InternalError`."""
     if isinstance(error, grpc.aio.BaseError):
@@ -403,7 +426,7 @@ async def _refuse(context: Context, request_type: type[Message], error: Exceptio
     if isinstance(error, DecodeError):
         error = InvalidRequestError(f"the request is not a {request_type.DESCRIPTOR.name} message ({error})")
     if not isinstance(error, DataPlaneError):
-        line = _failures(request_type.DESCRIPTOR.name).take(f"Failed on a {request_type.DESCRIPTOR.name}")
+        line = _failure_log(request_type.DESCRIPTOR.name).take(f"Failed on a {request_type.DESCRIPTOR.name}")
         if line is not None:
             log.error("%s", line, exc_info=error)
         error = InternalError(what=f"{request_type.DESCRIPTOR.name}: {error!r}")

@@ -54,40 +54,43 @@ _REFLECTION: dict[str, Fields] = {
 }
 
 
-def _file(package: str, name: str, messages: dict[str, Fields]) -> FileDescriptorProto:
+def _describe_file(package: str, name: str, messages: dict[str, Fields]) -> FileDescriptorProto:
+    """Return the descriptor of a .proto file with these messages."""
     file = FileDescriptorProto(name=f"{package.replace('.', '/')}/{name}.proto", package=package, syntax="proto3")
     for message, members in messages.items():
-        _fill(file.message_type.add(name=message), package, members)
+        _add_fields(file.message_type.add(name=message), package, members)
     return file
 
 
-def _fill(message: DescriptorProto, package: str, members: Fields) -> None:
+def _add_fields(message: DescriptorProto, package: str, members: Fields) -> None:
+    """Add fields to the descriptor of a message. The types of `members` that are not scalars are in `package`."""
     oneofs: list[str] = []
     for path, (number, kind) in members.items():
         oneof, _, name = path.rpartition(".")
         repeated, _, kind = kind.rpartition(" ")
         label = FieldDescriptorProto.LABEL_REPEATED if repeated else FieldDescriptorProto.LABEL_OPTIONAL
-        made = message.field.add(name=name, number=number, label=label)
+        field = message.field.add(name=name, number=number, label=label)
         if kind in _SCALARS:
-            made.type = _SCALARS[kind]
+            field.type = _SCALARS[kind]
         else:
-            made.type, made.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{package}.{kind}"
+            field.type, field.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{package}.{kind}"
         if oneof:
             if oneof not in oneofs:
                 oneofs.append(oneof)
                 message.oneof_decl.add(name=oneof)
-            made.oneof_index = oneofs.index(oneof)
+            field.oneof_index = oneofs.index(oneof)
 
 
-def _health(package: str) -> FileDescriptorProto:
-    file = _file(package, "health", _HEALTH)
-    answer = file.message_type[1]
-    kinds = answer.enum_type.add(name="ServingStatus")
+def _describe_health(package: str) -> FileDescriptorProto:
+    """Return the descriptor of the health service's .proto file."""
+    file = _describe_file(package, "health", _HEALTH)
+    response = file.message_type[1]
+    statuses = response.enum_type.add(name="ServingStatus")
     for number, name in enumerate(_STATUSES):
-        kinds.value.add(name=name, number=number)
-    of_enum = FieldDescriptorProto.TYPE_ENUM
-    kind = f".{package}.{answer.name}.{kinds.name}"
-    answer.field.add(name="status", number=1, label=FieldDescriptorProto.LABEL_OPTIONAL, type=of_enum, type_name=kind)
+        statuses.value.add(name=name, number=number)
+    optional, of_enum = FieldDescriptorProto.LABEL_OPTIONAL, FieldDescriptorProto.TYPE_ENUM
+    enum_name = f".{package}.{response.name}.{statuses.name}"
+    response.field.add(name="status", number=1, label=optional, type=of_enum, type_name=enum_name)
     service = file.service.add(name="Health")
     request, reply = f".{package}.HealthCheckRequest", f".{package}.HealthCheckResponse"
     service.method.add(name="Check", input_type=request, output_type=reply)
@@ -95,8 +98,9 @@ def _health(package: str) -> FileDescriptorProto:
     return file
 
 
-def _reflection(package: str) -> FileDescriptorProto:
-    file = _file(package, "reflection", _REFLECTION)
+def _describe_reflection(package: str) -> FileDescriptorProto:
+    """Return the descriptor of the reflection service's .proto file."""
+    file = _describe_file(package, "reflection", _REFLECTION)
     file.service.add(name="ServerReflection").method.add(
         name="ServerReflectionInfo",
         input_type=f".{package}.ServerReflectionRequest",
@@ -107,24 +111,25 @@ def _reflection(package: str) -> FileDescriptorProto:
     return file
 
 
-def _pool() -> DescriptorPool:
+def _create_pool() -> DescriptorPool:
+    """Return a pool with the descriptors of all services of the gRPC server."""
     pool = DescriptorPool()
     pool.AddSerializedFile(control_pb2.DESCRIPTOR.serialized_pb)
-    pool.Add(_health(_package(HEALTH)))
+    pool.Add(_describe_health(_package_of(HEALTH)))
     for service in REFLECTIONS:
-        pool.Add(_reflection(_package(service)))
+        pool.Add(_describe_reflection(_package_of(service)))
     return pool
 
 
-def _package(service: str) -> str:
+def _package_of(service: str) -> str:
     return service.rpartition(".")[0]
 
 
-POOL = _pool()
+POOL = _create_pool()
 """The descriptors that reflection serves."""
 
 
 def message_class(service: str, name: str) -> type[Message]:
     """Return the class of message `name` in the package of `service`."""
-    found: type[Message] = GetMessageClass(POOL.FindMessageTypeByName(f"{_package(service)}.{name}"))
+    found: type[Message] = GetMessageClass(POOL.FindMessageTypeByName(f"{_package_of(service)}.{name}"))
     return found

@@ -40,11 +40,11 @@ class ServiceHealth:
         """Return why the service is unhealthy, or "" if it is healthy. Blocks for about `HEALTHY_S` at most."""
         with self._turn:
             if time.monotonic() >= self._until:
-                self._why = self._look()
+                self._why = self._check()
                 self._until = time.monotonic() + FRESH_S
             return self._why
 
-    def _look(self) -> str:
+    def _check(self) -> str:
         """Send one command to the ledger. Return why it failed, or ""."""
         self._number += 1
         call = c.Call(session=NO_SESSION, number=self._number, watermark=self._number, command=c.Units())
@@ -60,5 +60,6 @@ class ServiceHealth:
                 self._shell.withdraw(call, reply)
             return f"the ledger did not answer within {HEALTHY_S:g} s"
         assert isinstance(answer, c.Answer)
+        # SessionExpiredError is the expected answer, because the command has no session.
         failed = isinstance(answer.result, DataPlaneError) and not isinstance(answer.result, SessionExpiredError)
         return str(answer.result) if failed else ""

@@ -47,25 +47,25 @@ class HttpInterface:
         self._ledger = ledger
         self._recorder = recorder
         self._heartbeat_s = heartbeat_s
-        self._inside = LocalSession(shell, name="tq http", address=address)
+        self._session = LocalSession(shell, name="tq http", address=address)
         token, tls = config.secret(), config.tls
         guard = Guard(token, secure=tls is not None, local=is_loopback(config.host))
         journal = ledger if isinstance(ledger, DurableLedger) else None
         files = page()
-        scraped = {"/metrics": metrics(ServiceMetrics(self._inside.ask, recorder, journal))}
+        metrics_handler = {"/metrics": metrics(ServiceMetrics(self._session.ask, recorder, journal))}
         site = Guarded(
             guard,
-            {**files, **api(self._inside.ask, recorder), **scraped},
+            {**files, **api(self._session.ask, recorder), **metrics_handler},
             {
                 **{path: files[path] for path in LOGIN_FILES},
                 "/healthz": health(why_not),
-                **(scraped if config.open_metrics and token is not None else {}),
+                **(metrics_handler if config.open_metrics and token is not None else {}),
             },
         )
         context = None if tls is None else server_context(tls)
         self.server = HttpServer(site, config.host, config.http_port, context=context)
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="tq-http-beat", daemon=True)
+        self._thread = threading.Thread(target=self._sample_and_beat, name="tq-http-beat", daemon=True)
 
     def start(self) -> Self:
         """Start the server and return once it listens. Raises OSError if it cannot."""
@@ -79,17 +79,18 @@ class HttpInterface:
         self.server.stop()
         if self._thread.ident is not None:
             self._thread.join()
-        self._inside.close()
+        self._session.close()
 
-    def _keep(self) -> None:
+    def _sample_and_beat(self) -> None:
+        """Until `stop`, record the live bytes in the ledger thread and send the session's heartbeats."""
         silent_s = 0.0
         while not self._stopping.wait(min(SAMPLE_S, self._heartbeat_s)):
             silent_s += min(SAMPLE_S, self._heartbeat_s)
             with contextlib.suppress(ServiceUnavailableError):
-                self._shell.run(self._note)
+                self._shell.run(self._record_live_bytes)
             if silent_s >= self._heartbeat_s:
                 silent_s = 0.0
-                self._inside.beat()
+                self._session.beat()
 
-    def _note(self) -> None:
-        self._recorder.lives(self._ledger.live_bytes)
+    def _record_live_bytes(self) -> None:
+        self._recorder.record_live_bytes(self._ledger.live_bytes)

@@ -61,13 +61,14 @@ class _Database(sqlite3.Connection):
 
 @functools.cache
 def _databases() -> weakref.WeakSet[_Database]:
+    """Return the set of open connections. A forked child leaks a reference to each of them (see `_Database`)."""
     opened: weakref.WeakSet[_Database] = weakref.WeakSet()
 
-    def in_child() -> None:
+    def keep_in_child() -> None:
         for database in opened:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(database))
 
-    os.register_at_fork(after_in_child=in_child)
+    os.register_at_fork(after_in_child=keep_in_child)
     return opened
 
 
@@ -77,24 +78,26 @@ class Log:
     def __init__(self, directory: Path) -> None:
         """Open the log. Raises StateDirError if the directory has none, or one of another version."""
         self.directory = directory
-        with self._named("cannot be opened"):
+        with self._state_error("cannot be opened"):
             self._db = sqlite3.connect(
                 directory / LOG_NAME, factory=_Database, isolation_level=None, check_same_thread=False, timeout=10.0
             )
         try:
-            with self._named("cannot be opened"):
+            with self._state_error("cannot be opened"):
                 self._prepare()
             if self.fact("format") is None:
                 raise self.facts_missing()
-            for what, ours in (("format", FORMAT), ("protocol", PROTOCOL_VERSION)):
-                if (found := self.fact(what)) != ours:
-                    why = f"its journal has {what} {found}, this version reads {ours}"
+            for name, ours in (("format", FORMAT), ("protocol", PROTOCOL_VERSION)):
+                stored = self.fact(name)
+                if stored != ours:
+                    why = f"its journal has {name} {stored}, this version reads {ours}"
                     raise self.error(why, "Use the version that wrote it")
         except BaseException:
             self._db.close()
             raise
 
     def facts_missing(self) -> StateDirError:
+        """Return the error of a journal that lacks facts."""
         return self.error(f"{LOG_NAME} is damaged: its table of facts is incomplete", _DAMAGED)
 
     def _prepare(self) -> None:
@@ -102,22 +105,22 @@ class Log:
 
     def fact(self, name: str) -> int | str | None:
         """Return the last value stored under `name`, or None."""
-        with self._named("cannot be read"):
+        with self._state_error("cannot be read"):
             row = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
         return None if row is None else row[0]
 
     def number(self, name: str) -> int | None:
         """Return the fact `name`, a number, or None. Raises StateDirError for another type."""
-        found = self.fact(name)
-        if found is None or type(found) is int:
-            return found
-        raise self.error(f"{LOG_NAME} is damaged: its {name} is {found!r}", _DAMAGED)
+        value = self.fact(name)
+        if value is None or type(value) is int:
+            return value
+        raise self.error(f"{LOG_NAME} is damaged: its {name} is {value!r}", _DAMAGED)
 
     def text(self, name: str) -> str | None:
         """Return the fact `name`, a text, or None. Raises StateDirError for another type."""
-        found = self.fact(name)
-        if found is None or type(found) is str:
-            return found
+        value = self.fact(name)
+        if value is None or type(value) is str:
+            return value
         raise self.error(f"{LOG_NAME} is damaged: its {name} is not a text", _DAMAGED)
 
     def image(self) -> tuple[int, bytes] | None:
@@ -150,21 +153,22 @@ class Log:
     @property
     def nbytes(self) -> int:
         """Size of log and images on disk in bytes."""
-        found = 0
+        nbytes = 0
         for path in [*self.directory.glob(f"{LOG_NAME}*"), *self.directory.glob("image-*")]:
             with contextlib.suppress(FileNotFoundError):  # a newer image may have replaced it
-                found += path.stat().st_size
-        return found
+                nbytes += path.stat().st_size
+        return nbytes
 
     def records(self, after: int, upto: int | None = None) -> Iterator[tuple[int, bytes]]:
         """Yield (number, record) for the records after `after`, up to and including `upto` (None: to the last)."""
         expected = after + 1
         while upto is None or expected <= upto:
-            with self._named("cannot be read"):
+            with self._state_error("cannot be read"):
                 rows = self._db.execute(
                     "SELECT number, record, crc FROM log WHERE number >= ? ORDER BY number LIMIT ?", (expected, PAGE)
                 ).fetchall()
-            for number, record, crc in rows[: None if upto is None else upto - expected + 1]:
+            wanted = len(rows) if upto is None else upto - expected + 1
+            for number, record, crc in rows[:wanted]:
                 if number != expected or type(record) is not bytes or zlib.crc32(record) != crc:
                     raise self.error(f"record {expected} of {LOG_NAME} is damaged or missing", _DAMAGED)
                 yield number, record
@@ -176,7 +180,7 @@ class Log:
         """Write an image next to the journal, atomically. If the journal is fsynced, the image is on disk on return."""
         path = self.image_path(number)
         aside = path.with_name(f"{path.name}.aside")
-        with self._named(f"{path.name} cannot be written"):
+        with self._state_error(f"{path.name} cannot be written"):
             with open(aside, "wb", opener=private) as file:
                 file.write(zlib.crc32(image).to_bytes(4, "little"))
                 file.write(image)
@@ -192,7 +196,8 @@ class Log:
         return StateDirError(directory=str(self.directory), why=why, hint=hint)
 
     @contextlib.contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def _state_error(self, what: str) -> Iterator[None]:
+        """Turn the errors of SQLite and of the system into StateDirError. what: what failed, as "cannot be read"."""
         try:
             yield
         except StateDirError:
@@ -212,7 +217,11 @@ class Log:
 
 
 class Journal(Log):
-    """Write access to the journal, for the service process. Not thread-safe."""
+    """Write access to the journal, for the service process. Not thread-safe.
+
+    `_last`: number of the last record. `_droppable`: records up to this number are covered by the image, and `append`
+    deletes them; 0: none are left.
+    """
 
     def __init__(self, directory: Path, lock: HeldFile) -> None:
         """Internal constructor; use `open`."""
@@ -261,6 +270,7 @@ class Journal(Log):
             raise StateDirError(directory=str(folder), why=f"it cannot be used: {error.strerror or error}") from error
 
     def _prepare(self) -> None:
+        """Create the tables if they do not exist, and give a new journal its facts."""
         make_private(self.directory / LOG_NAME)  # SQLite creates its other files with the same mode
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.executescript(_SCHEMA)
@@ -269,6 +279,7 @@ class Journal(Log):
             self.set_facts(format=FORMAT, protocol=PROTOCOL_VERSION)
 
     def _is_new(self) -> bool:
+        """Whether the directory has no facts, no records and no image."""
         (facts,) = self._db.execute("SELECT count(*) FROM facts").fetchone()
         return not facts and not self._has_records() and not any(self.directory.glob("image-*"))
 
@@ -277,7 +288,7 @@ class Journal(Log):
 
     def force(self) -> None:
         """Make the journal fsynced: from now on `sync` writes appended records to disk. Fsyncs the existing records."""
-        with self._named("cannot be written"):
+        with self._state_error("cannot be written"):
             self._fsynced = True
             self._checkpoint()
             self._end.fsynced(self._last)
@@ -289,13 +300,13 @@ class Journal(Log):
     def sync(self) -> None:
         """Fsync all appended records. Blocks for the disk, about a millisecond on a fast one. Raises StateDirError if
         the fsync fails; the journal must then not be used any further."""
-        with self._named("cannot be fsynced"):
+        with self._state_error("cannot be fsynced"):
             os.fdatasync(self._log_fd)
             self._end.fsynced(self._last)
 
     def _check_end(self) -> None:
         """Find the end of the log and check it against `journal.end`. Delete images of interrupted epochs."""
-        with self._named("cannot be read"):
+        with self._state_error("cannot be read"):
             (last,) = self._db.execute("SELECT max(number) FROM log").fetchone()
         self._droppable = self.covered
         self._last = max(last or 0, self._droppable)
@@ -311,6 +322,7 @@ class Journal(Log):
                 f"{self._end.least - self._last} records are lost",
                 f"Restore a copy of the directory or a checkpoint; to continue without them, delete {END_NAME}",
             )
+        # Images other than the last one are left over from an interrupted epoch.
         image = self.image_path(self._droppable)
         if image.exists():
             for path in set(self.directory.glob("image-*")) - {image}:
@@ -325,7 +337,7 @@ class Journal(Log):
         """Append `records` atomically. Raises StateDirError and appends nothing if they cannot be written, e.g. on a
         full disk."""
         rows = [(number, record, zlib.crc32(record)) for number, record in enumerate(records, self._last + 1)]
-        with self._named("cannot be written"):
+        with self._state_error("cannot be written"):
             hit("journal.before_append")
             if self._droppable:
                 self._drop_some()
@@ -348,6 +360,7 @@ class Journal(Log):
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
+        """Commit the statements of the body together; after an exception, none of them."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -358,29 +371,31 @@ class Journal(Log):
             raise
 
     def _drop_some(self) -> None:
+        """Delete up to `DROPPED_AT_ONCE` of the records that the image covers, those up to `_droppable`."""
         (first,) = self._db.execute("SELECT min(number) FROM log").fetchone()
         if first is None or first > self._droppable:
-            self._droppable = 0
+            self._droppable = 0  # all of them are deleted
             return
         upto = min(first + DROPPED_AT_ONCE - 1, self._droppable)
         self._db.execute("DELETE FROM log WHERE number <= ?", (upto,))
 
     def begin_from(self, number: int) -> None:
-        """Let the next epoch start from the image of record `number`, which must exist."""
+        """Let the next epoch start from the image of record `number`, which must exist. Delete the previous image; the
+        next calls of `append` delete the records that the image covers."""
         hit("image.before_begin")
-        before = self.number("image")
+        previous = self.number("image")
         self._set_facts(image=number)
         if self._fsynced:
             self.sync()
         self._droppable = number
         hit("image.begun")
-        if before is not None and before != number:
-            with self._named("cannot be written"):
-                self.image_path(before).unlink(missing_ok=True)
+        if previous is not None and previous != number:
+            with self._state_error("cannot be written"):
+                self.image_path(previous).unlink(missing_ok=True)
 
     def set_facts(self, **facts: int | str) -> None:
         """Store `facts` atomically. They are on disk on return."""
-        with self._named("cannot be written"):
+        with self._state_error("cannot be written"):
             self._db.execute("PRAGMA synchronous = FULL")
             try:
                 self._set_facts(**facts)
@@ -388,13 +403,14 @@ class Journal(Log):
                 self._db.execute(f"PRAGMA synchronous = {'NORMAL' if self._fsynced else 'OFF'}")
 
     def _set_facts(self, **facts: int | str) -> None:
-        with self._named("cannot be written"), self._transaction():
+        """Store `facts` atomically. The present `PRAGMA synchronous` determines when they are on disk."""
+        with self._state_error("cannot be written"), self._transaction():
             self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
 
     def set_aside(self, folder: Path) -> Journal:
         """Close this journal, move it to `folder` and return a new one in its place. The lock stays held."""
         self._release()
-        with self._named("cannot be set aside"):
+        with self._state_error("cannot be set aside"):
             folder.mkdir(mode=0o700)
             for path in list(self.directory.iterdir()):
                 if path.name.startswith((LOG_NAME, END_NAME, "image-")):
@@ -406,7 +422,7 @@ class Journal(Log):
         if self._lock.fd < 0:
             return
         try:
-            with self._named("cannot be closed"):
+            with self._state_error("cannot be closed"):
                 self._checkpoint()
                 self._end.fsynced(self._last)
             self.set_facts(clean=1)
@@ -423,6 +439,7 @@ class Journal(Log):
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _release(self) -> None:
+        """Close all files except the lock."""
         super().close()
         self._end.close()
         if self._log_fd >= 0:

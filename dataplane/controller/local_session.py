@@ -43,10 +43,10 @@ class LocalSession:
             raise self._timeout_error(command)
         try:
             try:
-                return self._ask(command, deadline)
-            except SessionExpiredError:
+                return self._ask_once(command, deadline)
+            except SessionExpiredError:  # the service expired this session; open another one
                 self._session = 0
-                return self._ask(command, deadline)
+                return self._ask_once(command, deadline)
         except queue.Empty:
             raise self._timeout_error(command) from None
         finally:
@@ -67,7 +67,8 @@ class LocalSession:
             with contextlib.suppress(ServiceUnavailableError):
                 self._shell.submit(self._call(session, c.Bye()))
 
-    def _ask(self, command: c.Command, deadline: float) -> c.Result:
+    def _ask_once(self, command: c.Command, deadline: float) -> c.Result:
+        """Execute the command in the session, which is opened if there is none. The caller holds `_turn`."""
         if not self._session:
             self._open(deadline)
         self._number += 1
@@ -78,10 +79,11 @@ class LocalSession:
         return self._without_own_session(answer.result)
 
     def _without_own_session(self, result: c.Result) -> c.Result:
+        """Return the result. Statistics are returned without this session."""
         if not isinstance(result, c.StatsReport):
             return result
         return msgspec.structs.replace(
-            result, sessions=tuple(each for each in result.sessions if each.session != self._session)
+            result, sessions=tuple(session for session in result.sessions if session.session != self._session)
         )
 
     def _call(self, session: int, command: c.Command) -> c.Call:
@@ -89,10 +91,11 @@ class LocalSession:
         return c.Call(session=session, number=self._number, watermark=self._number, command=command)
 
     def _open(self, deadline: float) -> None:
-        wanted = c.OpenSession(
+        """Open a session, whose calls are numbered from 1."""
+        request = c.OpenSession(
             nonce=secrets.token_hex(16), host=boot_id(), name=self._name, protocol_version=PROTOCOL_VERSION
         )
-        opened = self._submit(wanted, deadline)
+        opened = self._submit(request, deadline)
         assert isinstance(opened, c.Opened)
         if opened.error is not None:
             raise opened.error

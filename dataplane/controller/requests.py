@@ -68,7 +68,7 @@ def key_of(item: c.Input | c.Output) -> Key | None:
     return None
 
 
-def refused(item: c.Input, error: DataPlaneError) -> c.Output | None:
+def rejection_of(item: c.Input, error: DataPlaneError) -> c.Output | None:
     """Return the output that answers `item` with `error`, or None if `item` has no answer."""
     match item:
         case c.Call():

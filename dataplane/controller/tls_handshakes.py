@@ -23,14 +23,18 @@ PEERS = 4096
 
 class Handshakes(grpc.aio.ServerInterceptor):
     """Counts connections that `began` and subtracts those that make a call. gRPC does not report which handshakes fail,
-    or why."""
+    or why.
+
+    All counts are since the start: `_began` connections, of which `_began_before` the last report; `_calling` made a
+    call; `_reported` are in the log. `_peers`: the addresses of connections that made a call.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """loop: the server's event loop."""
+        """loop: the server's event loop, in which all methods except `began` run."""
         self._loop = loop
         self._began = 0
-        self._before = 0
-        self._called = 0
+        self._began_before = 0
+        self._calling = 0
         self._reported = 0
         self._peers: dict[str, None] = {}
         self._reporting = False
@@ -38,9 +42,10 @@ class Handshakes(grpc.aio.ServerInterceptor):
     def began(self) -> None:
         """Count a new connection. Any thread."""
         with contextlib.suppress(RuntimeError):  # the server's loop is closed
-            self._loop.call_soon_threadsafe(self._begin)
+            self._loop.call_soon_threadsafe(self._count_connection)
 
-    def _begin(self) -> None:
+    def _count_connection(self) -> None:
+        """Count a new connection, and schedule a report unless one is scheduled."""
         self._began += 1
         if not self._reporting:
             self._reporting = True
@@ -48,7 +53,7 @@ class Handshakes(grpc.aio.ServerInterceptor):
 
     def _report(self) -> None:
         """Log the connections without a call that began before the last report, whose time limit has passed."""
-        without_call = self._before - self._called
+        without_call = self._began_before - self._calling
         if without_call > self._reported:
             log.warning(
                 "%d connections to the gRPC port made no call: these peers do not use TLS, or lack a currently valid "
@@ -56,35 +61,38 @@ class Handshakes(grpc.aio.ServerInterceptor):
                 without_call - self._reported,
             )
             self._reported = without_call
-        self._reporting = self._before < self._began
-        self._before = self._began
+        self._reporting = self._began_before < self._began
+        self._began_before = self._began
         if self._reporting:
             self._loop.call_later(REPORT_S, self._report)
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        """Return the handler of a call, wrapped so that it first counts the caller's connection."""
         handler = await continuation(details)
         if handler is None:
             return None
         if handler.unary_unary:
 
-            async def one(request: Any, context: Context) -> Any:
-                self._call(context)
+            async def unary(request: Any, context: Context) -> Any:
+                self._count_call(context)
                 return await handler.unary_unary(request, context)
 
-            return grpc.unary_unary_rpc_method_handler(one, handler.request_deserializer, handler.response_serializer)
+            return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
 
-        async def many(requests: Any, context: Context) -> AsyncIterator[Any]:
-            self._call(context)
+        async def stream(requests: Any, context: Context) -> AsyncIterator[Any]:
+            self._count_call(context)
             async with contextlib.aclosing(handler.stream_stream(requests, context)) as replies:
                 async for reply in replies:
                     yield reply
 
-        return grpc.stream_stream_rpc_method_handler(many, handler.request_deserializer, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(stream, handler.request_deserializer, handler.response_serializer)
 
-    def _call(self, context: Context) -> None:
+    def _count_call(self, context: Context) -> None:
+        """Count the connection of a call, unless it made an earlier one."""
         peer = context.peer()
         if peer not in self._peers:
-            self._called += 1
+            self._calling += 1
+        # The peer moves to the end of the dict; the first one is the one whose last call is the oldest.
         self._peers.pop(peer, None)
         self._peers[peer] = None
         if len(self._peers) > PEERS:

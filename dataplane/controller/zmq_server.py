@@ -64,8 +64,8 @@ class ZmqServer:
         self.socket.set(zmq.BACKLOG, BACKLOG)
         self.socket.set(zmq.MAXMSGSIZE, zmq_frames.MAX_REQUEST_FRAME_BYTES)
         self._admission: Admission | None = None
-        self._sessions: dict[int, int] = {}
-        self._heard: set[int] = set()  # descriptors of heartbeats received since the last read of the monitor
+        self._session_of: dict[int, int] = {}  # by the descriptor of the connection that carries its heartbeats
+        self._heartbeat_descriptors: set[int] = set()  # those since the last read of the monitor
         self._handshake_failed = False
         self._closed = False
         try:
@@ -118,6 +118,7 @@ class ZmqServer:
             for _ in range(BEFORE_DISCONNECTS):
                 if not self.serve(handler):
                     break
+        # How often each descriptor is accepted after the event that the loop handles.
         later = Counter(descriptor for event, descriptor in events if event == zmq.EVENT_ACCEPTED)
         for event, descriptor in events:
             match event:
@@ -129,9 +130,9 @@ class ZmqServer:
                     self._handshake_failed = True  # the next disconnect belongs to this peer
                 case zmq.EVENT_DISCONNECTED:
                     # The last heartbeat may belong to a later connection that reuses the descriptor.
-                    replaced = later[descriptor] > 0 and descriptor in self._heard
+                    replaced = later[descriptor] > 0 and descriptor in self._heartbeat_descriptors
                     self._end_connection(handler, descriptor, replaced)
-        self._heard.clear()
+        self._heartbeat_descriptors.clear()
 
     def _monitor_events(self) -> list[tuple[int, int]]:
         """Read the pending events of the monitor. Return (event, descriptor) pairs."""
@@ -142,12 +143,14 @@ class ZmqServer:
         return events
 
     def _end_connection(self, handler: Handler, descriptor: int, replaced: bool) -> None:
+        """Handle a closed connection: log a failed handshake, and report its session as silent. replaced: the session
+        of the descriptor belongs to a later connection, so it is not silent."""
         peer = self._unauthenticated.ended(descriptor)
         if self._admission is not None and self._handshake_failed:
             self._handshake_failed = False
             self._admission.complain(f"a peer at {peer or 'an unknown address'}", _NO_HANDSHAKE)
-        session = None if replaced else self._sessions.pop(descriptor, None)
-        if session is not None and session not in self._sessions.values():
+        session = None if replaced else self._session_of.pop(descriptor, None)
+        if session is not None and session not in self._session_of.values():
             handler.handle(c.SessionSilent(session=session), None, caller=None)
 
     def pause_ms(self, most: int | None) -> int | None:
@@ -169,11 +172,11 @@ class ZmqServer:
             method, *parts = [frame.bytes for frame in frames]
             item = parse(method.decode(errors="replace"), parts[0] if len(parts) == 1 else b"".join(parts))
             if isinstance(item, c.Heartbeat):
-                self._beat(handler, item, peer)
+                self._handle_heartbeat(handler, item, peer)
             else:
                 handler.handle(item, functools.partial(self._reply, caller), caller=caller)
         except DataPlaneError as error:
-            self._complain(error)
+            self._log_rejection(error)
             self._send(caller, zmq_frames.refusal(0, error))
         except Exception as error:
             line = self._failures.take("Failed on a request")
@@ -181,21 +184,24 @@ class ZmqServer:
                 log.exception("%s", line)
             self._send(caller, zmq_frames.refusal(0, InternalError(what=repr(error))))
 
-    def _complain(self, error: DataPlaneError) -> None:
+    def _log_rejection(self, error: DataPlaneError) -> None:
+        """Log a rejected request, unless too many were logged recently."""
         line = self._refusals.take(f"Rejected a request: {error}")
         if line is not None:
             log.warning("%s", line)
 
-    def _beat(self, handler: Handler, item: c.Heartbeat, peer: zmq.Frame) -> None:
+    def _handle_heartbeat(self, handler: Handler, item: c.Heartbeat, peer: zmq.Frame) -> None:
+        """Pass a heartbeat to the handler and reply to it. This connection now represents the session's client."""
         assert self._facts is not None
         # Only this connection has the descriptor now, so an earlier session of the descriptor is obsolete.
         descriptor = int(peer.get(zmq.SRCFD))
-        self._sessions[descriptor] = item.session
-        self._heard.add(descriptor)
+        self._session_of[descriptor] = item.session
+        self._heartbeat_descriptors.add(descriptor)
         handler.handle(item, None, caller=peer.bytes)
         self._send(peer.bytes, zmq_frames.answer(0, heartbeat_reply(self._facts).SerializeToString()))
 
     def _reply(self, caller: bytes, output: c.Output) -> None:
+        """Send the caller the reply for an output, or the error if it failed or is too large."""
         assert self._facts is not None
         number = output.number if isinstance(output, c.Answer) else 0
         try:

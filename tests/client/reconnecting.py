@@ -82,7 +82,7 @@ def open_client(restartable: RestartableService, pool: ThreadPoolExecutor, proxy
 def ending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the controller ends: saying so to whoever waits, or without a word."""
     if request.param == "killed":
-        monkeypatch.setattr(LedgerThread, "_end", lambda self: self._zmq.close())
+        monkeypatch.setattr(LedgerThread, "_shut_down", lambda self: self._zmq.close())
     return str(request.param)
 
 

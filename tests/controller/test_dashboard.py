@@ -216,7 +216,7 @@ def test_a_session_that_was_given_up_is_opened_anew() -> None:
         address = controller.http_address
         assert ask(address, "/api/stats").json["sessions"] == []
         assert controller._http is not None
-        own = controller._http._inside
+        own = controller._http._session
         first = own._session
         own._session += 1  # one that the ledger does not know
         assert [session["session"] for session in ask(address, "/api/stats").json["sessions"]] == [first]

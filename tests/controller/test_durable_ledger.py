@@ -110,7 +110,7 @@ def test_images_are_made_beside_the_service(tmp_path: Path, monkeypatch: pytest.
     log = a_day(steps=400)
     durable = opened(tmp_path)
     live(durable, log[:100])
-    maker = durable._images._maker
+    maker = durable._images._process
     if maker is not None:  # it may have ended, and been seen, by now
         assert maker.wait(60) == 0
     live(durable, log[100:])
@@ -166,7 +166,7 @@ def test_images_of_small_ledgers_are_made_in_passing(tmp_path: Path, monkeypatch
         number = durable._journal.fact("image")
         assert isinstance(number, int)
         assert durable._journal.last - number <= 31
-        assert durable._images._maker is None
+        assert durable._images._process is None
     assert number > 300
     assert module.rebuild(durable._journal).fingerprint() == durable._ledger.fingerprint()
     durable.close()
@@ -210,7 +210,7 @@ def test_a_failed_image_is_told_and_the_journal_grows_on(
     log = a_day()
     durable = opened(tmp_path)
     live(durable, log[:20])
-    maker = durable._images._maker
+    maker = durable._images._process
     if maker is not None:  # it may have failed, and been seen, by now
         maker.wait(60)
     live(durable, log[20:])

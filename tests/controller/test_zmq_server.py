@@ -116,7 +116,7 @@ def test_the_end_of_an_earlier_connection_with_the_same_descriptor_is_not_the_en
     dealer.send_multipart(zmq_frames.request(c.Heartbeat(session=3)))
     assert server.socket.poll(WAIT_MS)
     assert server.serve(taken)
-    (descriptor,) = server._sessions
+    (descriptor,) = server._session_of
     events: list[dict[str, int]] = []
     monkeypatch.setattr(zmq_server, "readable", lambda _: bool(events))
     monkeypatch.setattr(zmq_server, "recv_monitor_message", lambda _: events.pop(0))

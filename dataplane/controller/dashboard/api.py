@@ -34,13 +34,14 @@ class Recorded(Protocol):
 
 
 def api(ask: Ask, recorded: Recorded) -> Mapping[str, Handler]:
-    """Return the handlers by path."""
+    """Return the handlers by path. Each one converts the request to a command, executes it with `ask`, and returns the
+    result as JSON. Those of /api/flow and /api/timeline return a report of `recorded`."""
 
-    def answer(command: Callable[[HttpRequest], c.Command]) -> Handler:
+    def handler_of(command: Callable[[HttpRequest], c.Command]) -> Handler:
         return lambda request: as_json(ask(command(request)))
 
     def flow(request: HttpRequest) -> Response:
-        Parameters(request)
+        Parameters(request)  # raises if the request has any
         return as_json(recorded.flow())
 
     def timeline(request: HttpRequest) -> Response:
@@ -48,12 +49,12 @@ def api(ask: Ask, recorded: Recorded) -> Mapping[str, Handler]:
         return as_json(recorded.timeline())
 
     return {
-        "/api/stats": answer(_stats),
-        "/api/matrix": answer(_matrix),
-        "/api/memory": answer(_memory),
-        "/api/waits": answer(_waits),
+        "/api/stats": handler_of(_stats),
+        "/api/matrix": handler_of(_matrix),
+        "/api/memory": handler_of(_memory),
+        "/api/waits": handler_of(_waits),
         "/api/why": lambda request: as_json(ask(_why(request, ask))),
-        "/api/sample": answer(_sample),
+        "/api/sample": handler_of(_sample),
         "/api/flow": flow,
         "/api/timeline": timeline,
     }
@@ -97,11 +98,14 @@ def _sample(request: HttpRequest) -> c.Command:
 
 
 def _why(request: HttpRequest, ask: Ask) -> c.Command:
-    """Build the command with the fields of the task's latest claim."""
+    """Return the command WhyBlocked with the fields of the task's latest claim; without fields for an unknown task."""
     parameters = Parameters(request, "partition", "task")
     partition, task = parameters.text("partition"), parameters.text("task")
     report = ask(c.Stats())
     assert isinstance(report, c.StatsReport)
-    tasks = (found for part in report.partitions if part.partition == partition for found in part.tasks)
-    fields = next((found.fields for found in tasks if found.task == task), ())
+    fields: tuple[str, ...] = ()
+    for part in report.partitions:
+        for known in part.tasks:
+            if (part.partition, known.task) == (partition, task):
+                fields = known.fields
     return c.WhyBlocked(partition=partition, task=task, fields=fields)

@@ -46,6 +46,7 @@ class ServiceMetrics(Collector):
         self._journal = journal
 
     def collect(self) -> Iterable[Metric]:
+        """Return all metrics. Raises the ledger's error if it does not answer."""
         known = self._recorder.partitions  # read before the query, so that a partition created meanwhile is kept
         stats, waits = self._ask(c.Stats()), self._ask(c.Waits())
         assert isinstance(stats, c.StatsReport)
@@ -53,16 +54,17 @@ class ServiceMetrics(Collector):
         self._recorder.count()
         self._recorder.forget(known - {part.partition for part in stats.partitions})
         sheet = Sheet([*SERVICE, *(JOURNAL if self._journal is not None else []), *UNITS, *PARTITIONS, *TASKS])
-        self._service(sheet, stats)
-        self._counted(sheet)
+        self._set_service(sheet, stats)
+        self._set_counters(sheet)
         for unit in stats.units:
-            _unit(sheet, unit)
-        oldest = _oldest(waits)
+            _set_unit(sheet, unit)
+        longest_waits = _longest_waits(waits)
         for part in stats.partitions[-PARTITIONS_SHOWN:]:
-            self._partition(sheet, part, oldest)
+            self._set_partition(sheet, part, longest_waits)
         return sheet.families()
 
-    def _service(self, sheet: Sheet, stats: c.StatsReport) -> None:
+    def _set_service(self, sheet: Sheet, stats: c.StatsReport) -> None:
+        """Set the metrics of the service as a whole: sessions, waiting puts, number of partitions, journal."""
         durable = str(self._journal is not None).lower()
         sheet.set("service_info", 1, _version(), str(stats.epoch), durable)
         for state in STATES:
@@ -80,16 +82,18 @@ class ServiceMetrics(Collector):
             if self._journal.fsynced:
                 sheet.histogram("journal_sync_seconds", self._recorder.syncs)
 
-    def _counted(self, sheet: Sheet) -> None:
+    def _set_counters(self, sheet: Sheet) -> None:
+        """Set the metrics that count since the start: busy time, moved samples and bytes, calls."""
         sheet.set("ledger_busy_seconds_total", self._recorder.busy_s)
-        _moved(sheet, "", self._recorder.moved)
+        _set_moved(sheet, "", self._recorder.moved)
         for kind, op in list(self._recorder.ops.items()):
             name = kind.operation()
             for outcome, count in op.outcomes().items():
                 sheet.set("calls_total", count, name, outcome)
             sheet.histogram("call_seconds", op.took, name)
 
-    def _partition(self, sheet: Sheet, part: c.PartitionStats, oldest: dict[tuple[str, str], float]) -> None:
+    def _set_partition(self, sheet: Sheet, part: c.PartitionStats, longest_waits: dict[tuple[str, str], float]) -> None:
+        """Set the metrics of one partition and its tasks. longest_waits: see `_longest_waits`."""
         name = part.partition
         values = {
             "live_samples": part.live,
@@ -104,18 +108,21 @@ class ServiceMetrics(Collector):
             "version": part.version,
             "waiting_claims": part.waiting_claims,
             "waiting_puts": part.waiting_puts,
-            "oldest_put_wait_seconds": oldest.get((name, ""), 0.0),
+            "oldest_put_wait_seconds": longest_waits.get((name, ""), 0.0),
             "evicted_samples_total": part.evicted,
             "evicted_unconsumed_samples_total": part.evicted_unconsumed,
             "dropped_samples_total": part.dropped,
         }
         for metric, value in values.items():
             sheet.set(f"partition_{metric}", value, name)
-        _moved(sheet, "partition_", self._recorder.by_partition.get(name) or MovedTotals(), name)
+        _set_moved(sheet, "partition_", self._recorder.by_partition.get(name) or MovedTotals(), name)
         for task in part.tasks[:TASKS_SHOWN]:
-            self._task(sheet, name, task, oldest)
+            self._set_task(sheet, name, task, longest_waits)
 
-    def _task(self, sheet: Sheet, partition: str, task: c.TaskStats, oldest: dict[tuple[str, str], float]) -> None:
+    def _set_task(
+        self, sheet: Sheet, partition: str, task: c.TaskStats, longest_waits: dict[tuple[str, str], float]
+    ) -> None:
+        """Set the metrics of one task. longest_waits: see `_longest_waits`."""
         key = partition, task.task
         waited = self._recorder.by_task.get(key)
         values = {
@@ -124,7 +131,7 @@ class ServiceMetrics(Collector):
             "held_samples": task.held,
             "claimed_samples": task.claimed,
             "waiting_claims": task.waiting,
-            "oldest_wait_seconds": oldest.get(key, 0.0),
+            "oldest_wait_seconds": longest_waits.get(key, 0.0),
             "staleness_versions": task.lag,
             "claims_total": 0 if waited is None else waited.count,
             "claim_wait_seconds_total": 0.0 if waited is None else waited.sum_s,
@@ -133,7 +140,8 @@ class ServiceMetrics(Collector):
             sheet.set(f"task_{metric}", value, *key)
 
 
-def _unit(sheet: Sheet, unit: c.UnitStats) -> None:
+def _set_unit(sheet: Sheet, unit: c.UnitStats) -> None:
+    """Set the metrics of one storage unit."""
     free = unit.free_bytes
     values = {
         "connected": unit.connected,
@@ -159,18 +167,18 @@ def _unit(sheet: Sheet, unit: c.UnitStats) -> None:
         sheet.set(f"unit_{metric}", value, str(unit.unit), unit.name)
 
 
-def _moved(sheet: Sheet, prefix: str, moved: MovedTotals, *labels: str) -> None:
+def _set_moved(sheet: Sheet, prefix: str, moved: MovedTotals, *labels: str) -> None:
     for name in MovedTotals.__slots__:
         sheet.set(f"{prefix}{name}_total", getattr(moved, name), *labels)
 
 
-def _oldest(waits: c.WaitList) -> dict[tuple[str, str], float]:
+def _longest_waits(waits: c.WaitList) -> dict[tuple[str, str], float]:
     """Return the longest wait in seconds by (partition, task) of the pending calls. Puts have task ""."""
-    found: dict[tuple[str, str], float] = {}
+    longest: dict[tuple[str, str], float] = {}
     for wait in waits.waits:
         key = wait.partition, wait.task
-        found[key] = max(found.get(key, 0.0), waits.now - wait.since)
-    return found
+        longest[key] = max(longest.get(key, 0.0), waits.now - wait.since)
+    return longest
 
 
 def _version() -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dataplane.controller.metrics.throughput import FlowReport, Throughput
-from dataplane.controller.metrics.timeline import Timeline, TimelineReport, bounded
+from dataplane.controller.metrics.timeline import Timeline, TimelineReport, store_bounded
 from dataplane.core.metrics.histograms import BOUNDS_S, Histogram, Op, Waited
 from dataplane.core.schema import field_of
 from dataplane.errors import DataPlaneError
@@ -57,6 +57,10 @@ class Recorder:
     """Counts the answers that the ledger thread reports, in batches, but always before a counter is read. Memory is
     bounded.
 
+    `_unix_s`: the difference between Unix time and `clock` at the start. `_dropped`: totals of partitions without
+    counters. `_reserved`: when the Allocate of an uncommitted put arrived, by (session, number). `_reading`: gets whose
+    Release was not answered yet, by (session, number).
+
     `clock` must be the clock of the times passed to `answered`. `wall` is the machine's clock, which may be adjusted:
     reports use its current setting.
     """
@@ -68,46 +72,46 @@ class Recorder:
         self._wall = wall
         self._unix_s = wall() - clock()
         self.ops: dict[type[c.Value], Op] = {}
-        self._gone = MovedTotals()
+        self._dropped = MovedTotals()
         self.by_partition: dict[str, MovedTotals] = {}
         self.by_task: dict[tuple[str, str], Waited] = {}
         self.syncs = Histogram()
         self.busy_s = 0.0
         self._pending: deque[tuple[c.Input, c.Output, float, float]] = deque()
-        self._samples = 0
+        self._pending_samples = 0
         self._counting = threading.RLock()  # held to count, sum or drop counters
         self._flow = Throughput()
         self._timeline = Timeline()
         self._reserved: dict[tuple[int, int], float] = {}
         self._reading: dict[tuple[int, int], tuple[str, Sequence[str], int, int, float]] = {}
         self._follow: dict[type[c.Value], Follow] = {
-            c.Allocate: self._allocated,
-            c.Abort: self._aborted,
-            c.Commit: self._committed,
-            c.Locate: self._located,
-            c.Release: self._released,
-            c.Claim: self._claimed,
-            c.Clear: self._cleared,
-            c.SetVersion: self._version_set,
+            c.Allocate: self._count_allocate,
+            c.Abort: self._count_abort,
+            c.Commit: self._count_commit,
+            c.Locate: self._count_locate,
+            c.Release: self._count_release,
+            c.Claim: self._count_claim,
+            c.Clear: self._count_clear,
+            c.SetVersion: self._count_set_version,
         }
 
     # --- the ledger's thread
 
     def answered(self, item: c.Input, output: c.Output, began: float) -> None:
-        """Record that `output` answers `item`, which arrived at `began`."""
+        """Record that `output` answers `item`, which arrived at `began`. It is counted later, together with others."""
         pending = self._pending
         pending.append((item, output, began, self.clock()))
         if type(output) is c.Answer:
             result = output.result
             if isinstance(result, _OF_SAMPLES):
-                self._samples += len(result.rows)
-        if len(pending) >= TOGETHER or self._samples >= HEAVY:
+                self._pending_samples += len(result.rows)
+        if len(pending) >= TOGETHER or self._pending_samples >= HEAVY:
             self.count()
 
     def count(self) -> None:
         """Count all pending answers. Any thread."""
         with self._counting:
-            self._samples = 0
+            self._pending_samples = 0
             while self._pending:
                 item, output, began, now = self._pending.popleft()
                 try:
@@ -137,19 +141,20 @@ class Recorder:
             if follow is not None:
                 follow(item, command, result, began, now)
         else:
-            self._reported(item, output, now - began)
+            self._count_report(item, output, now - began)
 
     def synced(self, took_s: float) -> None:
         """Record an fsync of the journal that took `took_s` seconds."""
         self.syncs.add(took_s)
 
-    def lives(self, nbytes: int) -> None:
+    def record_live_bytes(self, nbytes: int) -> None:
         """Record the current number of live bytes."""
         with self._counting:
             self.count()
-            self._flow.at(self.clock() + self._unix_s).live_bytes = nbytes
+            self._flow.second_at(self.clock() + self._unix_s).live_bytes = nbytes
 
-    def _reported(self, item: c.Input, output: c.Output, took_s: float) -> None:
+    def _count_report(self, item: c.Input, output: c.Output, took_s: float) -> None:
+        """Count the answer to an input other than a call, such as OpenSession."""
         op = self.ops.setdefault(type(item), Op())
         op.took.add(took_s)
         error = getattr(output, "error", None)
@@ -160,84 +165,90 @@ class Recorder:
         if isinstance(item, c.OpenSession) and isinstance(output, c.Opened):
             self._timeline.opened(output.session, item.name)
 
-    def _begin(self, partition: str) -> MovedTotals:
+    def _add_partition(self, partition: str) -> MovedTotals:
+        """Return new counters for a partition. If there are too many, the oldest are dropped."""
         moved = MovedTotals()
-        given_up = bounded(self.by_partition, partition, moved)
-        if given_up is not None:
-            self._gone.add(given_up)
+        removed = store_bounded(self.by_partition, partition, moved)
+        if removed is not None:
+            self._dropped.add(removed)
         return moved
 
-    def _allocated(self, call: c.Call, command: c.Allocate, result: c.Allocated, began: float, now: float) -> None:
-        bounded(self._reserved, (call.session, call.number), began)
+    def _count_allocate(self, call: c.Call, command: c.Allocate, result: c.Allocated, began: float, now: float) -> None:
+        store_bounded(self._reserved, (call.session, call.number), began)
 
-    def _aborted(self, call: c.Call, command: c.Abort, result: c.Done, began: float, now: float) -> None:
+    def _count_abort(self, call: c.Call, command: c.Abort, result: c.Done, began: float, now: float) -> None:
         self._reserved.pop((call.session, command.reservation), None)
 
-    def _committed(self, call: c.Call, command: c.Commit, result: c.Committed, began: float, now: float) -> None:
+    def _count_commit(self, call: c.Call, command: c.Commit, result: c.Committed, began: float, now: float) -> None:
+        """Count a put. Its span begins with its Allocate, if it had a reservation of its own."""
         samples, nbytes, names = len(result.rows), 0, []
         for column in command.columns:
             lengths = column.lengths
             nbytes += (lengths.item() if lengths.size == 1 else total(lengths)) * column.spec.unit_bytes
             names.append(field_of(column.name))
-        moved = self.by_partition.get(command.partition) or self._begin(command.partition)
+        moved = self.by_partition.get(command.partition) or self._add_partition(command.partition)
         moved.put_samples += samples
         moved.put_bytes += nbytes
         moved.new_samples += result.born
         moved.overwritten_bytes += result.overwritten_bytes
-        second = self._flow.at(now + self._unix_s)
+        second = self._flow.second_at(now + self._unix_s)
         second.puts += samples
         second.put_bytes += nbytes
         if command.reservation is not None and command.offset is None:
             began = self._reserved.pop((call.session, command.reservation), began)
         self._timeline.add((call.session, "put", command.partition, names, samples, nbytes, began, now))
 
-    def _located(self, call: c.Call, command: c.Locate, result: c.Located, began: float, now: float) -> None:
+    def _count_locate(self, call: c.Call, command: c.Locate, result: c.Located, began: float, now: float) -> None:
+        """Count a get. Its span is added when its Release is answered."""
         if command.unpinned:
             return
         samples, nbytes = len(result.rows), 0
-        for found in result.fields:
-            lengths = found.lengths.clip(0) if command.missing_ok else found.lengths
-            if found.spec.settled:
-                nbytes += (lengths.item() if lengths.size == 1 else total(lengths)) * found.spec.unit_bytes
-        moved = self.by_partition.get(command.partition) or self._begin(command.partition)
+        for field in result.fields:
+            lengths = field.lengths.clip(0) if command.missing_ok else field.lengths  # negative: the value is missing
+            if field.spec.settled:
+                nbytes += (lengths.item() if lengths.size == 1 else total(lengths)) * field.spec.unit_bytes
+        moved = self.by_partition.get(command.partition) or self._add_partition(command.partition)
         moved.got_samples += samples
         moved.got_bytes += nbytes
-        second = self._flow.at(now + self._unix_s)
+        second = self._flow.second_at(now + self._unix_s)
         second.gets += samples
         second.get_bytes += nbytes
         key = call.session, call.number
-        bounded(self._reading, key, (command.partition, command.fields, samples, nbytes, began))
+        store_bounded(self._reading, key, (command.partition, command.fields, samples, nbytes, began))
 
-    def _released(self, call: c.Call, command: c.Release, result: c.Done, began: float, now: float) -> None:
+    def _count_release(self, call: c.Call, command: c.Release, result: c.Done, began: float, now: float) -> None:
+        """Add the span of a get, which has read its bytes between its Locate and this Release."""
         reading = self._reading.pop((call.session, command.located), None)
         if reading is not None:
             partition, fields, samples, nbytes, began = reading
             self._timeline.add((call.session, "get", partition, fields, samples, nbytes, began, now))
 
-    def _claimed(self, call: c.Call, command: c.Claim, result: c.Claimed, began: float, now: float) -> None:
+    def _count_claim(self, call: c.Call, command: c.Claim, result: c.Claimed, began: float, now: float) -> None:
+        """Count a claim and its waiting time. A peek claims nothing."""
         if command.peek:
             return
         samples = len(result.rows)
-        moved = self.by_partition.get(command.partition) or self._begin(command.partition)
+        moved = self.by_partition.get(command.partition) or self._add_partition(command.partition)
         moved.claimed_samples += samples
         key = command.partition, command.task
         waited = self.by_task.get(key)
         if waited is None:
             waited = Waited()
-            bounded(self.by_task, key, waited)
+            store_bounded(self.by_task, key, waited)
         waited.add(now - began)
-        self._flow.at(now + self._unix_s).claims += samples
+        self._flow.second_at(now + self._unix_s).claims += samples
         self._timeline.add((call.session, "claim", command.partition, (command.task,), samples, 0, began, now))
 
-    def _cleared(self, call: c.Call, command: c.Clear, result: c.Cleared, began: float, now: float) -> None:
-        moved = self.by_partition.get(command.partition) or self._begin(command.partition)
+    def _count_clear(self, call: c.Call, command: c.Clear, result: c.Cleared, began: float, now: float) -> None:
+        """Count cleared samples. A command without samples clears the whole partition."""
+        moved = self.by_partition.get(command.partition) or self._add_partition(command.partition)
         moved.cleared_samples += result.count
         if command.samples is None:
             self.forget([command.partition])
-        self._flow.at(now + self._unix_s).clears += result.count
+        self._flow.second_at(now + self._unix_s).clears += result.count
         self._timeline.add((call.session, "clear", command.partition, (), result.count, 0, began, now))
 
-    def _version_set(self, call: c.Call, command: c.SetVersion, result: c.Done, began: float, now: float) -> None:
+    def _count_set_version(self, call: c.Call, command: c.SetVersion, result: c.Done, began: float, now: float) -> None:
         name = (f"version {command.version}",)
         self._timeline.add((call.session, "version", command.partition, name, 0, 0, began, now))
 
@@ -248,10 +259,10 @@ class Recorder:
         """Totals of all partitions, including dropped ones."""
         with self._counting:
             self.count()
-            everything = MovedTotals()
-            for moved in (self._gone, *self.by_partition.values()):
-                everything.add(moved)
-            return everything
+            totals = MovedTotals()
+            for moved in (self._dropped, *self.by_partition.values()):
+                totals.add(moved)
+            return totals
 
     @property
     def partitions(self) -> set[str]:
@@ -262,21 +273,21 @@ class Recorder:
 
     def forget(self, partitions: Iterable[str]) -> None:
         """Drop the counters of these partitions. Their totals are kept in `moved`."""
-        gone = set(partitions)
+        dropped = set(partitions)
         with self._counting:
-            for name in gone & self.by_partition.keys():
-                self._gone.add(self.by_partition.pop(name))
-            for key in [key for key in self.by_task if key[0] in gone]:
+            for name in dropped & self.by_partition.keys():
+                self._dropped.add(self.by_partition.pop(name))
+            for key in [key for key in self.by_task if key[0] in dropped]:
                 del self.by_task[key]
 
     def flow(self) -> FlowReport:
         self.count()
-        return self._flow.report(self.clock() + self._unix_s, self._set_by_s())
+        return self._flow.report(self.clock() + self._unix_s, self._clock_adjustment_s())
 
     def timeline(self) -> TimelineReport:
         self.count()
-        return self._timeline.report(self._unix_s + self._set_by_s())
+        return self._timeline.report(self._unix_s + self._clock_adjustment_s())
 
-    def _set_by_s(self) -> int:
+    def _clock_adjustment_s(self) -> int:
         """Return by how many seconds the machine's clock was adjusted since the start."""
         return round(self._wall() - self.clock() - self._unix_s)

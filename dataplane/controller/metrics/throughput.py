@@ -42,8 +42,9 @@ class Throughput:
         self._seconds: deque[Second] = deque(maxlen=KEPT_S)
         self._latest = Second(0, 0)
 
-    def at(self, now: float) -> Second:
-        """Return the record of the current second, to add to."""
+    def second_at(self, now: float) -> Second:
+        """Return the record of the second that contains `now` (Unix time), to add to; for an earlier time, the
+        latest one."""
         if now >= self._latest.end:
             end = int(now) + 1
             self._latest = Second(end, self._latest.live_bytes)
@@ -56,11 +57,11 @@ class Throughput:
         first = last - KEPT_S + 1
         known = list(self._seconds)
         by_end = {second.end: second for second in known}
-        live = next((second.live_bytes for second in reversed(known) if second.end < first), 0)
+        live_bytes = next((second.live_bytes for second in reversed(known) if second.end < first), 0)
         row: list[Second] = []
         for end in range(first, last + 1):
-            second = by_end.get(end) or Second(end, live)
-            live = second.live_bytes
+            second = by_end.get(end) or Second(end, live_bytes)  # a second without activity keeps the live bytes
+            live_bytes = second.live_bytes
             row.append(second)
         return FlowReport(
             step_s=1,

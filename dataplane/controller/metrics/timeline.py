@@ -52,7 +52,7 @@ class Timeline:
 
     def opened(self, session: int, name: str) -> None:
         """Record the client name of a session."""
-        bounded(self.clients, session, name)
+        store_bounded(self.clients, session, name)
 
     def report(self, unix_s: float) -> TimelineReport:
         """Report all spans. unix_s: offset from the clock of the spans to Unix time."""
@@ -63,7 +63,7 @@ class Timeline:
                     session=session,
                     what=what,
                     partition=partition,
-                    name=_joined(names),
+                    name=_join_names(names),
                     samples=samples,
                     bytes=nbytes,
                     start=start + unix_s,
@@ -74,13 +74,13 @@ class Timeline:
         )
 
 
-def bounded(kept: dict[Key, Kept], key: Key, value: Kept) -> Kept | None:
+def store_bounded(kept: dict[Key, Kept], key: Key, value: Kept) -> Kept | None:
     """Store `value`. If the mapping exceeds `OPEN` entries, remove the oldest and return its value."""
     kept[key] = value
     return None if len(kept) <= OPEN else kept.pop(next(iter(kept)))
 
 
-def _joined(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     more = len(names) - SHOWN_FIELDS
     shown = ", ".join(names[:SHOWN_FIELDS])
     return shown if more <= 0 else f"{shown} and {more} more"
