@@ -241,7 +241,7 @@ def test_calls_whose_answers_nobody_takes_have_a_budget(monkeypatch: pytest.Monk
             assert is_busy()
             why = "replied with gRPC status 8: concurrent calls without a token from ipv4:127.0.0.1: 5, and the limit"
             with pytest.raises(http2.BusyError, match=why):
-                server_keys._ask(controller.address, None, bytes(NONCE_BYTES), lambda: WAIT_S)
+                server_keys._request_keys(controller.address, None, bytes(NONCE_BYTES), lambda: WAIT_S)
             with ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(connect, controller.address, token=TOKEN, connect_timeout_s=WAIT_S)
                 assert wait([asked], SILENT_S).not_done
@@ -394,7 +394,7 @@ def lie(how: str, address: str, files: object, nonce: bytes, rest: object) -> tu
 
 @pytest.mark.parametrize("how", ["another token", "another port", "another nonce"])
 def test_who_cannot_prove_that_it_knows_the_token_is_no_service(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(server_keys, "_ask", functools.partial(lie, how))
+    monkeypatch.setattr(server_keys, "_request_keys", functools.partial(lie, how))
     with pytest.raises(AuthenticationError, match="no valid proof for this token"):
         keys_of("127.0.0.1:7", TOKEN, None, deadline=time.monotonic() + WAIT_S)
 
@@ -419,7 +419,7 @@ def test_an_impostor_ends_neither_sessions_nor_storage_units(
         with connect(restartable.address, token=TOKEN, heartbeat_s=0.1) as client:
             put_and_get(client)
             with monkeypatch.context() as patched:
-                patched.setattr(server_keys, "_ask", answer)
+                patched.setattr(server_keys, "_request_keys", answer)
                 restartable.restart()
                 wait_until(lambda: asked >= {"tq-heartbeat", "tq-unit-link"}, "both to look for the service")
             put_and_get(client)

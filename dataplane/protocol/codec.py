@@ -157,22 +157,22 @@ def _unrepresentable(value: c.Value, error: Exception) -> InvalidRequestError:
 def _integer_fault(value: c.Value) -> str | None:
     """Describe the first integer field of the command that does not hold a 64-bit integer; None if there is none."""
     for name, hint in get_type_hints(type(value)).items():
-        found = getattr(value, name)
-        if found is None or int not in (hint, *get_args(hint)):
+        content = getattr(value, name)
+        if content is None or int not in (hint, *get_args(hint)):
             continue
-        if isinstance(found, bool) or not hasattr(found, "__index__"):
-            return f"{name}={found!r}: expected an integer, got {type(found).__name__}"
-        if not -(1 << 63) <= int(found) < 1 << 63:
-            return f"{name}={found!r}: expected a 64-bit integer"
+        if isinstance(content, bool) or not hasattr(content, "__index__"):
+            return f"{name}={content!r}: expected an integer, got {type(content).__name__}"
+        if not -(1 << 63) <= int(content) < 1 << 63:
+            return f"{name}={content!r}: expected a 64-bit integer"
     return None
 
 
 def _string_fault(value: c.Value) -> str | None:
     """Describe the first string field of the command that does not hold a string; None if there is none."""
     for name, hint in get_type_hints(type(value)).items():
-        found = getattr(value, name)
-        if found is not None and hint in (str, str | None) and not isinstance(found, str):
-            return f"{name}={found!r}: expected a string, got {type(found).__name__}"
+        content = getattr(value, name)
+        if content is not None and hint in (str, str | None) and not isinstance(content, str):
+            return f"{name}={content!r}: expected a string, got {type(content).__name__}"
     return None
 
 
@@ -187,10 +187,11 @@ def _unicode_faults(place: str, value: Any) -> Iterator[str]:
     elif isinstance(value, c.Samples):
         yield from _unicode_faults("sample id", value.ids)
     elif isinstance(value, c.Value):
-        of = "tag" if isinstance(value, c.TagColumn) else "field"
+        # Names and tag values are described in the words of the user; other fields by their names.
+        kind = "tag" if isinstance(value, c.TagColumn) else "field"
+        places = {"name": f"{kind} name", "values": f"tag {getattr(value, 'name', '')!r}"}
         for name in value.__struct_fields__:
-            inside = {"name": f"{of} name", "values": f"tag {getattr(value, 'name', '')!r}"}.get(name, name)
-            yield from _unicode_faults(inside, getattr(value, name))
+            yield from _unicode_faults(places.get(name, name), getattr(value, name))
     elif isinstance(value, dict):
         for key, entry in value.items():
             yield from _unicode_faults(place, key)

@@ -25,6 +25,7 @@ from dataplane.protocol.pb import control_pb2 as pb
 
 Convert = Callable[[Any], Any]
 
+# The pairs (to_pb, from_pb) of the types that `field_types` converts.
 _BY_HAND: dict[Any, tuple[Convert, Convert]] = {
     c.Int64s: (field_types.int64s_to_pb, field_types.int64s_from_pb),
     c.Int32s: (field_types.int32s_to_pb, field_types.int32s_from_pb),
@@ -44,14 +45,15 @@ def _same(value: Any) -> Any:
 
 
 class _Field:
-    """The conversion of one field. `default` replaces an absent optional field (NODEFAULT: the field is required)."""
+    """The conversion of one field. `presence`: the message tells whether the field is set. `default` replaces a field
+    that is not set (NODEFAULT: the field is required)."""
 
     def __init__(self, field: msgspec.structs.FieldInfo, hint: Any, message: type[Message]) -> None:
         self.name = field.name
         on_wire = message.DESCRIPTOR.fields_by_name.get(field.name)
         assert on_wire is not None, f"{message.DESCRIPTOR.full_name} has no field {field.name}"
         optional = type(None) in typing.get_args(hint)
-        if optional:
+        if optional:  # the hint is "X | None"; convert X
             (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
         self.to_pb, self.from_pb = _converters(hint, on_wire.enum_type is not None)
         self.presence = bool(on_wire.has_presence)
@@ -60,7 +62,7 @@ class _Field:
 
 
 def _converters(hint: Any, is_enum: bool) -> tuple[Convert, Convert]:
-    """Return the pair of converters for a field with this type hint."""
+    """Return the pair of converters (to_pb, from_pb) for a field with this type hint."""
     if hint in _BY_HAND:
         return _BY_HAND[hint]
     if is_enum:
@@ -70,7 +72,10 @@ def _converters(hint: Any, is_enum: bool) -> tuple[Convert, Convert]:
         to_pb, from_pb = _converters(args[0], False)
         if to_pb is _same:
             return list, tuple
-        return (lambda values: [to_pb(v) for v in values]), (lambda wire: tuple([from_pb(w) for w in wire]))
+        return (
+            lambda values: [to_pb(value) for value in values],
+            lambda wire: tuple([from_pb(item) for item in wire]),
+        )
     if origin is dict and typing.get_origin(args[1]) is tuple:
         return _enums_to_pb, _enums_from_pb
     if origin is dict:
@@ -97,6 +102,7 @@ def _enum_converters(members: type[enum.StrEnum]) -> tuple[Convert, Convert]:
 
 
 def _dict_converters(value_type: Any) -> tuple[Convert, Convert]:
+    """Return the converters of a dict with text keys. The message has a list of entries, each a name and a value."""
     key = _VALUE_OF_ENTRY[value_type]
     to_pb, from_pb = _converters(value_type, False)
     return (
@@ -114,46 +120,48 @@ def _enums_from_pb(wire: pb.Enums) -> dict[str, tuple[str, ...]]:
 
 
 class ConversionPlan:
-    """The conversion of one type of value. Fields that are always present are separate from optional ones."""
+    """The conversion of one type of value. Fields that the message always has (`_present`) are separate from those that
+    may not be set (`_optional`)."""
 
     def __init__(self, value_type: type[c.Value]) -> None:
         self.value_type = value_type
         self.message = message_type(value_type)
         hints = typing.get_type_hints(value_type)
-        infos = [info for info in msgspec.structs.fields(value_type) if info.name != "error" or _carries_error(info)]
+        infos = [info for info in msgspec.structs.fields(value_type) if info.name != "error" or _is_in_message(info)]
         fields = [_Field(info, hints[info.name], self.message) for info in infos]
         # Field name and converter; converter None: the value is passed on as it is.
-        self._to = [(field.name, None if field.to_pb is _same else field.to_pb) for field in fields]
-        self._always = [(f.name, None if f.from_pb is _same else f.from_pb) for f in fields if not f.presence]
-        self._maybe = [(f.name, f.from_pb, f.default) for f in fields if f.presence]
+        self._to_pb = [(field.name, None if field.to_pb is _same else field.to_pb) for field in fields]
+        self._present = [(f.name, None if f.from_pb is _same else f.from_pb) for f in fields if not f.presence]
+        self._optional = [(f.name, f.from_pb, f.default) for f in fields if f.presence]
 
     def keywords(self, value: Any) -> Keywords:
         """Return the keyword arguments that build the message of `value`. Fields that are None are left out."""
-        found = {}
-        for name, convert in self._to:
+        keywords = {}
+        for name, convert in self._to_pb:
             part = getattr(value, name)
             if part is not None:
-                found[name] = part if convert is None else convert(part)
-        return found
+                keywords[name] = part if convert is None else convert(part)
+        return keywords
 
     def from_pb(self, wire: Any) -> Any:
         """Return the value of a message. Raises `InvalidRequestError` if the message is malformed."""
-        found = {}
-        for name, convert in self._always:
+        parts = {}
+        for name, convert in self._present:
             part = getattr(wire, name)
-            found[name] = part if convert is None else convert(part)
-        for name, convert, default in self._maybe:
+            parts[name] = part if convert is None else convert(part)
+        for name, convert, default in self._optional:
             if wire.HasField(name):
-                found[name] = convert(getattr(wire, name))
+                parts[name] = convert(getattr(wire, name))
             elif default is msgspec.NODEFAULT:
                 raise InvalidRequestError(f"{self.value_type.__name__} lacks the field {name}")
             else:
-                found[name] = default
-        return self.value_type(**found)
+                parts[name] = default
+        return self.value_type(**parts)
 
 
-def _carries_error(info: msgspec.structs.FieldInfo) -> bool:
-    """Whether an `error` field is part of the message. `Grown.error` is text; outputs send their `error` separately."""
+def _is_in_message(info: msgspec.structs.FieldInfo) -> bool:
+    """Whether the message has this `error` field: only if it is text, as in `Grown`. An error of type DataPlaneError is
+    sent separately."""
     return DataPlaneError.__name__ not in str(info.type)
 
 
@@ -167,5 +175,5 @@ def message_type(value_type: type[c.Value]) -> type[Message]:
     """Return the protocol's message for a type of value: NameRequest for commands, otherwise the message of the same
     name."""
     name = value_type.__name__
-    found: type[Message] = getattr(pb, f"{name}Request", None) or getattr(pb, name)
-    return found
+    message: type[Message] = getattr(pb, f"{name}Request", None) or getattr(pb, name)
+    return message

@@ -38,14 +38,14 @@ def share(part: int, most: int) -> int:
 
 def require_enough() -> None:
     """Raise `LimitError` if this process cannot open enough files for a server."""
-    free = _free(OF_A_SERVER)
+    free = _count_free(OF_A_SERVER)
     if free < OF_A_SERVER:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         hint = "Raise the limit: ulimit -n, LimitNOFILE= of systemd, docker run --ulimit nofile=."
         raise LimitError(what="open files", got=limit - free + OF_A_SERVER, limit=limit, hint=hint)
 
 
-def _free(most: int) -> int:
+def _count_free(most: int) -> int:
     """Return the number of files that this process can still open, at most `most`."""
     held: list[int] = []
     with contextlib.suppress(OSError):
@@ -63,8 +63,8 @@ def enough_for(address: str, *, least: int = 0) -> Iterator[None]:
     takes = "of which a session takes about fifteen and each concurrent call two"
     remedy = "raise the limit, or share a client between threads"
 
-    def unavailable(none_left: str) -> Exception:
-        return ServiceUnavailableError(address=address, why=f"{none_left}, {takes}; {remedy}")
+    def unavailable(shortage: str) -> Exception:
+        return ServiceUnavailableError(address=address, why=f"{shortage}, {takes}; {remedy}")
 
     with enough_or(unavailable, least=least):
         yield
@@ -74,7 +74,7 @@ def enough_for(address: str, *, least: int = 0) -> Iterator[None]:
 def enough_or(error: Callable[[str], Exception], *, least: int = 0) -> Iterator[None]:
     """Raise `error(description)` if the body fails for lack of open files, or if fewer than `least` can be opened."""
     try:
-        if _free(least) < least:
+        if _count_free(least) < least:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         yield
     except Exception as cause:

@@ -41,7 +41,7 @@ def int64s_to_pb(values: Int64s) -> bytes:
 
 def int64s_from_pb(wire: bytes) -> Int64s:
     """Return a read-only view of the message's bytes."""
-    return _array(wire, _WIRE64)
+    return _array_from(wire, _WIRE64)
 
 
 def int32s_to_pb(values: Int32s) -> bytes:
@@ -50,7 +50,7 @@ def int32s_to_pb(values: Int32s) -> bytes:
 
 def int32s_from_pb(wire: bytes) -> Int32s:
     """Return a read-only view of the message's bytes."""
-    return _array(wire, _WIRE32)
+    return _array_from(wire, _WIRE32)
 
 
 def uint32s_to_pb(values: UInt32s) -> bytes:
@@ -59,10 +59,11 @@ def uint32s_to_pb(values: UInt32s) -> bytes:
 
 def uint32s_from_pb(wire: bytes) -> UInt32s:
     """Return a read-only view of the message's bytes."""
-    return _array(wire, _WIRE_UNSIGNED)
+    return _array_from(wire, _WIRE_UNSIGNED)
 
 
-def _array(wire: bytes, dtype: np.dtype[Any]) -> np.ndarray[tuple[int], Any]:
+def _array_from(wire: bytes, dtype: np.dtype[Any]) -> np.ndarray[tuple[int], Any]:
+    """Return the bytes as an array: a read-only view if `dtype` has this machine's byte order, otherwise a copy."""
     if len(wire) % dtype.itemsize:
         raise InvalidRequestError(
             f"a column of {dtype.itemsize}-byte values has {len(wire)} bytes, which is not a whole number of values"
@@ -75,6 +76,7 @@ def _array(wire: bytes, dtype: np.dtype[Any]) -> np.ndarray[tuple[int], Any]:
 
 
 def scalar_to_pb(value: Scalar) -> Keywords:
+    """Return the field that holds the value of a tag; none for None. The order matters: bool is a subclass of int."""
     match value:
         case None:
             return {}
@@ -92,6 +94,7 @@ def scalar_to_pb(value: Scalar) -> Keywords:
 
 
 def scalar_from_pb(wire: pb.Scalar) -> Scalar:
+    """Return the value of a tag."""
     kind = wire.WhichOneof("kind")
     if kind is None:
         return None
@@ -120,12 +123,13 @@ def spec_to_pb(spec: FieldSpec) -> pb.FieldSpec:
 
 def spec_from_pb(wire: pb.FieldSpec) -> FieldSpec:
     """Return the spec of a message. Equal messages return the same cached object."""
-    return _spec(wire.SerializeToString())
+    return _cached_spec(wire.SerializeToString())
 
 
 @functools.lru_cache(maxsize=4096)
-def _spec(written: bytes) -> FieldSpec:
-    wire = pb.FieldSpec.FromString(written)
+def _cached_spec(serialized: bytes) -> FieldSpec:
+    """Return the spec of a serialized `pb.FieldSpec`."""
+    wire = pb.FieldSpec.FromString(serialized)
     inner = tuple(wire.inner.sizes) if wire.HasField("inner") else None
     if not 0 <= wire.kind < len(_KINDS):
         raise InvalidRequestError(f"unknown field kind {wire.kind}; is the client newer than the service?")
@@ -141,6 +145,7 @@ def _spec(written: bytes) -> FieldSpec:
 
 
 def samples_to_pb(samples: Samples) -> Keywords:
+    """Return the fields that name the samples: by their ids, or by handles (row and generation of each)."""
     if samples.ids is not None:
         return {"ids": {"values": samples.ids}}
     assert samples.rows is not None
@@ -149,6 +154,7 @@ def samples_to_pb(samples: Samples) -> Keywords:
 
 
 def samples_from_pb(wire: pb.Samples) -> Samples:
+    """Return the samples that a message names by ids or by handles."""
     match wire.WhichOneof("naming"):
         case "ids":
             return Samples(ids=tuple(wire.ids.values))
@@ -171,6 +177,7 @@ def tag_to_pb(tag: TagColumn) -> Keywords:
 
 
 def _tag_values(values: Sequence[Scalar]) -> Keywords:
+    """Return the field that holds the values of a tag column, by their common type."""
     kinds = set(map(type, values))
     if kinds == {str}:
         return {"texts": {"values": values}}
@@ -184,6 +191,7 @@ def _tag_values(values: Sequence[Scalar]) -> Keywords:
 
 
 def _integers(values: Sequence[Any]) -> bytes | None:
+    """Return the integers as 64-bit values; None if one is too large."""
     try:
         return np.array(values, _WIRE64).tobytes()
     except OverflowError:
@@ -191,16 +199,17 @@ def _integers(values: Sequence[Any]) -> bytes | None:
 
 
 def tag_from_pb(wire: pb.TagColumn) -> TagColumn:
+    """Return the tag column of a message."""
     values: Sequence[Scalar]
     match wire.WhichOneof("values"):
         case "texts":
             values = tuple(wire.texts.values)
         case "reals":
-            values = tuple(_array(wire.reals, _WIRE_REAL).tolist())
+            values = tuple(_array_from(wire.reals, _WIRE_REAL).tolist())
         case "booleans":
             values = tuple(map(bool, wire.booleans))
         case "integers":
-            values = tuple(_array(wire.integers, _WIRE64).tolist())
+            values = tuple(_array_from(wire.integers, _WIRE64).tolist())
         case "mixed":
             values = tuple(map(scalar_from_pb, wire.mixed.values))
         case _:
@@ -212,6 +221,7 @@ def tag_from_pb(wire: pb.TagColumn) -> TagColumn:
 
 
 def predicate_to_pb(predicate: Predicate) -> Keywords:
+    """Return the fields of a condition on a tag. A tuple of values is sent as `several`, a single value as `one`."""
     if isinstance(predicate.value, tuple):
         several = {"values": [scalar_to_pb(value) for value in predicate.value]}
         return {"tag": predicate.tag, "op": predicate.op, "several": several}
@@ -219,6 +229,7 @@ def predicate_to_pb(predicate: Predicate) -> Keywords:
 
 
 def predicate_from_pb(wire: pb.Predicate) -> Predicate:
+    """Return the condition on a tag of a message."""
     match wire.WhichOneof("operand"):
         case "one":
             return Predicate(tag=wire.tag, op=wire.op, value=scalar_from_pb(wire.one))

@@ -20,6 +20,7 @@ from dataplane.errors import InvalidRequestError
 
 _SETTINGS = {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "ERROR"}
 _used_in: list[int] = []
+"""The id of the process that has imported gRPC; empty before the import."""
 
 
 def import_with_grpc(name: str) -> ModuleType:
@@ -30,14 +31,15 @@ def import_with_grpc(name: str) -> ModuleType:
             "gRPC does not work in this process, because it was forked from a process that runs a data plane service. "
             "Start the service in a new process (multiprocessing's 'spawn', subprocess, tq serve); clients work here"
         )
-    with _settings():
+    with _grpc_settings():
         module = importlib.import_module(name)
     _used_in[:] = [os.getpid()]
     return module
 
 
 @contextlib.contextmanager
-def _settings() -> Iterator[None]:
+def _grpc_settings() -> Iterator[None]:
+    """Set the environment variables of gRPC in the body, unless the user has set them or gRPC is already imported."""
     ours = {} if "grpc" in sys.modules else {name: _SETTINGS[name] for name in _SETTINGS.keys() - os.environ.keys()}
     os.environ.update(ours)
     try:

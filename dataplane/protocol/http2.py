@@ -46,9 +46,9 @@ beginning of the connection."""
 MAX_TEXT = 300
 """Maximum number of characters of a status's text in an error."""
 LOOK_S = 0.1
-"""Maximum time of a read before `rest` is called again."""
+"""Maximum time of a read before `time_left` is called again."""
 
-Rest = Callable[[], float]
+TimeLeft = Callable[[], float]
 
 
 class Http2Error(Exception):
@@ -64,10 +64,17 @@ class BusyError(Http2Error):
 
 
 def call(
-    peer: socket.socket, method: str, message: bytes, *, authority: str, metadata: Mapping[str, str], rest: Rest
+    peer: socket.socket,
+    method: str,
+    message: bytes,
+    *,
+    authority: str,
+    metadata: Mapping[str, str],
+    time_left: TimeLeft,
 ) -> bytes:
-    """Call the unary `method` ("/package.Service/Name") and return the reply message. `rest()`, which is called often,
-    returns the seconds left. Raises `Http2Error`, OSError (including TimeoutError), and the errors of `rest`."""
+    """Call the unary `method` ("/package.Service/Name") and return the reply message. `time_left()`, which is called
+    often, returns the seconds left. Raises `Http2Error`, OSError (including TimeoutError), and the errors of
+    `time_left`."""
     headers = {
         ":method": "POST",
         ":scheme": "https" if isinstance(peer, ssl.SSLSocket) else "http",
@@ -83,35 +90,35 @@ def call(
         stream = connection.get_next_available_stream_id()
         connection.send_headers(stream, list(headers.items()))
         connection.send_data(stream, b"\0" + len(message).to_bytes(4, "big") + message, end_stream=True)
-        return _answer(peer, connection, rest)
+        return _receive_reply(peer, connection, time_left)
     except H2Error as error:
         raise Http2Error(f"the server there does not speak HTTP/2: {error}") from error
 
 
-def _answer(peer: socket.socket, connection: H2Connection, rest: Rest) -> bytes:
+def _receive_reply(peer: socket.socket, connection: H2Connection, time_left: TimeLeft) -> bytes:
     """Receive the reply and return its message."""
-    body, received, status, text = b"", 0, "", ""
-    while received <= MAX_TRAFFIC_BYTES:
+    body, received_bytes, status, text = b"", 0, "", ""
+    while received_bytes <= MAX_TRAFFIC_BYTES:
         peer.sendall(connection.data_to_send())
-        arrived = _arrived(peer, rest)
+        arrived = _receive_some(peer, time_left)
         if not arrived:
-            raise (Http2Error if received else HungUpError)("it closed the connection")
-        received += len(arrived)
+            raise (Http2Error if received_bytes else HungUpError)("it closed the connection")
+        received_bytes += len(arrived)
         for event in connection.receive_data(arrived):
-            body += _data(event)
-            status = _header(event, "grpc-status") or status
-            text = _header(event, "grpc-message") or text
+            body += _data_of(event)
+            status = _header_of(event, "grpc-status") or status
+            text = _header_of(event, "grpc-message") or text
             if len(body) > MAX_ANSWER_BYTES:
                 raise Http2Error("its reply is too long")
             if isinstance(event, StreamEnded):
-                return _message(body, status, text)
+                return _message_in(body, status, text)
     raise Http2Error("its reply is too long")
 
 
-def _arrived(peer: socket.socket, rest: Rest) -> bytes:
-    """Receive bytes; call `rest` at least every `LOOK_S`. Raises TimeoutError when its time is over."""
+def _receive_some(peer: socket.socket, time_left: TimeLeft) -> bytes:
+    """Receive bytes; call `time_left` at least every `LOOK_S`. Raises TimeoutError when its time is over."""
     while True:
-        left_s = rest()
+        left_s = time_left()
         peer.settimeout(max(min(left_s, LOOK_S), 0.001))
         try:
             return peer.recv(RECEIVE_BYTES)
@@ -120,13 +127,14 @@ def _arrived(peer: socket.socket, rest: Rest) -> bytes:
                 raise
 
 
-def _data(event: Event) -> bytes:
+def _data_of(event: Event) -> bytes:
+    """Return the data of the event, b"" if it has none. Raises Http2Error if the server ended the call early."""
     if isinstance(event, StreamReset | ConnectionTerminated):
         raise (BusyError if event.error_code in PASSING_ENDS else Http2Error)("it ended the call")
     return event.data if isinstance(event, DataReceived) and event.data is not None else b""
 
 
-def _header(event: Event, wanted: str) -> str:
+def _header_of(event: Event, wanted: str) -> str:
     """Return the value of a header of the event, "" if it is absent."""
     headers = event.headers if isinstance(event, ResponseReceived | TrailersReceived) else None
     for name, value in headers or ():
@@ -135,11 +143,12 @@ def _header(event: Event, wanted: str) -> str:
     return ""
 
 
-def _message(body: bytes, status: str, text: str) -> bytes:
-    """Return the single message in a gRPC body. text: the status's text, percent-encoded by gRPC."""
+def _message_in(body: bytes, status: str, text: str) -> bytes:
+    """Return the single message in a gRPC body. status: the gRPC status; text: its text, percent-encoded by gRPC."""
     if not body and status in PASSING:
-        told = "".join(each if each.isprintable() else " " for each in unquote(text)[:MAX_TEXT])
-        raise BusyError(f"it replied with gRPC status {status}" + (f": {told.rstrip('.')}" if told else ""))
+        shown = "".join(char if char.isprintable() else " " for char in unquote(text)[:MAX_TEXT])
+        raise BusyError(f"it replied with gRPC status {status}" + (f": {shown.rstrip('.')}" if shown else ""))
+    # A byte for compression (0: none), four bytes for the length, and the message.
     if len(body) < 5 or body[0] or len(body) != 5 + int.from_bytes(body[1:5], "big"):
         raise Http2Error("it sent no valid reply")
     return body[5:]

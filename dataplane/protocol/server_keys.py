@@ -75,18 +75,18 @@ def keys_of(
     `ServiceUnavailableError` (at once if nothing listens), `TlsError`, `AuthenticationError`, `ProtocolVersionError`,
     ValueError for unusable files."""
 
-    def rest() -> float:
+    def time_left() -> float:
         check()
         return deadline - time.monotonic()
 
     nonce = secrets.token_bytes(NONCE_BYTES)
     try:
-        body, reached = _ask_with_retry(address, files, nonce, rest)
+        body, reached = _request_keys_with_retry(address, files, nonce, time_left)
         answer = pb.Keys.FromString(body)
     except DataPlaneError:
         raise
     except TimeoutError as error:
-        if error.errno is not None:
+        if error.errno is not None:  # the system's timeout of the connection attempt
             raise unreached(address, "it", error) from error
         raise _unavailable(address, f"a server is listening, but {error}") from error
     except ssl.SSLError as error:
@@ -101,15 +101,16 @@ def keys_of(
         cause = from_wire(answer.error.name, answer.error.facts)
         # The service has not proved its identity yet, so only this error is passed on as it is.
         raise cause if isinstance(cause, ProtocolVersionError) else _unavailable(address, f"it sent no keys: {cause}")
-    secret = _proven(answer, token, files is not None, address, nonce)
+    secret = _verified_secret(answer, token, files is not None, address, nonce)
     ticket = Ticket.of(secret, answer.instance)
     return ConnectionKeys(
         curve_key=answer.curve_key, ticket=ticket, secret=secret, address=reached, service=answer.service
     )
 
 
-def _proven(answer: pb.Keys, token: str | None, secure: bool, address: str, nonce: bytes) -> str:
-    """Verify the service's proof and return its secret. Raises `AuthenticationError` if the proof is wrong."""
+def _verified_secret(answer: pb.Keys, token: str | None, secure: bool, address: str, nonce: bytes) -> str:
+    """Verify the service's proof and return its secret, "" if it has none. Raises `AuthenticationError` if the proof or
+    the token is missing, or the proof is wrong."""
     # A service sends a secret only over TLS.
     secret = token or (answer.secret if secure else "")
     if not secret and not answer.proof:
@@ -128,14 +129,16 @@ def _proven(answer: pb.Keys, token: str | None, secure: bool, address: str, nonc
     return secret
 
 
-def _ask_with_retry(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> tuple[bytes, str]:
-    """Call `_ask`, and retry while the service is too busy to answer or has reached its limit of connections. Raises
-    TimeoutError, with the reason of the last attempt, when the time is over."""
-    why, is_diagnosed = f"it does not answer in time; {SILENT}", False
+def _request_keys_with_retry(
+    address: str, files: TlsFiles | None, nonce: bytes, time_left: Callable[[], float]
+) -> tuple[bytes, str]:
+    """Call `_request_keys`, and retry while the service is too busy to answer or has reached its limit of connections.
+    Raises TimeoutError, with the reason of the last attempt, when the time is over."""
+    why, is_diagnosed = f"it does not answer in time; {SILENT}", False  # TLS is diagnosed once
     cause: Exception
     while True:
         try:
-            return _ask(address, files, nonce, rest)
+            return _request_keys(address, files, nonce, time_left)
         except http2.BusyError as error:
             why, cause = str(error), error
         except HANGS_UP as error:
@@ -146,24 +149,28 @@ def _ask_with_retry(address: str, files: TlsFiles | None, nonce: bytes, rest: Ca
             why = "it closes the connection at once: it may have reached its connection limit, or be another service"
             cause = error
         except TimeoutError as error:
-            if error.errno is not None:
+            if error.errno is not None:  # not the deadline, but the system's timeout of the connection attempt
                 raise
             raise TimeoutError(why) from error
-        if rest() <= BUSY_S:
+        if time_left() <= BUSY_S:
             raise TimeoutError(why) from cause
         time.sleep(BUSY_S)
 
 
-def _ask(address: str, files: TlsFiles | None, nonce: bytes, rest: Callable[[], float]) -> tuple[bytes, str]:
+def _request_keys(
+    address: str, files: TlsFiles | None, nonce: bytes, time_left: Callable[[], float]
+) -> tuple[bytes, str]:
     """Request the keys once. Return the reply, and the numeric address that sent it (see `ConnectionKeys`)."""
     request = pb.GetKeysRequest().SerializeToString()
     metadata = {NONCE_KEY: nonce.hex(), VERSION_KEY: str(PROTOCOL_VERSION)}
     authority = address if files is None else tls.authority_of(address, files)
     began = time.monotonic()
     try:
-        with dial(address, rest()) if files is None else tls.connect(address, files, rest) as peer:
-            return http2.call(peer, METHOD, request, authority=authority, metadata=metadata, rest=rest), dialed(peer)
+        with dial(address, time_left()) if files is None else tls.connect(address, files, time_left) as peer:
+            reply = http2.call(peer, METHOD, request, authority=authority, metadata=metadata, time_left=time_left)
+            return reply, dialed(peer)
     except (ConnectionResetError, BrokenPipeError, ssl.SSLError, http2.Http2Error) as error:
+        # The service closes a connection after HANDSHAKE_S if it was too busy to complete the handshakes.
         took_s = time.monotonic() - began
         if took_s < HANDSHAKE_S:
             raise

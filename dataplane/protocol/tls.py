@@ -31,7 +31,7 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
     """Return the SSL context of a client. Raises ValueError with the name of an unusable file."""
     context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
     context.set_alpn_protocols(["h2"])
-    _load(context, files)
+    _load_files(context, files)
     return context
 
 
@@ -41,11 +41,12 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.verify_mode = ssl.CERT_REQUIRED
     context.set_alpn_protocols(["http/1.1"])
-    _load(context, files)
+    _load_files(context, files)
     return context
 
 
-def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
+def _load_files(context: ssl.SSLContext, files: TlsFiles) -> None:
+    """Load the authority, and this process's certificate and key. Raises ValueError that names an unusable file."""
     try:
         context.load_verify_locations(files.ca_file)
     except (OSError, ssl.SSLError) as error:
@@ -86,17 +87,17 @@ def _read(path: str) -> bytes:
     return Path(path).read_bytes()
 
 
-def connect(address: str, files: TlsFiles, rest: Callable[[], float]) -> ssl.SSLSocket:
+def connect(address: str, files: TlsFiles, time_left: Callable[[], float]) -> ssl.SSLSocket:
     """Connect to the gRPC server at `address` and complete the TLS handshake as far as possible without reading data
     (in TLS 1.3 the server's rejection of this client's certificate arrives only with the first read).
 
-    Each step may take `rest()` seconds. Raises `TlsError` if the handshake fails for a permanent reason, OSError if the
-    server is unreachable, silent or closes the connection.
+    Each step may take `time_left()` seconds. Raises `TlsError` if the handshake fails for a permanent reason, OSError if
+    the server is unreachable, silent or closes the connection.
     """
     context = client_context(files)
-    plain = dial(address, rest())
+    plain = dial(address, time_left())
     try:
-        plain.settimeout(max(rest(), 0.001))
+        plain.settimeout(max(time_left(), 0.001))
         return context.wrap_socket(plain, server_hostname=files.server_name or split_address(address)[0])
     except BaseException as error:
         plain.close()
@@ -133,13 +134,13 @@ def _rejected(files: TlsFiles | None, reason: str = "") -> str:
 def _own_defect(files: TlsFiles) -> str:
     """Return the reason why a service with the same files and clock would reject this client's certificate; "" if it
     would accept it. Runs both ends of a handshake in memory."""
-    showing = client_context(files)
-    showing.check_hostname, showing.verify_mode = False, ssl.CERT_NONE
+    presenting = client_context(files)
+    presenting.check_hostname, presenting.verify_mode = False, ssl.CERT_NONE
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = showing.wrap_bio(to_client, to_server)
+    client = presenting.wrap_bio(to_client, to_server)
     server = server_context(files).wrap_bio(to_server, to_client, server_side=True)
     try:
-        for end in (client, server) * 3:
+        for end in (client, server) * 3:  # each end continues with what the other one has written
             with contextlib.suppress(ssl.SSLWantReadError):
                 end.do_handshake()
     except ssl.SSLCertVerificationError as error:

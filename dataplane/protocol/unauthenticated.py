@@ -51,6 +51,8 @@ _TCP_INFO = struct.Struct("=120xQQ")
 
 @dataclass(slots=True)
 class _Connection:
+    """An unauthenticated connection. since: when it was accepted, by time.monotonic()."""
+
     inode: int
     peer: str
     """The peer's address, for the log."""
@@ -82,13 +84,17 @@ class Unauthenticated:
         for _ in range(EVENTS):
             if not readable(monitor):
                 return
-            told = recv_monitor_message(monitor)
-            (self.began if told["event"] == zmq.EVENT_ACCEPTED else self.ended)(int(told["value"]))
+            event = recv_monitor_message(monitor)
+            descriptor = int(event["value"])
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self.began(descriptor)
+            else:
+                self.ended(descriptor)
 
     def began(self, descriptor: int) -> None:
         """Record a new connection."""
         self._silent.pop(descriptor, None)
-        connection = self._look_at(descriptor)
+        connection = self._describe(descriptor)
         if connection is not None:
             self._silent[descriptor] = connection
 
@@ -106,8 +112,8 @@ class Unauthenticated:
         """Return the time until the next call of `hang_up`, at most `most` (None: no limit)."""
         if not self._silent:
             return most
-        mine = 1 + int(1000 * self._pause_s())
-        return mine if most is None else min(most, mine)
+        own_ms = 1 + int(1000 * self._pause_s())
+        return own_ms if most is None else min(most, own_ms)
 
     def _pause_s(self) -> float:
         return max(LOOK_S, 10 * self._took_s)
@@ -117,21 +123,22 @@ class Unauthenticated:
         began = time.monotonic()
         if not self._silent or began - self._looked < self._pause_s():
             return
-        long = []
+        long = []  # connections for which ZMQ may hold a whole frame
         for descriptor, connection in list(self._silent.items()):
-            acked, received = _counts(descriptor) if connection.is_tcp else (0, 0)
+            acked, received = _byte_counts(descriptor) if connection.is_tcp else (0, 0)
             # ZMQ closes a connection whose handshake takes longer, so an old one is authenticated.
             old = began - connection.since > zap.HANDSHAKE_MS / 1000 + LATE_S
             if old or acked > self._handshake_bytes:
                 del self._silent[descriptor]
             elif received > SHORT_BYTES or not (connection.is_tcp or connection.is_trusted):
                 long.append(descriptor)
-        self._end(long[: max(0, len(long) - self._most_long)])
-        self._end(list(itertools.islice(self._silent, max(0, len(self._silent) - self._most))))
+        self._shut_down(long[: max(0, len(long) - self._most_long)])
+        self._shut_down(list(itertools.islice(self._silent, max(0, len(self._silent) - self._most))))
         self._looked = time.monotonic()
         self._took_s = self._looked - began
 
-    def _end(self, descriptors: Iterable[int]) -> None:
+    def _shut_down(self, descriptors: Iterable[int]) -> None:
+        """Shut down these connections and drop them. ZMQ then closes them."""
         for descriptor in descriptors:
             # The descriptor may have been reused for another file; the copy's inode shows that.
             with copied(descriptor) as copy, contextlib.suppress(OSError):
@@ -139,7 +146,7 @@ class Unauthenticated:
                 if copy is not None and os.fstat(copy.fileno()).st_ino == inode:
                     copy.shutdown(socket.SHUT_RDWR)
 
-    def _look_at(self, descriptor: int) -> _Connection | None:
+    def _describe(self, descriptor: int) -> _Connection | None:
         """Return the connection of a descriptor; None if it is closed or the descriptor belongs to another file."""
         with copied(descriptor) as copy, contextlib.suppress(OSError):
             if copy is None or bound_to(copy) not in self._places:
@@ -155,16 +162,16 @@ class Unauthenticated:
         return None
 
 
-def _counts(descriptor: int) -> tuple[int, int]:
+def _byte_counts(descriptor: int) -> tuple[int, int]:
     """Return the bytes that the peer has acknowledged and sent; 0 if they are unknown."""
     try:
-        looked = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
     except OSError:  # the connection is closed
         return 0, 0
     try:
-        told = looked.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     except OSError:
         return 0, 0
     finally:
-        looked.detach()
-    return _TCP_INFO.unpack(told) if len(told) == _TCP_INFO.size else (0, 0)
+        connection.detach()  # the descriptor belongs to ZMQ, which closes it
+    return _TCP_INFO.unpack(info) if len(info) == _TCP_INFO.size else (0, 0)

@@ -111,6 +111,7 @@ class Admission:
         self._wake = -1
 
     def _run(self) -> None:
+        """Reply to ZMQ's requests until `close`. This is the body of the thread."""
         handler = self._socket
         assert handler is not None
         poller = zmq.Poller()
@@ -123,7 +124,8 @@ class Admission:
                 handler.send_multipart([version, request, code, text, b"", b""])
 
     def _decide(self, request: list[bytes]) -> tuple[bytes, bytes]:
-        """Return the status for one peer. Never raises, because ZMQ waits for the reply."""
+        """Return the status and its text for one peer. Never raises, because ZMQ waits for the reply. request: domain,
+        address, identity, mechanism and credentials of the peer (RFC 27)."""
         try:
             code = self._status(request[3], request[4:])
             address = request[1].decode(errors="replace") or "this host"
@@ -136,7 +138,8 @@ class Admission:
         return code, b"" if code == TAKEN else b"refused"
 
     def _status(self, mechanism: bytes, shown: list[bytes]) -> bytes:
-        """Return the status for the credentials that a peer presented."""
+        """Return the status for the credentials that a peer presented: its public key with CURVE, its user name and
+        password with PLAIN."""
         ticket = self._ticket
         if ticket is None:
             return REFUSED
@@ -146,6 +149,7 @@ class Admission:
             return REFUSED
         if hmac.compare_digest(shown[1], ticket.code.encode()):
             return TAKEN
+        # A wrong code for this instance is a wrong token. For another instance it may be right.
         return REFUSED if shown[0] == ticket.instance.encode() else ANOTHER_INSTANCE
 
 

@@ -26,7 +26,7 @@ def request(item: c.Input) -> list[bytes]:
     if len(body) <= REQUEST_FRAME_BYTES:
         return [method.encode(), body]
     starts = range(0, len(body), REQUEST_FRAME_BYTES)
-    return [method.encode(), *(body[at : at + REQUEST_FRAME_BYTES] for at in starts)]
+    return [method.encode(), *(body[start : start + REQUEST_FRAME_BYTES] for start in starts)]
 
 
 def check_size(body: bytes, what: str) -> None:

@@ -85,7 +85,7 @@ def test_a_socket_that_brought_no_answer_is_not_used_again(
 def test_a_full_port_is_busy_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_server, "MAX_CALLS", 2)
     monkeypatch.setattr(health, "HEALTHY_S", WAIT_S)
-    busy, ask = threading.Event(), server_keys._ask
+    busy, ask = threading.Event(), server_keys._request_keys
 
     def asked(*question: Any) -> bytes:
         try:
@@ -94,7 +94,7 @@ def test_a_full_port_is_busy_and_is_asked_again(monkeypatch: pytest.MonkeyPatch)
             busy.set()
             raise
 
-    monkeypatch.setattr(server_keys, "_ask", asked)
+    monkeypatch.setattr(server_keys, "_request_keys", asked)
     with (
         Controller(replace(CONFIG, token=TOKEN)) as controller,
         grpc.insecure_channel(controller.address) as channel,

@@ -41,7 +41,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def call(near: socket.socket, authority: str = "host:1", **metadata: str) -> bytes:
     return http2.call(
-        near, "/package.Service/Method", b"ask", authority=authority, metadata=metadata, rest=lambda: WAIT_S
+        near, "/package.Service/Method", b"ask", authority=authority, metadata=metadata, time_left=lambda: WAIT_S
     )
 
 
@@ -94,7 +94,7 @@ def test_what_is_no_answer_of_ours_is_an_error(
 def test_silence_ends_in_time(pair: tuple[socket.socket, socket.socket]) -> None:
     near, _ = pair
     with pytest.raises(TimeoutError):
-        http2.call(near, "/m", b"", authority="a", metadata={}, rest=lambda: 0.01)
+        http2.call(near, "/m", b"", authority="a", metadata={}, time_left=lambda: 0.01)
 
 
 def test_long_headers_and_the_message_arrive(pair: tuple[socket.socket, socket.socket]) -> None:
@@ -159,7 +159,7 @@ def test_the_text_of_a_status_is_told_in_part_and_changes_no_terminal(
 
 def test_a_service_that_was_busy_until_the_end_has_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Exception] = [http2.BusyError("it replied with gRPC status 8: too many"), TimeoutError("timed out")]
-    monkeypatch.setattr(server_keys, "_ask", raiser(answers))
+    monkeypatch.setattr(server_keys, "_request_keys", raiser(answers))
     monkeypatch.setattr(server_keys, "BUSY_S", 0.001)
     with pytest.raises(ServiceUnavailableError, match=r"a server is listening, but it replied.*too many") as caught:
         server_keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S)
@@ -183,7 +183,7 @@ def test_keys_are_asked_for_again_while_the_service_is_busy(monkeypatch: pytest.
             raise http2.BusyError("it replied with gRPC status 14")
         return b"", ""
 
-    monkeypatch.setattr(server_keys, "_ask", ask)
+    monkeypatch.setattr(server_keys, "_request_keys", ask)
     monkeypatch.setattr(server_keys, "BUSY_S", 0.001)
     assert server_keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S) == server_keys.OPEN
     assert len(asked) == 3
@@ -231,7 +231,7 @@ def test_who_is_hung_up_on_at_once_asks_again(error: Exception, monkeypatch: pyt
             raise error
         return b"", ""
 
-    monkeypatch.setattr(server_keys, "_ask", ask)
+    monkeypatch.setattr(server_keys, "_request_keys", ask)
     monkeypatch.setattr(server_keys, "BUSY_S", 0.001)
     monkeypatch.setattr(tls, "diagnose", lambda *_: None)
     assert server_keys.keys_of("host:1", None, None, deadline=time.monotonic() + WAIT_S) == server_keys.OPEN

@@ -37,6 +37,7 @@ class Guard:
     def check(self, request: HttpRequest) -> None:
         """Raise `HttpError` unless the request is authorized."""
         if self._token is None:
+            # Without a token, only the clients' certificates protect a service beyond this machine.
             guarded = self._secure and not self._local
             if not guarded and not _names_this_machine(request.headers.get("host", "")):
                 raise HttpError(
@@ -53,6 +54,7 @@ class Guard:
         )
 
     def _shows_token(self, request: HttpRequest) -> bool:
+        """Whether the request has the token in its Authorization header."""
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
         return scheme.lower() == "bearer" and self._is_token(shown.strip())
 
@@ -60,13 +62,14 @@ class Guard:
         return self._token is not None and hmac.compare_digest(shown.encode("utf-8", "surrogateescape"), self._token)
 
     def _shows_cookie(self, request: HttpRequest) -> bool:
+        """Whether the request has the cookie that `login` sets."""
         try:
-            shown = SimpleCookie(request.headers.get("cookie", "")).get(self._name(request))
+            shown = SimpleCookie(request.headers.get("cookie", "")).get(self._cookie_name(request))
         except CookieError:
             return False
         return shown is not None and hmac.compare_digest(shown.value.encode(), self._cookie.encode())
 
-    def _name(self, request: HttpRequest) -> str:
+    def _cookie_name(self, request: HttpRequest) -> str:
         """Return the cookie's name. It includes the port, because the ports of a host share their cookies."""
         try:
             return f"tq-{split_address(request.headers.get('host', ''))[1]}"
@@ -86,7 +89,7 @@ class Guard:
         headers = {"Location": "/"}
         if self._token is not None:
             secure = "; Secure" if self._secure else ""
-            cookie = f"{self._name(request)}={self._cookie}; Path=/; HttpOnly; SameSite=Strict{secure}"
+            cookie = f"{self._cookie_name(request)}={self._cookie}; Path=/; HttpOnly; SameSite=Strict{secure}"
             headers["Set-Cookie"] = cookie
         return Response(body=b"", content_type=HTML, status=HTTPStatus.SEE_OTHER, headers=headers)
 
@@ -97,8 +100,9 @@ def _names_this_machine(host: str) -> bool:
     own = {"localhost", socket.gethostname().lower()}
     if host.lower().rpartition(":")[0] in own or host.lower() in own:
         return True
+    has_port = ":" in host and not host.endswith("]")  # "[::1]" is an IPv6 address without a port
     try:
-        name = split_address(host)[0] if not host.endswith("]") and ":" in host else host.strip("[]")
+        name = split_address(host)[0] if has_port else host.strip("[]")
         ipaddress.ip_address(name)
     except ValueError:
         return False

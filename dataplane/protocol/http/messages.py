@@ -39,6 +39,8 @@ class HttpRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
+    """The response to a request."""
+
     body: bytes
     content_type: str = JSON
     status: HTTPStatus = HTTPStatus.OK
@@ -49,6 +51,7 @@ class HttpError(Exception):
     """The request is rejected with `status`."""
 
     def __init__(self, status: HTTPStatus, message: str, **headers: str) -> None:
+        """headers: additional headers of the response, with "_" for "-" in their names."""
         super().__init__(message)
         self.status = status
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -74,6 +77,7 @@ def refusal(error: DataPlaneError) -> Response:
 
 
 def _status(error: DataPlaneError) -> HTTPStatus:
+    """Return the HTTP status for the class of an error."""
     match error:
         case NotFoundError():
             return HTTPStatus.NOT_FOUND
@@ -91,6 +95,7 @@ def _error(name: str, message: str) -> bytes:
 
 
 def _plain(value: Any) -> Any:
+    """Convert a numpy value, which the JSON encoder does not support, to Python's lists and numbers."""
     match value:
         case np.ndarray():
             return value.tolist()
@@ -112,11 +117,13 @@ class Parameters:
         self._query = request.query
 
     def text(self, name: str) -> str:
+        """Return a required parameter."""
         if name not in self._query:
             raise InvalidRequestError(f"{self._path} requires the parameter {name!r}")
         return self._query[name]
 
     def number(self, name: str, default: int | None = None, *, most: float = math.inf) -> int:
+        """Return a parameter as a whole number from 0 to `most`. It is required if `default` is None."""
         if default is not None and name not in self._query:
             return default
         text = self.text(name)

@@ -21,6 +21,7 @@ class Guarded:
         self._open = open
 
     def __call__(self, request: HttpRequest) -> Response:
+        """Return the response of the path's handler. Errors of the data plane become responses; raises `HttpError`."""
         if request.path == "/login" and request.method == "POST":
             return self._guard.login(request)
         if request.method != "GET":
@@ -30,7 +31,7 @@ class Guarded:
             try:
                 self._guard.check(request)
             except HttpError as error:
-                if error.status is HTTPStatus.UNAUTHORIZED and request.path in ("/", "/login"):
+                if error.status is HTTPStatus.UNAUTHORIZED and request.path in ("/", "/login"):  # opened by a person
                     return self._guard.form()
                 raise
             handler = self._handlers.get(request.path)

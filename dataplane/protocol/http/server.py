@@ -156,9 +156,9 @@ class HttpServer:
                     log.warning("HTTP connection could not be accepted: %s", error)
                     time.sleep(0.1)  # the listener stays readable, so the loop would spin
                     continue
-                self._begin(peer, host)
+                self._start_thread(peer, host)
 
-    def _begin(self, peer: socket.socket, host: str) -> None:
+    def _start_thread(self, peer: socket.socket, host: str) -> None:
         """Start a thread for an accepted connection."""
         thread = threading.Thread(target=self._serve, args=(peer,), name="tq-http-request", daemon=True)
         with self._guard:
@@ -170,7 +170,7 @@ class HttpServer:
             thread.start()
         except RuntimeError:  # no more threads
             log.exception("HTTP request rejected: cannot start a thread")
-            self._end(peer)
+            self._forget_connection(peer)
 
     def _log_rejected(self, limit: int) -> None:
         """Count a rejected request, and log the count at most once in `COMPLAIN_S`."""
@@ -184,14 +184,14 @@ class HttpServer:
             )
 
     def _close_oldest_unread(self) -> None:
-        """Close one connection whose request has not arrived; its thread then ends."""
-        (most, _), *_ = Counter(self._unread.values()).most_common(1)
-        oldest = next(peer for peer, host in self._unread.items() if host == most)
+        """Close one connection whose request has not arrived, of the host with the most; its thread then ends."""
+        ((busiest_host, _),) = Counter(self._unread.values()).most_common(1)
+        oldest = next(peer for peer, host in self._unread.items() if host == busiest_host)
         del self._unread[oldest]
         _shut_down(oldest)
 
     @contextlib.contextmanager
-    def _place(self, peer: socket.socket, request: HttpRequest) -> Iterator[None]:
+    def _slot(self, peer: socket.socket, request: HttpRequest) -> Iterator[None]:
         """Hold a slot while a received request is handled. Raises `HttpError` if no slot is free."""
         with self._guard:
             self._unread.pop(peer, None)
@@ -208,26 +208,29 @@ class HttpServer:
     # --- a thread for each request
 
     def _serve(self, peer: socket.socket) -> None:
+        """Handle one connection, and log its failures. This is the body of its thread."""
         try:
-            self._answer(peer)
+            self._handle_connection(peer)
         except OSError as error:
             log.debug("HTTP client disconnected: %s", error)
         except Exception:
             log.exception("HTTP request failed")
         finally:
-            self._end(peer)
+            self._forget_connection(peer)
 
-    def _answer(self, peer: socket.socket) -> None:
+    def _handle_connection(self, peer: socket.socket) -> None:
+        """Receive the request of a connection, over TLS if configured, and send the response."""
         peer.settimeout(READ_S)
-        place = functools.partial(self._place, peer)
+        slot = functools.partial(self._slot, peer)
         if self._context is None:
-            _Exchange(peer, self._site, place)
+            _Exchange(peer, self._site, slot)
             return
         # The TLS socket gets a duplicate descriptor, so that the server can still shut down `peer`.
         with self._context.wrap_socket(peer.dup(), server_side=True) as secured:
-            _Exchange(secured, self._site, place)
+            _Exchange(secured, self._site, slot)
 
-    def _end(self, peer: socket.socket) -> None:
+    def _forget_connection(self, peer: socket.socket) -> None:
+        """Close a connection and drop it from the tables."""
         with self._guard:
             del self._open[peer]
             self._unread.pop(peer, None)
@@ -240,12 +243,15 @@ def _shut_down(peer: socket.socket) -> None:
 
 
 class _Exchange(BaseHTTPRequestHandler):
-    """One request on a connection and its response. The standard library parses the head after it is complete."""
+    """One request on a connection and its response. The standard library parses the head after it is complete.
+
+    The constructor does everything. slot: holds a slot of the server while the request is handled.
+    """
 
     protocol_version = "HTTP/1.1"
 
     def __init__(
-        self, peer: socket.socket, site: Site, place: Callable[[HttpRequest], contextlib.AbstractContextManager[None]]
+        self, peer: socket.socket, site: Site, slot: Callable[[HttpRequest], contextlib.AbstractContextManager[None]]
     ) -> None:
         self.connection = peer
         self.close_connection = True
@@ -255,19 +261,21 @@ class _Exchange(BaseHTTPRequestHandler):
         self._refused: HttpError | None = None
         self._deadline = time.monotonic() + READ_S
         try:
-            self._exchange(place)
+            self._serve_request(slot)
         except TimeoutError:
             log.debug("HTTP client timed out")
 
-    def _exchange(self, place: Callable[[HttpRequest], contextlib.AbstractContextManager[None]]) -> None:
+    def _serve_request(self, slot: Callable[[HttpRequest], contextlib.AbstractContextManager[None]]) -> None:
+        """Receive the request, and send the response or the error."""
         try:
-            request = self._request()
-            with place(request):
-                self._send(self._response(request))
+            request = self._receive_request()
+            with slot(request):
+                self._send(self._response_of(request))
         except HttpError as error:
             self._send(error.response())
 
-    def _response(self, request: HttpRequest) -> Response:
+    def _response_of(self, request: HttpRequest) -> Response:
+        """Return the response of the site. Other errors than those of the connection become responses."""
         try:
             return self._site(request)
         except HttpError as error:
@@ -278,12 +286,12 @@ class _Exchange(BaseHTTPRequestHandler):
             log.exception("HTTP request failed: %r", self.requestline[:200])
             return HttpError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; see the service's log").response()
 
-    def _request(self) -> HttpRequest:
+    def _receive_request(self) -> HttpRequest:
         """Receive and parse the request. Raises `HttpError` if it is malformed or too large."""
         head, rest = self._read_head()
         self.rfile = io.BufferedReader(io.BytesIO(head))
         self.raw_requestline = self.rfile.readline()
-        if not self.parse_request():
+        if not self.parse_request():  # the parser has reported the reason to `send_error`
             raise self._refused or HttpError(HTTPStatus.BAD_REQUEST, "malformed HTTP request")
         try:
             parts = urlsplit(self.path)
@@ -303,27 +311,28 @@ class _Exchange(BaseHTTPRequestHandler):
 
     def _read_head(self) -> tuple[bytes, bytes]:
         """Return the bytes up to and including the empty line, and the received bytes after it."""
-        got = bytearray()
-        while (end := got.find(b"\r\n\r\n")) < 0:
-            if len(got) > MAX_HEAD_BYTES:
+        received = bytearray()
+        while (end := received.find(b"\r\n\r\n")) < 0:
+            if len(received) > MAX_HEAD_BYTES:
                 break
             part = self._receive()
             if not part:
                 raise ConnectionError("the client closed the connection before its request was complete")
-            got += part
+            received += part
         if end < 0 or end > MAX_HEAD_BYTES:
             raise HttpError(
                 HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"request line and headers exceed {MAX_HEAD_BYTES:,} bytes"
             )
-        return bytes(got[: end + 4]), bytes(got[end + 4 :])
+        return bytes(received[: end + 4]), bytes(received[end + 4 :])
 
-    def _read_body(self, got: bytes) -> bytes:
+    def _read_body(self, received: bytes) -> bytes:
+        """Return the body of the request, which begins with the bytes `received`. Raises `HttpError`."""
         length = self.headers.get("Content-Length", "0")
         if self.headers.get("Transfer-Encoding") or not (length.isascii() and length.isdigit()):
             raise HttpError(HTTPStatus.LENGTH_REQUIRED, "a request body requires Content-Length")
         if len(length) > 9 or int(length) > MAX_BODY_BYTES:
             raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request body exceeds {MAX_BODY_BYTES:,} bytes")
-        body = bytearray(got)
+        body = bytearray(received)
         while len(body) < int(length):
             part = self._receive()
             if not part:
@@ -332,6 +341,7 @@ class _Exchange(BaseHTTPRequestHandler):
         return bytes(body[: int(length)])
 
     def _receive(self) -> bytes:
+        """Return the next bytes of the request; b"" at its end. Raises TimeoutError at the deadline of the request."""
         rest_s = self._deadline - time.monotonic()
         if rest_s <= 0:
             raise TimeoutError
@@ -340,14 +350,16 @@ class _Exchange(BaseHTTPRequestHandler):
         return part
 
     def _send(self, response: Response) -> None:
+        """Send the response within `READ_S`. Raises TimeoutError."""
         head = self._head(response)
         whole = memoryview(head + (b"" if self.command == "HEAD" else response.body))
         deadline = time.monotonic() + READ_S
-        for first in range(0, len(whole), PART_BYTES):
+        for first in range(0, len(whole), PART_BYTES):  # the timeout of a socket holds for each part
             self.connection.settimeout(max(0.001, deadline - time.monotonic()))
             self.connection.sendall(whole[first : first + PART_BYTES])
 
     def _head(self, response: Response) -> bytes:
+        """Return the status line and the headers. Headers of the response replace the server's."""
         headers: Mapping[str, str] = {
             "Content-Type": response.content_type,
             "Content-Length": str(len(response.body)),
