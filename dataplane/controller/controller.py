@@ -68,7 +68,7 @@ class Controller:
         self._keys: ServerKeys | None = None
         self._http: HttpInterface | None = None
         self._address = ""
-        self._listens_at: list[int | str] = []
+        self._listens_at: list[int | str] = []  # ports and ipc endpoints
         self._pid = os.getpid()
 
     @property

@@ -62,11 +62,11 @@ class DurableLedger:
         self.epoch = epoch
         self.recovered = recovered
         self.fsynced = fsynced
-        self._unsynced = False
-        self._tick: c.Tick | None = None
+        self._unsynced = False  # an input was appended that `sync` must fsync
+        self._tick: c.Tick | None = None  # applied, but not appended yet
         self._journal = journal
         self._ledger = ledger
-        self._clock_offset_s: float | None = None
+        self._clock_offset_s: float | None = None  # of the ledger's clock; None before the first tick
         self._images = _ImageWriter(journal, ledger)
 
     @classmethod
@@ -257,7 +257,8 @@ class _ImageWriter:
         return self._records
 
     def count_appended(self, count: int, nbytes: int) -> None:
-        """Count appended and applied records. Logs errors instead of raising: the inputs are already applied."""
+        """Count appended and applied records, and create an image if the log has grown long. Logs errors instead of
+        raising: the inputs are already applied."""
         self._records += count
         self._bytes += nbytes
         if self._process is not None:

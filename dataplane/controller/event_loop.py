@@ -97,18 +97,18 @@ class LedgerThread:
         self._ledger = ledger
         self._watch = watch
         self._sync = sync
-        self._outgoing: list[c.Output] = []
+        self._outgoing: list[c.Output] = []  # with `sync`: the outputs that wait for it
         self._zmq = zmq_server
         self._facts = facts
         self._clock = clock
         self._last_tick = -math.inf
-        self._paused_s = 0.0
-        self._logged_at = -math.inf
+        self._paused_s = 0.0  # by which the ledger's clock is behind `clock`
+        self._logged_at = -math.inf  # the last log line about an unwritable journal
         self._last_sweep = clock()
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], None]] = deque()  # jobs of other threads
         self._waker = Waker()
         self._pending: dict[Key, _PendingRequest] = {}
-        self._units: dict[int, Orders] = {}
+        self._units: dict[int, Orders] = {}  # by the number of the storage unit
         self._stopping = threading.Event()
         self.ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tq-ledger", daemon=True)
@@ -230,6 +230,7 @@ class LedgerThread:
         Pauses of this thread do not count: messages that clients sent meanwhile are still queued, so their leases and
         sessions would expire first."""
         now, has_ticked = self._now(), self._last_tick > -math.inf
+        # The thread was paused if it is late for its deadline by more than a heartbeat.
         if has_ticked and deadline is not None and now - max(deadline, self._last_tick) > self._facts.heartbeat_s:
             log.warning("Controller was paused for %.1f s; leases and timeouts were extended", now - self._last_tick)
             self._paused_s += now - self._last_tick

@@ -84,9 +84,9 @@ class GrpcServer:
         if tls is not None:
             server_credentials(tls, self._count_handshake)  # raises early if the files are unusable
         self._handshakes: Handshakes | None = None
-        self._ready = threading.Event()
+        self._ready = threading.Event()  # the server exists, or its thread has failed
         self._end_unit_streams: Callable[[], None] = lambda: None
-        self._quiet = OneLine(Complaints())
+        self._quiet = OneLine(Complaints())  # limits the log lines of the gRPC library
         logging.getLogger(LIBRARYS_LOG).addFilter(self._quiet)
         self._thread = threading.Thread(target=self._loop_forever, name="tq-grpc", daemon=True)
         self._thread.start()
@@ -380,7 +380,7 @@ def _unary_handler(
             return await behavior(request_type.FromString(body), context)
         except Exception as error:
             await _abort_with(context, request_type, error)
-            raise
+            raise  # an error of gRPC; `_abort_with` raises for all others
 
     # Takes raw bytes, because gRPC would report a malformed request as an internal error of the service.
     return grpc.unary_unary_rpc_method_handler(answer, response_serializer=_serialize)
@@ -399,7 +399,7 @@ def _stream_handler(
                     yield reply
             except Exception as error:
                 await _abort_with(context, request_type, error)
-                raise
+                raise  # an error of gRPC; `_abort_with` raises for all others
 
     return grpc.stream_stream_rpc_method_handler(
         answer, request_deserializer=request_type.FromString, response_serializer=_serialize

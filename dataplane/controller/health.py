@@ -31,9 +31,9 @@ class ServiceHealth:
 
     def __init__(self, shell: LedgerThread) -> None:
         self._shell = shell
-        self._turn = threading.Lock()
-        self._number = 0
-        self._why = ""
+        self._turn = threading.Lock()  # held by the running check
+        self._number = 0  # of the last command
+        self._why = ""  # the last result, which is valid `_until` this time
         self._until = -math.inf
 
     def why_not(self) -> str:

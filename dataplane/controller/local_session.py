@@ -30,9 +30,9 @@ class LocalSession:
         self._shell = shell
         self._name = name
         self._address = address
-        self._turn = threading.Lock()
-        self._session = 0
-        self._number = 0
+        self._turn = threading.Lock()  # held by the running call
+        self._session = 0  # 0: no session is open
+        self._number = 0  # of the last call
 
     def ask(self, command: c.Command) -> c.Result:
         """Execute `command` and return the ledger's result, or raise the error that it answers. Statistics omit this

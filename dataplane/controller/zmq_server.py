@@ -58,7 +58,7 @@ class ZmqServer:
 
     def __init__(self, host: str, port: int, ticket: Ticket | None = None, keys: ServerKeys | None = None) -> None:
         self._facts: Facts | None = None
-        self._refusals, self._failures = Complaints(), Complaints()
+        self._refusals, self._failures = Complaints(), Complaints()  # limit the log lines
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.set(zmq.BACKLOG, BACKLOG)
@@ -69,8 +69,8 @@ class ZmqServer:
         self._handshake_failed = False
         self._closed = False
         try:
-            guarded = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if ticket else 0
-            self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | guarded)
+            failures = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if ticket else 0
+            self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | failures)
             if ticket is not None:
                 self._admission = Admission(self._context, "the controller", keys)
                 self._admission.admit(ticket)

@@ -127,12 +127,14 @@ class ConversionPlan:
         self.value_type = value_type
         self.message = message_type(value_type)
         hints = typing.get_type_hints(value_type)
-        infos = [info for info in msgspec.structs.fields(value_type) if info.name != "error" or _is_in_message(info)]
+        fields_of_value = msgspec.structs.fields(value_type)
+        infos = [info for info in fields_of_value if info.name != "error" or _is_in_message(info)]
         fields = [_Field(info, hints[info.name], self.message) for info in infos]
-        # Field name and converter; converter None: the value is passed on as it is.
+        # Field name, converter and, for optional fields, default. Converter None: the value is passed on as it is.
         self._to_pb = [(field.name, None if field.to_pb is _same else field.to_pb) for field in fields]
-        self._present = [(f.name, None if f.from_pb is _same else f.from_pb) for f in fields if not f.presence]
-        self._optional = [(f.name, f.from_pb, f.default) for f in fields if f.presence]
+        always_set = [field for field in fields if not field.presence]
+        self._present = [(field.name, None if field.from_pb is _same else field.from_pb) for field in always_set]
+        self._optional = [(field.name, field.from_pb, field.default) for field in fields if field.presence]
 
     def keywords(self, value: Any) -> Keywords:
         """Return the keyword arguments that build the message of `value`. Fields that are None are left out."""

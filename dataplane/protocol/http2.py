@@ -102,7 +102,8 @@ def _receive_reply(peer: socket.socket, connection: H2Connection, time_left: Tim
         peer.sendall(connection.data_to_send())
         arrived = _receive_some(peer, time_left)
         if not arrived:
-            raise (Http2Error if received_bytes else HungUpError)("it closed the connection")
+            kind = Http2Error if received_bytes else HungUpError
+            raise kind("it closed the connection")
         received_bytes += len(arrived)
         for event in connection.receive_data(arrived):
             body += _data_of(event)
@@ -130,7 +131,8 @@ def _receive_some(peer: socket.socket, time_left: TimeLeft) -> bytes:
 def _data_of(event: Event) -> bytes:
     """Return the data of the event, b"" if it has none. Raises Http2Error if the server ended the call early."""
     if isinstance(event, StreamReset | ConnectionTerminated):
-        raise (BusyError if event.error_code in PASSING_ENDS else Http2Error)("it ended the call")
+        kind = BusyError if event.error_code in PASSING_ENDS else Http2Error
+        raise kind("it ended the call")
     return event.data if isinstance(event, DataReceived) and event.data is not None else b""
 
 

@@ -91,8 +91,8 @@ def connect(address: str, files: TlsFiles, time_left: Callable[[], float]) -> ss
     """Connect to the gRPC server at `address` and complete the TLS handshake as far as possible without reading data
     (in TLS 1.3 the server's rejection of this client's certificate arrives only with the first read).
 
-    Each step may take `time_left()` seconds. Raises `TlsError` if the handshake fails for a permanent reason, OSError if
-    the server is unreachable, silent or closes the connection.
+    Each step may take `time_left()` seconds. Raises `TlsError` if the handshake fails for a permanent reason, OSError
+    if the server is unreachable, silent or closes the connection.
     """
     context = client_context(files)
     plain = dial(address, time_left())

@@ -73,11 +73,11 @@ class Unauthenticated:
 
     def __init__(self, endpoints: Iterable[str], frame_bytes: int, *, curve: bool) -> None:
         self._places = frozenset(map(place_of, endpoints))
-        self._most = share(8, MOST)
-        self._most_long = max(1, HELD_BYTES // frame_bytes)
+        self._most = share(8, MOST)  # connections
+        self._most_long = max(1, HELD_BYTES // frame_bytes)  # connections that sent more than `SHORT_BYTES`
         self._handshake_bytes = CURVE_BYTES if curve else PLAIN_BYTES
-        self._silent: dict[int, _Connection] = {}  # oldest first
-        self._looked = self._took_s = 0.0
+        self._silent: dict[int, _Connection] = {}  # those that `hang_up` may close, by descriptor, oldest first
+        self._looked = self._took_s = 0.0  # when the byte counts were read last, and how long that took
 
     def take_events(self, monitor: zmq.Socket[Any]) -> None:
         """Handle the pending events of a monitor that reports accepted and closed connections. Does not block."""

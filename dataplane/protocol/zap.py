@@ -59,8 +59,8 @@ class Admission:
         self._keys = keys
         self._ticket: Ticket | None = None
         self._curve_key = b""
-        self._refused = 0
-        self._complained = -math.inf
+        self._refused = 0  # peers
+        self._complained = -math.inf  # when a rejected peer was logged last
         self._guard = threading.Lock()
         self._socket: zmq.Socket[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="tq-zap", daemon=True)

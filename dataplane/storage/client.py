@@ -128,7 +128,7 @@ class UnitConnection:
         self._frames = ClientFrames()
         self._payloads: ClientPayloads = self._frames
         self._idle: list[Wire] = []
-        self._guard = threading.Lock()
+        self._guard = threading.Lock()  # of `_idle`, `_wires` and `_closed`
         self._in_flight = InFlight()
         self._wires: weakref.WeakSet[Wire] = weakref.WeakSet()
         self._closed = False

@@ -25,8 +25,8 @@ class Copies:
         self._arena = arena
         self._report = report
         self._order: CompactArena | None = None
-        self._steps: Iterator[bool] = iter(())
-        self._last: Compacted | None = None
+        self._steps: Iterator[bool] = iter(())  # of `_order`, the current order
+        self._last: Compacted | None = None  # the outcome of the last executed order
 
     @property
     def in_flight(self) -> bool:

@@ -20,8 +20,8 @@ class Growth:
     def __init__(self, arena: Arena, report: Callable[[Input], None]) -> None:
         self._arena = arena
         self._report = report
-        self._orders: deque[tuple[GrowArena, Iterator[int]]] = deque()
-        self._shrinks = 0
+        self._orders: deque[tuple[GrowArena, Iterator[int]]] = deque()  # with their remaining steps
+        self._shrinks = 0  # the number of the last ShrinkArena
         self._failure_logged = False
 
     @property

@@ -111,7 +111,7 @@ class BulkServer:
         self._unit = 0
         self._admission: Admission | None = None
         self._monitor: zmq.Socket[Any] | None = None  # only where peers have to present a ticket
-        self._waiting_attaches: list[tuple[bytes, pb.BulkRequest]] = []
+        self._waiting_attaches: list[tuple[bytes, pb.BulkRequest]] = []  # until the unit has its number
         self._orders: deque[Order] = deque()
         self._arena_orders = ArenaOrders(arena, report)
         self._access = ArenaAccess(arena, self._fault)

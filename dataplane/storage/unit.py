@@ -175,6 +175,7 @@ class StorageUnit:
     def _set_number(self, number: int) -> None:
         """Use the number that the controller gave to the unit, and write it to the arena record."""
         with self._guard:
+            # A reconnected unit keeps its number, which is recorded already.
             if self._bulk is not None and self._arena is not None and self._bulk.unit != number:
                 self._bulk.unit = number
                 if self._record is not None:
@@ -192,10 +193,11 @@ class StorageUnit:
             return self._start_server(self._link, anew=True)
 
     def _open_arena(self, epoch: int, *, anew: bool) -> Adopted:
-        """Open the arena of the previous epoch, or create one."""
+        """Open the arena of the previous epoch, or create one, in any case if `anew`. epoch: the epoch of a new arena; that
+        of an adopted one may be greater."""
         config, fsynced = self._config, self._config.durability == "machine"
 
-        def create(keeper: Path | None) -> Arena:
+        def create(keeper: Path | None) -> Arena:  # keeper: the arena record, see `Arena.create`
             capacity = config.capacity_bytes or default_capacity(config.arena_dir)
             return in_own_directory(
                 config.arena_dir,

@@ -76,7 +76,7 @@ class UnitProcesses:
         self._configs: dict[str, DataPlaneConfig] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._ready: set[str] = set()
-        self._ending = threading.Lock()
+        self._ending = threading.Lock()  # held while the units are stopped
         self._is_stopped = False
         self._watchers: list[threading.Thread] = []
 

@@ -78,7 +78,7 @@ class Recorder:
         self.syncs = Histogram()
         self.busy_s = 0.0
         self._pending: deque[tuple[c.Input, c.Output, float, float]] = deque()
-        self._pending_samples = 0
+        self._pending_samples = 0  # in the results of `_pending`
         self._counting = threading.RLock()  # held to count, sum or drop counters
         self._flow = Throughput()
         self._timeline = Timeline()
@@ -130,7 +130,7 @@ class Recorder:
             op = self.ops.get(kind)
             if op is None:
                 op = self.ops[kind] = Op()
-            took = op.took
+            took = op.took  # `Histogram.add`, inlined because this runs for every call
             took.sum_s += now - began
             took.buckets[bisect_left(BOUNDS_S, now - began)] += 1
             if isinstance(result, DataPlaneError):

@@ -31,6 +31,7 @@ class Guard:
         self._secure = secure
         self._local = local
         self._form = _FORM.read_text(encoding="utf-8")
+        # The cookie proves the token without containing it, and is valid for this start of the server only.
         key = secrets.token_bytes(32)
         self._cookie = "" if self._token is None else hmac.digest(key, self._token, "sha256").hex()
 

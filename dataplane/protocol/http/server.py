@@ -80,12 +80,12 @@ class HttpServer:
         self._wake = -1
         self._slots = threading.Semaphore(AT_ONCE)
         self._health_slots = threading.Semaphore(HEALTH_AT_ONCE)
-        self._guard = threading.Lock()
+        self._guard = threading.Lock()  # of the next two
         self._open: dict[socket.socket, threading.Thread] = {}
-        self._unread: dict[socket.socket, str] = {}
+        self._unread: dict[socket.socket, str] = {}  # the client's address; without a request so far, oldest first
         self._thread: threading.Thread | None = None
-        self._rejected = 0
-        self._logged = -math.inf
+        self._rejected = 0  # requests
+        self._logged = -math.inf  # when a rejected request was logged last
         self._pid = os.getpid()
         self.address = ""
 

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import zmq
@@ -142,6 +143,7 @@ class Wire:
         return reply.call == call or (overtakes and reply.WhichOneof("outcome") in _OVERTAKING)
 
     def _next_frame(self, deadline: float) -> bytes:
+        """Wait for the next frame and return it. Raises the errors of `receive`."""
         while True:
             try:
                 return self._socket.recv(zmq.NOBLOCK)
@@ -151,7 +153,9 @@ class Wire:
     def _wait(self, deadline: float) -> None:
         """Block until a frame arrives. Raises the errors of `receive`."""
         left_s = deadline - time.monotonic()
-        ready = dict(self._poller.poll(max(0, int(left_s * 1000) + 1))) if left_s > 0 else {}
+        ready: dict[Any, int] = {}
+        if left_s > 0:
+            ready = dict(self._poller.poll(int(left_s * 1000) + 1))
         if self._socket in ready:
             return
         if self._wake in ready:
@@ -191,7 +195,7 @@ class Wire:
         return (
             not self._socket.closed
             and not self._early_replies
-            and not dict(self._poller.poll(0)).keys() & {self._socket, self._monitor}
+            and not dict(self._poller.poll(0)).keys() & {self._socket, self._monitor}  # no frame, no event
         )
 
     def close(self) -> None:

@@ -212,7 +212,7 @@ def plan_read(
 
 def _require_within(offsets: Int64s, sizes: Int64s, limit: int) -> None:
     """Raise InvalidRequestError for a negative offset or size, and for a range that ends after byte `limit`."""
-    # Offsets and sizes are checked separately first, because their sums may overflow.
+    # Offsets and sizes are checked separately first, because their sums may overflow. a | b is negative if a or b is.
     if len(offsets) and (
         np.minimum.reduce(offsets | sizes) < 0
         or max(np.maximum.reduce(offsets), np.maximum.reduce(sizes)) > limit

@@ -126,7 +126,8 @@ def _own_host_for(endpoint: str) -> str:
 
 
 class ClientEngine:
-    """The client half, for the connection to one unit. `unit`: memory to fetch to test the unit's engine."""
+    """The client half, for the connection to one unit. unit: memory to fetch to test the unit's engine. closing: returns
+    whether the connection is closing. `_paused_until`: payloads are sent in frames until this time.monotonic()."""
 
     def __init__(self, slots: Slots, contacts: Contacts, unit: pb.Memory, *, closing: Callable[[], bool]) -> None:
         self._slots = slots
@@ -262,7 +263,8 @@ class UnitEngine:
         return cls(slots)
 
     def collect(self, write: pb.WriteRanges, later: Callable[[Fill | str], None]) -> Fill | None:
-        """Queue a fetch of the payload from the client, with the timeout FETCH_S. Always returns None."""
+        """Queue a fetch of the payload from the client, with the timeout FETCH_S. `step` calls `later` with the result,
+        also for a fetch that cannot begin. Always returns None."""
         job = _Job(write.source, later, time.monotonic())
         if len(self._jobs) >= MOST_JOBS:
             job.failed = "the unit's queue of fetches is full"
