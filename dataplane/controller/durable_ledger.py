@@ -93,7 +93,7 @@ class DurableLedger:
         epoch = max(time.time_ns(), (journal.number("epoch") or 0) + 1)
         recovered = journal.fact("image") is not None
         booted_before, fsynced_before = journal.fact("boot"), journal.fsynced
-        if not recovered and journal.last:
+        if not recovered and journal.last:  # records without the image that they continue
             raise journal.facts_missing()
         if fsynced:
             journal.force()
@@ -110,7 +110,7 @@ class DurableLedger:
         durable._images.begin()
         if recovered:
             durable._record_and_apply(c.Restarted(epoch=epoch, **vars(settings)))
-            if booted_before != boot_id() and not fsynced_before:
+            if booted_before != boot_id() and not fsynced_before:  # fsynced arenas survive a reboot
                 durable._drop_units_of(str(booted_before))
         durable.sync()
         return durable

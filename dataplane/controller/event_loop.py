@@ -142,7 +142,7 @@ class LedgerThread:
         """Stop the thread and the ZMQ server. Pending calls fail with `ServiceUnavailableError`. Idempotent."""
         self._stopping.set()
         self._waker.wake()
-        if self._thread.ident is not None:
+        if self._thread.ident is not None:  # it was started
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 log.error("Ledger thread did not stop within %.1f s", timeout_s)

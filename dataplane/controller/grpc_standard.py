@@ -63,7 +63,7 @@ def _describe_file(package: str, name: str, messages: dict[str, Fields]) -> File
 
 
 def _add_fields(message: DescriptorProto, package: str, members: Fields) -> None:
-    """Add fields to the descriptor of a message. The types of `members` that are not scalars are in `package`."""
+    """Add `members` (see `Fields`) to the descriptor of a message. Types other than scalars are in `package`."""
     oneofs: list[str] = []
     for path, (number, kind) in members.items():
         oneof, _, name = path.rpartition(".")

@@ -77,7 +77,7 @@ class HttpInterface:
         """Stop the server and end the session. Idempotent."""
         self._stopping.set()
         self.server.stop()
-        if self._thread.ident is not None:
+        if self._thread.ident is not None:  # it was started
             self._thread.join()
         self._session.close()
 

@@ -133,6 +133,7 @@ class Log:
             content = path.read_bytes()
         except OSError as error:
             raise self.error(f"{path.name} cannot be read ({error.strerror})", _DAMAGED) from error
+        # Four bytes of checksum, then the image.
         if len(content) < 4 or zlib.crc32(content[4:]) != int.from_bytes(content[:4], "little"):
             raise self.error(f"{path.name} is damaged (its checksum differs)", _DAMAGED)
         return number, content[4:]
@@ -197,7 +198,8 @@ class Log:
 
     @contextlib.contextmanager
     def _state_error(self, what: str) -> Iterator[None]:
-        """Turn the errors of SQLite and of the system into StateDirError. what: what failed, as "cannot be read"."""
+        """Turn the errors of SQLite and of the system into StateDirError. what: what failed, as "cannot be read". The
+        subject of an OSError's text, "it", is the directory."""
         try:
             yield
         except StateDirError:

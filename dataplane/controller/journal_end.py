@@ -25,7 +25,9 @@ class LogEnd:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._boot = boot_id().encode().ljust(36, b"\0")[:36]
         content = os.pread(self._fd, _CONTENT.size + 1, 0)  # one byte more, to notice a longer file
-        appended, self._fsynced, boot = _CONTENT.unpack(content) if len(content) == _CONTENT.size else (0, 0, b"")
+        appended, self._fsynced, boot = 0, 0, b""
+        if len(content) == _CONTENT.size:
+            appended, self._fsynced, boot = _CONTENT.unpack(content)
         self.damaged = max(appended, self._fsynced) > MOST or self._fsynced > appended
         self.least = appended if boot == self._boot else self._fsynced
         """Number of the last record that the log must contain, unless the file is `damaged`."""

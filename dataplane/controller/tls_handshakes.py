@@ -61,6 +61,7 @@ class Handshakes(grpc.aio.ServerInterceptor):
                 without_call - self._reported,
             )
             self._reported = without_call
+        # The connections that began since the last report are due at the next one.
         self._reporting = self._began_before < self._began
         self._began_before = self._began
         if self._reporting:

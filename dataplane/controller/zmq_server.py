@@ -143,8 +143,8 @@ class ZmqServer:
         return events
 
     def _end_connection(self, handler: Handler, descriptor: int, replaced: bool) -> None:
-        """Handle a closed connection: log a failed handshake, and report its session as silent. replaced: the session
-        of the descriptor belongs to a later connection, so it is not silent."""
+        """Handle a closed connection: log a failed handshake, and report its session as silent, unless another
+        connection has the session too. replaced: the session of the descriptor belongs to a later connection."""
         peer = self._unauthenticated.ended(descriptor)
         if self._admission is not None and self._handshake_failed:
             self._handshake_failed = False

@@ -58,6 +58,7 @@ class _Field:
         self.to_pb, self.from_pb = _converters(hint, on_wire.enum_type is not None)
         self.presence = bool(on_wire.has_presence)
         assert self.presence or not optional, f"{message.DESCRIPTOR.full_name}.{field.name} must be optional"
+        # An optional field without a default becomes None if it is not set.
         self.default = None if optional and field.default is msgspec.NODEFAULT else field.default
 
 
@@ -70,13 +71,13 @@ def _converters(hint: Any, is_enum: bool) -> tuple[Convert, Convert]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
         to_pb, from_pb = _converters(args[0], False)
-        if to_pb is _same:
+        if to_pb is _same:  # the elements need no conversion
             return list, tuple
         return (
             lambda values: [to_pb(value) for value in values],
             lambda wire: tuple([from_pb(item) for item in wire]),
         )
-    if origin is dict and typing.get_origin(args[1]) is tuple:
+    if origin is dict and typing.get_origin(args[1]) is tuple:  # the names of several enums, with their members
         return _enums_to_pb, _enums_from_pb
     if origin is dict:
         return _dict_converters(args[1])

@@ -40,7 +40,9 @@ def import_with_grpc(name: str) -> ModuleType:
 @contextlib.contextmanager
 def _grpc_settings() -> Iterator[None]:
     """Set the environment variables of gRPC in the body, unless the user has set them or gRPC is already imported."""
-    ours = {} if "grpc" in sys.modules else {name: _SETTINGS[name] for name in _SETTINGS.keys() - os.environ.keys()}
+    ours: dict[str, str] = {}
+    if "grpc" not in sys.modules:
+        ours = {name: value for name, value in _SETTINGS.items() if name not in os.environ}
     os.environ.update(ours)
     try:
         yield

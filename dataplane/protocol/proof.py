@@ -30,7 +30,8 @@ class Ticket:
 
     @classmethod
     def of(cls, secret: str | None, *instance: str) -> Self | None:
-        """Derive the ticket for the instance named by these words; None without a secret, if no ticket is required."""
+        """Return the ticket for the instance that these words name. Return None without a secret: no ticket is required
+        then."""
         if not secret:
             return None
         public = hashlib.sha256("\0".join(instance).encode()).hexdigest()

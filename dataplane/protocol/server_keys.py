@@ -166,7 +166,8 @@ def _request_keys(
     authority = address if files is None else tls.authority_of(address, files)
     began = time.monotonic()
     try:
-        with dial(address, time_left()) if files is None else tls.connect(address, files, time_left) as peer:
+        connection = dial(address, time_left()) if files is None else tls.connect(address, files, time_left)
+        with connection as peer:
             reply = http2.call(peer, METHOD, request, authority=authority, metadata=metadata, time_left=time_left)
             return reply, dialed(peer)
     except (ConnectionResetError, BrokenPipeError, ssl.SSLError, http2.Http2Error) as error:

@@ -18,7 +18,7 @@ class Secret:
 
     def check(self, shown: bytes, *, peer: str) -> None:
         """Raise AuthenticationError unless `shown` is the token or the ticket's code. Compares in constant time."""
-        if self._token is None or hmac.compare_digest(shown, self._token):
+        if self._token is None or hmac.compare_digest(shown, self._token):  # None: every caller is accepted
             return
         if self._code is not None and hmac.compare_digest(shown, self._code):
             return

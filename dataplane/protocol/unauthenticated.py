@@ -130,7 +130,7 @@ class Unauthenticated:
             old = began - connection.since > zap.HANDSHAKE_MS / 1000 + LATE_S
             if old or acked > self._handshake_bytes:
                 del self._silent[descriptor]
-            elif received > SHORT_BYTES or not (connection.is_tcp or connection.is_trusted):
+            elif received > SHORT_BYTES or not (connection.is_tcp or connection.is_trusted):  # no counts without TCP
                 long.append(descriptor)
         self._shut_down(long[: max(0, len(long) - self._most_long)])
         self._shut_down(list(itertools.islice(self._silent, max(0, len(self._silent) - self._most))))

@@ -103,7 +103,7 @@ class Admission:
         if self._wake < 0:
             return
         os.eventfd_write(self._wake, 1)
-        if self._thread.ident is not None:
+        if self._thread.ident is not None:  # it was started
             self._thread.join()
         if self._socket is not None:
             self._socket.close(linger=0)

@@ -247,7 +247,7 @@ class Arena:
 
     def grow_steps(self, to_bytes: int) -> Iterator[int]:
         """Grow as `grow` does, and yield the bytes backed so far after each `GROW_STEP_BYTES`."""
-        target = min(self.capacity_bytes, _round_down(to_bytes + PAGE_BYTES - 1, PAGE_BYTES))
+        target = min(self.capacity_bytes, _round_down(to_bytes + PAGE_BYTES - 1, PAGE_BYTES))  # rounded up
         while self.backed_bytes < target:
             step = min(GROW_STEP_BYTES, target - self.backed_bytes)
             _check_available(self.path.parent, step)
@@ -261,7 +261,7 @@ class Arena:
     def punch(self, above_bytes: int) -> int:
         """Free the memory from `above_bytes` (rounded up to a page) on, for the system. Return the backed bytes that
         are left."""
-        start = min(self.backed_bytes, _round_down(above_bytes + PAGE_BYTES - 1, PAGE_BYTES))
+        start = min(self.backed_bytes, _round_down(above_bytes + PAGE_BYTES - 1, PAGE_BYTES))  # rounded up
         if start < self.backed_bytes:
             nbytes = self.backed_bytes - start
             self._set_backed(start)

@@ -158,7 +158,8 @@ class UnitRecord:
         # The same directory under another path is not moved; another one under the same path is handled below.
         moved = record.directory != self._directory and record.arena_dir != self._arena_dir
         elsewhere = not rebooted and record.locks != self._locks
-        # In another container, a missing lock file does not prove that the process has ended.
+        # In another container, a missing lock file does not prove that its process has ended, so the arena is not
+        # adopted. A moved arena that exists is an error instead.
         if elsewhere and not (moved and os.path.exists(record.arena)):
             log.warning("Arena %s belongs to another container; starting with an empty arena", record.arena)
             return None
@@ -168,6 +169,7 @@ class UnitRecord:
                 f"was created with --arena-dir {record.arena_dir}, but this start uses --arena-dir {self._arena_dir}",
                 f"Start the unit with --arena-dir {record.arena_dir}",
             )
+        # A reboot may change the identity of a directory. The arena in it shows that it is the same one.
         if record.directory != self._directory and not (rebooted and os.path.exists(record.arena)):
             raise self._refusal_error(
                 record,

@@ -144,7 +144,7 @@ class UnitConnection:
     # --- handshake ----------------------------------------------------------------------------------------------
 
     def _connect(self, lock: SessionLock | None, timeout_s: float) -> None:
-        """Try the endpoints of the unit in order until a handshake succeeds. lock: None: stay remote."""
+        """Try the endpoints of the unit in order until a handshake succeeds. Without a lock stay remote."""
         here = boot_id()
         same_host = here == self.info.host
         endpoints = candidates(self.info.endpoints, same_host=same_host)

@@ -130,7 +130,7 @@ class BulkServer:
         assert self._thread is None, "started twice"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
-        self._wake = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # 1: orders may be queued already
         try:
             self._router.linger = 0
             self._router.set(zmq.SNDHWM, PEER_REPLIES)
@@ -220,7 +220,7 @@ class BulkServer:
         if self._admission is not None:
             self._admission.close()
         self._context.term()
-        with self._wake_lock:
+        with self._wake_lock:  # other threads may still call `_wake_thread`
             os.close(self._wake)
             self._wake = -1
 
@@ -293,7 +293,8 @@ class BulkServer:
             if fenced and self._engine is not None:
                 self._engine.forget(order.session)
             hit("unit.fence.after")
-            self._report((SessionGone if fenced else SessionAlive)(unit=order.unit, session=order.session))
+            kind = SessionGone if fenced else SessionAlive
+            self._report(kind(unit=order.unit, session=order.session))
 
     def _fence(self, order: FenceSession) -> bool:
         """Fence the session, unless a process of it may still access the arena. Return whether it is fenced. If that
@@ -302,10 +303,9 @@ class BulkServer:
             hit("unit.fence.before")
             return self._sessions.fence(order.session, order.lock_path, first=order.first, last=order.last)
         except Exception:
+            unit, session = order.unit, order.session
             log.exception(
-                "Storage unit %d cannot determine whether session %d still runs; it will retry",
-                order.unit,
-                order.session,
+                "Storage unit %d cannot determine whether session %d still runs; it will retry", unit, session
             )
             return False
 

@@ -193,8 +193,8 @@ class StorageUnit:
             return self._start_server(self._link, anew=True)
 
     def _open_arena(self, epoch: int, *, anew: bool) -> Adopted:
-        """Open the arena of the previous epoch, or create one, in any case if `anew`. epoch: the epoch of a new arena; that
-        of an adopted one may be greater."""
+        """Open the arena of the previous epoch, or create one, in any case if `anew`. epoch: the epoch of a new arena;
+        that of an adopted one may be greater."""
         config, fsynced = self._config, self._config.durability == "machine"
 
         def create(keeper: Path | None) -> Arena:  # keeper: the arena record, see `Arena.create`
@@ -304,7 +304,7 @@ class StorageUnit:
                 self._record.remove()
             self._link = self._bulk = self._arena = None
         for shared in (self._config.arena_dir, DEFAULT_LOCK_DIRECTORY):
-            leave(shared)
+            leave(shared)  # removes this user's directory if it is empty
 
     def __enter__(self) -> Self:
         return self.start()
@@ -319,7 +319,7 @@ def sweep_leftovers(config: DataPlaneConfig) -> None:
     """Remove the files that killed units left behind. Raises OSError if the directories are not accessible."""
     _sweep_directories(config)
     for shared in (config.arena_dir, DEFAULT_LOCK_DIRECTORY):
-        leave(shared)
+        leave(shared)  # removes this user's directory if it is empty
 
 
 def _sweep_directories(config: DataPlaneConfig) -> Path:

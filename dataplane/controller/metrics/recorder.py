@@ -183,7 +183,7 @@ class Recorder:
         """Count a put. Its span begins with its Allocate, if it had a reservation of its own."""
         samples, nbytes, names = len(result.rows), 0, []
         for column in command.columns:
-            lengths = column.lengths
+            lengths = column.lengths  # often one, whose sum costs more than `item`
             nbytes += (lengths.item() if lengths.size == 1 else total(lengths)) * column.spec.unit_bytes
             names.append(field_of(column.name))
         moved = self.by_partition.get(command.partition) or self._add_partition(command.partition)

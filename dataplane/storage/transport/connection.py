@@ -172,7 +172,7 @@ class Wire:
             raise WireLostError("the unit cannot be reached")
         if event["value"] == int(REFUSED):
             raise AuthenticationError(peer=f"the storage unit at {self._endpoint}", why="the token is wrong")
-        raise WireLostError("the unit was restarted")
+        raise WireLostError("the unit was restarted")  # the ticket is that of an earlier epoch
 
     def payload(self, nbytes: int) -> Bytes:
         """Return the payload frame of the reply just received, without a copy. Raises WireLostError unless it has

@@ -246,12 +246,13 @@ class _Stream:
         reach = np.maximum.accumulate(first + sizes)
         heads = np.concatenate(([0], np.flatnonzero(first[1:] > reach[:-1]) + 1))
         tails = np.append(heads[1:], len(first))
-        lifted = first[heads]
-        self._sizes = reach[tails - 1] - lifted
+        span_first = first[heads]
+        self._sizes = reach[tails - 1] - span_first
         self._ends = np.cumsum(self._sizes)
         self._begins = self._ends - self._sizes
-        self._arena = lifted % space
-        self.packed = first - np.repeat(lifted - self._begins, tails - heads)
+        self._arena = span_first % space
+        # Every range of a span moves by the same distance, to where the span lies in the stream.
+        self.packed = first - np.repeat(span_first - self._begins, tails - heads)
         self.nbytes = int(self._ends[-1])
 
     def cuts(self, chunk_bytes: int) -> list[int]:
@@ -275,6 +276,7 @@ class _Stream:
         return ReadRequest(
             offsets=offsets,
             sizes=sizes,
+            # The part of these bytes that each column's buffer gets.
             places=[
                 (number, max(first, begin) - begin, min(last, end) - begin)
                 for number, (begin, end) in enumerate(pairwise(starts))

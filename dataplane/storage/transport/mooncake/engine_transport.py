@@ -89,7 +89,7 @@ class EngineTransport:
             if self._slots is None or self._contacts is None:
                 return ClientFrames()
             payloads = ClientEngine(self._slots, self._contacts, unit, closing=closing)
-            self._contacts.ready(unit)
+            self._contacts.ready(unit)  # starts to test the unit's engine
             return payloads
 
     def _open(self, endpoint: str) -> None:
@@ -126,8 +126,8 @@ def _own_host_for(endpoint: str) -> str:
 
 
 class ClientEngine:
-    """The client half, for the connection to one unit. unit: memory to fetch to test the unit's engine. closing: returns
-    whether the connection is closing. `_paused_until`: payloads are sent in frames until this time.monotonic()."""
+    """The client half, for the connection to one unit. unit: memory to fetch to test the unit's engine. closing:
+    returns whether the connection is closing. `_paused_until`: payloads are sent in frames until this time."""
 
     def __init__(self, slots: Slots, contacts: Contacts, unit: pb.Memory, *, closing: Callable[[], bool]) -> None:
         self._slots = slots

@@ -22,9 +22,9 @@ class Contacts:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._reached: dict[str, bool] = {}
-        self._retry_at: dict[str, float] = {}
-        self._trials: dict[str, threading.Thread] = {}
+        self._reached: dict[str, bool] = {}  # by the address of the peer's engine, as the next two
+        self._retry_at: dict[str, float] = {}  # when an unreachable peer may be tried again
+        self._trials: dict[str, threading.Thread] = {}  # those that run
         self._lock = threading.Lock()
         self._closed = False
 

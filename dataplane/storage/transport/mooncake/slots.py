@@ -71,7 +71,7 @@ class Slots:
         self.engine = engine
         self._stride = HEAD_BYTES + SLOT_BYTES
         # A shared mapping: copy-on-write after fork() would detach the parent's pages from the RDMA device.
-        self._region = mmap.mmap(-1, (count + 1) * self._stride)
+        self._region = mmap.mmap(-1, (count + 1) * self._stride)  # with the trial slot
         self._address = address_of(self._region)
         memory = np.frombuffer(self._region, np.uint8)
         starts = range(0, len(memory), self._stride)
