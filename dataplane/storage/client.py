@@ -174,7 +174,7 @@ class UnitConnection:
                 log.info("Session %d uses storage unit %d remotely: %s", self._session, self.info.unit, challenge.why)
         if self._transport is not None and challenge.HasField("engine") and not self.local:
             engine, closing = challenge.engine, lambda: self._closed
-            self._payloads = self._transport.to(engine, self._endpoint, closing=closing)
+            self._payloads = self._transport.payloads_for(engine, self._endpoint, closing=closing)
 
     def _prove(self, wire: Wire, challenge: pb.Challenge, timeout_s: float) -> None:
         """Map the arena and prove it to the unit. If either step fails, the connection stays remote."""
@@ -329,7 +329,7 @@ class UnitConnection:
         header = self._new_header(wire)
         header.read.offsets.extend(request.offsets)
         header.read.sizes.extend(request.sizes)
-        payloads.ask(header.read, request.nbytes)
+        payloads.set_fetch(header.read, request.nbytes)
         wire.send(header, held=[])
         return _PendingRead(header.call, request)
 

@@ -37,7 +37,7 @@ def test_a_client_says_why_and_talks_zmq(absent, caplog):
     transport = EngineTransport(CONFIG)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            payloads = transport.to(pb.Memory(), "tcp://127.0.0.1:1", closing=lambda: False)
+            payloads = transport.payloads_for(pb.Memory(), "tcp://127.0.0.1:1", closing=lambda: False)
             assert isinstance(payloads, ClientFrames)
     assert absent in caplog.text
     assert caplog.text.count("Client falls back to ZMQ") == 1
@@ -54,7 +54,8 @@ def test_a_unit_says_why_and_talks_zmq(absent, caplog):
 def test_without_the_setting_nothing_is_loaded(absent, caplog):
     with caplog.at_level(logging.WARNING):
         assert UnitEngine.open(DataPlaneConfig()) is None
-        payloads = EngineTransport(DataPlaneConfig()).to(pb.Memory(), "tcp://127.0.0.1:1", closing=lambda: False)
+        transport = EngineTransport(DataPlaneConfig())
+        payloads = transport.payloads_for(pb.Memory(), "tcp://127.0.0.1:1", closing=lambda: False)
     assert isinstance(payloads, ClientFrames)
     assert not caplog.text
 

@@ -58,7 +58,7 @@ class ClientPayloads(Protocol):
     def not_fetched(self, why: str) -> None:
         """Handle the unit's report that it could not fetch a payload."""
 
-    def ask(self, request: pb.ReadRanges, nbytes: int) -> None:
+    def set_fetch(self, request: pb.ReadRanges, nbytes: int) -> None:
         """Set in the request how its payload of `nbytes` may be returned."""
 
     def receive(self, wire: Wire, reply: pb.BulkReply, nbytes: int) -> ArrivedPayload:
@@ -68,7 +68,7 @@ class ClientPayloads(Protocol):
 class ClientTransport(Protocol):
     """The state that a client's connections share. Thread-safe."""
 
-    def to(self, unit: pb.Memory, endpoint: str, *, closing: Callable[[], bool]) -> ClientPayloads:
+    def payloads_for(self, unit: pb.Memory, endpoint: str, *, closing: Callable[[], bool]) -> ClientPayloads:
         """Return the client half for the connection to the unit at `endpoint`. unit: memory to fetch in order to test
         whether the unit is reachable. closing: returns whether the connection is closing, so its calls must end."""
 
@@ -94,9 +94,9 @@ class UnitPayloads(Protocol):
 
     trial: pb.Memory
 
-    def collect(self, write: pb.WriteRanges, later: Callable[[Fill | str], None]) -> Fill | None:
-        """Return the payload of a write. None: it has to be fetched first; `step` then calls `later` with the payload,
-        or with the reason of a failure. Raises StorageUnitError."""
+    def collect(self, write: pb.WriteRanges, on_fetched: Callable[[Fill | str], None]) -> Fill | None:
+        """Return the payload of a write. None: it has to be fetched first; `step` then calls `on_fetched` with the
+        payload, or with the reason of a failure. Raises StorageUnitError."""
 
     def offer(self, session: int, nbytes: int) -> Offer | None:
         """Return memory for a payload that a session will fetch; None if no memory is free."""

@@ -32,7 +32,7 @@ class ClientFrames:
     def not_fetched(self, why: str) -> None:
         """No-op: the unit fetches no payload sent in frames."""
 
-    def ask(self, request: pb.ReadRanges, nbytes: int) -> None:
+    def set_fetch(self, request: pb.ReadRanges, nbytes: int) -> None:
         """No-op: the unit returns the payload in a frame by default."""
 
     def receive(self, wire: Wire, reply: pb.BulkReply, nbytes: int) -> ArrivedPayload:

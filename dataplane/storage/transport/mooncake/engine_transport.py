@@ -79,7 +79,7 @@ class EngineTransport:
         self._slots: Slots | None = None
         self._is_disabled = config.bulk_transport != "mooncake"
 
-    def to(self, unit: pb.Memory, endpoint: str, *, closing: Callable[[], bool]) -> ClientPayloads:
+    def payloads_for(self, unit: pb.Memory, endpoint: str, *, closing: Callable[[], bool]) -> ClientPayloads:
         """Return the client half for the connection to the unit at `endpoint`. unit: memory to fetch in order to test
         the unit's engine. Without an engine here, log a warning and return frames. closing: returns whether the
         connection is closing."""
@@ -168,7 +168,7 @@ class ClientEngine:
         is_fit = FROM_BYTES <= nbytes <= SLOT_BYTES and time.monotonic() >= self._paused_until
         return is_fit and self._contacts.ready(self._unit)
 
-    def ask(self, request: pb.ReadRanges, nbytes: int) -> None:
+    def set_fetch(self, request: pb.ReadRanges, nbytes: int) -> None:
         """Request a payload to fetch, if the engine is usable; the unit uses a frame if it has no free slot."""
         request.fetch = self._usable(nbytes)
 
@@ -214,11 +214,11 @@ class ClientEngine:
 
 @dataclass(eq=False)
 class _Job:
-    """A payload to fetch from a client. later: called with the result (see `UnitPayloads.collect`). since: when the job
-    was created. slot: the target, once the transfer has begun. failed: the reason of a failure."""
+    """A payload to fetch from a client. on_fetched: called with the result (see `UnitPayloads.collect`). since: when the
+    job was created. slot: the target, once the transfer has begun. failed: the reason of a failure."""
 
     source: pb.Memory
-    later: Callable[[Fill | str], None]
+    on_fetched: Callable[[Fill | str], None]
     since: float
     slot: Slot | None = None
     failed: str = ""
@@ -262,10 +262,10 @@ class UnitEngine:
         )
         return cls(slots)
 
-    def collect(self, write: pb.WriteRanges, later: Callable[[Fill | str], None]) -> Fill | None:
-        """Queue a fetch of the payload from the client, with the timeout FETCH_S. `step` calls `later` with the result,
-        also for a fetch that cannot begin. Always returns None."""
-        job = _Job(write.source, later, time.monotonic())
+    def collect(self, write: pb.WriteRanges, on_fetched: Callable[[Fill | str], None]) -> Fill | None:
+        """Queue a fetch of the payload from the client, with the timeout FETCH_S. `step` calls `on_fetched` with the
+        result, also for a fetch that cannot begin. Always returns None."""
+        job = _Job(write.source, on_fetched, time.monotonic())
         if len(self._jobs) >= MOST_JOBS:
             job.failed = "the unit's queue of fetches is full"
         elif not self._contacts.ready(write.source):
@@ -284,7 +284,7 @@ class UnitEngine:
             else:
                 unfinished.append(job)
                 transfers[job.source.engine] = transfers.get(job.source.engine, 0) + (job.slot is not None)
-        self._jobs = unfinished + self._jobs  # `later` may have queued jobs
+        self._jobs = unfinished + self._jobs  # `on_fetched` may have queued jobs
         return pause_s(self._jobs[0].since) if self._jobs else None
 
     def _is_done(self, job: _Job) -> bool:
@@ -319,9 +319,9 @@ class UnitEngine:
         """Report the payload or the failure of a job, and release its slot."""
         slot, nbytes = job.slot, job.source.size
         if job.failed or slot is None:
-            job.later(job.failed)
+            job.on_fetched(job.failed)
         else:
-            job.later(partial(_fill, slot.payload(nbytes)))
+            job.on_fetched(partial(_fill, slot.payload(nbytes)))
         if slot is not None:
             self._slots.give(slot)
 
