@@ -214,8 +214,8 @@ class ClientEngine:
 
 @dataclass(eq=False)
 class _Job:
-    """A payload to fetch from a client. on_fetched: called with the result (see `UnitPayloads.collect`). since: when the
-    job was created. slot: the target, once the transfer has begun. failed: the reason of a failure."""
+    """A payload to fetch from a client. on_fetched: called with the result (see `UnitPayloads.collect`). since: when
+    the job was created. slot: the target, once the transfer has begun. failed: the reason of a failure."""
 
     source: pb.Memory
     on_fetched: Callable[[Fill | str], None]
