@@ -63,7 +63,7 @@ class Controller:
         self._epoch = time.time_ns() if epoch is None else epoch
         self._given_ledger = ledger
         self._durable: DurableLedger | None = None
-        self._shell: LedgerThread | None = None
+        self._ledger_thread: LedgerThread | None = None
         self._grpc: GrpcServer | None = None
         self._keys: ServerKeys | None = None
         self._http: HttpInterface | None = None
@@ -94,8 +94,8 @@ class Controller:
     @property
     def ended(self) -> threading.Event:
         """Event that is set when the controller no longer serves, after `stop` or a fatal error."""
-        assert self._shell is not None, "not started"
-        return self._shell.ended
+        assert self._ledger_thread is not None, "not started"
+        return self._ledger_thread.ended
 
     def start(self) -> Self:
         """Start the servers and return once they accept requests. On an error, everything is stopped again.
@@ -160,14 +160,14 @@ class Controller:
         hit("controller.bound")
         sync = self._durable.sync if self._durable is not None and facts.fsynced else None
         recorder = None if config.http_port is None else Recorder()
-        self._shell = LedgerThread(ledger, zmq_server, facts, sync=sync, watch=recorder)
-        self._shell.start()
-        health = ServiceHealth(self._shell)
-        grpc.serve(self._shell, facts, health.why_not)
+        self._ledger_thread = LedgerThread(ledger, zmq_server, facts, sync=sync, watch=recorder)
+        self._ledger_thread.start()
+        health = ServiceHealth(self._ledger_thread)
+        grpc.serve(self._ledger_thread, facts, health.why_not)
         if recorder is not None:
             self._http = HttpInterface(
                 config,
-                self._shell,
+                self._ledger_thread,
                 ledger,
                 recorder,
                 health.why_not,
@@ -248,13 +248,13 @@ class Controller:
         at most. Idempotent; does nothing in a forked child."""
         if self._pid != os.getpid():
             return
-        shell, self._shell = self._shell, None
+        ledger_thread, self._ledger_thread = self._ledger_thread, None
         grpc, self._grpc = self._grpc, None
         http, self._http = self._http, None
         if http is not None:
             http.stop()
-        if shell is not None:
-            shell.stop(STOP_S)
+        if ledger_thread is not None:
+            ledger_thread.stop(STOP_S)
         if grpc is not None:
             grpc.stop(STOP_S)
         listens_no_more_at(self._listens_at)

@@ -145,9 +145,9 @@ class GrpcServer:
         else:  # new credentials for each port: gRPC fetches their initial configuration only once
             self._server.add_secure_port(address, server_credentials(self._tls, self._count_handshake))
 
-    def serve(self, shell: LedgerThread, facts: Facts, why_not: Callable[[], str]) -> None:
+    def serve(self, ledger_thread: LedgerThread, facts: Facts, why_not: Callable[[], str]) -> None:
         """Start to accept calls. why_not: see `Health`."""
-        self._run(self._serve(_Service(shell, facts, self._loop), Health(facts.address, why_not, self._ended)))
+        self._run(self._serve(_Service(ledger_thread, facts, self._loop), Health(facts.address, why_not, self._ended)))
 
     async def _serve(self, service: _Service, health: Health) -> None:
         self._end_unit_streams = service.end_unit_streams
@@ -205,8 +205,8 @@ class _Service:
     AttachUnit stream, with the outputs for the unit; an error or None ends the stream.
     """
 
-    def __init__(self, shell: LedgerThread, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
-        self._shell = shell
+    def __init__(self, ledger_thread: LedgerThread, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
+        self._ledger_thread = ledger_thread
         self._facts = facts
         self._loop = loop
         self._heartbeat_streams: Counter[int] = Counter()
@@ -252,22 +252,22 @@ class _Service:
                 answered.set_result(output)
             elif orders is not None and isinstance(output, c.UnitAdded) and output.error is None:
                 # The unit's stream ended before the ledger accepted the unit.
-                self._shell.detach(output.unit, orders)
+                self._ledger_thread.detach(output.unit, orders)
 
         def reply(output: c.Output) -> None:
             self._loop.call_soon_threadsafe(settle, output)
 
-        self._shell.submit(item, reply, orders=orders)
+        self._ledger_thread.submit(item, reply, orders=orders)
         try:
             return await answered
         except asyncio.CancelledError:
             if orders is None:  # otherwise `settle` is still needed
                 with contextlib.suppress(ServiceUnavailableError):
-                    self._shell.withdraw(item, reply)
+                    self._ledger_thread.withdraw(item, reply)
             raise
 
     async def _heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> Message:
-        self._shell.submit(codec.from_pb(c.Heartbeat, request))
+        self._ledger_thread.submit(codec.from_pb(c.Heartbeat, request))
         return heartbeat_reply(self._facts)
 
     async def _keep_session(
@@ -284,14 +284,14 @@ class _Service:
                     yield heartbeat_reply(self._facts)
                 elif beat.session != session:
                     await abort(context, InvalidRequestError("a KeepSession stream serves one session, got a second"))
-                self._shell.submit(beat)
+                self._ledger_thread.submit(beat)
         finally:
             if session is not None:
                 self._heartbeat_streams[session] -= 1
                 if not self._heartbeat_streams[session]:
                     del self._heartbeat_streams[session]
                     with contextlib.suppress(ServiceUnavailableError):
-                        self._shell.submit(c.SessionSilent(session=session))
+                        self._ledger_thread.submit(c.SessionSilent(session=session))
 
     async def _attach_unit(self, requests: AsyncIterator[pb.UnitReport], context: Context) -> AsyncIterator[Message]:
         """Serve the stream of one storage unit: orders out, reports in. The unit is detached at the end."""
@@ -321,7 +321,7 @@ class _Service:
                 reading.cancel()
             if unit is not None:
                 with contextlib.suppress(ServiceUnavailableError):
-                    self._shell.detach(unit.unit, order)
+                    self._ledger_thread.detach(unit.unit, order)
 
     def end_unit_streams(self) -> None:
         """End the streams of all storage units with `ServiceUnavailableError`."""
@@ -359,7 +359,7 @@ class _Service:
                 report = unit_stream.report_from_pb(request)
                 if isinstance(report, c.AddUnit) or report.unit != unit:
                     raise InvalidRequestError(f"a stream serves one storage unit, and this one serves unit {unit}")
-                self._shell.submit(report)
+                self._ledger_thread.submit(report)
             orders.put_nowait(None)
         except DataPlaneError as error:
             orders.put_nowait(error)

@@ -29,8 +29,8 @@ class ServiceHealth:
 
     The command has no session, so the ledger rejects it, which also counts as an answer. Thread-safe."""
 
-    def __init__(self, shell: LedgerThread) -> None:
-        self._shell = shell
+    def __init__(self, ledger_thread: LedgerThread) -> None:
+        self._ledger_thread = ledger_thread
         self._turn = threading.Lock()  # held by the running check
         self._number = 0  # of the last command
         self._why = ""  # the last result, which is valid `_until` this time
@@ -51,13 +51,13 @@ class ServiceHealth:
         answers: queue.SimpleQueue[c.Output] = queue.SimpleQueue()
         reply: Callable[[c.Output], None] = answers.put
         try:
-            self._shell.submit(call, reply)
+            self._ledger_thread.submit(call, reply)
             answer = answers.get(timeout=HEALTHY_S)
         except ServiceUnavailableError as error:
             return str(error)
         except queue.Empty:
             with contextlib.suppress(ServiceUnavailableError):
-                self._shell.withdraw(call, reply)
+                self._ledger_thread.withdraw(call, reply)
             return f"the ledger did not answer within {HEALTHY_S:g} s"
         assert isinstance(answer, c.Answer)
         # SessionExpiredError is the expected answer, because the command has no session.

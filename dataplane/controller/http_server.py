@@ -28,13 +28,13 @@ SAMPLE_S = 1.0
 
 
 class HttpInterface:
-    """Serves the state of `shell` and `ledger` and the counters of `recorder` over HTTP. A thread keeps the session
+    """Serves the state of `ledger` and the counters of `recorder` over HTTP. A thread keeps its session with the ledger
     alive. why_not: health check of `/healthz`; returns why the service is unhealthy, or ""."""
 
     def __init__(
         self,
         config: DataPlaneConfig,
-        shell: LedgerThread,
+        ledger_thread: LedgerThread,
         ledger: LedgerLike,
         recorder: Recorder,
         why_not: Callable[[], str],
@@ -43,11 +43,11 @@ class HttpInterface:
         heartbeat_s: float,
     ) -> None:
         assert config.http_port is not None
-        self._shell = shell
+        self._ledger_thread = ledger_thread
         self._ledger = ledger
         self._recorder = recorder
         self._heartbeat_s = heartbeat_s
-        self._session = LocalSession(shell, name="tq http", address=address)
+        self._session = LocalSession(ledger_thread, name="tq http", address=address)
         token, tls = config.secret(), config.tls
         guard = Guard(token, secure=tls is not None, local=is_loopback(config.host))
         journal = ledger if isinstance(ledger, DurableLedger) else None
@@ -87,7 +87,7 @@ class HttpInterface:
         while not self._stopping.wait(min(SAMPLE_S, self._heartbeat_s)):
             silent_s += min(SAMPLE_S, self._heartbeat_s)
             with contextlib.suppress(ServiceUnavailableError):
-                self._shell.run(self._record_live_bytes)
+                self._ledger_thread.run(self._record_live_bytes)
             if silent_s >= self._heartbeat_s:
                 silent_s = 0.0
                 self._session.beat()

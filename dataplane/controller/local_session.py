@@ -26,8 +26,8 @@ ASK_S = 10.0
 class LocalSession:
     """Opens a session with the first command, and a new one after the service expired it. Thread-safe."""
 
-    def __init__(self, shell: LedgerThread, *, name: str, address: str) -> None:
-        self._shell = shell
+    def __init__(self, ledger_thread: LedgerThread, *, name: str, address: str) -> None:
+        self._ledger_thread = ledger_thread
         self._name = name
         self._address = address
         self._turn = threading.Lock()  # held by the running call
@@ -57,7 +57,7 @@ class LocalSession:
         session = self._session
         if session:
             with contextlib.suppress(ServiceUnavailableError):
-                self._shell.submit(c.Heartbeat(session=session))
+                self._ledger_thread.submit(c.Heartbeat(session=session))
 
     def close(self) -> None:
         """End the session without waiting for an answer."""
@@ -65,7 +65,7 @@ class LocalSession:
         if session:
             self._number += 1
             with contextlib.suppress(ServiceUnavailableError):
-                self._shell.submit(self._call(session, c.Bye()))
+                self._ledger_thread.submit(self._call(session, c.Bye()))
 
     def _ask_once(self, command: c.Command, deadline: float) -> c.Result:
         """Execute the command in the session, which is opened if there is none. The caller holds `_turn`."""
@@ -105,12 +105,12 @@ class LocalSession:
         """Submit `item` and wait for its answer. Raises `queue.Empty` after `deadline`."""
         answers: queue.SimpleQueue[c.Output] = queue.SimpleQueue()
         reply: Callable[[c.Output], None] = answers.put
-        self._shell.submit(item, reply)
+        self._ledger_thread.submit(item, reply)
         try:
             return answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             with contextlib.suppress(ServiceUnavailableError):
-                self._shell.withdraw(item, reply)
+                self._ledger_thread.withdraw(item, reply)
             raise
 
     def _timeout_error(self, command: c.Command) -> CallTimeoutError:

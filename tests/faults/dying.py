@@ -58,7 +58,7 @@ class Dying:
 def give_up(server: Server) -> None:
     """Make the service end the session of its victim now, as if that had sent nothing for `SESSION_TIMEOUT_S`. The
     victim is dead or stopped, so sends nothing meanwhile. Returns once the session has ended."""
-    shell = server._controller._shell
+    shell = server._controller._ledger_thread
     assert shell is not None
     ledger: Any = shell._ledger
     found: SimpleQueue[bool] = SimpleQueue()

@@ -247,7 +247,7 @@ def test_a_handshake_that_succeeded_is_seen(settings: dict[str, str]) -> None:
         Controller(replace(CONFIG, **settings)) as made,
         connect(made.address, **settings, force_remote=True) as client,
     ):
-        watched = made._shell._zmq._unauthenticated  # type: ignore[union-attr]
+        watched = made._ledger_thread._zmq._unauthenticated  # type: ignore[union-attr]
         began: list[int] = []
         real = watched.began
 

@@ -57,7 +57,7 @@ def test_a_controller_that_cannot_go_on_gives_its_place_to_another(state: str) -
         def fail() -> None:
             raise StateDirError(directory=state, why="the disk is broken")
 
-        actor._controller._shell._sync = fail
+        actor._controller._ledger_thread._sync = fail
 
     settings = {"capacity_bytes": 8 << 20, "state_dir": state, "heartbeat_s": 0.2}
     with (
