@@ -152,7 +152,7 @@ class Controller:
             service=self._persistent_token("service", 16),
             instance=instance,
             secret=secret,
-            told=token is None,
+            sends_secret=token is None,
         )
         zmq_server.introduce(facts)
         if self._durable is not None:

@@ -95,7 +95,7 @@ class LedgerThread:
         watch: LoopObserver | None = None,
     ) -> None:
         self._ledger = ledger
-        self._watch = watch
+        self._observer = watch
         self._sync = sync
         self._outgoing: list[c.Output] = []  # with `sync`: the outputs that wait for it
         self._zmq = zmq_server
@@ -172,7 +172,7 @@ class LedgerThread:
             while not self._stopping.is_set():
                 deadline = self._ledger.next_deadline()
                 ready = dict(poller.poll(self._timeout_ms(deadline)))
-                woken = 0.0 if self._watch is None else self._watch.clock()
+                woken = 0.0 if self._observer is None else self._observer.clock()
                 self._advance_clock(deadline)
                 if self._waker.fd in ready:
                     self._waker.clear()
@@ -185,8 +185,8 @@ class LedgerThread:
                 self._zmq.hang_up()
                 self._drop_abandoned()
                 self._deliver_outgoing()
-                if self._watch is not None:
-                    self._watch.busy_s += self._watch.clock() - woken
+                if self._observer is not None:
+                    self._observer.busy_s += self._observer.clock() - woken
         except StateDirError as error:
             log.critical("Service stops: the journal cannot be synced, so pending answers are discarded: %s", error)
         except Exception:
@@ -210,12 +210,12 @@ class LedgerThread:
 
     def _sync_journal(self, sync: Callable[[], None]) -> None:
         """Call `sync`, and report its duration to the observer."""
-        if self._watch is None:
+        if self._observer is None:
             sync()
             return
-        began = self._watch.clock()
+        began = self._observer.clock()
         sync()
-        self._watch.synced(self._watch.clock() - began)
+        self._observer.synced(self._observer.clock() - began)
 
     def _timeout_ms(self, deadline: float | None) -> int | None:
         return self._zmq.pause_ms(None if deadline is None else poll_ms(deadline - self._now()))
@@ -255,7 +255,7 @@ class LedgerThread:
             pending = self._pending.get(key)
             if pending is None:
                 pending = self._pending[key] = _PendingRequest(
-                    item, began=0.0 if self._watch is None else self._watch.clock()
+                    item, began=0.0 if self._observer is None else self._observer.clock()
                 )
             pending.replies[caller] = reply
             pending.last = self._last_tick
@@ -308,8 +308,8 @@ class LedgerThread:
         hit(_FAILPOINTS.get(key[0], "controller.before_reply"))
         for reply in pending.replies.values():
             _call_back(reply, output)
-        if self._watch is not None:
-            self._watch.answered(pending.item, output, pending.began)
+        if self._observer is not None:
+            self._observer.answered(pending.item, output, pending.began)
 
     def _detach(self, unit: int, orders: Orders) -> None:
         """Report the unit as lost, unless another stream than that of `orders` serves it now."""

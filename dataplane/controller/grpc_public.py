@@ -120,7 +120,7 @@ def _keys_reply(facts: Facts, metadata: dict[str, str]) -> pb.Keys:
     answer = pb.Keys(curve_key=facts.curve_key, instance=facts.instance, service=facts.service)
     if facts.secret:
         answer.proof = proof_of(facts.secret, nonce, facts.instance, split_address(facts.address)[1])
-    if facts.told:
+    if facts.sends_secret:
         answer.secret = facts.secret
     return answer
 

@@ -30,7 +30,7 @@ class Facts:
     `endpoints`: ZMQ endpoints, ipc first; the client replaces a host `*`. `durable`: the state survives a restart;
     `fsynced`: it survives a machine crash too. `curve_key`: public key of the ZMQ server, "" without encryption.
     `service`: public name of the state; `instance`: public name of this start; `secret`: key of the proof and the
-    ticket, "" if none; `told`: whether GetKeys returns the secret (to clients with a TLS certificate)."""
+    ticket, "" if none; `sends_secret`: whether GetKeys returns it (to clients with a TLS certificate)."""
 
     address: str
     epoch: int
@@ -44,7 +44,7 @@ class Facts:
     service: str = ""
     instance: str = ""
     secret: str = field(default="", repr=False)
-    told: bool = False
+    sends_secret: bool = False
 
 
 def parse(method: str, body: bytes) -> c.Input:
