@@ -265,10 +265,10 @@ def test_a_span_names_its_client_and_a_few_fields() -> None:
 
 def test_the_flow_has_every_second_also_those_in_which_nothing_happened() -> None:
     flow = Throughput()
-    flow.at(1000.2).puts += 3
-    flow.at(1000.9).puts += 1
-    flow.at(1000.95).live_bytes = 64
-    flow.at(1003.0).gets += 2
+    flow.second_at(1000.2).puts += 3
+    flow.second_at(1000.9).puts += 1
+    flow.second_at(1000.95).live_bytes = 64
+    flow.second_at(1003.0).gets += 2
     report = flow.report(1005.5)
     assert (len(report.times), report.times[-1], report.step_s) == (KEPT_S, 1005, 1)
     assert dict(zip(report.times[-5:], report.puts[-5:], strict=True)) == {1001: 4, 1002: 0, 1003: 0, 1004: 0, 1005: 0}
@@ -278,23 +278,23 @@ def test_the_flow_has_every_second_also_those_in_which_nothing_happened() -> Non
 
 def test_the_second_under_way_is_not_in_it() -> None:
     flow = Throughput()
-    flow.at(1000.2).puts += 3
+    flow.second_at(1000.2).puts += 3
     assert sum(flow.report(1000.9).puts) == 0
     assert sum(flow.report(1001.0).puts) == 3
 
 
 def test_a_clock_that_is_set_back_adds_to_the_latest_second() -> None:
     flow = Throughput()
-    flow.at(1000.2).puts += 1
-    flow.at(900.0).puts += 1
+    flow.second_at(1000.2).puts += 1
+    flow.second_at(900.0).puts += 1
     assert flow.report(1001.0).puts[-1] == 2
 
 
 def test_old_seconds_go(monkeypatch: pytest.MonkeyPatch) -> None:
     flow = Throughput()
-    flow.at(5.0).live_bytes = 32
+    flow.second_at(5.0).live_bytes = 32
     for second in range(10, 10 + 3 * KEPT_S):
-        flow.at(float(second)).puts += 1
+        flow.second_at(float(second)).puts += 1
     assert len(flow._seconds) == KEPT_S
     report = flow.report(10.0 + 3 * KEPT_S)
     assert report.puts == [1] * KEPT_S
