@@ -52,18 +52,18 @@ class Rendezvous(Protocol):
         process does not belong to the rendezvous."""
 
 
-_made: dict[str, Callable[[], Rendezvous]] = {}
+_constructors: dict[str, Callable[[], Rendezvous]] = {}
 
 
 def register_rendezvous(name: str, make: Callable[[], Rendezvous]) -> None:
     """Register a rendezvous: `known` returns the result of `make()`. A later call for the same name replaces it."""
-    _made[name] = make
+    _constructors[name] = make
 
 
 def known() -> list[Rendezvous]:
     """Return every registered rendezvous. An entry point is registered here if this process has imported the package
     that the entry point is named after."""
     for entry in importlib.metadata.entry_points(group=GROUP):
-        if entry.name in sys.modules and entry.name not in _made:
-            _made[entry.name] = entry.load()
-    return [make() for make in _made.values()]
+        if entry.name in sys.modules and entry.name not in _constructors:
+            _constructors[entry.name] = entry.load()
+    return [construct() for construct in _constructors.values()]

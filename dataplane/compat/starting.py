@@ -18,13 +18,13 @@ def start(name: str) -> NoReturn:
     Raises SystemExit if the hook is not installed, because the variable then has no effect, and for an invalid value of
     the variable.
     """
-    if not any((Path(place) / HOOK).is_file() for place in sys.path):
+    if not any((Path(directory) / HOOK).is_file() for directory in sys.path):
         raise SystemExit(f"{HOOK} was not found on sys.path: install the package with `pip install rl-dataplane`")
     try:
-        before = names_in(os.environ.get(VARIABLE, ""))
+        names = names_in(os.environ.get(VARIABLE, ""))
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    value = ",".join(dict.fromkeys([*before, name]))
+    value = ",".join(dict.fromkeys([*names, name]))
     command = [sys.executable, *command_without_us(sys.orig_argv, sys.argv)]
     os.execve(sys.executable, command, {**os.environ, VARIABLE: value})
 
@@ -36,6 +36,9 @@ def command_without_us(full: Sequence[str], own: Sequence[str]) -> list[str]:
     """
     arguments = list(own[1:])
     options = list(full[1 : len(full) - len(arguments)])
-    module = options.pop()
-    flags = module.partition("m")[0] if module.startswith("-") else options.pop()[:-1]  # "-mNAME", or "-m" before it
-    return [*options, *([flags] if flags != "-" else []), *arguments]
+    # The last option starts the module: "-mNAME", or "-m" and "NAME". Other flags can precede the "m", as in "-um".
+    last = options.pop()
+    flags = last.partition("m")[0] if last.startswith("-") else options.pop()[:-1]
+    if flags != "-":
+        options.append(flags)
+    return [*options, *arguments]

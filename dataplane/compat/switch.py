@@ -57,9 +57,9 @@ def install() -> None:
 
 
 def replaced(*names: str) -> bool:
-    """Whether this process replaces one of `names`, modules of the table."""
-    on = [finder for finder in sys.meta_path if isinstance(finder, Replacement) and not finder.wrong]
-    return any(name in finder.table for finder in on for name in names)
+    """Whether this process replaces one of `names`, keys of `MODULES`."""
+    finders = [finder for finder in sys.meta_path if isinstance(finder, Replacement) and not finder.wrong]
+    return any(name in finder.table for finder in finders for name in names)
 
 
 class Replacement:
@@ -75,6 +75,7 @@ class Replacement:
         try:
             names = names_in(value)
         except ValueError as error:
+            # Raised when a module of the table is imported: at startup, Python would only print it.
             names, self.wrong = tuple(MODULES), str(error)
         self.table = {name: MODULES[name] for name in names}
 
@@ -87,20 +88,21 @@ class Replacement:
             return self._patch_job_config(PathFinder.find_spec(fullname, path))
         for name, ours in self.table.items():
             if fullname == name or fullname.startswith(f"{name}."):
-                rest = fullname.removeprefix(name)
-                found = self._spec_for(fullname, ours + rest)
+                submodule = fullname.removeprefix(name)
+                spec = self._spec_for(fullname, ours + submodule)
             elif fullname.startswith(f"{ours}."):
-                rest = fullname.removeprefix(ours)
-                found = PathFinder.find_spec(fullname, path)
+                # `from NAME import SUBMODULE` looks the submodule up under the replacement's own name.
+                submodule = fullname.removeprefix(ours)
+                spec = PathFinder.find_spec(fullname, path)
             else:
                 continue
-            if found is None and sys._getframe(2).f_code is not importlib.util.find_spec.__code__:
+            if spec is None and sys._getframe(2).f_code is not importlib.util.find_spec.__code__:
                 raise ModuleNotFoundError(
-                    f"No module named '{name}{rest}': {VARIABLE}={self.value} replaces {name!r} by {ours!r}, which has "
-                    f"no {rest[1:]!r}; unset {VARIABLE} to import it from the installed package",
-                    name=name + rest,
+                    f"No module named '{name}{submodule}': {VARIABLE}={self.value} replaces {name!r} by {ours!r}, "
+                    f"which has no {submodule[1:]!r}; unset {VARIABLE} to import it from the installed package",
+                    name=name + submodule,
                 )
-            return found
+            return spec
         return None
 
     def create_module(self, spec: ModuleSpec) -> None:
@@ -119,21 +121,21 @@ class Replacement:
         """Return the spec that imports this project's module `ours` under the name `fullname`."""
         if self.wrong:
             raise ValueError(self.wrong)
-        found = importlib.util.find_spec(ours)
-        if found is None:
+        our_spec = importlib.util.find_spec(ours)
+        if our_spec is None:
             return None
-        spec = ModuleSpec(fullname, cast("Loader", self), origin=found.origin, loader_state=ours)
-        spec.submodule_search_locations = found.submodule_search_locations
+        spec = ModuleSpec(fullname, cast("Loader", self), origin=our_spec.origin, loader_state=ours)
+        spec.submodule_search_locations = our_spec.submodule_search_locations
         return spec
 
     def _patch_job_config(self, spec: ModuleSpec | None) -> ModuleSpec | None:
         """Make the loader call `carry` for Ray's `JobConfig` when its module is imported."""
         loader = spec.loader if spec is not None else None
         if loader is not None:
-            run = loader.exec_module
+            original_exec_module = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                run(module)
+                original_exec_module(module)
                 carry(module.JobConfig, self.value)
 
             loader.exec_module = exec_module  # type: ignore[method-assign]

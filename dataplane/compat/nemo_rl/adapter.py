@@ -18,6 +18,7 @@ class TQDataPlaneClient(DataPlaneClient):
     installed, it is an instance of NeMo-RL's own `DataPlaneClient`."""
 
     def __init__(self, cfg: Mapping[str, Any], *, bootstrap: bool = True) -> None:
+        """See `build_data_plane_client`."""
         abstract = framework_type("DataPlaneClient")
         if abstract is not None and hasattr(abstract, "register"):
             abstract.register(TQDataPlaneClient)
@@ -25,6 +26,7 @@ class TQDataPlaneClient(DataPlaneClient):
 
 
 def __getattr__(name: str) -> Any:
+    """Explain an import of a name that only NeMo-RL's own adapter module has."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise ImportError(

@@ -16,8 +16,7 @@ from dataplane.client.operations.sample_names import tags_of
 from dataplane.client.operations.steps import Operation, Send
 from dataplane.client.session_state import SessionState
 from dataplane.compat.nemo_rl.meta import KVBatchMeta, framework_type
-from dataplane.compat.transfer_queue import fetching, reads
-from dataplane.compat.transfer_queue import operations as mine
+from dataplane.compat.transfer_queue import fetching, operations, reads
 from dataplane.compat.transfer_queue.checkpoints import METADATA, load_into, save_from
 from dataplane.compat.transfer_queue.session import Session
 from dataplane.compat.transfer_queue.tags import tag_columns
@@ -86,7 +85,7 @@ class DataPlaneClient:
         if (partition_id, task_name) not in self._known_tasks:
             self._performer.do(_check_task, partition_id, task_name)
             self._known_tasks.add((partition_id, task_name))
-        request = fetching.Asked(
+        request = fetching.BatchRequest(
             partition=partition_id,
             task=task_name,
             fields=tuple(required_fields),
@@ -94,13 +93,13 @@ class DataPlaneClient:
             config={},
         )
         ids, tags = self._performer.do(_claim, request, blocking, seconds("timeout_s", timeout_s))
-        known = any(INPUT_LENGTHS in tag for tag in tags)
+        has_lengths = any(INPUT_LENGTHS in tag for tag in tags)
         return self.meta_type(
             partition_id=partition_id,
             task_name=task_name,
             sample_ids=ids,
             fields=list(required_fields),
-            sequence_lengths=[int(tag.get(INPUT_LENGTHS, 0)) for tag in tags] if known else None,
+            sequence_lengths=[int(tag.get(INPUT_LENGTHS, 0)) for tag in tags] if has_lengths else None,
             tags=tags or None,
         )
 
@@ -130,7 +129,7 @@ class DataPlaneClient:
         if not ids:
             return self.meta_type(partition_id=partition_id, task_name=None, sample_ids=[], fields=None)
         tag_list = [dict(tag) for tag in tags] if tags is not None else [{} for _ in ids]
-        self._performer.do(mine.put, ids, partition_id, fields, tag_columns(tag_list, len(ids)))
+        self._performer.do(operations.put, ids, partition_id, fields, tag_columns(tag_list, len(ids)))
         names = None if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118  # not a dict
         return self.meta_type(partition_id=partition_id, task_name=None, sample_ids=ids, fields=names, tags=tag_list)
 
@@ -145,14 +144,14 @@ class DataPlaneClient:
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
         """Drop these samples; ids that do not exist are ignored. None: drop all samples, with a RuntimeWarning if the
         partition has none. The partition keeps its registered fields and tasks."""
-        names = list(sample_ids) if sample_ids is not None else [*self._keys(partition_id)]
-        if names:
-            self._performer.do(mine.clear_keys, names, partition_id)
+        ids = self._list_ids(partition_id) if sample_ids is None else list(sample_ids)
+        if ids:
+            self._performer.do(operations.clear_keys, ids, partition_id)
         elif sample_ids is None:
-            why = f"clear_samples(None, {partition_id!r}) found nothing: the partition is empty or unknown"
-            warnings.warn(why, RuntimeWarning, stacklevel=2)
+            text = f"clear_samples(None, {partition_id!r}) found nothing: the partition is empty or unknown"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
-    def _keys(self, partition: str) -> Sequence[str]:
+    def _list_ids(self, partition: str) -> list[str]:
         return list(self._session.client.kv_list(partition).get(partition, {}))
 
     # --- lifecycle
@@ -179,13 +178,14 @@ class DataPlaneClient:
 def _register(
     session_state: SessionState, partition: str, fields: Sequence[str], tasks: Sequence[str]
 ) -> Operation[None]:
-    yield mine.extend(session_state, partition, tasks=tasks)
+    """Create the partition or add tasks and fields to it, and record that it has registered tasks."""
+    yield operations.extend(session_state, partition, tasks=tasks)
     if tasks:
         # After the tasks themselves: a claim between the two steps creates its task, as before the registration.
-        yield from mine.put(session_state, [_registration(partition)], mine.ADAPTER, None)
+        yield from operations.put(session_state, [_registration_id(partition)], operations.ADAPTER, None)
 
 
-def _registration(partition: str) -> str:
+def _registration_id(partition: str) -> str:
     """Return the id of the sample that exists once any client has registered tasks for the partition."""
     return f"tasks of {partition}"
 
@@ -195,44 +195,49 @@ def _check_task(session_state: SessionState, partition: str, task: str) -> Opera
     try:
         tasks = (yield Send(c.Describe(partition=partition))).result.tasks
         if task not in tasks:
-            yield from mine.listed(session_state, mine.ADAPTER, c.Samples(ids=(_registration(partition),)))
+            # Without a registration this raises SampleNotFoundError or PartitionNotFoundError: any task may claim.
+            registration = c.Samples(ids=(_registration_id(partition),))
+            yield from operations.listed(session_state, operations.ADAPTER, registration)
             raise TaskNotFoundError(partition=partition, task=task, known=tasks)
     except (PartitionNotFoundError, SampleNotFoundError):
         return
 
 
 def _claim(
-    session_state: SessionState, request: fetching.Asked, blocking: bool, timeout_s: float
+    session_state: SessionState, request: fetching.BatchRequest, blocking: bool, timeout_s: float
 ) -> Operation[tuple[list[str], list[dict[str, Any]]]]:
-    found: c.Claimed | None = yield from fetching.claim_in_order(
+    """Claim the oldest samples. Return their ids and their tags, both empty if too few are ready and not blocking."""
+    claimed: c.Claimed | None = yield from fetching.claim_in_order(
         session_state, request, polling=not blocking, wait_s=timeout_s
     )
-    if found is None:
+    if claimed is None:
         return [], []
-    return list(found.ids), [dict(tag) for tag in tags_of(found.tags, len(found.ids))]
+    return list(claimed.ids), [dict(tag) for tag in tags_of(claimed.tags, len(claimed.ids))]
 
 
 def _get(
     session_state: SessionState, ids: Sequence[str], partition: str, fields: Sequence[str]
 ) -> Operation[TensorDict]:
+    """Read exactly these fields of these samples, in NeMo-RL's form."""
     data: TensorDict = yield from reads.get_keys(session_state, ids, partition, fields, True)
-    values = {name: _as_read(str(name), value) for name, value in data.items()}
-    made: TensorDict = TensorDict._new_unsafe(values, batch_size=data.batch_size)
-    return made
+    values = {name: _to_nemo_value(str(name), value) for name, value in data.items()}
+    converted: TensorDict = TensorDict._new_unsafe(values, batch_size=data.batch_size)
+    return converted
 
 
-def _as_read(name: str, value: Any) -> Any:
-    """Convert a field to NeMo-RL's form: dense if possible, `[N]` for the fields of `SCALARS`."""
+def _to_nemo_value(name: str, value: Any) -> Any:
+    """Convert a field to NeMo-RL's form: dense if possible, `[N]` for the fields of `SCALARS`. ValueError if the
+    rows of the latter are not scalars."""
     value = dense_if_even(value)
     if name not in SCALARS:
         return value
     if not isinstance(value, Tensor) or value.is_nested:
-        found = "rows of several shapes"
+        got = "rows of several shapes"
     elif value.dim() == 1 or value.shape[1:] == (1,):
         return value.flatten()
     else:
-        found = f"rows of shape {list(value.shape[1:])}"
-    raise ValueError(f"get_samples: field {name!r} has {found}, expected one scalar per sample ([N] or [N, 1])")
+        got = f"rows of shape {list(value.shape[1:])}"
+    raise ValueError(f"get_samples: field {name!r} has {got}, expected one scalar per sample ([N] or [N, 1])")
 
 
 def dense_if_even(value: Any) -> Any:
@@ -242,6 +247,7 @@ def dense_if_even(value: Any) -> Any:
     rows = value.unbind()
     if len({row.shape for row in rows}) != 1:
         return value
+    # If the buffer of a jagged tensor has no gaps between the rows, reshape it without a copy.
     if value.layout is torch.jagged and value.values().shape[0] == len(rows) * len(rows[0]):
         return value.values().reshape(len(rows), *rows[0].shape)
     return torch.stack(rows)

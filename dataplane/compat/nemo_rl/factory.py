@@ -50,9 +50,9 @@ def build_data_plane_client(cfg: Mapping[str, Any] | None, *, bootstrap: bool = 
 
 def session_of(cfg: Mapping[str, Any], *, bootstrap: bool) -> Session:
     """Open a session of the service that `cfg` describes; see `build_data_plane_client`."""
-    _check(cfg, "impl", IMPLEMENTATIONS)
+    _check_choice(cfg, "impl", IMPLEMENTATIONS)
     if cfg.get("backend") is not None:
-        _check(cfg, "backend", BACKENDS)
+        _check_choice(cfg, "backend", BACKENDS)
     dataplane_settings = {**(cfg.get("dataplane") or {})}
     if cfg.get("controller_address"):
         dataplane_settings["address"] = cfg["controller_address"]
@@ -71,9 +71,10 @@ def session_of(cfg: Mapping[str, Any], *, bootstrap: bool) -> Session:
 
 
 def _warn_of_unused(cfg: Mapping[str, Any]) -> None:
+    """Log one warning with all ignored settings."""
     unused = [f"{name}={cfg[name]!r}" for name in UNUSED if cfg.get(name) is not None]
-    if cfg.get("backend") == BACKENDS[1]:
-        unused.append(f"backend={BACKENDS[1]!r}")
+    if cfg.get("backend") == "mooncake_cpu":
+        unused.append("backend='mooncake_cpu'")
     if unused:
         warn_once(
             f"not used: {', '.join(unused)}. Samples are in this package's storage units; configure these under "
@@ -88,6 +89,6 @@ def _milliseconds(value: Any) -> float:
         raise ValueError(f"ack_timeout_ms={str(value)[:40]}: expected a number of milliseconds") from None
 
 
-def _check(cfg: Mapping[str, Any], name: str, known: tuple[str, ...]) -> None:
-    if cfg.get(name) not in known:
-        raise ValueError(f"build_data_plane_client: {name}={cfg.get(name)!r}, expected one of {', '.join(known)}")
+def _check_choice(cfg: Mapping[str, Any], name: str, choices: tuple[str, ...]) -> None:
+    if cfg.get(name) not in choices:
+        raise ValueError(f"build_data_plane_client: {name}={cfg.get(name)!r}, expected one of {', '.join(choices)}")

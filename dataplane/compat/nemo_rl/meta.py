@@ -58,9 +58,9 @@ class KVBatchMeta:
     def subset(self, indices: Sequence[int]) -> KVBatchMeta:
         """Return the samples at these positions, in that order."""
         return self._with(
-            [self.sample_ids[place] for place in indices],
-            None if self.sequence_lengths is None else [self.sequence_lengths[place] for place in indices],
-            None if self.tags is None else [self.tags[place] for place in indices],
+            [self.sample_ids[position] for position in indices],
+            None if self.sequence_lengths is None else [self.sequence_lengths[position] for position in indices],
+            None if self.tags is None else [self.tags[position] for position in indices],
         )
 
     def slice(self, start: int, stop: int) -> KVBatchMeta:
@@ -69,8 +69,9 @@ class KVBatchMeta:
 
     def drop(self, indices: Sequence[int]) -> KVBatchMeta | None:
         """Return all samples except those at these positions, or None if no sample is left."""
-        kept = [place for place in range(self.size) if place not in set(indices)]
-        return self.subset(kept) if kept else None
+        dropped = set(indices)
+        left = [position for position in range(self.size) if position not in dropped]
+        return self.subset(left) if left else None
 
     def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
         """Return these samples followed by those of the others, with lengths and tags if all metas have them.
@@ -109,8 +110,8 @@ def framework_type(name: str) -> type[Any] | None:
             module = importlib.import_module(INTERFACES)
         except Exception as error:
             log.warning("Import of %s failed, this package's %s is used instead: %s", INTERFACES, name, error)
-    found = getattr(module, name, None)
-    return found if isinstance(found, type) else None
+    value = getattr(module, name, None)
+    return value if isinstance(value, type) else None
 
 
 def _is_installed() -> bool:

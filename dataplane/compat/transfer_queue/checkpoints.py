@@ -39,25 +39,26 @@ def save_checkpoint(
 
 def save_from(client: TransferQueueClient, directory: str | Path, metadata: Mapping[str, Any] | None) -> None:
     """Implement `save_checkpoint` for this client."""
-    place = Path(directory).absolute()
-    aside, old = _beside(place, "tmp"), _beside(place, "old")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(MODE, parents=True)
+    target = Path(directory).absolute()
+    new, old = _sibling(target, "tmp"), _sibling(target, "old")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(MODE, parents=True)
     try:
         names = client.get_partition_list()
         if names:
-            client._performer.client.checkpoint(aside / SAMPLES, names)
-        _write(aside / METADATA, {"storage_saved": True, "user_metadata": dict(metadata or {})})
-        _sync(aside)
-        if place.exists():
+            client._performer.client.checkpoint(new / SAMPLES, names)
+        _write_json(new / METADATA, {"storage_saved": True, "user_metadata": dict(metadata or {})})
+        _fsync_directory(new)
+        # Write beside the target, then rename: at any instant a complete checkpoint is at `target` or at `old`.
+        if target.exists():
             shutil.rmtree(old, ignore_errors=True)
-            place.rename(old)
-        aside.rename(place)
-        _sync(place.parent)
+            target.rename(old)
+        new.rename(target)
+        _fsync_directory(target.parent)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        if old.exists() and not place.exists():
-            old.rename(place)
+        shutil.rmtree(new, ignore_errors=True)
+        if old.exists() and not target.exists():
+            old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
 
@@ -75,34 +76,37 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
 
 def load_into(client: TransferQueueClient, directory: str | Path) -> None:
     """Implement `load_checkpoint` for this client."""
-    place = Path(directory).absolute()
-    if not place.exists() and _beside(place, "old").exists():
-        log.warning("a save to %s was interrupted: the previous checkpoint is loaded", place)
-        _beside(place, "old").rename(place)
-    if not (place / METADATA).exists():
-        raise FileNotFoundError(f"no checkpoint was found in {place}: {METADATA} is missing")
-    saved: set[str] = set()
-    if (place / SAMPLES).exists():
-        saved = set(client._performer.client.restore(place / SAMPLES, replace=True).partitions)
+    source = Path(directory).absolute()
+    old = _sibling(source, "old")
+    if not source.exists() and old.exists():  # a save ended between its two renames; see `save_from`
+        log.warning("a save to %s was interrupted: the previous checkpoint is loaded", source)
+        old.rename(source)
+    if not (source / METADATA).exists():
+        raise FileNotFoundError(f"no checkpoint was found in {source}: {METADATA} is missing")
+    restored: set[str] = set()
+    if (source / SAMPLES).exists():
+        restored = set(client._performer.client.restore(source / SAMPLES, replace=True).partitions)
     for name in client.get_partition_list():
-        if name not in saved:
+        if name not in restored:
             client.clear_partition(name)
-    for name in saved:
+    for name in restored:
         client._performer.do(fetching.forget_draws, name)
 
 
-def _beside(place: Path, suffix: str) -> Path:
-    return place.with_name(f"{place.name}.{suffix}")
+def _sibling(path: Path, suffix: str) -> Path:
+    return path.with_name(f"{path.name}.{suffix}")
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a new file with permissions for this user only, and flush it to disk."""
     with open(path, "x", encoding="utf-8", opener=private) as file:
         json.dump(content, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync(directory: Path) -> None:
+def _fsync_directory(directory: Path) -> None:
+    """Flush the directory's entries to disk, so that new and renamed files are still there after a power failure."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

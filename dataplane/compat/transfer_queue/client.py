@@ -14,8 +14,7 @@ from torch import Tensor
 from dataplane.client.operations import get, partitions
 from dataplane.client.operations.steps import Operation
 from dataplane.client.session_state import SessionState
-from dataplane.compat.transfer_queue import columns, fetching, reads
-from dataplane.compat.transfer_queue import operations as mine
+from dataplane.compat.transfer_queue import columns, fetching, operations, reads
 from dataplane.compat.transfer_queue.columns import Parser
 from dataplane.compat.transfer_queue.defaults import warn_once
 from dataplane.compat.transfer_queue.errors import RefusedCallError
@@ -56,8 +55,8 @@ class AsyncTransferQueueClient:
         self.client_id = client_id
         self.config = attach_config(controller_info)
         self._performer = Performer(self.config)
-        self._own_sampler: BaseSampler | None = None
-        self._kept: dict[str, Any] | None = None
+        self._local_sampler: BaseSampler | None = None  # passed to `init()` in this process; set by `session`
+        self._stored_settings: dict[str, Any] | None = None  # a copy of the settings in the service, once it has any
 
     def initialize_storage_manager(self, manager_type: str, config: Any) -> None:
         """Do nothing: the service provides the addresses of the storage units."""
@@ -79,12 +78,12 @@ class AsyncTransferQueueClient:
         sampling_config: dict[str, Any] | None = None,
     ) -> BatchMeta:
         """See `TransferQueueClient.get_meta`."""
-        asked = data_fields, batch_size, partition_id, mode, task_name, sampling_config
-        return await self._performer.do_async(self._get_meta, *asked)
+        arguments = data_fields, batch_size, partition_id, mode, task_name, sampling_config
+        return await self._performer.do_async(self._get_meta, *arguments)
 
     async def async_set_custom_meta(self, metadata: BatchMeta) -> None:
         """See `TransferQueueClient.set_custom_meta`."""
-        await self._performer.do_async(mine.set_tags, metadata)
+        await self._performer.do_async(operations.set_tags, metadata)
 
     async def async_put(
         self,
@@ -106,7 +105,7 @@ class AsyncTransferQueueClient:
 
     async def async_clear_samples(self, metadata: BatchMeta) -> None:
         """See `TransferQueueClient.clear_samples`."""
-        await self._performer.do_async(mine.clear_batch, metadata)
+        await self._performer.do_async(operations.clear_batch, metadata)
 
     async def async_get_consumption_status(
         self, task_name: str, partition_id: str
@@ -118,35 +117,37 @@ class AsyncTransferQueueClient:
         self, data_fields: list[str], partition_id: str
     ) -> tuple[Tensor | None, Tensor | None]:
         """See `TransferQueueClient.get_production_status`."""
-        return await self._performer.do_async(mine.production, data_fields, partition_id)
+        return await self._performer.do_async(operations.production, data_fields, partition_id)
 
     async def async_check_consumption_status(self, task_name: str, partition_id: str) -> bool:
         """See `TransferQueueClient.check_consumption_status`."""
-        return _all_one((await self.async_get_consumption_status(task_name, partition_id))[1], empty=False)
+        _, status = await self.async_get_consumption_status(task_name, partition_id)
+        return _all_one(status, empty=False)
 
     async def async_check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
         """See `TransferQueueClient.check_production_status`."""
-        return _all_one((await self.async_get_production_status(data_fields, partition_id))[1], empty=True)
+        _, status = await self.async_get_production_status(data_fields, partition_id)
+        return _all_one(status, empty=True)
 
     async def async_reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
         """See `TransferQueueClient.reset_consumption`."""
-        return await self._performer.do_async(mine.reset, partition_id, task_name)
+        return await self._performer.do_async(operations.reset, partition_id, task_name)
 
     async def async_get_partition_list(self) -> list[str]:
         """See `TransferQueueClient.get_partition_list`."""
-        return await self._performer.do_async(mine.partitions)
+        return await self._performer.do_async(operations.partitions)
 
     async def async_kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
         """See `TransferQueueClient.kv_retrieve_meta`."""
-        return await self._performer.do_async(mine.of_keys, _key_list(keys), partition_id, create)
+        return await self._performer.do_async(operations.of_keys, _key_list(keys), partition_id, create)
 
     async def async_kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
         """See `TransferQueueClient.kv_retrieve_keys`."""
-        return await self._performer.do_async(mine.keys_of, _index_list(global_indexes), partition_id)
+        return await self._performer.do_async(operations.keys_of, _index_list(global_indexes), partition_id)
 
     async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
         """See `TransferQueueClient.kv_list`."""
-        return await self._performer.do_async(mine.list_keys, partition_id)
+        return await self._performer.do_async(operations.list_keys, partition_id)
 
     async def async_save_controller_checkpoint(self, path: str) -> None:
         _refuse("async_save_controller_checkpoint", path)
@@ -172,52 +173,52 @@ class AsyncTransferQueueClient:
         task: str | None,
         config: Mapping[str, Any] | None,
     ) -> Operation[BatchMeta]:
+        """Return the batch that `mode` selects; see `TransferQueueClient.get_meta`."""
         if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, Integral)):
             raise TypeError(f"batch_size={batch_size!r}: expected an int, got {type(batch_size).__name__}")
         if mode == "insert":
-            return (yield from mine.insert(session_state, batch_size, partition, coming=list(data_fields)))
+            return (yield from operations.insert(session_state, batch_size, partition, coming=list(data_fields)))
         if mode == "force_fetch":
-            return (yield from mine.whole_partition(session_state, partition, list(data_fields)))
+            return (yield from operations.whole_partition(session_state, partition, list(data_fields)))
         if mode != "fetch":
             raise RefusedCallError(f"mode={mode!r}: expected one of fetch, force_fetch, insert")
         if not task:
             raise RefusedCallError("get_meta: name the task that claims the samples (task_name)")
         if batch_size is None or batch_size < 1:
             raise RefusedCallError(f"batch_size={batch_size}: expected at least 1")
-        kept = yield from self.settled(session_state, None)
-        asked = fetching.Asked(
+        stored = yield from self.exchange_settings(session_state, None)
+        request = fetching.BatchRequest(
             partition=partition,
             task=task,
             fields=tuple(data_fields),
             batch_size=batch_size,
             config={"task_name": task, "partition_id": partition, **(config or {})},
         )
-        return (yield from fetching.fetch(session_state, asked, self._sampling(kept)))
-
-    def _sampling(self, kept: Mapping[str, Any] | None) -> fetching.Sampling:
-        return sampling_of(kept, self._own_sampler)
+        return (yield from fetching.fetch(session_state, request, sampling_of(stored, self._local_sampler)))
 
     @property
     def strict_reads(self) -> bool:
         """Whether a read of a missing key or field is an error. The service stores this with its other settings."""
-        return bool((self._kept or {}).get("strict_reads"))
+        return bool((self._stored_settings or {}).get("strict_reads"))
 
-    def settled(
-        self, session_state: SessionState, wished: Mapping[str, Any] | None
+    def exchange_settings(
+        self, session_state: SessionState, to_store: Mapping[str, Any] | None
     ) -> Operation[dict[str, Any] | None]:
-        """Return the settings that the service stores (None without any). Store `wished` if it has none yet."""
-        if self._kept is None and wished is not None:
+        """Return the settings that the service stores, or None if it has none. If it has none yet and `to_store` is
+        given, store these. The result is cached."""
+        if self._stored_settings is None and to_store is not None:
+            values = {CONFIG: [dict(to_store)]}
             try:
-                yield from mine.put(session_state, [CONFIG], mine.ADAPTER, {CONFIG: [dict(wished)]}, mode="create")
+                yield from operations.put(session_state, [CONFIG], operations.ADAPTER, values, mode="create")
             except SampleExistsError:
                 log.info("the service already has settings; those passed to init() are ignored")
-        if self._kept is None:
+        if self._stored_settings is None:
             try:
-                found = yield from get.get(session_state, [CONFIG], mine.ADAPTER, [CONFIG], True)
-                self._kept = found[CONFIG][0]
+                values = yield from get.get(session_state, [CONFIG], operations.ADAPTER, [CONFIG], True)
+                self._stored_settings = values[CONFIG][0]
             except NotFoundError:
                 return None
-        return self._kept
+        return self._stored_settings
 
     def _put(
         self,
@@ -227,14 +228,17 @@ class AsyncTransferQueueClient:
         partition: str | None,
         parse: Parser | None,
     ) -> Operation[BatchMeta]:
+        """Put into existing samples (`metadata`) or new ones (`partition`); see `TransferQueueClient.put`."""
         if metadata is None:
             if partition is None:
                 raise ValueError("put: name the partition_id of new samples, or pass the metadata of existing ones")
-            metadata = yield from mine.insert(session_state, int(data.batch_size[0]), partition, _parsed(data, parse))
+            metadata = yield from operations.insert(
+                session_state, int(data.batch_size[0]), partition, _parsed(data, parse)
+            )
         elif not metadata:
             raise ValueError("put: the metadata is empty; it must name at least one sample")
         else:
-            yield from mine.put_batch(session_state, metadata, _parsed(data, parse))
+            yield from operations.put_batch(session_state, metadata, _parsed(data, parse))
         return metadata.add_fields(data)
 
     def _get_data(self, session_state: SessionState, metadata: BatchMeta) -> Operation[TensorDict]:
@@ -246,16 +250,15 @@ class AsyncTransferQueueClient:
     def _clear_partition(self, session_state: SessionState, partition: str) -> Operation[None]:
         yield from partitions.clear(session_state, None, partition)
         yield from fetching.forget_draws(session_state, partition)
-        if self._own_sampler is not None:
-            self._own_sampler.clear_cache(partition)
+        if self._local_sampler is not None:
+            self._local_sampler.clear_cache(partition)
 
     def _consumption(
         self, session_state: SessionState, task: str, partition: str
     ) -> Operation[tuple[Tensor | None, Tensor | None]]:
-        kept = yield from self.settled(session_state, None)
-        return (
-            yield from mine.consumption(session_state, task, partition, 1 if kept is None else int(kept["expected"]))
-        )
+        stored = yield from self.exchange_settings(session_state, None)
+        expected = 1 if stored is None else int(stored["expected"])
+        return (yield from operations.consumption(session_state, task, partition, expected))
 
 
 class TransferQueueClient(AsyncTransferQueueClient):
@@ -286,7 +289,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
 
     def set_custom_meta(self, metadata: BatchMeta) -> None:
         """Merge the meta's `custom_meta` into the tags of its samples."""
-        self._performer.do(mine.set_tags, metadata)
+        self._performer.do(operations.set_tags, metadata)
 
     def put(
         self,
@@ -315,7 +318,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
 
     def clear_samples(self, metadata: BatchMeta) -> None:
         """Drop the samples of the meta. Samples that no longer exist are ignored."""
-        self._performer.do(mine.clear_batch, metadata)
+        self._performer.do(operations.clear_batch, metadata)
 
     def get_consumption_status(self, task_name: str, partition_id: str) -> tuple[Tensor | None, Tensor | None]:
         """Return the samples' indexes `[N]`, and 1 for each sample that the task has claimed. (None, None) for an
@@ -325,36 +328,38 @@ class TransferQueueClient(AsyncTransferQueueClient):
     def get_production_status(self, data_fields: list[str], partition_id: str) -> tuple[Tensor | None, Tensor | None]:
         """Return the samples' indexes `[N]`, and `[N, F]` with 1 where the sample has the field. (None, None) for an
         unknown partition or field."""
-        return self._performer.do(mine.production, data_fields, partition_id)
+        return self._performer.do(operations.production, data_fields, partition_id)
 
     def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
         """Whether the partition has as many samples as expected, at least one, and the task has claimed all of them."""
-        return _all_one(self.get_consumption_status(task_name, partition_id)[1], empty=False)
+        _, status = self.get_consumption_status(task_name, partition_id)
+        return _all_one(status, empty=False)
 
     def check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
         """Whether all samples have all these fields."""
-        return _all_one(self.get_production_status(data_fields, partition_id)[1], empty=True)
+        _, status = self.get_production_status(data_fields, partition_id)
+        return _all_one(status, empty=True)
 
     def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
         """Reset the claims of the task (None: of every task), so that it can claim all samples again."""
-        return self._performer.do(mine.reset, partition_id, task_name)
+        return self._performer.do(operations.reset, partition_id, task_name)
 
     def get_partition_list(self) -> list[str]:
         """Return the names of all partitions."""
-        return self._performer.do(mine.partitions)
+        return self._performer.do(operations.partitions)
 
     def kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
         """Return the meta of these keys, with the fields that all of them have. Unknown keys are omitted, or created
         with `create`."""
-        return self._performer.do(mine.of_keys, _key_list(keys), partition_id, create)
+        return self._performer.do(operations.of_keys, _key_list(keys), partition_id, create)
 
     def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
         """Return the key of each sample, or None for a sample without a key."""
-        return self._performer.do(mine.keys_of, _index_list(global_indexes), partition_id)
+        return self._performer.do(operations.keys_of, _index_list(global_indexes), partition_id)
 
     def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
         """Return the tags of every key, by partition (None: of all partitions)."""
-        return self._performer.do(mine.list_keys, partition_id)
+        return self._performer.do(operations.list_keys, partition_id)
 
     def save_controller_checkpoint(self, path: str) -> None:
         _refuse("save_controller_checkpoint", path)
@@ -374,12 +379,16 @@ def _parsed(data: TensorDict, parse: Callable[[dict[str, Any]], Any] | None) -> 
 
 
 def _all_one(status: Tensor | None, *, empty: bool) -> bool:
-    if status is None or (not status.numel() and not empty):
+    """Whether all elements are 1. None (an unknown partition or field): False. empty: the result without elements."""
+    if status is None:
         return False
+    if not status.numel():
+        return empty
     return bool(torch.all(status == 1).item())
 
 
 def _key_list(keys: Any) -> list[str]:
+    """Return one key or a list of keys as a list. TypeError for other types, ValueError for an empty list."""
     if isinstance(keys, str):
         return [keys]
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
@@ -390,6 +399,7 @@ def _key_list(keys: Any) -> list[str]:
 
 
 def _index_list(indexes: Any) -> list[int]:
+    """Return one global index or a list of them as a list. TypeError for other types, ValueError for an empty list."""
     if isinstance(indexes, int):
         return [indexes]
     if not isinstance(indexes, list) or not all(isinstance(index, int) for index in indexes):
@@ -399,11 +409,11 @@ def _index_list(indexes: Any) -> list[int]:
     return indexes
 
 
-def _refuse(name: str, place: str) -> NoReturn:
+def _refuse(name: str, path: str) -> NoReturn:
     """Reject a checkpoint of the controller or of the storage units alone: neither is usable without the other, and two
     separate checkpoints would not be of the same instant."""
     verb = "load" if "load" in name else "save"
     raise NotImplementedError(
-        f"{name}({place!r}): separate checkpoints of controller and storage are not supported; call the module's "
+        f"{name}({path!r}): separate checkpoints of controller and storage are not supported; call the module's "
         f"{verb}_checkpoint, whose checkpoint has the samples and their metadata at one instant"
     )

@@ -42,24 +42,27 @@ def extract_field_schema(data: TensorDict) -> dict[str, FieldSchema]:
 
 def _schema_of(name: str, value: Any, rows: int) -> FieldSchema:
     """Return the schema of one field. ValueError unless it has `rows` rows."""
+    shapes: list[Any] = []
     if isinstance(value, Tensor) and value.is_nested:
         shapes = [tuple(row.shape) for row in value.unbind()]
         count, shape = len(shapes), torch.Size(shapes[0]) if shapes else None
     elif isinstance(value, Tensor):
-        shapes, count = [], len(value)
-        shape = value.shape[1:] if value.dim() > 1 else torch.Size([1])
+        count = len(value)
+        shape = value.shape[1:] if value.dim() > 1 else torch.Size([1])  # as in the original, a scalar has shape [1]
     else:
-        shapes, count, shape = [], len(value), None
+        count, shape = len(value), None
     if count != rows:
         raise ValueError(f"field {name!r} has {count} rows, but the batch_size of its TensorDict is {rows}")
-    tensor = isinstance(value, Tensor)
-    known: FieldSchema = {
-        "dtype": value.dtype if tensor else None,
+    is_tensor = isinstance(value, Tensor)
+    schema: FieldSchema = {
+        "dtype": value.dtype if is_tensor else None,
         "shape": shape,
         "is_nested": bool(shapes),
-        "is_non_tensor": not tensor,
+        "is_non_tensor": not is_tensor,
     }
-    return {**known, "per_sample_shapes": shapes} if shapes else known
+    if shapes:
+        schema["per_sample_shapes"] = shapes
+    return schema
 
 
 def unknown_schema() -> FieldSchema:
@@ -72,36 +75,40 @@ def unknown_schema() -> FieldSchema:
 
 def to_columns(fields: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
     """Return the column values to put for these fields. No data is copied."""
-    return {str(name): _column(value) for name, value in fields.items()}
+    return {str(name): _to_column(value) for name, value in fields.items()}
 
 
-def _column(value: Any) -> Any:
-    """Convert one field to a value for `put`: rows of one dimension become jagged, arrays in NonTensorData lists."""
+def _to_column(value: Any) -> Any:
+    """Convert one field to a value for `put`: a dense tensor whose rows have one dimension becomes jagged; arrays and
+    lists in NonTensorData become lists of rows; other values are returned unchanged."""
     if isinstance(value, NonTensorData) and isinstance(value.data, np.ndarray | list | tuple):
         return list(value.data)
     if not isinstance(value, Tensor) or value.is_nested:
         return value
     rows = value.detach() if value.requires_grad else value
-    if rows.dim() == JAGGED_DIMENSIONS and len(rows):
-        return [rows[0]] if len(rows) == 1 else _as_jagged(rows)  # a nested tensor of one row costs more than a copy
-    return rows
+    if rows.dim() != JAGGED_DIMENSIONS or not len(rows):
+        return rows
+    if len(rows) == 1:
+        return [rows[0]]  # `put` takes a list of rows as jagged, too; a nested tensor of one row costs more than a copy
+    return _as_jagged(rows)
 
 
 def _as_jagged(dense: Tensor) -> Tensor:
-    """Return `[N, L, *inner]` as a jagged tensor of N rows of length L."""
+    """Return `[N, L, *inner]` as a nested tensor (layout jagged) of N rows of length L, without a copy."""
     count, length = dense.shape[:2]
     offsets = torch.arange(count + 1, dtype=torch.int64, device=dense.device) * length
     return jagged_from_values(dense.reshape(count * length, *dense.shape[2:]), offsets, span=(length, length))
 
 
-def to_other_column(columns: dict[str, Any], refused: SchemaError) -> bool:
-    """Move the field that does not fit its column to the hidden column, or encode it as objects if its column holds
-    objects. Modifies `columns`. Return whether a retry can succeed."""
-    name = refused.facts["field"]
-    if name not in columns or name != field_of(name) or refused.facts["got"] == UNDECLARED:
+def to_other_column(columns: dict[str, Any], error: SchemaError) -> bool:
+    """Change `columns` after a put of them failed with `error`: move the field that does not fit its column to the
+    field's hidden column, or make its rows objects if its column holds objects. Return whether a retry can succeed."""
+    name = error.facts["field"]
+    # No retry for a value that does not fit a hidden column either, or for an undeclared field.
+    if name not in columns or name != field_of(name) or error.facts["got"] == UNDECLARED:
         return False
     rows = rows_of(columns[name])
-    if refused.facts["expected"] == str(FieldSpec(FieldKind.OBJECT)):
+    if error.facts["expected"] == str(FieldSpec(FieldKind.OBJECT)):
         columns[name] = rows
     else:
         del columns[name]
@@ -112,48 +119,48 @@ def to_other_column(columns: dict[str, Any], refused: SchemaError) -> bool:
 
 def declared_fields(columns: Mapping[str, Any]) -> dict[str, FieldSpec]:
     """Return the specs of fields whose kind cannot be inferred from their first values. Declare them before the put."""
-    kinds = {name: _kind_of(value) for name, value in columns.items()}
+    kinds = {name: _kind_to_declare(value) for name, value in columns.items()}
     return {name: FieldSpec(kind) for name, kind in kinds.items() if kind is not None}
 
 
-def _kind_of(value: Any) -> FieldKind | None:
+def _kind_to_declare(value: Any) -> FieldKind | None:
     """Return the kind to declare for a field, or None if `put` infers it correctly."""
     if isinstance(value, Tensor):
         return FieldKind.RAGGED if value.dim() > JAGGED_DIMENSIONS else None
     if not isinstance(value, NonTensorStack | list):
         return None
     rows = rows_of(value)
-    if any(isinstance(row, np.ndarray) for row in rows) or len({row.dtype for row in rows if _is_tensor(row)}) > 1:
+    tensors = [row for row in rows if isinstance(row, Tensor)]
+    if any(isinstance(row, np.ndarray) for row in rows) or len({row.dtype for row in tensors}) > 1:
         return FieldKind.OBJECT
-    wide = rows and all(isinstance(row, Tensor) and row.dim() >= JAGGED_DIMENSIONS for row in rows)
-    return FieldKind.RAGGED if wide else None
-
-
-def _is_tensor(row: Any) -> bool:
-    return isinstance(row, Tensor)
+    if rows and len(tensors) == len(rows) and all(row.dim() >= JAGGED_DIMENSIONS for row in tensors):
+        return FieldKind.RAGGED
+    return None
 
 
 def parsed(fields: Mapping[str, Any] | TensorDictBase, parse: Parser) -> dict[str, Any]:
     """Call `parse` with a dict of tensors (lists for nested tensors and objects) and return its fields. TypeError if it
     does not return a dict, ValueError if it adds, removes or resizes fields."""
-    given: dict[str, Any] = {str(name): _as_parser_wants(value) for name, value in fields.items()}
-    counts = {name: len(value) for name, value in given.items()}
-    made = parse(given)
-    if not isinstance(made, dict):
-        raise TypeError(f"data_parser must return the dict of fields, got {type(made).__name__}")
-    after = {name: len(value) for name, value in made.items()}
-    if after != counts:
-        raise ValueError(f"data_parser may neither add nor remove fields or values: got {after}, expected {counts}")
-    return {name: value if isinstance(value, Tensor) else _stacked(value) for name, value in made.items()}
+    given: dict[str, Any] = {str(name): _to_parser_value(value) for name, value in fields.items()}
+    expected = {name: len(value) for name, value in given.items()}  # before the call, which can change `given`
+    returned = parse(given)
+    if not isinstance(returned, dict):
+        raise TypeError(f"data_parser must return the dict of fields, got {type(returned).__name__}")
+    got = {name: len(value) for name, value in returned.items()}
+    if got != expected:
+        raise ValueError(f"data_parser may neither add nor remove fields or values: got {got}, expected {expected}")
+    return {name: value if isinstance(value, Tensor) else _pack_tensors(value) for name, value in returned.items()}
 
 
-def _as_parser_wants(value: Any) -> Any:
+def _to_parser_value(value: Any) -> Any:
+    """Return a dense tensor as it is, and the rows of any other field as a list."""
     if isinstance(value, Tensor):
         return list(value.unbind()) if value.is_nested else value
     return list(value.tolist()) if hasattr(value, "tolist") else list(value)
 
 
-def _stacked(values: Sequence[Any]) -> Any:
+def _pack_tensors(values: Sequence[Any]) -> Any:
+    """Join values into one if all of them are tensors; otherwise return them as a list."""
     return packed_rows(values) if values and all(isinstance(value, Tensor) for value in values) else list(values)
 
 
@@ -163,13 +170,14 @@ def _stacked(values: Sequence[Any]) -> Any:
 def from_columns(data: TensorDict) -> TensorDict:
     """Convert read values to the form of the original: tensor rows nested, even with equal lengths; scalars `[N]`;
     objects in a NonTensorStack."""
-    made: TensorDict = TensorDict._new_unsafe(
-        {name: _returned(value) for name, value in data.items()}, batch_size=data.batch_size
+    converted: TensorDict = TensorDict._new_unsafe(
+        {name: _from_column(value) for name, value in data.items()}, batch_size=data.batch_size
     )
-    return made
+    return converted
 
 
-def _returned(value: Any) -> Any:
+def _from_column(value: Any) -> Any:
+    """Convert one read field; see `from_columns`."""
     if type(value) is Tensor:
         return _as_jagged(value) if value.dim() > 1 and len(value) else value
     if isinstance(value, Tensor):
@@ -179,7 +187,8 @@ def _returned(value: Any) -> Any:
 
 
 def packed_rows(rows: Sequence[Any]) -> Any:
-    """Join rows into one value: stacked scalars, a jagged tensor, a strided nested tensor, or else a NonTensorStack."""
+    """Join rows into one value, the first that is possible of: stacked scalars, a jagged nested tensor, a strided
+    nested tensor, a NonTensorStack."""
     if all(isinstance(row, Tensor) for row in rows):
         if all(row.dim() == 0 for row in rows):
             return torch.stack(list(rows))
@@ -200,60 +209,65 @@ def rows_of(value: Any) -> list[Any]:
     return list(value.tolist()) if hasattr(value, "tolist") else list(value)
 
 
-def rows_at(data: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
+def rows_at(data: Mapping[str, Any], positions: Sequence[int]) -> dict[str, Any]:
     """Return the rows of each field at these positions."""
-    picked = {str(name): rows_of(value) for name, value in data.items()}
-    return {name: packed_rows([rows[place] for place in places]) for name, rows in picked.items()}
+    rows_by_field = {str(name): rows_of(value) for name, value in data.items()}
+    return {name: packed_rows([rows[position] for position in positions]) for name, rows in rows_by_field.items()}
 
 
-def located_schema(located: Sequence[c.FieldLocations]) -> dict[str, FieldSchema]:
-    """Return the `BatchMeta.field_schema` of the fields that at least one of the samples has."""
-    found = {each.name: each for each in located if (each.lengths >= 0).any()}
-    names = dict.fromkeys(map(field_of, found))
-    return {name: _joined_schema(found.get(name), found.get(variants_of(name))) for name in names}
+def located_schema(locations: Sequence[c.FieldLocations]) -> dict[str, FieldSchema]:
+    """Return the `BatchMeta.field_schema` of the fields that at least one of the samples has. locations: the columns of
+    these samples, hidden ones included; a sample without a value has the length -1."""
+    with_values = {column.name: column for column in locations if (column.lengths >= 0).any()}
+    names = dict.fromkeys(map(field_of, with_values))
+    return {name: _joined_schema(with_values.get(name), with_values.get(variants_of(name))) for name in names}
 
 
-def _joined_schema(own: c.FieldLocations | None, other: c.FieldLocations | None) -> FieldSchema:
-    """Join the schemas of a field's own column and its hidden column. The latter does not record shapes."""
+def _joined_schema(own: c.FieldLocations | None, hidden: c.FieldLocations | None) -> FieldSchema:
+    """Join the schemas of a field's own column and its hidden column, whose rows have unknown shapes. At least one of
+    them is given."""
     if own is None:
         return {**unknown_schema(), "is_non_tensor": True}
-    known = _schema_from(own)
-    if other is None:
-        return known
-    shapes = known.get("per_sample_shapes") or [
-        known["shape"] if length >= 0 else None for length in own.lengths.tolist()
+    schema = _column_schema(own)
+    if hidden is None:
+        return schema
+    shapes = schema.get("per_sample_shapes") or [
+        schema["shape"] if length >= 0 else None for length in own.lengths.tolist()
     ]
-    return {**known, "is_nested": True, "shape": None, "per_sample_shapes": shapes}
+    return {**schema, "is_nested": True, "shape": None, "per_sample_shapes": shapes}
 
 
-def _schema_from(found: c.FieldLocations) -> FieldSchema:
-    spec, tensor = found.spec, found.spec.kind is not FieldKind.OBJECT
-    known: FieldSchema = {
-        "dtype": TORCH_DTYPES[spec.dtype or ""] if tensor else None,
+def _column_schema(column: c.FieldLocations) -> FieldSchema:
+    """Return the schema of the rows in a column."""
+    spec, is_tensor = column.spec, column.spec.kind is not FieldKind.OBJECT
+    schema: FieldSchema = {
+        "dtype": TORCH_DTYPES[spec.dtype or ""] if is_tensor else None,
         "shape": None,
         "is_nested": spec.kind is FieldKind.RAGGED,
-        "is_non_tensor": not tensor,
+        "is_non_tensor": not is_tensor,
     }
     if spec.kind is FieldKind.DENSE:
-        return {**known, "shape": torch.Size(spec.inner or (1,))}
+        return {**schema, "shape": torch.Size(spec.inner or (1,))}
     if spec.kind is not FieldKind.JAGGED:
-        return known
+        return schema
     inner = spec.inner or ()
-    lengths = found.lengths.tolist()
+    lengths = column.lengths.tolist()
     if len(set(lengths)) == 1:
-        return {**known, "shape": torch.Size((lengths[0], *inner))}
-    return {**known, "is_nested": True, "per_sample_shapes": [(n, *inner) if n >= 0 else None for n in lengths]}
+        return {**schema, "shape": torch.Size((lengths[0], *inner))}
+    shapes = [(length, *inner) if length >= 0 else None for length in lengths]
+    return {**schema, "is_nested": True, "per_sample_shapes": shapes}
 
 
-def known_fields(located: Sequence[c.FieldLocations], fields: Sequence[str]) -> list[str]:
+def known_fields(locations: Sequence[c.FieldLocations], fields: Sequence[str]) -> list[str]:
     """Return those of `fields` that the partition has."""
-    known = {field_of(found.name) for found in located if found.spec.kind is not None}
+    known = {field_of(column.name) for column in locations if column.spec.kind is not None}
     return [name for name in fields if name in known]
 
 
-def produced(located: Sequence[c.FieldLocations], count: int, fields: Sequence[str]) -> np.ndarray[Any, Any]:
-    """Return `[N, F]` with 1 where the sample has the field, otherwise 0."""
-    there = {found.name: found.lengths >= 0 for found in located}
+def produced(locations: Sequence[c.FieldLocations], count: int, fields: Sequence[str]) -> np.ndarray[Any, Any]:
+    """Return `[N, F]` with 1 where the sample has the field, otherwise 0. count: the number N of samples."""
+    has_value = {column.name: column.lengths >= 0 for column in locations}
     none = np.zeros(count, np.bool_)
-    columns = [there.get(name, none) | there.get(variants_of(name), none) for name in fields]
+    # A value is in the field's own column or in its hidden column.
+    columns = [has_value.get(name, none) | has_value.get(variants_of(name), none) for name in fields]
     return np.stack(columns, axis=1).astype(np.int8) if columns else np.ones((count, 0), np.int8)

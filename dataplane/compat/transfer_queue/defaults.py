@@ -72,7 +72,7 @@ _DEFAULTS: dict[str, Any] = {
     "dataplane": {},
 }
 
-_INSTEAD = {
+_REPLACEMENTS = {
     "backend.storage_backend": "samples are in shared memory of this project's storage units",
     "backend.SimpleStorage.total_storage_size": "capacity is in bytes, dataplane.capacity_bytes; a put waits for space",
     "backend.SimpleStorage.num_data_storage_units": "every node has a storage unit; without Ray, dataplane.units",
@@ -93,26 +93,29 @@ def warn_of_unused(conf: Mapping[str, Any]) -> None:
     """Warn once about each ignored setting of `backend` that differs from its default, and name its replacement.
     Settings of a backend that is not selected get no warning, because the original ignores them, too."""
     backend = conf.get("backend") or {}
-    chosen = backend.get("storage_backend") or _BACKEND["storage_backend"]
-    given = {name: value for name, value in backend.items() if name == chosen or name not in BACKENDS}
-    for path, value in _differing(given, _BACKEND, "backend"):
-        if not path.startswith("backend.SimpleStorage.zmq_info"):
-            warn_once(f"{path}={value!r} is not used: {_instead(path)}")
+    selected = backend.get("storage_backend") or _BACKEND["storage_backend"]
+    given = {name: value for name, value in backend.items() if name == selected or name not in BACKENDS}
+    for path, value in _differences(given, _BACKEND, "backend"):
+        if not path.startswith("backend.SimpleStorage.zmq_info"):  # an address, not a choice of the caller
+            warn_once(f"{path}={value!r} is not used: {_replacement_of(path)}")
 
 
-def _differing(given: Any, default: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _differences(given: Any, default: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path and the value of each given setting that differs from its default. None counts as not
+    given. path: that of `given`."""
     if isinstance(given, Mapping):
         for name, value in given.items():
-            known = default.get(name) if isinstance(default, Mapping) else None
-            yield from _differing(value, known, f"{path}.{name}")
+            default_value = default.get(name) if isinstance(default, Mapping) else None
+            yield from _differences(value, default_value, f"{path}.{name}")
     elif given is not None and given != default:
         yield path, given
 
 
-def _instead(path: str) -> str:
-    while path and path not in _INSTEAD:
+def _replacement_of(path: str) -> str:
+    """Return what replaces the setting at this path, or at the nearest path above it that has a replacement."""
+    while path and path not in _REPLACEMENTS:
         path = path.rpartition(".")[0]
-    return _INSTEAD.get(path, "configure the storage units of this project in `dataplane`")
+    return _REPLACEMENTS.get(path, "configure the storage units of this project in `dataplane`")
 
 
 @functools.lru_cache(maxsize=256)

@@ -19,7 +19,15 @@ from dataplane.client.operations.steps import Operation, Send
 from dataplane.client.session_state import SessionState
 from dataplane.compat.transfer_queue.errors import FetchTimeoutError, RefusedCallError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
-from dataplane.compat.transfer_queue.operations import ADAPTER, MAX_SAMPLES, batch_of, extend, listed, named, put
+from dataplane.compat.transfer_queue.operations import (
+    ADAPTER,
+    MAX_SAMPLES,
+    batch_of,
+    extend,
+    listed,
+    put,
+    resolve_samples,
+)
 from dataplane.compat.transfer_queue.samplers import (
     LENGTH_TAG,
     NAMED,
@@ -54,8 +62,8 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The request of a task for a batch."""
+class BatchRequest:
+    """The request of a task for a batch. config: the caller's `sampling_config`, which the sampler reads."""
 
     partition: str
     task: str
@@ -65,113 +73,117 @@ class Asked:
 
 
 class PartitionView:
-    """A sampler's view of the partition: the tags of the ready samples."""
+    """A sampler's view of the partition: the tags of the ready samples, by global index (the sample's generation)."""
 
-    def __init__(self, partition: str, found: c.Claimed) -> None:
+    def __init__(self, partition: str, ready: c.Claimed) -> None:
         self.partition_id = partition
-        self._tags = dict(zip(found.generations.tolist(), tags_of(found.tags, len(found.ids)), strict=True))
+        self._tags = dict(zip(ready.generations.tolist(), tags_of(ready.tags, len(ready.ids)), strict=True))
 
     def get_custom_meta(self, global_indices: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Return the tags by sample index. Samples without tags have no entry."""
+        """Return the tags by global index. Samples without tags have no entry."""
         return {index: self._tags[index] for index in global_indices if self._tags.get(index)}
 
 
-def fetch(session_state: SessionState, asked: Asked, sampling: Sampling) -> Operation[BatchMeta]:
+def fetch(session_state: SessionState, request: BatchRequest, sampling: Sampling) -> Operation[BatchMeta]:
     """Claim a batch. With too few samples, return an empty meta when polling, else raise `FetchTimeoutError`."""
     try:
-        return (yield from _fetch(session_state, asked, sampling))
+        return (yield from _fetch_with_sampler(session_state, request, sampling))
     except ClaimTimeoutError as error:
         raise FetchTimeoutError(str(error)) from error
 
 
-def _fetch(session_state: SessionState, asked: Asked, sampling: Sampling) -> Operation[BatchMeta]:
-    """Select the implementation for the sampler: sequential, shared draws, or user-defined."""
+def _fetch_with_sampler(session_state: SessionState, request: BatchRequest, sampling: Sampling) -> Operation[BatchMeta]:
+    """Claim a batch in the way that the sampler needs: in order, by a shared draw, or by a user-defined sampler.
+    ClaimTimeoutError with too few samples, unless polling."""
     sampler = sampling.sampler
+    # The exact classes only: a subclass can override any method, so it is called as a user-defined sampler.
     if type(sampler) not in NAMED.values():
-        return (yield from _claim_by_sampler(session_state, asked, sampling))
+        return (yield from _claim_by_sampler(session_state, request, sampling))
     if isinstance(sampler, SequentialSampler):
-        claimed = yield from claim_in_order(session_state, asked, polling=sampling.polling, wait_s=sampling.wait_s)
-        return BatchMeta.empty() if claimed is None else (yield from _meta(session_state, asked, claimed))
+        claimed = yield from claim_in_order(session_state, request, polling=sampling.polling, wait_s=sampling.wait_s)
+        return BatchMeta.empty() if claimed is None else (yield from _build_meta(session_state, request, claimed))
     assert isinstance(sampler, DrawingSampler)
-    return (yield from _claim_by_draw(session_state, asked, sampling, sampler))
+    return (yield from _claim_by_draw(session_state, request, sampling, sampler))
 
 
 def claim_in_order(
-    session_state: SessionState, asked: Asked, *, polling: bool, wait_s: float
+    session_state: SessionState, request: BatchRequest, *, polling: bool, wait_s: float
 ) -> Operation[c.Claimed | None]:
     """Claim the oldest `batch_size` samples, all or none. With too few: None when polling, otherwise ClaimTimeoutError
     after `wait_s`."""
     if not polling:
-        return (
-            yield from _send_claim(session_state, asked, _claim(asked, batch_size=asked.batch_size, timeout_s=wait_s))
-        )
+        claim = _claim_command(request, batch_size=request.batch_size, timeout_s=wait_s)
+        return (yield from _send_claim(session_state, request, claim))
+    # A claim that does not block takes whatever is ready, even too few samples. So look first, without a claim (peek).
     while True:
-        look = _claim(asked, batch_size=asked.batch_size, blocking=False, peek=True)
-        ready = yield from _send_claim(session_state, asked, look)
-        if len(ready.ids) < asked.batch_size:
+        peek = _claim_command(request, batch_size=request.batch_size, blocking=False, peek=True)
+        ready = yield from _send_claim(session_state, request, peek)
+        if len(ready.ids) < request.batch_size:
             return None
-        claimed = yield from _claim_exactly(session_state, asked, ready, ready.generations.tolist())
+        claimed = yield from _claim_exactly(session_state, request, ready, ready.generations.tolist())
         if claimed is not None:
             return claimed
 
 
 def _claim_by_draw(
-    session_state: SessionState, asked: Asked, sampling: Sampling, sampler: DrawingSampler
+    session_state: SessionState, request: BatchRequest, sampling: Sampling, sampler: DrawingSampler
 ) -> Operation[BatchMeta]:
-    """Return a share of a draw. With a `draw_key`, the draw is stored and shared: take the stored one, or make and
+    """Return the caller's share of a draw. With a `draw_key`, the draw is shared: take the stored one, or make and
     store one. Without a key, each call makes its own."""
     with _sampler_errors(sampler):
-        key, share = sampler.draw_key(asked.config), sampler.share_of(asked.config)
-    wanted, end = sampler.wanted(asked.batch_size), time.monotonic() + sampling.wait_s
+        key, share_number = sampler.draw_key(request.config), sampler.share_of(request.config)
+    needed, deadline = sampler.wanted(request.batch_size), time.monotonic() + sampling.wait_s
     while True:
-        made = None if key is None else (yield from _stored_draw(session_state, asked, key))
-        if made is None:
-            ready = yield from _ready(
-                session_state, asked, sampling, wanted, end, most=wanted if sampler.first_only else MAX_SAMPLES
-            )
-            with _sampler_errors(sampler):
-                draw = sampler.draw(ready.generations.tolist(), asked.batch_size, _lengths(ready))
-            if len(ready.ids) < wanted or draw is None:
-                if sampling.polling:
-                    return BatchMeta.empty()
-                # Too few, or no draw possible from these: wait until more are ready.
-                wanted = len(ready.ids) + 1
-                continue
-            claimed = yield from _claim_exactly(session_state, asked, ready, draw.samples)
-            if claimed is None:
-                continue  # another claim took one of them first
-            if key is not None and not (yield from _store_draw(session_state, asked, key, claimed, draw)):
-                continue  # another draw was stored first
-            made = _StoredDraw.of(claimed, draw)
-        return (yield from _meta_of(session_state, asked, made.share(share)))
+        stored = None if key is None else (yield from _load_draw(session_state, request, key))
+        if stored is not None:
+            return (yield from _meta_of(session_state, request, stored.share(share_number)))
+        limit = needed if sampler.first_only else MAX_SAMPLES
+        ready = yield from _list_ready(session_state, request, sampling, needed, deadline, limit=limit)
+        with _sampler_errors(sampler):
+            draw = sampler.draw(ready.generations.tolist(), request.batch_size, _lengths(ready))
+        if len(ready.ids) < needed or draw is None:
+            if sampling.polling:
+                return BatchMeta.empty()
+            # Too few, or no draw possible from these: wait until more are ready.
+            needed = len(ready.ids) + 1
+            continue
+        claimed = yield from _claim_exactly(session_state, request, ready, draw.samples)
+        if claimed is None:
+            continue  # another claim took one of them first
+        if key is not None and not (yield from _store_draw(session_state, request, key, claimed, draw)):
+            continue  # another draw was stored first
+        own_draw = _StoredDraw.of(claimed, draw)
+        return (yield from _meta_of(session_state, request, own_draw.share(share_number)))
 
 
-def _claim_by_sampler(session_state: SessionState, asked: Asked, sampling: Sampling) -> Operation[BatchMeta]:
-    """Claim the choice of a user-defined sampler, which may be a subclass of the samplers here."""
-    sampler, wanted, end = sampling.sampler, asked.batch_size, time.monotonic() + sampling.wait_s
+def _claim_by_sampler(session_state: SessionState, request: BatchRequest, sampling: Sampling) -> Operation[BatchMeta]:
+    """Claim the samples that a user-defined sampler chooses. An empty meta with too few samples, when polling."""
+    sampler, needed, deadline = sampling.sampler, request.batch_size, time.monotonic() + sampling.wait_s
     while True:
-        known = sampling.polling or sampler.has_cached_result(asked.partition, asked.task, asked.config)
-        looking = replace(sampling, polling=known)
-        ready = yield from _ready(session_state, asked, looking, wanted, end, most=MAX_SAMPLES)
-        if len(ready.ids) < wanted and not sampler.has_cached_result(asked.partition, asked.task, asked.config):
+        # A sampler with a cached result returns it whatever is ready, so there is nothing to wait for.
+        at_once = sampling.polling or sampler.has_cached_result(request.partition, request.task, request.config)
+        listing = replace(sampling, polling=at_once)
+        ready = yield from _list_ready(session_state, request, listing, needed, deadline, limit=MAX_SAMPLES)
+        if len(ready.ids) < needed and not sampler.has_cached_result(request.partition, request.task, request.config):
             return BatchMeta.empty()
         indexes = ready.generations.tolist()
-        view = PartitionView(asked.partition, ready)
+        view = PartitionView(request.partition, ready)
         with _sampler_errors(sampler):
-            given, consumed = sampler(list(indexes), asked.batch_size, partition=view, **asked.config)
+            given, consumed = sampler(list(indexes), request.batch_size, partition=view, **request.config)
         if len(given):
-            new = set(indexes).intersection(consumed)
-            if (
-                yield from _claim_exactly(session_state, asked, ready, [index for index in consumed if index in new])
-            ) is None:
-                continue
-            meta = BatchMeta(list(given), [asked.partition] * len(given))
-            (_, names), *_ = yield from named(session_state, meta)
-            return (yield from _meta_of(session_state, asked, samples_of(names)))
+            # Samples of a cached result were claimed by the call that cached it. Claim those that are still ready.
+            unclaimed = set(indexes).intersection(consumed)
+            to_claim = [index for index in consumed if index in unclaimed]
+            claimed = yield from _claim_exactly(session_state, request, ready, to_claim)
+            if claimed is None:
+                continue  # another claim took one of them first
+            meta = BatchMeta(list(given), [request.partition] * len(given))
+            (_, native_meta), *_ = yield from resolve_samples(session_state, meta)
+            return (yield from _meta_of(session_state, request, samples_of(native_meta)))
         if sampling.polling:
             return BatchMeta.empty()
         # The sampler chose none of these: wait until more are ready.
-        wanted = len(indexes) + 1
+        needed = len(indexes) + 1
 
 
 @contextlib.contextmanager
@@ -186,61 +198,66 @@ def _sampler_errors(sampler: BaseSampler) -> Iterator[None]:
 # --- requests to the service
 
 
-def _claim(asked: Asked, **more: Any) -> c.Claim:
-    return c.Claim(partition=asked.partition, task=asked.task, fields=asked.fields, **more)
+def _claim_command(request: BatchRequest, **options: Any) -> c.Claim:
+    return c.Claim(partition=request.partition, task=request.task, fields=request.fields, **options)
 
 
-def _send_claim(session_state: SessionState, asked: Asked, claim: c.Claim) -> Operation[c.Claimed]:
+def _send_claim(session_state: SessionState, request: BatchRequest, claim: c.Claim) -> Operation[c.Claimed]:
     """Send a claim and return its result. A missing partition or task is created."""
     try:
         return (yield Send(claim)).result  # type: ignore[no-any-return]
     except (PartitionNotFoundError, TaskNotFoundError):
-        yield extend(session_state, asked.partition, tasks=(asked.task,))
+        yield extend(session_state, request.partition, tasks=(request.task,))
         return (yield Send(claim)).result  # type: ignore[no-any-return]
 
 
-def _ready(
-    session_state: SessionState, asked: Asked, sampling: Sampling, wanted: int, end: float, *, most: int
+def _list_ready(
+    session_state: SessionState, request: BatchRequest, sampling: Sampling, needed: int, deadline: float, *, limit: int
 ) -> Operation[c.Claimed]:
-    """Return the oldest `most` claimable samples once `wanted` are ready. When polling, return those ready now."""
-    waits_s = max(end - time.monotonic(), 0.0)
-    least = 1 if sampling.polling else wanted
-    look = _claim(
-        asked,
-        batch_size=max(most, least),
-        min_batch_size=least,
+    """Return the oldest `limit` claimable samples, without a claim, as soon as `needed` are ready. When polling, return
+    those that are ready now. deadline: on the clock of `time.monotonic`; afterwards ClaimTimeoutError."""
+    minimum = 1 if sampling.polling else needed
+    peek = _claim_command(
+        request,
+        batch_size=max(limit, minimum),
+        min_batch_size=minimum,
         blocking=not sampling.polling,
-        timeout_s=waits_s,
+        timeout_s=max(deadline - time.monotonic(), 0.0),
         peek=True,
     )
-    return (yield from _send_claim(session_state, asked, look))
+    return (yield from _send_claim(session_state, request, peek))
 
 
 def _claim_exactly(
-    session_state: SessionState, asked: Asked, ready: c.Claimed, indexes: Sequence[int]
+    session_state: SessionState, request: BatchRequest, ready: c.Claimed, indexes: Sequence[int]
 ) -> Operation[c.Claimed | None]:
-    """Claim exactly these of the ready samples. Return None if another claim took one of them first."""
-    places = {generation: place for place, generation in enumerate(ready.generations.tolist())}
-    chosen = [places[index] for index in indexes]
+    """Claim exactly the ready samples with these global indexes. Return None if another claim took one of them."""
+    positions = {generation: position for position, generation in enumerate(ready.generations.tolist())}
+    chosen = [positions[index] for index in indexes]
     samples = c.Samples(rows=ready.rows[chosen], generations=ready.generations[chosen])
-    if not chosen:
+    if not chosen:  # the result of a claim without samples
         return msgspec.structs.replace(ready, ids=(), rows=samples.rows, generations=samples.generations, tags=())
-    claim = _claim(asked, batch_size=len(chosen), blocking=False, samples=samples)
-    claimed: c.Claimed = yield from _send_claim(session_state, asked, claim)
+    claim = _claim_command(request, batch_size=len(chosen), blocking=False, samples=samples)
+    claimed: c.Claimed = yield from _send_claim(session_state, request, claim)
     return claimed if len(claimed.ids) else None
 
 
-def _meta_of(session_state: SessionState, asked: Asked, samples: c.Samples) -> Operation[BatchMeta]:
+def _meta_of(session_state: SessionState, request: BatchRequest, samples: c.Samples) -> Operation[BatchMeta]:
+    """Return the meta of claimed samples with the requested fields."""
     if not len(samples):
         return BatchMeta.empty()
-    return (yield from _meta(session_state, asked, (yield from listed(session_state, asked.partition, samples))))
+    listing = yield from listed(session_state, request.partition, samples)
+    return (yield from _build_meta(session_state, request, listing))
 
 
-def _meta(session_state: SessionState, asked: Asked, found: c.Claimed | c.Listed) -> Operation[BatchMeta]:
-    return (yield from batch_of(session_state, asked.partition, found, asked.fields, status=1))
+def _build_meta(
+    session_state: SessionState, request: BatchRequest, samples: c.Claimed | c.Listed
+) -> Operation[BatchMeta]:
+    return (yield from batch_of(session_state, request.partition, samples, request.fields, status=1))
 
 
 def _lengths(ready: c.Claimed) -> Lengths:
+    """Return a function that reads the lengths of ready samples from their tags."""
     view = PartitionView("", ready)
 
     def lengths(indexes: Sequence[int]) -> list[int]:
@@ -255,7 +272,7 @@ def _lengths(ready: c.Claimed) -> Lengths:
 
 @dataclass(frozen=True)
 class _StoredDraw:
-    """A draw whose samples are claimed."""
+    """A draw whose samples are claimed. shares: per share, the positions of its samples in `rows` and `generations`."""
 
     rows: list[int]
     generations: list[int]
@@ -266,35 +283,39 @@ class _StoredDraw:
         return cls(claimed.rows.tolist(), claimed.generations.tolist(), draw.shares)
 
     def share(self, number: int) -> c.Samples:
-        places = self.shares[number] if 0 <= number < len(self.shares) else []
+        """Return the samples of one share; empty for an unknown share."""
+        positions = self.shares[number] if 0 <= number < len(self.shares) else []
         rows, generations = np.array(self.rows, np.int64), np.array(self.generations, np.int64)
-        return c.Samples(rows=rows[places], generations=generations[places])
+        return c.Samples(rows=rows[positions], generations=generations[positions])
 
 
 def _draw_id(partition: str, task: str, key: str) -> str:
     return json.dumps([partition, task, key])
 
 
-def _stored_draw(session_state: SessionState, asked: Asked, key: str) -> Operation[_StoredDraw | None]:
+def _load_draw(session_state: SessionState, request: BatchRequest, key: str) -> Operation[_StoredDraw | None]:
     """Return the draw that a process stored for this key, or None."""
+    draw_id = _draw_id(request.partition, request.task, key)
     try:
-        kept = yield from get.get(session_state, [_draw_id(asked.partition, asked.task, key)], ADAPTER, [DRAW], True)
+        values = yield from get.get(session_state, [draw_id], ADAPTER, [DRAW], True)
     except NotFoundError:
         return None
-    return _StoredDraw(**kept[DRAW][0])
+    return _StoredDraw(**values[DRAW][0])
 
 
-def _store_draw(session_state: SessionState, asked: Asked, key: str, claimed: c.Claimed, draw: Draw) -> Operation[bool]:
+def _store_draw(
+    session_state: SessionState, request: BatchRequest, key: str, claimed: c.Claimed, draw: Draw
+) -> Operation[bool]:
     """Store the draw for the callers that share it. If another draw was stored first, release this claim and return
     False."""
-    made = _StoredDraw.of(claimed, draw)
+    draw_id = _draw_id(request.partition, request.task, key)
+    values = {DRAW: [vars(_StoredDraw.of(claimed, draw))]}
     try:
-        kept = {DRAW: [vars(made)]}
-        yield from put(session_state, [_draw_id(asked.partition, asked.task, key)], ADAPTER, kept, mode="create")
+        yield from put(session_state, [draw_id], ADAPTER, values, mode="create")
     except SampleExistsError:
         samples = c.Samples(rows=claimed.rows, generations=claimed.generations)
         claims = np.full(len(claimed.rows), claimed.claim, np.int64)
-        yield Send(c.Nack(partition=asked.partition, task=asked.task, samples=samples, claims=claims))
+        yield Send(c.Nack(partition=request.partition, task=request.task, samples=samples, claims=claims))
         return False
     return True
 
@@ -302,9 +323,10 @@ def _store_draw(session_state: SessionState, asked: Asked, key: str, claimed: c.
 def forget_draws(session_state: SessionState, partition: str) -> Operation[None]:
     """Delete the stored draws of a partition that is cleared."""
     try:
-        kept = yield from listed(session_state, ADAPTER)
+        stored = yield from listed(session_state, ADAPTER)
     except PartitionNotFoundError:
         return
-    mine = [name for name in kept.ids if name.startswith("[") and json.loads(name)[0] == partition]
-    if mine:
-        yield Send(c.Clear(partition=ADAPTER, samples=c.Samples(ids=tuple(mine))))
+    # The id of a draw is a JSON list (`_draw_id`). The other samples of the adapter have plain text as id.
+    draw_ids = [name for name in stored.ids if name.startswith("[") and json.loads(name)[0] == partition]
+    if draw_ids:
+        yield Send(c.Clear(partition=ADAPTER, samples=c.Samples(ids=tuple(draw_ids))))

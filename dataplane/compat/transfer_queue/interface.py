@@ -10,8 +10,7 @@ from torch import Tensor
 
 from dataplane.client.operations.steps import Operation
 from dataplane.client.session_state import SessionState
-from dataplane.compat.transfer_queue import columns, reads
-from dataplane.compat.transfer_queue import operations as mine
+from dataplane.compat.transfer_queue import columns, operations, reads
 from dataplane.compat.transfer_queue.client import _key_list
 from dataplane.compat.transfer_queue.columns import Parser
 from dataplane.compat.transfer_queue.keyed import KVBatchMeta
@@ -102,12 +101,12 @@ async def async_kv_batch_get(
 def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: list[str] | str | None = None) -> TensorDict:
     """Call `kv_batch_get` for the meta's keys. `select_fields` defaults to the meta's fields. ValueError if it names
     other fields."""
-    return kv_batch_get(meta.keys, *_of_meta(meta, select_fields))
+    return kv_batch_get(meta.keys, *_partition_and_fields(meta, select_fields))
 
 
 async def async_kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: list[str] | str | None = None) -> TensorDict:
     """See `kv_batch_get_by_meta`."""
-    return await async_kv_batch_get(meta.keys, *_of_meta(meta, select_fields))
+    return await async_kv_batch_get(meta.keys, *_partition_and_fields(meta, select_fields))
 
 
 def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
@@ -122,12 +121,12 @@ async def async_kv_list(partition_id: str | None = None) -> dict[str, dict[str, 
 
 def kv_clear(keys: list[str] | str, partition_id: str) -> None:
     """Drop the samples of these keys. Unknown keys are ignored."""
-    current_client()._performer.do(mine.clear_keys, _key_list(keys), partition_id)
+    current_client()._performer.do(operations.clear_keys, _key_list(keys), partition_id)
 
 
 async def async_kv_clear(keys: list[str] | str, partition_id: str) -> None:
     """See `kv_clear`."""
-    await current_client()._performer.do_async(mine.clear_keys, _key_list(keys), partition_id)
+    await current_client()._performer.do_async(operations.clear_keys, _key_list(keys), partition_id)
 
 
 def _put(
@@ -138,16 +137,20 @@ def _put(
     tags: Sequence[Tag] | None,
     parse: Parser | None,
 ) -> Operation[KVBatchMeta]:
-    given = columns.parsed(fields, parse) if fields is not None and parse is not None else fields
+    """Put by key, and return the meta of the samples, with all their tags and the fields that all of them have."""
+    if fields is not None and parse is not None:
+        fields = columns.parsed(fields, parse)
     keys = list(keys)
-    now, names = yield from mine.put_keys(session_state, keys, partition, given, tags)
-    meta = KVBatchMeta(partition_id=partition, fields=names)
-    meta.keys, meta.tags = keys, now  # assigned, because __post_init__ would copy the tags, which are not shared
+    all_tags, all_fields = yield from operations.put_keys(session_state, keys, partition, fields, tags)
+    meta = KVBatchMeta(partition_id=partition, fields=all_fields)
+    # Assigned, because __post_init__ would copy the tags, which are not shared.
+    meta.keys, meta.tags = keys, all_tags
     return meta
 
 
 def _one_row(fields: Fields | None, tag: Tag | None) -> Fields | None:
-    """Return the fields of one sample as a batch of one row."""
+    """Return the fields of one sample as a batch of one row (None without fields). ValueError without fields and tag,
+    and for values that are no fields of one sample."""
     if fields is None and tag is None:
         raise ValueError("kv_put: pass fields, a tag, or both")
     if fields is None or isinstance(fields, TensorDict):
@@ -169,6 +172,7 @@ def _tag_list(tag: Tag | None) -> list[Tag] | None:
 
 
 def _check_batch(keys: Sequence[str], fields: Fields | None, tags: Sequence[Tag] | None) -> None:
+    """Check the arguments of `kv_batch_put`. ValueError for another number of rows or tags than keys."""
     _key_list(keys)
     if fields is None and tags is None:
         raise ValueError("kv_batch_put: pass fields, tags, or both")
@@ -182,8 +186,8 @@ def _field_list(fields: list[str] | str | None) -> list[str] | None:
     return [fields] if isinstance(fields, str) else fields
 
 
-def _of_meta(meta: KVBatchMeta, select_fields: list[str] | str | None) -> tuple[str, list[str] | None]:
-    """Return the partition and the fields to read."""
+def _partition_and_fields(meta: KVBatchMeta, select_fields: list[str] | str | None) -> tuple[str, list[str] | None]:
+    """Return the meta's partition, and the fields to read: `select_fields`, or by default those of the meta."""
     if meta.partition_id is None:
         raise ValueError("kv_batch_get_by_meta: the meta has no partition_id; set it to the partition of its keys")
     chosen = _field_list(select_fields)

@@ -43,19 +43,19 @@ class KVBatchMeta:
     def __str__(self) -> str:
         return f"KVBatchMeta(size={self.size}, field_names={self.fields}, extra_info={self.extra_info})"
 
-    def _picked(self, places: Sequence[int]) -> KVBatchMeta:
-        keys, tags = [self.keys[place] for place in places], [self.tags[place] for place in places]
+    def _select(self, positions: Sequence[int]) -> KVBatchMeta:
+        keys, tags = [self.keys[position] for position in positions], [self.tags[position] for position in positions]
         return KVBatchMeta(keys, tags, self.partition_id, self.fields, self.extra_info)
 
     def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
         """Return these keys, in this order. ValueError for duplicates, RuntimeError for a key that the meta lacks."""
         if len(set(keys_to_select)) != len(keys_to_select):
             raise ValueError("select_keys: Contain duplicate keys; each must be unique")
-        places = {key: place for place, key in enumerate(self.keys)}
-        unknown = [key for key in keys_to_select if key not in places]
+        positions = {key: position for position, key in enumerate(self.keys)}
+        unknown = [key for key in keys_to_select if key not in positions]
         if unknown:
             raise RuntimeError(f"select_keys: {unknown[:5]} not found in current batch")
-        return self._picked([places[key] for key in keys_to_select])
+        return self._select([positions[key] for key in keys_to_select])
 
     def reorder(self, indexes: Sequence[int]) -> None:
         """Reorder the samples in place. ValueError unless `indexes` names each position once."""
@@ -63,12 +63,12 @@ class KVBatchMeta:
             raise ValueError(f"reorder: {len(indexes)} indexes, which does not match the {self.size} samples")
         if len(set(indexes)) != len(indexes):
             raise ValueError("reorder: Contain duplicate indexes; each must be unique")
-        picked = self._picked(indexes)
-        self.keys, self.tags = picked.keys, picked.tags
+        reordered = self._select(indexes)
+        self.keys, self.tags = reordered.keys, reordered.tags
 
     def chunk(self, chunks: int) -> list[KVBatchMeta]:
         """Split into `chunks` parts whose sizes differ by at most one, longer parts first. Parts can be empty."""
-        return [self._picked(part) for part in parts_of(self.size, chunks)]
+        return [self._select(part) for part in parts_of(self.size, chunks)]
 
     @classmethod
     def concat(cls, data: Sequence[KVBatchMeta]) -> KVBatchMeta:
@@ -106,6 +106,7 @@ def joined_info(infos: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]
 
 
 def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, with the same type; arrays and tensors by shape and elements."""
     if type(one) is not type(other):
         return False
     if hasattr(one, "tolist"):
@@ -117,6 +118,6 @@ def parts_of(size: int, chunks: int) -> list[range]:
     """Split the positions 0..size-1 into `chunks` ranges of nearly equal length. ValueError for `chunks` below 1."""
     if isinstance(chunks, bool) or not isinstance(chunks, Integral) or chunks < 1:
         raise ValueError(f"chunks={chunks!r}: expected an integer of 1 or more")
-    each, longer = divmod(size, chunks)
-    ends = [number * each + min(number, longer) for number in range(chunks + 1)]
+    length, longer_count = divmod(size, chunks)  # the first `longer_count` ranges have one position more
+    ends = [number * length + min(number, longer_count) for number in range(chunks + 1)]
     return [range(start, end) for start, end in pairwise(ends)]

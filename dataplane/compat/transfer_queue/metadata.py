@@ -55,33 +55,33 @@ class BatchMeta:
         self.global_indexes = list(global_indexes)
         size = len(self.global_indexes)
         self.partition_ids = list(partition_ids)
-        self.field_schema = {name: dict(known) for name, known in (field_schema or {}).items()}
+        self.field_schema = {name: dict(schema) for name, schema in (field_schema or {}).items()}
         self.extra_info = dict(extra_info or {})
         status = np.zeros(size) if production_status is None else production_status
         self.production_status: Int8s = np.array(status, dtype=np.int8)
         self.custom_meta = [dict(tags) for tags in custom_meta] if custom_meta else [{} for _ in range(size)]
-        backend = [dict(kept) for kept in _custom_backend_meta] if _custom_backend_meta else [{} for _ in range(size)]
+        # As in the original, whose storage backends keep their own data of each sample here.
+        backend = [dict(item) for item in _custom_backend_meta] if _custom_backend_meta else [{} for _ in range(size)]
         self._custom_backend_meta = backend
+        # The id and the row of each sample, if the meta comes from the service; see `_with_handles`.
         self._names: list[str] | None = None
         self._rows: list[int] | None = None
-        self._check(size)
+        self._check_lengths(size)
 
-    def _check(self, size: int) -> None:
-        given: dict[str, Any] = {
+    def _check_lengths(self, size: int) -> None:
+        """ValueError for a list that does not have one value per sample."""
+        lists: dict[str, Any] = {
             "partition_ids": self.partition_ids,
             "production_status": self.production_status,
             "custom_meta": self.custom_meta,
             "_custom_backend_meta": self._custom_backend_meta,
         }
-        for name, shapes in self._shapes().items():
-            given[f"per_sample_shapes of field {name!r}"] = shapes
-        for what, values in given.items():
+        for name, schema in self.field_schema.items():
+            if schema.get("per_sample_shapes") is not None:
+                lists[f"per_sample_shapes of field {name!r}"] = schema["per_sample_shapes"]
+        for what, values in lists.items():
             if len(values) != size:
                 raise ValueError(f"BatchMeta: got {len(values)} {what} for {size} global_indexes")
-
-    def _shapes(self) -> dict[str, list[Any]]:
-        found = {name: known.get("per_sample_shapes") for name, known in self.field_schema.items()}
-        return {name: shapes for name, shapes in found.items() if shapes is not None}
 
     # --- properties
 
@@ -114,9 +114,9 @@ class BatchMeta:
 
     def get_shapes(self, field_name: str) -> list[Any]:
         """Return the shape of each row. KeyError for an unknown field."""
-        known = self._schema_of(field_name)
-        shapes = known.get("per_sample_shapes")
-        return [known.get("shape")] * self.size if shapes is None else list(shapes)
+        schema = self._schema_of(field_name)
+        shapes = schema.get("per_sample_shapes")
+        return [schema.get("shape")] * self.size if shapes is None else list(shapes)
 
     def _schema_of(self, name: str) -> FieldSchema:
         if name not in self.field_schema:
@@ -158,8 +158,8 @@ class BatchMeta:
             return
         if len(custom_meta) != self.size:
             raise ValueError(f"custom_meta: got {len(custom_meta)} mappings for {self.size} samples")
-        for mine, new in zip(self.custom_meta, custom_meta, strict=True):
-            mine.update(new)
+        for tags, new_tags in zip(self.custom_meta, custom_meta, strict=True):
+            tags.update(new_tags)
 
     def clear_custom_meta(self) -> None:
         """Remove the tags from this meta; the service keeps them."""
@@ -168,7 +168,8 @@ class BatchMeta:
     # --- selecting fields and samples
 
     def add_fields(self, tensor_dict: TensorDict, set_all_ready: bool = True) -> BatchMeta:
-        """Add the fields of `tensor_dict` `[N]` and, by default, mark all samples ready. Return this meta."""
+        """Add the fields of `tensor_dict` `[N]` and, by default, mark all samples ready. Return this meta. A TensorDict
+        without rows has no effect."""
         count = int(tensor_dict.batch_size[0])
         if count and count != self.size:
             raise ValueError(f"add_fields: got a TensorDict of {count} rows for {self.size} samples")
@@ -180,45 +181,48 @@ class BatchMeta:
 
     def select_fields(self, field_names: Sequence[str]) -> BatchMeta:
         """Return a copy with these fields only. Unknown fields are ignored."""
-        made = self.copy()
-        made.field_schema = {name: made.field_schema[name] for name in field_names if name in made.field_schema}
-        made._custom_backend_meta = [
-            {name: kept for name, kept in sample.items() if name.startswith("_") or name in field_names}
-            for sample in made._custom_backend_meta
+        copied = self.copy()
+        copied.field_schema = {name: copied.field_schema[name] for name in field_names if name in copied.field_schema}
+        # As in the original: the entries of these fields stay, and those whose name starts with "_".
+        copied._custom_backend_meta = [
+            {name: value for name, value in sample.items() if name.startswith("_") or name in field_names}
+            for sample in copied._custom_backend_meta
         ]
-        return made
+        return copied
 
     def select_samples(self, sample_indices: Sequence[int]) -> BatchMeta:
         """Return the samples at these positions, in that order. ValueError for positions outside [0, N)."""
-        if any(not 0 <= place < self.size for place in sample_indices):
+        if any(not 0 <= position < self.size for position in sample_indices):
             raise ValueError(f"select_samples: sample_indices must be in [0, {self.size})")
-        return self._picked(list(sample_indices))
+        return self._select(list(sample_indices))
 
     def reorder(self, indices: Sequence[int]) -> None:
         """Reorder the samples in place. `indices` is a permutation of 0..N-1, otherwise ValueError."""
         if sorted(indices) != list(range(self.size)):
             raise ValueError(f"reorder: expected a permutation of {self.size} positions, got {len(indices)} positions")
-        picked = self._picked(list(indices))
+        reordered = self._select(list(indices))
         for name in self.__slots__:
-            setattr(self, name, getattr(picked, name))
+            setattr(self, name, getattr(reordered, name))
 
-    def _picked(self, places: list[int]) -> BatchMeta:
-        made = BatchMeta(
-            [self.global_indexes[place] for place in places],
-            [self.partition_ids[place] for place in places],
-            {name: _picked_schema(known, places) for name, known in self.field_schema.items()},
-            self.production_status[places],
+    def _select(self, positions: list[int]) -> BatchMeta:
+        """Return a meta of the samples at these positions, in that order. Tags are copied."""
+        selected = BatchMeta(
+            [self.global_indexes[position] for position in positions],
+            [self.partition_ids[position] for position in positions],
+            {name: _schema_at(schema, positions) for name, schema in self.field_schema.items()},
+            self.production_status[positions],
             self.extra_info,
-            [copy.deepcopy(self.custom_meta[place]) for place in places],
-            [copy.deepcopy(self._custom_backend_meta[place]) for place in places],
+            [copy.deepcopy(self.custom_meta[position]) for position in positions],
+            [copy.deepcopy(self._custom_backend_meta[position]) for position in positions],
         )
-        return made._named(
-            None if self._names is None else [self._names[place] for place in places],
-            None if self._rows is None else [self._rows[place] for place in places],
+        return selected._with_handles(
+            None if self._names is None else [self._names[position] for position in positions],
+            None if self._rows is None else [self._rows[position] for position in positions],
         )
 
-    def _named(self, names: list[str] | None, rows: list[int] | None) -> BatchMeta:
-        """Set the id and the row of each sample, by which the service finds them. Return this meta."""
+    def _with_handles(self, names: list[str] | None, rows: list[int] | None) -> BatchMeta:
+        """Set the id and the row of each sample. With its global index (the generation), a row is a handle by which the
+        service finds exactly this sample. Return this meta."""
         self._names, self._rows = names, rows
         return self
 
@@ -228,23 +232,23 @@ class BatchMeta:
 
     def __getitem__(self, item: int | slice) -> BatchMeta:
         if isinstance(item, slice):
-            return self._picked(list(range(*item.indices(self.size))))
+            return self._select(list(range(*item.indices(self.size))))
         if not isinstance(item, int | np.integer):
             raise TypeError(f"BatchMeta indexes must be integers or slices, not {type(item).__name__}")
         if not -self.size <= item < self.size:
             raise IndexError(f"index {item} is out of range for a BatchMeta of {self.size} samples")
-        return self._picked([int(item) % self.size])
+        return self._select([int(item) % self.size])
 
     def chunk(self, chunks: int) -> list[BatchMeta]:
         """Split into `chunks` parts whose sizes differ by at most one, longer parts first. Parts can be empty."""
-        return [self._picked(list(part)) for part in parts_of(self.size, chunks)]
+        return [self._select(list(part)) for part in parts_of(self.size, chunks)]
 
     def chunk_by_partition(self) -> list[BatchMeta]:
         """Split into one meta per partition."""
-        places: dict[str, list[int]] = {}
-        for place, partition in enumerate(self.partition_ids):
-            places.setdefault(partition, []).append(place)
-        return [self._picked(mine) for mine in places.values()]
+        positions_by_partition: dict[str, list[int]] = {}
+        for position, partition in enumerate(self.partition_ids):
+            positions_by_partition.setdefault(partition, []).append(position)
+        return [self._select(positions) for positions in positions_by_partition.values()]
 
     # --- joining
 
@@ -256,14 +260,16 @@ class BatchMeta:
         for name in ("global_indexes", "partition_ids"):
             if getattr(self, name) != getattr(other, name):
                 raise ValueError(f"BatchMeta.union: {name} do not match; pass the same samples in the same order")
-        made = self.copy()
-        made.field_schema |= copy.deepcopy(other.field_schema)
-        made.production_status &= other.production_status
-        made.extra_info |= other.extra_info
-        made.update_custom_meta(copy.deepcopy(other.custom_meta))
-        for mine, theirs in zip(made._custom_backend_meta, other._custom_backend_meta, strict=True):
-            mine.update(copy.deepcopy(theirs))
-        return made if made._rows is not None else made._named(other._names, other._rows)
+        joined = self.copy()
+        joined.field_schema |= copy.deepcopy(other.field_schema)
+        joined.production_status &= other.production_status
+        joined.extra_info |= other.extra_info
+        joined.update_custom_meta(copy.deepcopy(other.custom_meta))
+        for own_data, other_data in zip(joined._custom_backend_meta, other._custom_backend_meta, strict=True):
+            own_data.update(copy.deepcopy(other_data))
+        if joined._rows is None:
+            joined._with_handles(other._names, other._rows)
+        return joined
 
     @classmethod
     def concat(cls, data: Sequence[BatchMeta], validate: bool = True) -> BatchMeta:
@@ -273,19 +279,19 @@ class BatchMeta:
         if not parts:
             return cls.empty()
         if validate:
-            _check_alike(parts)
-        made = BatchMeta(
+            _check_same_fields(parts)
+        joined = BatchMeta(
             [index for part in parts for index in part.global_indexes],
             [partition for part in parts for partition in part.partition_ids],
             {name: _joined_schema(name, parts) for name in parts[0].field_schema},
             np.concatenate([part.production_status for part in parts]),
             joined_info([part.extra_info for part in parts], "BatchMeta.concat"),
             [tags for part in parts for tags in part.custom_meta],
-            [kept for part in parts for kept in part._custom_backend_meta],
+            [item for part in parts for item in part._custom_backend_meta],
         )
         if any(part._names is None or part._rows is None for part in parts):
-            return made
-        return made._named(
+            return joined  # without handles: the service looks the samples up by global index
+        return joined._with_handles(
             [name for part in parts for name in part._names or ()], [row for part in parts for row in part._rows or ()]
         )
 
@@ -312,37 +318,39 @@ class BatchMeta:
 class SampleView:
     """A read-only view of one sample of a `BatchMeta`."""
 
-    __slots__ = ("_batch", "_place")
+    __slots__ = ("_batch", "_position")
 
-    def __init__(self, batch: BatchMeta, place: int) -> None:
+    def __init__(self, batch: BatchMeta, position: int) -> None:
         self._batch = batch
-        self._place = place
+        self._position = position
 
     @property
     def global_index(self) -> int:
-        return self._batch.global_indexes[self._place]
+        return self._batch.global_indexes[self._position]
 
     @property
     def partition_id(self) -> str:
-        return self._batch.partition_ids[self._place]
+        return self._batch.partition_ids[self._position]
 
     @property
     def production_status(self) -> int:
-        return int(self._batch.production_status[self._place])
+        return int(self._batch.production_status[self._position])
 
     @property
     def custom_meta(self) -> MappingProxyType[str, Any]:
-        return MappingProxyType(self._batch.custom_meta[self._place])
+        return MappingProxyType(self._batch.custom_meta[self._position])
 
     @property
     def fields(self) -> MappingProxyType[str, MappingProxyType[str, Any]]:
         """The schema of this sample's row, by field."""
-        found = {}
-        for name, known in self._batch.field_schema.items():
-            mine = _picked_schema(known, [self._place])
-            shapes = mine.pop("per_sample_shapes", None)
-            found[name] = MappingProxyType(mine if shapes is None else {**mine, "shape": shapes[0]})
-        return MappingProxyType(found)
+        schemas = {}
+        for name, batch_schema in self._batch.field_schema.items():
+            schema = _schema_at(batch_schema, [self._position])
+            shapes = schema.pop("per_sample_shapes", None)
+            if shapes is not None:
+                schema["shape"] = shapes[0]
+            schemas[name] = MappingProxyType(schema)
+        return MappingProxyType(schemas)
 
     def __repr__(self) -> str:
         return f"sample {self.global_index} of {self.partition_id!r}, fields {sorted(self.fields)}"
@@ -357,40 +365,47 @@ class SampleViews(Sequence[SampleView]):
     def __len__(self) -> int:
         return self._batch.size
 
-    def __getitem__(self, place: Any) -> Any:
-        return SampleView(self._batch, range(len(self))[place])
+    def __getitem__(self, position: Any) -> Any:
+        return SampleView(self._batch, range(len(self))[position])
 
     def __iter__(self) -> Iterator[SampleView]:
-        return (SampleView(self._batch, place) for place in range(len(self)))
+        return (SampleView(self._batch, position) for position in range(len(self)))
 
 
-def _picked_schema(known: FieldSchema, places: Sequence[int]) -> FieldSchema:
-    shapes = known.get("per_sample_shapes")
-    picked = dict(known)
-    return picked if shapes is None else {**picked, "per_sample_shapes": [shapes[place] for place in places]}
+def _schema_at(schema: FieldSchema, positions: Sequence[int]) -> FieldSchema:
+    """Return a copy of a field's schema for the samples at these positions."""
+    selected = dict(schema)
+    shapes = schema.get("per_sample_shapes")
+    if shapes is not None:
+        selected["per_sample_shapes"] = [shapes[position] for position in positions]
+    return selected
 
 
-def _check_alike(parts: Sequence[BatchMeta]) -> None:
+def _check_same_fields(parts: Sequence[BatchMeta]) -> None:
+    """ValueError unless all parts have the same fields with the same dtypes."""
     first = parts[0]
     for part in parts[1:]:
         if part.field_names != first.field_names:
             raise ValueError(f"BatchMeta.concat: fields do not match: {first.field_names} and {part.field_names}")
-        for name, known in first.field_schema.items():
-            dtype, other = known.get("dtype"), part.field_schema[name].get("dtype")
-            if dtype != other:
-                raise ValueError(f"BatchMeta.concat: field {name!r} is {dtype} in one part and {other} in another")
+        for name, schema in first.field_schema.items():
+            dtype, other_dtype = schema.get("dtype"), part.field_schema[name].get("dtype")
+            if dtype != other_dtype:
+                raise ValueError(
+                    f"BatchMeta.concat: field {name!r} is {dtype} in one part and {other_dtype} in another"
+                )
 
 
 def _joined_schema(name: str, parts: Sequence[BatchMeta]) -> FieldSchema:
     """Join the field's schemas of all parts."""
-    known = [part.field_schema.get(name, {}) for part in parts]
-    nested = any(schema.get("is_nested") for schema in known)
-    joined = {**known[0], "is_nested": nested, "shape": None if nested else known[0].get("shape")}
+    schemas = [part.field_schema.get(name, {}) for part in parts]
+    nested = any(schema.get("is_nested") for schema in schemas)
+    joined = {**schemas[0], "is_nested": nested, "shape": None if nested else schemas[0].get("shape")}
     joined.pop("per_sample_shapes", None)
-    if nested or any(schema.get("per_sample_shapes") is not None for schema in known):
+    if nested or any(schema.get("per_sample_shapes") is not None for schema in schemas):
         joined["per_sample_shapes"] = [shape for part in parts for shape in _shapes_of(part, name)]
     return joined
 
 
 def _shapes_of(part: BatchMeta, name: str) -> list[Any]:
+    """Return the shape of each row of a field; None for each sample if the part does not have the field."""
     return part.get_shapes(name) if name in part.field_schema else [None] * part.size

@@ -22,7 +22,7 @@ from dataplane.compat.transfer_queue import columns
 from dataplane.compat.transfer_queue.errors import StorageKeyNotFoundError, TransferQueueError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
 from dataplane.compat.transfer_queue.tags import tag_columns, tags_of
-from dataplane.data.meta import KVBatchMeta as Meta
+from dataplane.data.meta import KVBatchMeta as NativeMeta
 from dataplane.errors import (
     PartitionNotFoundError,
     SampleNotFoundError,
@@ -47,7 +47,8 @@ MAX_SAMPLES = Limits().samples
 TRIES = 8
 """Attempts at an operation that fails if other clients clear samples meanwhile."""
 
-Found = c.Claimed | c.Listed
+SampleList = c.Claimed | c.Listed
+"""Samples that the service returned: their ids, rows, generations and tags."""
 
 
 def extend(
@@ -70,35 +71,39 @@ def is_key(name: str) -> bool:
 
 
 def batch_of(
-    session_state: SessionState, partition: str, found: Found, fields: Sequence[str], status: int | None = None
+    session_state: SessionState,
+    partition: str,
+    samples: SampleList,
+    fields: Sequence[str],
+    status: int | None = None,
 ) -> Operation[BatchMeta]:
     """Build the meta of samples that the service returned. status: the production status of all of them, if known."""
-    located = yield from _located(session_state, partition, found, fields)
-    count = len(found.ids)
-    known = columns.known_fields(located, fields)
-    ready = columns.produced(located, count, known).all(axis=1) if known else np.zeros(count)
+    locations = yield from _locate_fields(session_state, partition, samples, fields)
+    count = len(samples.ids)
+    known_fields = columns.known_fields(locations, fields)
+    ready = columns.produced(locations, count, known_fields).all(axis=1) if known_fields else np.zeros(count)
     meta = BatchMeta(
-        found.generations.tolist(),
+        samples.generations.tolist(),
         [partition] * count,
-        columns.located_schema(located),
+        columns.located_schema(locations),
         ready if status is None else np.full(count, status),
-        custom_meta=tags_of(found.tags, count),
+        custom_meta=tags_of(samples.tags, count),
     )
-    return meta._named(list(found.ids), found.rows.tolist())
+    return meta._with_handles(list(samples.ids), samples.rows.tolist())
 
 
-def _located(
-    session_state: SessionState, partition: str, found: Found, fields: Sequence[str]
+def _locate_fields(
+    session_state: SessionState, partition: str, samples: SampleList, fields: Sequence[str]
 ) -> Operation[Sequence[c.FieldLocations]]:
-    """Return where these fields of the samples are, with their hidden columns. Missing fields and cells are allowed.
-    Nothing stays pinned."""
-    if not len(found.rows) or not fields:
+    """Return where these fields of the samples are stored, with their hidden columns (see `put`). Missing fields and
+    cells are allowed. The memory is released at once: use the result for shapes and lengths, not to read."""
+    if not len(samples.rows) or not fields:
         return ()
-    samples = c.Samples(rows=found.rows, generations=found.generations)
-    sent = yield Send(c.Locate(partition=partition, samples=samples, fields=tuple(fields), missing_ok=True))
-    yield Post(c.Release(located=sent.number))
-    located: Sequence[c.FieldLocations] = sent.result.fields
-    return located
+    handles = c.Samples(rows=samples.rows, generations=samples.generations)
+    reply = yield Send(c.Locate(partition=partition, samples=handles, fields=tuple(fields), missing_ok=True))
+    yield Post(c.Release(located=reply.number))
+    locations: Sequence[c.FieldLocations] = reply.result.fields
+    return locations
 
 
 def listed(session_state: SessionState, partition: str, samples: c.Samples | None = None) -> Operation[c.Listed]:
@@ -106,34 +111,37 @@ def listed(session_state: SessionState, partition: str, samples: c.Samples | Non
     return (yield Send(c.List(partition=partition, samples=samples))).result  # type: ignore[no-any-return]
 
 
-def named(session_state: SessionState, meta: BatchMeta) -> Operation[list[tuple[list[int], Meta]]]:
-    """Resolve the samples of a meta, by partition: their positions in the meta, and a native meta of them."""
-    parts: dict[str, list[int]] = {}
-    for place, partition in enumerate(meta.partition_ids):
-        parts.setdefault(partition, []).append(place)
-    found = []
-    for partition, places in parts.items():
-        generations = [meta.global_indexes[place] for place in places]
+def resolve_samples(session_state: SessionState, meta: BatchMeta) -> Operation[list[tuple[list[int], NativeMeta]]]:
+    """Find the samples of a meta in the service. Return a pair per partition: the samples' positions in `meta`, and a
+    native meta of them, with handles."""
+    positions_by_partition: dict[str, list[int]] = {}
+    for position, partition in enumerate(meta.partition_ids):
+        positions_by_partition.setdefault(partition, []).append(position)
+    resolved = []
+    for partition, positions in positions_by_partition.items():
+        generations = [meta.global_indexes[position] for position in positions]
         if meta._names is not None and meta._rows is not None:
-            names, rows = [meta._names[place] for place in places], [meta._rows[place] for place in places]
-        else:
-            names, rows = yield from _by_index(session_state, partition, generations)
-        native = Meta(partition_id=partition, task_name=None, sample_ids=names)
-        found.append((places, native.with_handles(np.array(rows, np.int64), np.array(generations, np.int64))))
-    return found
+            names = [meta._names[position] for position in positions]
+            rows = [meta._rows[position] for position in positions]
+        else:  # a meta that the caller built from global indexes
+            names, rows = yield from _look_up_indexes(session_state, partition, generations)
+        native = NativeMeta(partition_id=partition, task_name=None, sample_ids=names)
+        resolved.append((positions, native.with_handles(np.array(rows, np.int64), np.array(generations, np.int64))))
+    return resolved
 
 
-def _by_index(
+def _look_up_indexes(
     session_state: SessionState, partition: str, indexes: Sequence[int]
 ) -> Operation[tuple[list[str], list[int]]]:
-    """Look up ids and rows by global index. `StorageKeyNotFoundError` for unknown indexes."""
-    found = yield from listed(session_state, partition)
-    places = {generation: place for place, generation in enumerate(found.generations.tolist())}
-    missing = [index for index in indexes if index not in places]
+    """Return the ids and the rows of the samples with these global indexes. `StorageKeyNotFoundError` for unknown
+    indexes."""
+    samples = yield from listed(session_state, partition)
+    positions = {generation: position for position, generation in enumerate(samples.generations.tolist())}
+    missing = [index for index in indexes if index not in positions]
     if missing:
         raise StorageKeyNotFoundError(f"partition {partition!r} has no samples with indexes {first_few(missing)}")
-    chosen = [places[index] for index in indexes]
-    return [found.ids[place] for place in chosen], found.rows[chosen].tolist()
+    chosen = [positions[index] for index in indexes]
+    return [samples.ids[position] for position in chosen], samples.rows[chosen].tolist()
 
 
 # --- by key
@@ -145,28 +153,28 @@ def of_keys(session_state: SessionState, keys: Sequence[str], partition: str, cr
     try:
         if create:
             yield from put(session_state, keys, partition, None)
-        found = yield from listed_keys(session_state, keys, partition)
-        if len(found.ids) < len(keys):
-            missing = sorted(set(keys).difference(found.ids))
-            log.warning("partition %r: the keys %s were not found", partition, first_few(missing))
-        return (yield from batch_of(session_state, partition, found, found.fields))
+        samples = yield from listed_keys(session_state, keys, partition)
+        if len(samples.ids) < len(keys):
+            missing = sorted(set(keys).difference(samples.ids))
+            log.warning("partition %r: the keys %s were not samples", partition, first_few(missing))
+        return (yield from batch_of(session_state, partition, samples, samples.fields))
     except PartitionNotFoundError:
-        log.warning("partition %r was not found; an empty meta is returned", partition)
+        log.warning("partition %r was not samples; an empty meta is returned", partition)
         return BatchMeta.empty()
 
 
 def listed_keys(session_state: SessionState, keys: Sequence[str], partition: str) -> Operation[c.Listed]:
     """List the samples of these keys. Missing keys are omitted; a repeated key gets repeated entries."""
-    samples = wanted = c.Samples(ids=tuple(keys))
+    samples = by_key = c.Samples(ids=tuple(keys))
     for _ in range(TRIES):
         try:
             return (yield from listed(session_state, partition, samples))
         except (SampleNotFoundError, StaleSampleError):
             # Some are missing. List those that exist now, by handle: if one is cleared before that, look again.
-            sent = yield Send(c.Locate(partition=partition, samples=wanted, fields=(), missing_ok=True))
-            yield Post(c.Release(located=sent.number))
-            there = sent.result.rows >= 0
-            samples = c.Samples(rows=sent.result.rows[there], generations=sent.result.generations[there])
+            reply = yield Send(c.Locate(partition=partition, samples=by_key, fields=(), missing_ok=True))
+            yield Post(c.Release(located=reply.number))
+            exists = reply.result.rows >= 0
+            samples = c.Samples(rows=reply.result.rows[exists], generations=reply.result.generations[exists])
     raise TransferQueueError(
         f"partition {partition!r}: keys were cleared during every lookup; retry, or clear less often"
     )
@@ -195,27 +203,27 @@ def clear_keys(session_state: SessionState, keys: Sequence[str], partition: str)
 def list_keys(session_state: SessionState, partition: str | None) -> Operation[dict[str, dict[str, Any]]]:
     """Return the tags of every key, by partition. An unknown partition has no entry."""
     names = (yield from partitions(session_state)) if partition is None else [partition]
-    info: dict[str, dict[str, Any]] = {}
+    tags_by_partition: dict[str, dict[str, Any]] = {}
     for name in names:
         try:
-            found = yield from listed(session_state, name)
+            samples = yield from listed(session_state, name)
         except PartitionNotFoundError:
             continue
-        tags = tags_of(found.tags, len(found.ids))
-        info[name] = dict(zip(found.ids, tags, strict=True))
-        if UNNAMED in "\n".join(found.ids):
-            info[name] = {key: mine for key, mine in info[name].items() if is_key(key)}
-    return info
+        tags_by_key = dict(zip(samples.ids, tags_of(samples.tags, len(samples.ids)), strict=True))
+        if UNNAMED in "\n".join(samples.ids):  # one search of all ids: most partitions have no sample without a key
+            tags_by_key = {key: tags for key, tags in tags_by_key.items() if is_key(key)}
+        tags_by_partition[name] = tags_by_key
+    return tags_by_partition
 
 
 def keys_of(session_state: SessionState, indexes: Sequence[int], partition: str) -> Operation[list[str | None]]:
-    """Return the key of each sample, or None if the sample has no key or does not exist."""
+    """Return the key of the sample with each global index, or None if the sample has no key or does not exist."""
     try:
-        found = yield from listed(session_state, partition)
+        samples = yield from listed(session_state, partition)
     except PartitionNotFoundError:
         raise TransferQueueError(f"kv_retrieve_keys: partition {partition!r} was not found") from None
-    keys = dict(zip(found.generations.tolist(), found.ids, strict=True))
-    return [key if (key := keys.get(index)) is not None and is_key(key) else None for index in indexes]
+    keys = {index: name for index, name in zip(samples.generations.tolist(), samples.ids, strict=True) if is_key(name)}
+    return [keys.get(index) for index in indexes]
 
 
 # --- by meta
@@ -223,7 +231,7 @@ def keys_of(session_state: SessionState, indexes: Sequence[int], partition: str)
 
 def put(
     session_state: SessionState,
-    names: Sequence[str] | Meta,
+    names: Sequence[str] | NativeMeta,
     partition: str,
     fields: Mapping[str, Any] | TensorDictBase | None,
     tags: tuple[c.TagColumn, ...] = (),
@@ -232,8 +240,10 @@ def put(
     listed: bool = False,
 ) -> Operation[c.Committed]:
     """Put into a partition, which is created if missing. Values of a field that do not fit its live rows go to its
-    hidden column, as objects. The same commit removes these rows' values from the other column."""
-    ids, encoded = ids_of(names), None if fields is None else columns.to_columns(fields)
+    hidden column, as objects. The same commit removes these rows' values from the other column. listed: the result
+    also has the tags of the samples and the fields that all of them have."""
+    ids = ids_of(names)
+    encoded = None if fields is None else columns.to_columns(fields)
     declared = columns.declared_fields(encoded or {})
     known = session_state.schemas.get(partition) or Schema()
     undeclared = {name: spec for name, spec in declared.items() if name not in known}
@@ -252,6 +262,7 @@ def put(
         except PartitionNotFoundError:
             yield declare()
         except SchemaError as error:
+            # Each error moves one field to another column or encoding. Then try again.
             if encoded is None or not columns.to_other_column(encoded, error):
                 raise
 
@@ -263,26 +274,27 @@ def insert(
     fields: Mapping[str, Any] | None = None,
     coming: Sequence[str] = (),
 ) -> Operation[BatchMeta]:
-    """Create samples without keys, with these fields if any. coming: fields that will be put later."""
+    """Create samples without keys, with these fields if any, and return their meta. coming: fields that will be put
+    later; the meta lists them."""
     if count < 1:
         raise ValueError(f"{count} new samples: expected at least 1")
     batch = uuid4().hex
     names = [f"{UNNAMED}{batch}/{row}" for row in range(count)]
-    made = yield from put(session_state, names, partition, fields, mode="create")
+    committed = yield from put(session_state, names, partition, fields, mode="create")
     meta = BatchMeta(
-        made.generations.tolist(), [partition] * count, {name: columns.unknown_schema() for name in coming}
+        committed.generations.tolist(), [partition] * count, {name: columns.unknown_schema() for name in coming}
     )
-    return meta._named(names, made.rows.tolist())
+    return meta._with_handles(names, committed.rows.tolist())
 
 
 def put_batch(session_state: SessionState, meta: BatchMeta, data: Mapping[str, Any]) -> Operation[None]:
     """Put fields and the meta's tags for the samples of a meta."""
-    parts = yield from named(session_state, meta)
-    for places, names in parts:
-        tags = [meta.custom_meta[place] for place in places]
-        fields = data if len(parts) == 1 else columns.rows_at(data, places)
+    parts = yield from resolve_samples(session_state, meta)
+    for positions, samples in parts:
+        tags = [meta.custom_meta[position] for position in positions]
+        fields = data if len(parts) == 1 else columns.rows_at(data, positions)
         encoded_tags = tag_columns(tags, len(tags)) if any(tags) else ()
-        yield from put(session_state, names, names.partition_id, fields, encoded_tags)
+        yield from put(session_state, samples, samples.partition_id, fields, encoded_tags)
 
 
 def clear_batch(session_state: SessionState, meta: BatchMeta) -> Operation[None]:
@@ -291,10 +303,10 @@ def clear_batch(session_state: SessionState, meta: BatchMeta) -> Operation[None]
         partition = part.partition_ids[0]
         try:
             rows, generations = part._rows, part.global_indexes
-            if rows is None:
-                found = yield from listed(session_state, partition)
-                chosen = np.isin(found.generations, generations)
-                rows, generations = found.rows[chosen].tolist(), found.generations[chosen].tolist()
+            if rows is None:  # a meta that the caller built from global indexes
+                existing = yield from listed(session_state, partition)
+                chosen = np.isin(existing.generations, generations)
+                rows, generations = existing.rows[chosen].tolist(), existing.generations[chosen].tolist()
             samples = c.Samples(rows=np.array(rows, np.int64), generations=np.array(generations, np.int64))
             yield Send(c.Clear(partition=partition, samples=samples))
         except PartitionNotFoundError:
@@ -305,18 +317,18 @@ def set_tags(session_state: SessionState, meta: BatchMeta) -> Operation[None]:
     """Merge the meta's tags into those of its samples. An unknown partition is ignored."""
     for part in meta.chunk_by_partition():
         try:
-            for places, names in (yield from named(session_state, part)):
-                tags = tag_columns([part.custom_meta[place] for place in places], len(places))
-                command = c.SetTags(partition=names.partition_id, samples=samples_of(names), tags=tags)
-                yield from naming(names.sample_ids, command)
+            for positions, samples in (yield from resolve_samples(session_state, part)):
+                tags = tag_columns([part.custom_meta[position] for position in positions], len(positions))
+                command = c.SetTags(partition=samples.partition_id, samples=samples_of(samples), tags=tags)
+                yield from naming(samples.sample_ids, command)
         except PartitionNotFoundError:
             log.warning("partition %r was not found; its custom_meta is ignored", part.partition_ids[0])
 
 
 def whole_partition(session_state: SessionState, partition: str, fields: Sequence[str]) -> Operation[BatchMeta]:
     """Return the meta of every sample, ready or not, claimed or not."""
-    found = yield from listed(session_state, partition)
-    return (yield from batch_of(session_state, partition, found, fields))
+    samples = yield from listed(session_state, partition)
+    return (yield from batch_of(session_state, partition, samples, fields))
 
 
 # --- partitions and tasks
@@ -331,10 +343,14 @@ def partitions(session_state: SessionState) -> Operation[list[str]]:
 def consumption(
     session_state: SessionState, task: str, partition: str, expected: int
 ) -> Operation[tuple[Tensor | None, Tensor | None]]:
-    """Return the indexes of the samples, and 1 for each sample that the task has claimed. Each of the `expected`
-    samples that has not been created yet has the index -1."""
+    """Return the global indexes `[N]` of the samples, and `[N]` with 1 for each sample that the task has claimed,
+    otherwise 0. (None, None) for an unknown partition.
+
+    expected: the number of samples that the partition must have had before it can count as consumed. Each of them that
+    has not been created yet has the index -1 and the status 0.
+    """
     try:
-        found = yield from listed(session_state, partition)
+        samples = yield from listed(session_state, partition)
     except PartitionNotFoundError:
         return None, None
     peek = c.Claim(
@@ -343,48 +359,50 @@ def consumption(
     try:
         unclaimed = (yield Send(peek)).result.generations
     except TaskNotFoundError:
-        unclaimed = found.generations
-    coming = 0
-    if len(found.generations) < expected:
+        unclaimed = samples.generations
+    not_created = 0
+    if len(samples.generations) < expected:
+        # Cleared samples count as created, so the number of live samples is not enough.
         report = yield from stats(session_state)
         created = sum(part.born for part in report.partitions if part.partition == partition)
-        coming = max(expected - created, 0)
-    status = ~np.isin(found.generations, unclaimed)
+        not_created = max(expected - created, 0)
+    claimed = ~np.isin(samples.generations, unclaimed)
     return (
-        torch.cat([torch.from_numpy(found.generations.copy()), torch.full((coming,), -1)]),
-        torch.cat([torch.from_numpy(status.astype(np.int8)), torch.zeros(coming, dtype=torch.int8)]),
+        torch.cat([torch.from_numpy(samples.generations.copy()), torch.full((not_created,), -1)]),
+        torch.cat([torch.from_numpy(claimed.astype(np.int8)), torch.zeros(not_created, dtype=torch.int8)]),
     )
 
 
 def production(
     session_state: SessionState, fields: Sequence[str], partition: str
 ) -> Operation[tuple[Tensor | None, Tensor | None]]:
-    """Return the indexes of the samples `[N]`, and 1 for each field that was put, `[N, F]`. (None, None) for an unknown
-    partition or field."""
+    """Return the global indexes `[N]` of the samples, and `[N, F]` with 1 for each field that was put, otherwise 0.
+    (None, None) for an unknown partition or field."""
     try:
         described = (yield Send(c.Describe(partition=partition))).result
         if not fields or any(name not in described.fields for name in fields):
             return None, None
-        found = yield from listed(session_state, partition)
-        located = yield from _located(session_state, partition, found, fields)
+        samples = yield from listed(session_state, partition)
+        locations = yield from _locate_fields(session_state, partition, samples, fields)
     except PartitionNotFoundError:
         return None, None
-    status = columns.produced(located, len(found.ids), fields)
-    return torch.from_numpy(found.generations.copy()), torch.from_numpy(status)
+    status = columns.produced(locations, len(samples.ids), fields)
+    return torch.from_numpy(samples.generations.copy()), torch.from_numpy(status)
 
 
 def reset(session_state: SessionState, partition: str, task: str | None) -> Operation[bool]:
-    """Reset the claims of the task (None: of all tasks). Return False if samples changed during every try."""
+    """Reset the claims of the task (None: of all tasks). Return False if samples were cleared during every try."""
     for _ in range(TRIES):
         try:
             tasks = (yield Send(c.Describe(partition=partition))).result.tasks
-            found = yield from listed(session_state, partition)
-            samples = c.Samples(rows=found.rows, generations=found.generations)
-            for name in tasks if task is None else [known for known in tasks if known == task]:
-                yield Send(c.Nack(partition=partition, task=name, samples=samples))
+            live = yield from listed(session_state, partition)
+            samples = c.Samples(rows=live.rows, generations=live.generations)
+            for name in tasks:
+                if task is None or name == task:
+                    yield Send(c.Nack(partition=partition, task=name, samples=samples))
         except PartitionNotFoundError:
             log.warning("partition %r was not found; no claims were reset", partition)
         except StaleSampleError:
-            continue
+            continue  # a sample was cleared after it was listed
         return True
     return False

@@ -27,25 +27,25 @@ class Performer:
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self.client = DataPlaneClient(config)
-        self._awaited = ForkLocal(lambda: _Background(config))
+        self._background = ForkLocal(lambda: _BackgroundClient(config))
 
     def do(self, operation: Callable[..., Operation[T]], *args: Any) -> T:
         """Perform the operation in this thread."""
-        with translated():
+        with storage_key_errors():
             return self.client.perform(operation, *args)
 
     async def do_async(self, operation: Callable[..., Operation[T]], *args: Any) -> T:
         """Perform the operation and await its result. `AsyncDataPlaneClient` documents the effect of a cancellation."""
-        with translated():
-            return await asyncio.wrap_future(self._awaited.get().submit(operation, *args))
+        with storage_key_errors():
+            return await asyncio.wrap_future(self._background.get().submit(operation, *args))
 
     def close(self) -> None:
         """Close both sessions. Idempotent."""
-        self._awaited.close()
+        self._background.close()
         self.client.close()
 
 
-class _Background:
+class _BackgroundClient:
     """A background thread with an event loop that runs an async client."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
@@ -55,20 +55,22 @@ class _Background:
         self._thread.start()
 
     def submit(self, operation: Callable[..., Operation[T]], *args: Any) -> Any:
+        """Start the operation on the loop. Return its `concurrent.futures.Future`."""
         return asyncio.run_coroutine_threadsafe(self._client.perform(operation, *args), self._loop)
 
     def close(self) -> None:
+        """Close the client, then stop the loop and the thread. TimeoutError if the client does not close in time."""
         try:
             asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(CLOSE_TIMEOUT_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_TIMEOUT_S)
-            if not self._thread.is_alive():
+            if not self._thread.is_alive():  # a running loop cannot be closed
                 self._loop.close()
 
 
 @contextlib.contextmanager
-def translated() -> Iterator[None]:
+def storage_key_errors() -> Iterator[None]:
     """Convert `NotFoundError` to `StorageKeyNotFoundError`, which callers of the original can catch."""
     try:
         yield

@@ -15,7 +15,7 @@ from dataplane.client.session_state import SessionState
 from dataplane.compat.transfer_queue import columns
 from dataplane.compat.transfer_queue.errors import StorageKeyNotFoundError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
-from dataplane.compat.transfer_queue.operations import listed_keys, named
+from dataplane.compat.transfer_queue.operations import listed_keys, resolve_samples
 from dataplane.errors import FieldNotFoundError, FieldNotProducedError, PartitionNotFoundError, first_few
 from dataplane.ledger import commands as c
 
@@ -29,16 +29,17 @@ def get_keys(
     and fields that only some keys have are omitted, or an error if strict."""
     distinct = list(dict.fromkeys(keys))
     if strict:
-        found, data = distinct, (yield from _all(session_state, distinct, partition, fields))
+        data = yield from _read_all(session_state, distinct, partition, fields)
+        existing = distinct
     else:
-        found, data = yield from _present(session_state, distinct, partition, fields)
+        existing, data = yield from _read_existing(session_state, distinct, partition, fields)
     if not data.keys() or len(distinct) == len(keys):
         return data
-    there = set(found)
-    return _repeated(data, found, [key for key in keys if key in there])
+    exists = set(existing)
+    return _repeat_rows(data, existing, [key for key in keys if key in exists])
 
 
-def _all(
+def _read_all(
     session_state: SessionState, keys: Sequence[str], partition: str, fields: Sequence[str] | None
 ) -> Operation[TensorDict]:
     """Return the fields (None: those that all keys have) of these keys. A missing key or field is an error."""
@@ -47,52 +48,56 @@ def _all(
         fields = listed.result.fields
         if not fields:
             raise _no_fields(partition, keys)
-    return (yield from _strictly(session_state, keys, partition, list(fields)))
+    return (yield from _read_exactly(session_state, keys, partition, list(fields)))
 
 
-def _strictly(
+def _read_exactly(
     session_state: SessionState, names: Names, partition: str, fields: Sequence[str]
 ) -> Operation[TensorDict]:
     """Return exactly these fields of these samples. `NotFoundError` names a missing sample or field."""
     try:
         data: TensorDict = yield from get.get(session_state, names, partition, fields, True)
     except (FieldNotFoundError, FieldNotProducedError):
-        # Some rows can be in the field's hidden column, which `get` does not read.
-        places, data = yield from get.get_present(session_state, names, partition, fields)
-        if len(places) < len(ids_of(names)) or any(name not in data for name in fields):
+        # Some rows can be in the field's hidden column (see `operations.put`), which `get` does not read.
+        positions, data = yield from get.get_present(session_state, names, partition, fields)
+        if len(positions) < len(ids_of(names)) or any(name not in data for name in fields):
             raise
     return columns.from_columns(data)
 
 
-def _present(
+def _read_existing(
     session_state: SessionState, keys: Sequence[str], partition: str, fields: Sequence[str] | None
 ) -> Operation[tuple[list[str], TensorDict]]:
-    """Return the keys that exist, and their fields. Missing keys and fields are logged."""
+    """Return those of `keys` that exist, and the fields (None: all) that each of these has. The data is empty if there
+    is no such field. Missing keys and fields are logged. `StorageKeyNotFoundError` if no key exists, or if the existing
+    keys have no field in common."""
     try:
-        wanted = list(
-            dict.fromkeys((yield from listed_keys(session_state, keys, partition)).fields if fields is None else fields)
-        )
-        if wanted:
-            places, read = yield from get.get_present(session_state, keys, partition, wanted)
-            found, data = [keys[place] for place in places], columns.from_columns(read)
+        if fields is None:
+            fields = (yield from listed_keys(session_state, keys, partition)).fields
+        requested = list(dict.fromkeys(fields))
+        if requested:
+            positions, read = yield from get.get_present(session_state, keys, partition, requested)
+            existing, data = [keys[position] for position in positions], columns.from_columns(read)
         else:
-            found, data = list((yield from listed_keys(session_state, keys, partition)).ids), _nothing()
+            existing = list((yield from listed_keys(session_state, keys, partition)).ids)
+            data = _no_data()
     except PartitionNotFoundError:
-        found, data = [], _nothing()
-    if not found:
+        existing, data = [], _no_data()
+    if not existing:
         raise StorageKeyNotFoundError(f"the keys {first_few(keys)}, or partition {partition!r}, were not found")
-    if len(found) < len(keys):
-        _left_out(session_state, "keys", partition, set(keys).difference(found))
-    if len(data.keys()) < len(wanted):
-        _left_out(session_state, "fields", partition, [name for name in wanted if name not in data])
+    if len(existing) < len(keys):
+        _log_omitted(session_state, "keys", partition, set(keys).difference(existing))
+    if len(data.keys()) < len(requested):
+        _log_omitted(session_state, "fields", partition, [name for name in requested if name not in data])
     if data.keys():
-        return found, data
-    if not (yield from listed_keys(session_state, found, partition)).fields:
+        return existing, data
+    # None of the requested fields can be returned: an error only if the keys have no other field in common.
+    if not (yield from listed_keys(session_state, existing, partition)).fields:
         raise _no_fields(partition, keys)
-    return found, _nothing()
+    return existing, _no_data()
 
 
-def _nothing() -> TensorDict:
+def _no_data() -> TensorDict:
     return TensorDict({}, batch_size=0)
 
 
@@ -102,8 +107,8 @@ def _no_fields(partition: str, keys: Sequence[str]) -> StorageKeyNotFoundError:
     )
 
 
-def _left_out(session_state: SessionState, what: str, partition: str, names: Iterable[str]) -> None:
-    """Log each omitted name once."""
+def _log_omitted(session_state: SessionState, what: str, partition: str, names: Iterable[str]) -> None:
+    """Log the omitted keys or fields (`what`). Each name is logged once per session."""
     new = session_state.warned.first(f"read {what}", partition, names)
     if new:
         log.warning(
@@ -119,25 +124,30 @@ def get_batch(session_state: SessionState, meta: BatchMeta) -> Operation[TensorD
     """Return the fields of the samples of a meta. A repeated sample gets repeated rows."""
     samples = list(zip(meta.partition_ids, meta.global_indexes, strict=True))
     distinct = list(dict.fromkeys(samples))
-    if len(distinct) < meta.size:
-        first = {sample: place for place, sample in reversed(list(enumerate(samples)))}
-        data = yield from get_batch(session_state, meta.select_samples([first[sample] for sample in distinct]))
-        return _repeated(data, distinct, samples)
-    parts = yield from named(session_state, meta)
+    if len(distinct) < meta.size:  # read each sample once
+        first_position = {sample: position for position, sample in reversed(list(enumerate(samples)))}
+        distinct_meta = meta.select_samples([first_position[sample] for sample in distinct])
+        data = yield from get_batch(session_state, distinct_meta)
+        return _repeat_rows(data, distinct, samples)
+    parts = yield from resolve_samples(session_state, meta)
     fields = meta.field_names
     if len(parts) == 1:
-        [(_, names)] = parts
-        return (yield from _strictly(session_state, names, names.partition_id, fields))
-    rows: dict[str, list[Any]] = {name: [None] * meta.size for name in fields}
-    for places, names in parts:
-        found = yield from _strictly(session_state, names, names.partition_id, fields)
+        [(_, native_meta)] = parts
+        return (yield from _read_exactly(session_state, native_meta, native_meta.partition_id, fields))
+    # Samples of several partitions: read each partition, and put its rows at the samples' positions in the meta.
+    rows_by_field: dict[str, list[Any]] = {name: [None] * meta.size for name in fields}
+    for positions, native_meta in parts:
+        data = yield from _read_exactly(session_state, native_meta, native_meta.partition_id, fields)
         for name in fields:
-            for place, row in zip(places, columns.rows_of(found.get(name)), strict=True):
-                rows[name][place] = row
-    return TensorDict({name: columns.packed_rows(mine) for name, mine in rows.items()}, batch_size=[meta.size])
+            for position, row in zip(positions, columns.rows_of(data.get(name)), strict=True):
+                rows_by_field[name][position] = row
+    packed = {name: columns.packed_rows(rows) for name, rows in rows_by_field.items()}
+    return TensorDict(packed, batch_size=[meta.size])
 
 
-def _repeated(data: TensorDict, there: Sequence[Any], wanted: Sequence[Any]) -> TensorDict:
-    """Return the rows of `data`, which are those of `there`, in the order of `wanted`."""
-    places = {sample: place for place, sample in enumerate(there)}
-    return TensorDict(columns.rows_at(data, [places[sample] for sample in wanted]), batch_size=[len(wanted)])
+def _repeat_rows(data: TensorDict, samples: Sequence[Any], repeated: Sequence[Any]) -> TensorDict:
+    """Return the rows of `data` in the order of `repeated`, which can name a sample more than once. samples: the sample
+    of each row of `data`."""
+    positions = {sample: position for position, sample in enumerate(samples)}
+    rows = columns.rows_at(data, [positions[sample] for sample in repeated])
+    return TensorDict(rows, batch_size=[len(repeated)])

@@ -21,7 +21,7 @@ class BaseSampler(ABC):
     """Base class of samplers. `sample` gets the global indexes of the ready and unclaimed samples, oldest first. It
     returns the samples to give and the samples that count as consumed. It is called in the process that requests a
     batch, with `partition=` a view of the tags (`get_custom_meta(indexes)`) and the entries of `sampling_config`. Its
-    state (`_states`) stays in that process."""
+    state (`_states`, by partition and task) stays in that process."""
 
     def __init__(self) -> None:
         self._states: dict[Any, Any] = {}
@@ -38,10 +38,13 @@ class BaseSampler(ABC):
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: Mapping[str, Any] | None = None
     ) -> bool:
-        """Whether `_states[partition][task][dp_rank]` has the `batch_index` of `sampling_config`."""
+        """Whether the sampler has stored a result for the `dp_rank` and `batch_index` of `sampling_config`, as
+        `_states[partition][task][dp_rank][batch_index]`."""
         config = sampling_config or {}
-        rank, batch = config.get("dp_rank"), config.get("batch_index")
-        return rank is not None and batch in self._states.get(partition_id, {}).get(task_name, {}).get(rank, {})
+        rank, batch_index = config.get("dp_rank"), config.get("batch_index")
+        if rank is None:
+            return False
+        return batch_index in self._states.get(partition_id, {}).get(task_name, {}).get(rank, {})
 
     def clear_cache(self, partition_id: str) -> None:
         """Delete the cached results of this partition."""
@@ -56,7 +59,8 @@ class BaseSampler(ABC):
 
 
 class Draw(NamedTuple):
-    """A draw that several callers share: its samples, and for each share the positions of its samples."""
+    """A draw that several callers share: the global indexes of its samples, and for each share the positions of its
+    samples in that list."""
 
     samples: list[int]
     shares: list[list[int]]
@@ -68,8 +72,8 @@ class Draw(NamedTuple):
 
     def share(self, number: int) -> list[int]:
         """Return the samples of one share; empty for an unknown share."""
-        places = self.shares[number] if 0 <= number < len(self.shares) else []
-        return [self.samples[place] for place in places]
+        positions = self.shares[number] if 0 <= number < len(self.shares) else []
+        return [self.samples[position] for position in positions]
 
 
 class DrawingSampler(BaseSampler):
@@ -80,7 +84,7 @@ class DrawingSampler(BaseSampler):
 
     @abstractmethod
     def draw(self, ready: list[int], batch_size: int, lengths: Lengths) -> Draw | None:
-        """Draw from the ready samples. Return None if too few are ready."""
+        """Draw from the ready samples (global indexes, oldest first). Return None if too few are ready."""
 
     def wanted(self, batch_size: int) -> int:
         """Return the number of ready samples that a draw needs."""
@@ -106,21 +110,22 @@ class DrawingSampler(BaseSampler):
         **kwargs: Any,
     ) -> tuple[list[int], list[int]]:
         """Draw from `ready_indexes`, or reuse the earlier draw of the same `draw_key`."""
-        key, share = self.draw_key(kwargs), self.share_of(kwargs)
-        known = self._states.setdefault(partition_id, {}).setdefault(task_name, {})
-        drawn: Draw | None = None if key is None else known.get(key)
-        if drawn is None:
-            drawn = self.draw(list(ready_indexes), batch_size, _lengths_from(kwargs.get("partition")))
-            if drawn is None:
+        key, share_number = self.draw_key(kwargs), self.share_of(kwargs)
+        draws_by_key = self._states.setdefault(partition_id, {}).setdefault(task_name, {})
+        draw: Draw | None = None if key is None else draws_by_key.get(key)
+        if draw is None:
+            draw = self.draw(list(ready_indexes), batch_size, _lengths_from(kwargs.get("partition")))
+            if draw is None:
                 return [], []
             if key is not None:
-                known[key] = drawn
-        given = drawn.share(share)
+                draws_by_key[key] = draw
+        given = draw.share(share_number)
         return given, list(given)
 
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: Mapping[str, Any] | None = None
     ) -> bool:
+        """Whether this sampler has made the draw that `sampling_config` selects."""
         key = self.draw_key(sampling_config or {})
         return key is not None and key in self._states.get(partition_id, {}).get(task_name, {})
 
@@ -151,8 +156,8 @@ class GRPOGroupNSampler(DrawingSampler):
         size = self.n_samples_per_prompt
         if batch_size % size:
             raise ValueError(f"batch_size={batch_size}: must be a multiple of n_samples_per_prompt={size}")
-        found = _runs(sorted(ready), size, batch_size // size)
-        return Draw.whole(found) if len(found) == batch_size else None
+        samples = _complete_groups(sorted(ready), size, batch_size // size)
+        return Draw.whole(samples) if len(samples) == batch_size else None
 
 
 class RankAwareSampler(DrawingSampler):
@@ -208,15 +213,20 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         return int(config.get("dp_rank", 0))
 
     def draw(self, ready: list[int], batch_size: int, lengths: Lengths) -> Draw | None:
+        """Draw a step: one share per rank."""
         size = self.n_samples_per_prompt
         if batch_size % size:
             raise ValueError(f"batch_size={batch_size}: must be a multiple of n_samples_per_prompt={size}")
         whole = super().draw(ready, self.wanted(batch_size), lengths)
         if whole is None:
             return None
-        groups = np.asarray(lengths(whole.samples), dtype=np.int64).reshape(-1, size).sum(axis=1)
-        dealt = [np.array(numbers, dtype=np.int64) for numbers in deal(groups, self.dp_size)]
-        return Draw(whole.samples, [(part[:, None] * size + np.arange(size)).ravel().tolist() for part in dealt])
+        group_lengths = np.asarray(lengths(whole.samples), dtype=np.int64).reshape(-1, size).sum(axis=1)
+        shares = []
+        for group_numbers in deal(group_lengths, self.dp_size):
+            # Group g has the positions g * size to g * size + size - 1.
+            first_positions = np.array(group_numbers, dtype=np.int64) * size
+            shares.append((first_positions[:, None] + np.arange(size)).ravel().tolist())
+        return Draw(whole.samples, shares)
 
 
 NAMED: dict[str, type[DrawingSampler]] = {
@@ -226,18 +236,24 @@ NAMED: dict[str, type[DrawingSampler]] = {
 """The samplers that a configuration can select by name."""
 
 
-def _runs(indexes: list[int], size: int, wanted: int) -> list[int]:
-    """Return the first `wanted` (or fewer) runs of `size` consecutive indexes, concatenated."""
-    found: list[int] = []
-    at = 0
-    while at + size <= len(indexes) and len(found) < wanted * size:
-        whole = indexes[at + size - 1] - indexes[at] == size - 1
-        found += indexes[at : at + size] if whole else []
-        at += size if whole else 1
-    return found
+def _complete_groups(indexes: list[int], size: int, count: int) -> list[int]:
+    """Return the samples of the first `count` groups, or fewer. indexes: sorted. A group is `size` consecutive
+    numbers."""
+    samples: list[int] = []
+    position = 0
+    while position + size <= len(indexes) and len(samples) < count * size:
+        is_group = indexes[position + size - 1] - indexes[position] == size - 1
+        if is_group:
+            samples += indexes[position : position + size]
+            position += size
+        else:
+            position += 1
+    return samples
 
 
 def _lengths_from(partition: Any) -> Lengths:
+    """Return a function that reads the lengths of samples from the tags in `partition` (None: no tags)."""
+
     def lengths(indexes: Sequence[int]) -> list[int]:
         tags = {} if partition is None else partition.get_custom_meta(list(indexes))
         return [int(tags.get(index, {}).get(LENGTH_TAG, 1)) for index in indexes]

@@ -15,7 +15,7 @@ from dataplane.compat.discovery import Meeting, known
 from dataplane.compat.transfer_queue.client import TransferQueueClient
 from dataplane.compat.transfer_queue.errors import NotInitializedError
 from dataplane.compat.transfer_queue.samplers import BaseSampler
-from dataplane.compat.transfer_queue.settings import Settings, kept_of, sampler_of
+from dataplane.compat.transfer_queue.settings import Settings, sampler_of, settings_to_store
 from dataplane.config import ENV_ADDRESS, ENV_TOKEN, DataPlaneConfig
 from dataplane.service import serve
 
@@ -38,6 +38,7 @@ class Session:
             if os.environ.get(name) == value:
                 del os.environ[name]
         self.client.close()
+        # A forked child must not stop the service of its parent.
         if self.meeting is not None and self._pid == os.getpid():
             self.meeting.close()
 
@@ -51,10 +52,10 @@ class Session:
 
 
 class _Current:
-    """The holder of this process's session; the module has one instance."""
+    """The holder of this process's session; the module has one instance. lock: held while the session is set."""
 
     def __init__(self) -> None:
-        self.guard = threading.RLock()
+        self.lock = threading.RLock()
         self.session: Session | None = None
 
 
@@ -79,7 +80,7 @@ def init(conf: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
     `get_metrics_endpoint` in `metrics.endpoint`; otherwise return `conf`. Further calls have no effect. ValueError for
     an unknown sampler or backend, and for a name outside a Ray cluster; TypeError for settings of another type.
     """
-    with _current.guard:
+    with _current.lock:
         if _current.session is not None:
             return conf
         settings = Settings.of(conf)
@@ -96,12 +97,16 @@ def open_session(settings: Settings, *, given: bool = True, start: bool = True) 
     settings, so that a service without settings stores them. `NotInitializedError` if no service is found and `start`
     is False."""
     sampler, name = sampler_of(settings.controller.sampler), settings.shared_name()
-    named = settings.address() or (_environment() if name is None else None)
-    found = named or (_find_published(name) if name is None or not start else None)
-    settings.objects = settings.objects_with(found)
-    if found is not None:
-        session = _attach(found, sampler, kept_of(settings) if given else None)
-        if named is not None and start:
+    # A service name takes precedence over TQ_ADDRESS, but not over an address in the settings.
+    configured = settings.address() or (_environment() if name is None else None)
+    service = configured
+    if service is None and (name is None or not start):
+        # With a name and `start`, `_find_or_start` looks for the service below: it finds or starts it in one step.
+        service = _find_published(name)
+    settings.objects = settings.objects_with(service)
+    if service is not None:
+        session = _attach(service, sampler, settings_to_store(settings) if given else None)
+        if configured is not None and start:
             session.meeting = _publish(session)
         return session
     if not start:
@@ -114,7 +119,7 @@ def open_session(settings: Settings, *, given: bool = True, start: bool = True) 
 
 def close() -> None:
     """Leave the service, and stop it if this process started it. Idempotent."""
-    with _current.guard:
+    with _current.lock:
         session, _current.session = _current.session, None
     if session is not None:
         session.close()
@@ -132,15 +137,15 @@ def current_client() -> TransferQueueClient:
     session = _current.session
     if session is not None:
         return session.client
-    with _current.guard:
+    with _current.lock:
         if _current.session is None:
-            found = _environment() or _find_published()
-            if found is None:
+            service = _environment() or _find_published()
+            if service is None:
                 raise NotInitializedError(
                     "TransferQueue is not initialized, and no service was found: call init() first; pass "
                     "`controller.name` to find the service of another Ray job"
                 )
-            _current.session = _attach(found, None, None)
+            _current.session = _attach(service, None, None)
         return _current.session.client
 
 
@@ -151,19 +156,23 @@ def get_metrics_endpoint() -> str | None:
         client = current_client()
     except NotInitializedError:
         return None
-    kept = client._performer.do(client.settled, None)
-    return None if kept is None else kept.get("metrics")
+    stored = client._performer.do(client.exchange_settings, None)
+    return None if stored is None else stored.get("metrics")
 
 
 def _environment() -> DataPlaneConfig | None:
     """Return the configuration of the service at TQ_ADDRESS, or None."""
-    named = DataPlaneConfig().with_environment()
-    return None if named.address is None else named
+    config = DataPlaneConfig().with_environment()
+    return None if config.address is None else config
 
 
 def _find_published(name: str | None = None) -> DataPlaneConfig | None:
     """Return the service of this name, or of this process's job, from the first rendezvous that has it, or None."""
-    return next((found for place in known() if (found := place.find(name)) is not None), None)
+    for rendezvous in known():
+        config = rendezvous.find(name)
+        if config is not None:
+            return config
+    return None
 
 
 def _publish(session: Session) -> Meeting | None:
@@ -171,48 +180,53 @@ def _publish(session: Session) -> Meeting | None:
     attach to it. Return None if the job already has a service, or without a rendezvous."""
     config = session.client.config
     try:
-        forget = next((forget for place in known() if (forget := place.share(config)) is not None), None)
+        for rendezvous in known():
+            withdraw = rendezvous.share(config)
+            if withdraw is not None:
+                return Meeting(config=config, started=False, close=withdraw)
     except BaseException:
         session.close()
         raise
-    return None if forget is None else Meeting(config=config, started=False, close=forget)
+    return None
 
 
 def _attach(
     config: DataPlaneConfig,
     sampler: BaseSampler | None,
-    wished: Mapping[str, Any] | None,
+    to_store: Mapping[str, Any] | None,
     meeting: Meeting | None = None,
 ) -> Session:
-    """Connect, and exchange settings with the service: store `wished` if it has none, and use its `objects` mode."""
+    """Connect, and exchange settings with the service: store `to_store` if it has none, and use its `objects` mode."""
     client = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", config)
     try:
         client._performer.client.connect()
-        kept = client._performer.do(client.settled, wished)
-        client._own_sampler = sampler
+        stored = client._performer.do(client.exchange_settings, to_store)
+        client._local_sampler = sampler
     except BaseException:
         client.close()
         raise
-    if kept is None or kept.get("objects", "refuse") == config.objects:
+    if stored is None or stored.get("objects", "refuse") == config.objects:
         if config.pickles:
             log.info("objects that no column can store are pickled, and unpickled in this process (objects='pickle')")
         return Session(client, meeting)
+    # Another process chose the other `objects` mode. A client's mode is fixed, so connect again with that one.
     client.close()
-    return _attach(replace(client.config, objects=kept["objects"]), sampler, None, meeting)
+    return _attach(replace(client.config, objects=stored["objects"]), sampler, None, meeting)
 
 
 def _find_or_start(settings: Settings, sampler: BaseSampler, given: bool) -> Session | None:
     """Find or start a service through a rendezvous. Return None if this process belongs to no rendezvous."""
-    wanted, wished, name = settings.service(), kept_of(settings), settings.shared_name()
+    config, to_store, name = settings.service(), settings_to_store(settings), settings.shared_name()
 
-    def prepare(config: DataPlaneConfig, http_address: str) -> None:
-        _attach(config, sampler, {**wished, "metrics": http_address or None}).close()
+    def prepare(started_config: DataPlaneConfig, http_address: str) -> None:
+        """Store the settings in a service that the rendezvous has started, before other processes find it."""
+        _attach(started_config, sampler, {**to_store, "metrics": http_address or None}).close()
 
-    for place in known():
-        meeting = place.meet(wanted, prepare, name=name)
+    for rendezvous in known():
+        meeting = rendezvous.meet(config, prepare, name=name)
         if meeting is not None:
             try:
-                return _attach(meeting.config, sampler, wished if given else None, meeting)
+                return _attach(meeting.config, sampler, to_store if given else None, meeting)
             except BaseException:
                 meeting.close()
                 raise
@@ -226,20 +240,22 @@ def _find_or_start(settings: Settings, sampler: BaseSampler, given: bool) -> Ses
 
 def _start_here(settings: Settings, sampler: BaseSampler) -> Session:
     """Start a service in this process, and set the environment variables by which child processes find it."""
-    wanted = settings.service()
+    config = settings.service()
     variables: dict[str, str] = {}
-    if wanted.pickles and wanted.secret() is None:
+    if config.pickles and config.secret() is None:
+        # Unpickling runs code, so only processes with a token may connect. Children get it from the environment.
         variables[ENV_TOKEN] = os.environ.get(ENV_TOKEN) or secrets.token_urlsafe(32)
-        wanted = replace(wanted, token=variables[ENV_TOKEN])
-    server = serve(wanted)
+        config = replace(config, token=variables[ENV_TOKEN])
+    server = serve(config)
     try:
-        wished = {**kept_of(settings), "metrics": server.http_address or None}
-        config = replace(wanted, address=server.address)
-        session = _attach(config, sampler, wished, Meeting(config=config, started=True, close=server.close))
+        to_store = {**settings_to_store(settings), "metrics": server.http_address or None}
+        config = replace(config, address=server.address)
+        session = _attach(config, sampler, to_store, Meeting(config=config, started=True, close=server.close))
     except BaseException:
         server.close()
         raise
-    os.environ.update(variables | {ENV_ADDRESS: server.address})
-    session.published = {**variables, ENV_ADDRESS: server.address}
+    variables[ENV_ADDRESS] = server.address
+    os.environ.update(variables)
+    session.published = variables
     atexit.register(session.close)
     return session

@@ -76,20 +76,20 @@ class StreamingDataset(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         if self._client is None:
-            named = self.config["controller"]["zmq_info"]
-            self._client = TransferQueueClient(f"StreamingDataset_{uuid.uuid4().hex[:8]}", named)
-            weakref.finalize(self, _close, self._client)
+            controller_info = self.config["controller"]["zmq_info"]
+            self._client = TransferQueueClient(f"StreamingDataset_{uuid.uuid4().hex[:8]}", controller_info)
+            weakref.finalize(self, _close_client, self._client)
         while True:
-            if self.batch_index < len(self.buffer) or self._fetched(self._client):
+            if self.batch_index < len(self.buffer) or self._fetch_batch(self._client):
                 batch = self.buffer[self.batch_index]
                 self.batch_index += 1
                 yield from self.process_batch_fn(*batch, micro_batch_size=self.micro_batch_size)
-            elif self._over(self._client):
+            elif self._is_consumed(self._client):
                 return
             else:
                 time.sleep(PAUSE_S)
 
-    def _fetched(self, client: TransferQueueClient) -> bool:
+    def _fetch_batch(self, client: TransferQueueClient) -> bool:
         """Fetch one batch into `buffer`. Return False if none is ready."""
         data, meta = self.fetch_batch_fn(
             tq_client=client,
@@ -105,7 +105,9 @@ class StreamingDataset(IterableDataset[Batch]):
         self.buffer.append((data, meta))
         return True
 
-    def _over(self, client: TransferQueueClient) -> bool:
+    def _is_consumed(self, client: TransferQueueClient) -> bool:
+        """Whether the iteration ends because the task has claimed all samples. Always False without
+        `should_check_consumption_status`."""
         return self.should_check_consumption_status and client.check_consumption_status(
             self.task_name, self.partition_id
         )
@@ -139,7 +141,7 @@ class StreamingDataLoader(DataLoader[Batch]):
             dataset,
             batch_size=None,
             num_workers=num_workers,
-            collate_fn=collate_fn or _as_it_is,
+            collate_fn=collate_fn or _unchanged,
             pin_memory=pin_memory,
             worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
@@ -189,25 +191,23 @@ def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int 
     rows = int(td.batch_size[0])
     if micro_batch_size > rows:
         raise ValueError(f"micro_batch_size={micro_batch_size}: the batch has only {rows} rows")
-    ends = [(start, min(start + micro_batch_size, rows)) for start in range(0, rows, micro_batch_size)]
+    # A nested tensor cannot be sliced: split it into rows, and join the rows of each part.
     nested = {name: value.unbind() for name, value in td.items() if isinstance(value, Tensor) and value.is_nested}
     plain = td.exclude(*nested)
-    return [
-        (_with(plain[start:end], {name: values[start:end] for name, values in nested.items()}), batch_meta[start:end])
-        for start, end in ends
-    ]
+    parts = []
+    for start in range(0, rows, micro_batch_size):
+        end = min(start + micro_batch_size, rows)
+        part = plain[start:end]
+        for name, field_rows in nested.items():
+            part.set(name, packed_rows(field_rows[start:end]))
+        parts.append((part, batch_meta[start:end]))
+    return parts
 
 
-def _with(part: TensorDict, nested: Mapping[str, tuple[Tensor, ...]]) -> TensorDict:
-    for name, rows in nested.items():
-        part.set(name, packed_rows(rows))
-    return part
-
-
-def _close(client: TransferQueueClient) -> None:
+def _close_client(client: TransferQueueClient) -> None:
     with contextlib.suppress(DataPlaneError):  # the service can end before the iterating process
         client.close()
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch

@@ -18,10 +18,10 @@ ENCODED = "\x1fobject:"
 def tag_columns(tags: Sequence[Mapping[str, Any] | None] | None, count: int) -> tuple[c.TagColumn, ...]:
     """Encode the tags of `count` samples for the service. None instead of a mapping means no tags.
     `UnsupportedValueError` for values that an object column cannot store."""
-    return sample_names.tag_columns(None if tags is None else [mine or {} for mine in tags], count, _stored)
+    return sample_names.tag_columns(None if tags is None else [mapping or {} for mapping in tags], count, _to_scalar)
 
 
-def _stored(name: str, row: int, value: Any) -> Any:
+def _to_scalar(name: str, row: int, value: Any) -> Any:
     """Convert a tag value to a scalar, or encode it as a string with the prefix `ENCODED`."""
     if type(value) is str and not value.startswith(ENCODED):
         return value
@@ -40,14 +40,14 @@ def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Any]]:
     tags: list[dict[str, Any]] = sample_names.tags_of(columns, count)
     for column in columns:
         if any(map(_is_encoded, set(column.values))):
-            for mine in tags:
-                value = mine.get(column.name)
+            for sample_tags in tags:
+                value = sample_tags.get(column.name)
                 if _is_encoded(value):
-                    mine[column.name] = _decoded(value)
+                    sample_tags[column.name] = _decode(value)
     return tags
 
 
-def _decoded(text: str) -> Any:
+def _decode(text: str) -> Any:
     """Decode a value. Return text that is not an encoded value unchanged, because a native client can put any text."""
     try:
         return decode_object(base64.b64decode(text.removeprefix(ENCODED), validate=True))
