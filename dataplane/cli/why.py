@@ -11,7 +11,7 @@ from dataplane.cli.flags import Json, TargetFlags
 from dataplane.cli.formatting import ago, counted, shown
 from dataplane.cli.output import print_json, print_table
 from dataplane.cli.session import ask, partition_stats, session, waits, waits_not_shown
-from dataplane.data.conditions import parsed
+from dataplane.data.conditions import parse_condition
 from dataplane.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -82,11 +82,11 @@ def why(
 
 
 def _condition(text: str) -> c.Predicate:
-    """Parse a condition of `--where`; see `conditions.parsed`."""
+    """Parse a condition of `--where`; see `conditions.parse_condition`."""
     from dataplane.ledger import commands as c
 
     try:
-        tag, operator, value = parsed(text)
+        tag, operator, value = parse_condition(text)
     except InvalidRequestError as error:
         raise typer.BadParameter(str(error), param_hint="--where") from None
     return c.Predicate(tag=tag, op=operator, value=value)

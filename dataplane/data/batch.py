@@ -58,23 +58,24 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         that only some batches have, ValueError for kinds, dtypes or other dimensions that differ.
         """
         pads = pad_value_dict or {}
-        filled = [batch for batch in batches if _rows_of(batch)] or list(batches[:1])
+        # Without any rows, the first batch determines the columns.
+        filled = [batch for batch in batches if _common_row_count(batch)] or list(batches[:1])
         names = list(filled[0]) if filled else []
         for number, batch in enumerate(filled):
-            partial = set(names) ^ set(batch)
-            if partial:
+            not_in_both = set(names) ^ set(batch)
+            if not_in_both:
                 raise KeyError(
-                    f"column {min(partial)!r} is in some batches only (of the batches with rows, number {number} "
+                    f"column {min(not_in_both)!r} is in some batches only (of the batches with rows, number {number} "
                     "differs from number 0)"
                 )
-        joined = cls({name: _joined(name, [batch[name] for batch in filled], pads.get(name, 0)) for name in names})
+        joined = cls({name: _concatenate(name, [batch[name] for batch in filled], pads.get(name, 0)) for name in names})
         joined.not_per_token = frozenset().union(*(getattr(batch, "not_per_token", ()) for batch in filled))
         return joined
 
     @property
     def size(self) -> int:
         """Number of rows; 0 if the batch has no columns."""
-        return _rows_of(self.data)
+        return _common_row_count(self.data)
 
     def get_dict(self) -> dict[str, Any]:
         """Return the columns as a plain dict, without copying the columns."""
@@ -86,7 +87,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Return rows [start, end), as views where the column allows. ValueError unless 0 <= start <= end <= N."""
         if not 0 <= start <= end <= self.size:
             raise InvalidRequestError(f"slice [{start}, {end}) is outside a batch of {self.size} rows")
-        return self._each(lambda column: _sliced(column, start, end))
+        return self._map_columns(lambda column: _slice_column(column, start, end))
 
     def chunk(self, rank: int, chunks: int) -> BatchedDataDict[Any]:
         """Return part `rank` of `chunks` equal contiguous parts. ValueError if `chunks` does not divide N."""
@@ -119,17 +120,17 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def select_indices(self, indices: Sequence[int] | Tensor | np.ndarray[Any, Any]) -> BatchedDataDict[Any]:
         """Return a copy of the rows at `indices` (each in [0, N), any order, repeats allowed)."""
-        places = _places(indices, self.size)
-        return self._each(lambda column: _selected(column, places))
+        positions = _check_indices(indices, self.size)
+        return self._map_columns(lambda column: _select_rows(column, positions))
 
     def reorder_data(self, order: Sequence[int] | Tensor | np.ndarray[Any, Any]) -> None:
         """Move row i to position `order[i]`, in place. This reverts a reordering that moved row `order[i]` to position
         i. Raises ValueError if `order` is not a permutation of the rows."""
-        places = _places(order, self.size)
-        if not torch.equal(places.sort().values, torch.arange(self.size)):
-            raise InvalidRequestError(f"an order of {len(places)} indices is not a permutation of {self.size} rows")
-        back = places.argsort()
-        self.data = {name: _selected(column, back) for name, column in self.data.items()}
+        targets = _check_indices(order, self.size)
+        if not torch.equal(targets.sort().values, torch.arange(self.size)):
+            raise InvalidRequestError(f"an order of {len(targets)} indices is not a permutation of {self.size} rows")
+        sources = targets.argsort()  # the row that moves to each position
+        self.data = {name: _select_rows(column, sources) for name, column in self.data.items()}
 
     def repeat_interleave(self, num_repeats: int) -> BatchedDataDict[Any]:
         """Repeat every row `num_repeats` times, adjacent to each other. Objects are repeated by reference."""
@@ -162,7 +163,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """
         plan = plan_shards(
             self.size,
-            self._lengths,
+            self._length_column,
             shards=shards,
             batch_size=batch_size,
             allow_uneven_shards=allow_uneven_shards,
@@ -191,7 +192,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Iterate over the micro-batches that dynamic batching created for this single global batch (see `get_batch`).
         Every dense tensor with dimension `sequence_dim` is truncated there to the length of the micro-batch. Raises
         ValueError if the batch has no micro-batches."""
-        indices, lengths = self._micro_batches()
+        indices, lengths = self._current_micro_batches()
 
         def cut(start: int, end: int, length: int) -> BatchedDataDict[Any]:
             batch = self.slice(start, end)
@@ -202,21 +203,23 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
         """Return the number of micro-batches that `make_microbatch_iterator_with_dynamic_shapes` yields."""
-        return len(self._micro_batches()[0])
+        return len(self._current_micro_batches()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[BatchedDataDict[Any]]:
         """Iterate over the micro-batches that packing created for this single global batch (see `get_batch`): each
         holds the unmodified sequences of one bin. Raises ValueError if the batch has no micro-batches."""
-        indices, _ = self._micro_batches()
+        indices, _ = self._current_micro_batches()
         return (self.slice(start, end) for start, end in indices)
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
         """Return (number of micro-batches of `make_microbatch_iterator_for_packable_sequences`, largest number of
         tokens in one)."""
-        indices, lengths = self._micro_batches()
+        indices, lengths = self._current_micro_batches()
         return len(indices), max(lengths)
 
-    def _micro_batches(self) -> tuple[list[list[int]], list[int]]:
+    def _current_micro_batches(self) -> tuple[list[list[int]], list[int]]:
+        """Return ([first row, end row] of each micro-batch of this single global batch, length of each). Raises
+        ValueError without micro-batches, or with those of several global batches."""
         indices, lengths = self.micro_batch_indices, self.micro_batch_lengths
         if indices is None or lengths is None:
             raise InvalidRequestError(
@@ -228,7 +231,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             )
         return indices[0], lengths[0]
 
-    def _lengths(self, key: str) -> Any:
+    def _length_column(self, key: str) -> Any:
+        """Return the lengths of the rows, which are in the column `key`. KeyError without that column."""
         if key not in self.data:
             raise KeyError(f"micro-batches need the column of lengths {key!r}, which this batch does not have")
         column = self.data[key]
@@ -250,13 +254,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def to(self, device: torch.device | str) -> BatchedDataDict[DictT]:
         """Move every tensor, including tensors in list columns, to `device`, in place. Return the batch itself. Jagged
         columns that share offsets still share them afterwards."""
-        moved: dict[int, Tensor] = {}
+        moved_offsets: dict[int, Tensor] = {}
         for name, column in self.data.items():
-            self.data[name] = _moved(column, device, moved)
+            self.data[name] = _move_column(column, device, moved_offsets)
         return self
 
-    def _each(self, change: Callable[[Any], Any]) -> BatchedDataDict[Any]:
-        _rows_of(self.data)
+    def _map_columns(self, change: Callable[[Any], Any]) -> BatchedDataDict[Any]:
+        """Return a batch with the result of `change` for every column. ValueError if row counts differ."""
+        _common_row_count(self.data)
         changed = type(self)({name: change(column) for name, column in self.data.items()})
         changed.not_per_token = self.not_per_token
         return changed
@@ -324,6 +329,7 @@ def _as_jagged(name: str, value: Any) -> Any:
 
 
 def _plain_column(value: Any) -> Any:
+    """Return a TensorDict's value as a column of a batch: its non-tensor types become arrays and lists."""
     if isinstance(value, NonTensorData) and isinstance(value.data, np.ndarray):
         return value.data
     if not isinstance(value, NonTensorStack):
@@ -337,17 +343,17 @@ def _plain_column(value: Any) -> Any:
 # --- one column ---------------------------------------------------------------------------------------------------
 
 
-def _length(column: Any) -> int:
+def _row_count(column: Any) -> int:
     return int(column.size(0)) if isinstance(column, Tensor) else len(column)
 
 
-def _rows_of(columns: Mapping[str, Any]) -> int:
+def _common_row_count(columns: Mapping[str, Any]) -> int:
     """Return the common number of rows. Raises ValueError if the columns differ or have no rows."""
     first: str | None = None
     rows = 0
     for name, column in columns.items():
         try:
-            length = _length(column)
+            length = _row_count(column)
         except (TypeError, IndexError) as error:
             raise InvalidRequestError(
                 f"column {name!r}: a value of type {type(column).__name__} has no rows; pass N rows"
@@ -359,41 +365,47 @@ def _rows_of(columns: Mapping[str, Any]) -> int:
     return rows
 
 
-def _sliced(column: Any, start: int, end: int) -> Any:
+def _slice_column(column: Any, start: int, end: int) -> Any:
     return select_rows(column, torch.arange(start, end)) if is_jagged(column) else column[start:end]
 
 
-def _selected(column: Any, places: Tensor) -> Any:
+def _select_rows(column: Any, indices: Tensor) -> Any:
+    """Copy the rows at `indices`, in that order, into a column of the same type."""
     if is_jagged(column):
-        return select_rows(column, places)
+        return select_rows(column, indices)
     if isinstance(column, Tensor):
-        return column[places.to(column.device)]
+        return column[indices.to(column.device)]
     if isinstance(column, np.ndarray):
-        return column[places.numpy()]
-    return type(column)(column[place] for place in places.tolist())
+        return column[indices.numpy()]
+    return type(column)(column[index] for index in indices.tolist())
 
 
-def _places(indices: Sequence[int] | Tensor | np.ndarray[Any, Any], size: int) -> Tensor:
-    places = torch.as_tensor(indices).cpu()
-    if not places.numel():
+def _check_indices(indices: Sequence[int] | Tensor | np.ndarray[Any, Any], size: int) -> Tensor:
+    """Return the indices as an int64 CPU tensor `[M]`. InvalidRequestError unless all are in [0, size)."""
+    checked = torch.as_tensor(indices).cpu()
+    if not checked.numel():
         return torch.zeros(0, dtype=torch.int64)
-    if places.dim() != 1 or places.dtype.is_floating_point or places.dtype == torch.bool:
-        raise InvalidRequestError(f"indices must be integers [M], got {places.dtype} of shape {list(places.shape)}")
-    places = places.to(torch.int64)
-    low, high = int(places.min()), int(places.max())
+    if checked.dim() != 1 or checked.dtype.is_floating_point or checked.dtype == torch.bool:
+        raise InvalidRequestError(f"indices must be integers [M], got {checked.dtype} of shape {list(checked.shape)}")
+    checked = checked.to(torch.int64)
+    low, high = int(checked.min()), int(checked.max())
     if low < 0 or high >= size:
         raise InvalidRequestError(f"index {low if low < 0 else high} is outside a batch of {size} rows")
-    return places
+    return checked
 
 
-def _moved(column: Any, device: torch.device | str, moved: dict[int, Tensor]) -> Any:
+def _move_column(column: Any, device: torch.device | str, moved_offsets: dict[int, Tensor]) -> Any:
+    """Return the column on `device`. moved_offsets: the offsets that were moved already, by id; new ones are added, so
+    that columns with the same offsets tensor share the moved one."""
     if is_jagged(column):
         offsets = column.offsets()
-        if id(offsets) not in moved:
-            moved[id(offsets)] = offsets.to(device)
+        if id(offsets) not in moved_offsets:
+            moved_offsets[id(offsets)] = offsets.to(device)
         lengths = column.lengths()
         return jagged_from_values(
-            column.values().to(device), moved[id(offsets)], lengths=None if lengths is None else lengths.to(device)
+            column.values().to(device),
+            moved_offsets[id(offsets)],
+            lengths=None if lengths is None else lengths.to(device),
         )
     if isinstance(column, Tensor):
         return column.to(device)
@@ -402,11 +414,12 @@ def _moved(column: Any, device: torch.device | str, moved: dict[int, Tensor]) ->
     return column
 
 
-def _joined(name: str, columns: list[Any], pad_value: Any) -> Any:
+def _concatenate(name: str, columns: list[Any], pad_value: Any) -> Any:
+    """Concatenate the column `name` of several batches. InvalidRequestError for columns of different kinds."""
     if all(is_jagged(column) for column in columns):
-        return _joined_jagged(columns)
+        return _concatenate_jagged(columns)
     if all(isinstance(column, Tensor) and not column.is_nested for column in columns):
-        return _joined_dense(name, columns, pad_value)
+        return _concatenate_dense(name, columns, pad_value)
     if all(isinstance(column, np.ndarray) for column in columns):
         return np.concatenate(columns)
     if all(isinstance(column, list | tuple) for column in columns):
@@ -415,13 +428,14 @@ def _joined(name: str, columns: list[Any], pad_value: Any) -> Any:
     raise InvalidRequestError(f"column {name!r} has different types in the batches: {', '.join(kinds)}")
 
 
-def _joined_jagged(columns: list[Tensor]) -> Tensor:
-    whole = [select_rows(column, torch.arange(column.size(0))) for column in columns]
-    lengths = torch.cat([row_lengths(column) for column in whole])
-    return jagged_from_values(torch.cat([column.values() for column in whole]), offsets_of(lengths))
+def _concatenate_jagged(columns: list[Tensor]) -> Tensor:
+    without_holes = [select_rows(column, torch.arange(column.size(0))) for column in columns]
+    lengths = torch.cat([row_lengths(column) for column in without_holes])
+    return jagged_from_values(torch.cat([column.values() for column in without_holes]), offsets_of(lengths))
 
 
-def _joined_dense(name: str, columns: list[Tensor], pad_value: Any) -> Tensor:
+def _concatenate_dense(name: str, columns: list[Tensor], pad_value: Any) -> Tensor:
+    """Concatenate dense tensors. Those that are narrower in dimension 1 are right-padded to the widest."""
     if len({(column.dtype, column.shape[2:], column.dim()) for column in columns}) > 1:
         shapes = [f"{str(column.dtype).removeprefix('torch.')} {list(column.shape)}" for column in columns[:5]]
         raise InvalidRequestError(

@@ -18,7 +18,7 @@ Where = str | Sequence[str | Condition]
 
 OPERATORS = ("==", "!=", "<", "<=", ">", ">=", "in")
 _TEXT = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|<|>|(?<=\s)in(?=[\s\[]))\s*(.+?)\s*", re.DOTALL)
-_WORDS = {"True": True, "False": False, "None": None}
+_CONSTANTS = {"True": True, "False": False, "None": None}
 _NO_WORD = re.compile(r"[\s=<>!'\"\[\]{},]")
 """Text values with one of these characters need quotes. Otherwise two conditions in one string would parse as one."""
 
@@ -26,15 +26,16 @@ _NO_WORD = re.compile(r"[\s=<>!'\"\[\]{},]")
 def conditions_of(where: Where) -> tuple[Condition, ...]:
     """Parse `where` into (tag, operator, value) triples. Raises `InvalidRequestError` (a ValueError) if malformed."""
     if isinstance(where, str):
-        return (parsed(where),)
+        return (parse_condition(where),)
     if not isinstance(where, Iterable):
         raise InvalidRequestError(f"where={where!r}: expected text such as 'reward > 0.5', or a list of conditions")
-    return tuple(_condition(number, part) for number, part in enumerate(where))
+    return tuple(_check_condition(number, part) for number, part in enumerate(where))
 
 
-def _condition(number: int, part: object) -> Condition:
+def _check_condition(number: int, part: object) -> Condition:
+    """Parse `part`, number `number` of a list, or check it if it is a triple already."""
     if isinstance(part, str):
-        return parsed(part)
+        return parse_condition(part)
     if not isinstance(part, Sequence) or len(part) != 3 or part[1] not in OPERATORS:
         raise InvalidRequestError(
             f"where[{number}]={part!r}: expected text such as 'reward > 0.5', or (tag, operator, value) with one of "
@@ -46,7 +47,7 @@ def _condition(number: int, part: object) -> Condition:
     return tag, operator, value
 
 
-def parsed(text: str) -> Condition:
+def parse_condition(text: str) -> Condition:
     """Parse one condition: a tag, an operator and a value. The value is JSON, True, False, None, text in single quotes,
     or one word. For `in` it is a JSON list."""
     matched = _TEXT.fullmatch(text)
@@ -56,19 +57,20 @@ def parsed(text: str) -> Condition:
         )
     tag, operator, value = matched.groups()
     if operator != "in":
-        return tag, operator, _value(text, value)
+        return tag, operator, _parse_value(text, value)
     try:
         return tag, operator, tuple(msgspec.json.decode(value, type=list[Scalar]))
     except msgspec.MsgspecError:
         raise InvalidRequestError(f'{text!r}: `in` needs a JSON list of values, such as [1, 2] or ["a", "b"]') from None
 
 
-def _value(text: str, value: str) -> Scalar:
-    if value in _WORDS:
-        return _WORDS[value]
+def _parse_value(text: str, value: str) -> Scalar:
+    """Parse the value of a condition; see `parse_condition`. text: the whole condition, for the error."""
+    if value in _CONSTANTS:
+        return _CONSTANTS[value]
     try:
-        found: Scalar = msgspec.json.decode(value, type=Scalar)
-        return found
+        scalar: Scalar = msgspec.json.decode(value, type=Scalar)
+        return scalar
     except msgspec.MsgspecError:
         quoted = len(value) > 1 and value[0] == value[-1] == "'" and "'" not in value[1:-1]
         if quoted:

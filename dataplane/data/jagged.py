@@ -34,6 +34,7 @@ def is_jagged(value: object) -> bool:
 
 
 def _ragged_dim(nested: Tensor) -> int:
+    """Return the number of the dimension whose size differs between rows."""
     untyped: Any = nested
     dim: int = untyped._ragged_idx  # finding the symbolic size in the shape takes 10 us
     return dim
@@ -70,35 +71,38 @@ def jagged_from_values(
 
     span: (shortest, longest) row length if the caller knows them; this saves a pass over the offsets.
     """
-    if span is not None and lengths is None and _without_autograd(values) and _constructor_serves():
-        return _constructed(values, offsets, span)
+    if span is not None and lengths is None and _needs_no_autograd(values) and _constructor_matches():
+        return _construct(values, offsets, span)
     shortest, longest = span if span is not None else (None, None)
-    made: Tensor = nested_view_from_values_offsets_lengths(  # type: ignore[no-untyped-call]
+    nested: Tensor = nested_view_from_values_offsets_lengths(  # type: ignore[no-untyped-call]
         values, offsets, lengths, ragged_idx=1, min_seqlen=shortest, max_seqlen=longest
     )
-    return made
+    return nested
 
 
-def _without_autograd(values: Tensor) -> bool:
+def _needs_no_autograd(values: Tensor) -> bool:
     return type(values) is Tensor and not values.requires_grad
 
 
-def _constructed(values: Tensor, offsets: Tensor, span: tuple[int, int]) -> Tensor:
+def _construct(values: Tensor, offsets: Tensor, span: tuple[int, int]) -> Tensor:
     """Create a jagged tensor without the view operator, which takes 50 us and is needed for autograd only."""
+    # torch keeps both row lengths as the size of an empty tensor.
     cache = {"min_seqlen": torch.zeros(span[0], 0), "max_seqlen": torch.zeros(span[1], 0)}
     return NestedTensor(values, offsets, _metadata_cache=cache)
 
 
 @functools.cache
-def _constructor_serves() -> bool:
+def _constructor_matches() -> bool:
     """Return whether this torch's private constructor gives the same result as its view operator."""
     values, offsets = torch.arange(3), torch.tensor([0, 2, 3])
-    wanted = nested_view_from_values_offsets_lengths(  # type: ignore[no-untyped-call]
+    expected = nested_view_from_values_offsets_lengths(  # type: ignore[no-untyped-call]
         values, offsets, None, ragged_idx=1, min_seqlen=1, max_seqlen=2
     )
     try:
-        made = _constructed(values, offsets, (1, 2))
-        return vars(made).keys() == vars(wanted).keys() and bool(torch.equal((made + wanted).values(), values * 2))
+        nested = _construct(values, offsets, (1, 2))
+        if vars(nested).keys() != vars(expected).keys():
+            return False
+        return bool(torch.equal((nested + expected).values(), values * 2))
     except (AttributeError, RuntimeError, TypeError):
         return False
 
@@ -110,7 +114,7 @@ def detached_values(nested: Tensor) -> Tensor:
     return values.detach()
 
 
-def row_places(nested: Tensor) -> tuple[Int64s, Int64s]:
+def host_starts_and_lengths(nested: Tensor) -> tuple[Int64s, Int64s]:
     """Return the `[N]` int64 start indices into `values` and `[N]` int64 lengths of a jagged tensor, on the host."""
     untyped: Any = nested
     offsets = _on_host(untyped._offsets)
@@ -137,9 +141,9 @@ def row_offsets(nested: Tensor) -> Tensor | None:
 
 def row_lengths(nested: Tensor) -> Tensor:
     """Return the `[N]` int64 row lengths of a jagged tensor, on its device."""
-    given: Tensor | None = nested.lengths()  # type: ignore[attr-defined]
+    lengths: Tensor | None = nested.lengths()  # type: ignore[attr-defined]  # None: the tensor has no holes
     offsets: Tensor = nested.offsets()  # type: ignore[attr-defined]
-    return (offsets.diff() if given is None else given).to(torch.int64)
+    return (offsets.diff() if lengths is None else lengths).to(torch.int64)
 
 
 # --- padded rows to jagged ------------------------------------------------------------------------------------
@@ -150,8 +154,8 @@ def to_nested_by_length(padded: Tensor, lengths: Lengths) -> Tensor:
 
     Raises ValueError if a length exceeds S or is negative, or the number of lengths is not N. Differentiable.
     """
-    counts = _checked_lengths("padded", padded, lengths)
-    return _pack(padded, counts, offsets_of(counts.to(padded.device)))
+    row_sizes = _check_lengths("padded", padded, lengths)
+    return _pack(padded, row_sizes, offsets_of(row_sizes.to(padded.device)))
 
 
 def pack_jagged_fields(
@@ -167,7 +171,7 @@ def pack_jagged_fields(
     are already jagged, lists of rows, and one-dimensional tensors (they have no token axis) are passed through.
     Raises ValueError, naming the field, if S is below the longest length or N is not the number of lengths.
     """
-    return dict(_packed(fields, lengths, token_aligned_fields, copy=True))
+    return dict(_pack_fields(fields, lengths, token_aligned_fields, copy=True))
 
 
 def maybe_pack_jagged(
@@ -189,48 +193,51 @@ def view_jagged_fields(
 ) -> dict[str, Any]:
     """Do the same as `pack_jagged_fields`, but without copying CPU tensors: their jagged tensors are views of the
     padded ones, with holes. Meant for a put, which reads them once."""
-    return dict(_packed(fields, lengths, token_aligned_fields, copy=False))
+    return dict(_pack_fields(fields, lengths, token_aligned_fields, copy=False))
 
 
-def _packed(
+def _pack_fields(
     fields: Mapping[str, Any], lengths: Lengths, names: Collection[str], *, copy: bool
 ) -> list[tuple[str, Any]]:
     """Pack the padded fields among `names`, with a copy or as views; pass other fields through."""
-    counts = as_lengths(lengths)
-    shared: dict[torch.device, Tensor] = {}
+    row_sizes = as_lengths(lengths)
+    shared_offsets: dict[torch.device, Tensor] = {}
     packed: list[tuple[str, Any]] = []
     for name, value in fields.items():
         if name in names and isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
             value = tensor_from_numpy(value)
         if name in names and isinstance(value, Tensor) and not value.is_nested and value.dim() > 1:
-            _checked_lengths(name, value, counts)
+            _check_lengths(name, value, row_sizes)
             if copy or value.device.type != "cpu":
-                if value.device not in shared:
-                    shared[value.device] = offsets_of(counts.to(value.device))
-                value = _pack(value, counts, shared[value.device])
+                if value.device not in shared_offsets:
+                    shared_offsets[value.device] = offsets_of(row_sizes.to(value.device))
+                value = _pack(value, row_sizes, shared_offsets[value.device])
             else:
-                value = _view_rows(value.detach(), counts)
+                value = _view_rows(value.detach(), row_sizes)
         packed.append((name, value))
     return packed
 
 
-def _checked_lengths(name: str, padded: Tensor, lengths: Lengths) -> Tensor:
+def _check_lengths(name: str, padded: Tensor, lengths: Lengths) -> Tensor:
+    """Return `lengths` as an int64 CPU tensor. InvalidRequestError, naming the field, if `padded` cannot have rows of
+    these lengths."""
     if padded.is_nested or padded.dim() < 2:
         shape = "a nested tensor" if padded.is_nested else f"shape {list(padded.shape)}"
         raise InvalidRequestError(f"field {name!r}: expected a padded tensor [N, S, ...], got {shape}")
-    counts = as_lengths(lengths)
-    if len(counts) != len(padded):
-        raise InvalidRequestError(f"field {name!r}: {len(padded)} rows, but {len(counts)} lengths")
-    longest = int(counts.max()) if len(counts) else 0
+    row_sizes = as_lengths(lengths)
+    if len(row_sizes) != len(padded):
+        raise InvalidRequestError(f"field {name!r}: {len(padded)} rows, but {len(row_sizes)} lengths")
+    longest = int(row_sizes.max()) if len(row_sizes) else 0
     if longest > padded.shape[1]:
         raise InvalidRequestError(
             f"field {name!r}: rows are {padded.shape[1]} wide, narrower than the longest sample of {longest} tokens"
         )
-    return counts
+    return row_sizes
 
 
-def _pack(padded: Tensor, counts: Tensor, offsets: Tensor) -> Tensor:
-    sizes = counts.tolist()
+def _pack(padded: Tensor, row_sizes: Tensor, offsets: Tensor) -> Tensor:
+    """Copy the first `row_sizes[i]` elements of each row into a jagged tensor. offsets: those of `row_sizes`."""
+    sizes = row_sizes.tolist()
     if sizes:
         values = torch.cat([row[:size] for row, size in zip(padded.unbind(), sizes, strict=True)])
     else:
@@ -238,23 +245,24 @@ def _pack(padded: Tensor, counts: Tensor, offsets: Tensor) -> Tensor:
     return jagged_from_values(values, offsets, span=(min(sizes, default=0), max(sizes, default=0)))
 
 
-def _view_rows(padded: Tensor, counts: Tensor) -> Tensor:
+def _view_rows(padded: Tensor, row_sizes: Tensor) -> Tensor:
     """Return a jagged tensor with holes over the memory of `padded` [N, S, *inner]. `padded` is copied first unless its
     row stride is a multiple of its element stride, as in any slice of a contiguous tensor along dim 1."""
     rows, width = padded.shape[:2]
     step = padded.stride(1)
     if not padded.numel():
-        padded, apart = padded.contiguous(), width
+        padded, row_distance = padded.contiguous(), width
         flat = padded.reshape(rows * width, *padded.shape[2:])
     elif step > 0 and padded.stride(0) > 0 and padded.stride(0) % step == 0:
-        apart = padded.stride(0) // step
-        flat = padded.as_strided(((rows - 1) * apart + width, *padded.shape[2:]), padded.stride()[1:])
+        # `flat` also has the elements between the rows, which no row uses.
+        row_distance = padded.stride(0) // step
+        flat = padded.as_strided(((rows - 1) * row_distance + width, *padded.shape[2:]), padded.stride()[1:])
     else:
-        apart = width
+        row_distance = width
         flat = padded.reshape(rows * width, *padded.shape[2:])
-    offsets = torch.arange(rows + 1, dtype=torch.int64) * apart
-    offsets[-1] = len(flat)
-    return jagged_from_values(flat, offsets, lengths=counts)
+    offsets = torch.arange(rows + 1, dtype=torch.int64) * row_distance
+    offsets[-1] = len(flat)  # the last row may end before the next row would start
+    return jagged_from_values(flat, offsets, lengths=row_sizes)
 
 
 # --- jagged to padded -----------------------------------------------------------------------------------------
@@ -268,33 +276,34 @@ def pad_nested(nested: Tensor, pad_value: float | bool = 0, *, width: int = 0) -
     size = padded_width(lengths.numpy(), width)
     values = detached_values(nested)
     starts = row_starts(nested)
-    pad_with = _pad_rows if values.is_cpu else _pad_by_mask
+    pad_with = _pad_on_cpu if values.is_cpu else _pad_by_mask
     return pad_with(values, starts, lengths, size, pad_value)
 
 
-def _pad_rows(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_value: Any) -> Tensor:
+def _pad_on_cpu(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_value: Any) -> Tensor:
+    """Return `[N, size, *inner]`: row i is the `lengths[i]` elements of `values` from `starts[i]` on, then padding."""
     inner = values.shape[1:]
     values = values.contiguous()
     out = torch.empty((len(lengths), size, *inner), dtype=values.dtype)
-    unit = values.element_size() * inner.numel()
+    unit_bytes = values.element_size() * inner.numel()
     gather_padded(
         [byte_view(values)],
         None,
-        starts.numpy() * unit,
-        lengths.numpy() * unit,
-        byte_view(out).reshape(len(lengths), size * unit),
+        starts.numpy() * unit_bytes,
+        lengths.numpy() * unit_bytes,
+        byte_view(out).reshape(len(lengths), size * unit_bytes),
         pad_element(pad_value, values.dtype),
     )
     return out
 
 
 def _pad_by_mask(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_value: Any) -> Tensor:
-    """Pad all rows together with a few kernels, for tensors on an accelerator."""
+    """Return the same as `_pad_on_cpu`, with a few kernels for all rows together, for tensors on an accelerator."""
     out = values.new_empty((len(lengths), size, *values.shape[1:]))
     out.fill_(pad_scalar(pad_value, values.dtype))
-    places = torch.arange(size, device=values.device)
-    filled = places < lengths.to(values.device)[:, None]
-    out[filled] = values[(starts[:, None] + places)[filled]]
+    columns = torch.arange(size, device=values.device)
+    filled = columns < lengths.to(values.device)[:, None]  # [N, size]: False where `out` has padding
+    out[filled] = values[(starts[:, None] + columns)[filled]]
     return out
 
 
@@ -303,14 +312,14 @@ def not_per_token(columns: Mapping[str, Int64s], tokens: Sequence[int] | None) -
 
     These are the columns that `schema.TOKEN_ALIGNED_FIELDS` does not name and whose row lengths differ from `tokens`
     `[N]` (if None: from those of the first column that the schema names). Empty if neither reference exists."""
-    named = (lengths for name, lengths in columns.items() if name in TOKEN_ALIGNED_FIELDS)
-    counts = next(named, None) if tokens is None else tokens
-    if counts is None:
+    aligned = (lengths for name, lengths in columns.items() if name in TOKEN_ALIGNED_FIELDS)
+    token_counts = next(aligned, None) if tokens is None else tokens
+    if token_counts is None:
         return frozenset()
     return frozenset(
         name
         for name, lengths in columns.items()
-        if name not in TOKEN_ALIGNED_FIELDS and not np.array_equal(lengths, counts)
+        if name not in TOKEN_ALIGNED_FIELDS and not np.array_equal(lengths, token_counts)
     )
 
 
@@ -333,7 +342,7 @@ def pad_scalar(pad_value: Any, dtype: torch.dtype) -> bool | int | float | compl
         raise InvalidRequestError(f"the pad value must be a number, got a {shape}") from error
     if not isinstance(value, bool | int | float | complex):
         raise InvalidRequestError(f"the pad value must be a number, got {type(pad_value).__name__}")
-    if not _holds(dtype, value):
+    if not _can_represent(dtype, value):
         raise InvalidRequestError(f"pad value {str(value)[:40]} does not fit {DTYPE_NAMES[dtype]}")
     if dtype.is_complex:
         return value
@@ -341,7 +350,7 @@ def pad_scalar(pad_value: Any, dtype: torch.dtype) -> bool | int | float | compl
 
 
 @functools.lru_cache(maxsize=256)
-def _holds(dtype: torch.dtype, value: bool | int | float | complex) -> bool:
+def _can_represent(dtype: torch.dtype, value: bool | int | float | complex) -> bool:
     """Return whether `dtype` can represent `value`: in range, integral for integers, and not newly infinite."""
     if dtype.is_complex or dtype.is_floating_point:
         parts = (value.real, value.imag) if dtype.is_complex else (value,)
@@ -349,10 +358,11 @@ def _holds(dtype: torch.dtype, value: bool | int | float | complex) -> bool:
     if isinstance(value, complex):
         return False
     low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return value == value and low <= value <= high and int(value) == value
+    return low <= value <= high and int(value) == value  # a NaN fails the first comparison
 
 
 def _is_within(number: int | float, dtype: torch.dtype) -> bool:
+    """Whether a floating-point or complex `dtype` has the number in its range. NaN counts as within."""
     if number in (math.inf, -math.inf):
         return dtype != torch.float8_e4m3fn  # this dtype has no infinity
     return number != number or abs(number) <= torch.finfo(dtype).max
@@ -367,10 +377,13 @@ def pad_element(pad_value: Any, dtype: torch.dtype) -> np.ndarray[Any, Any]:
 @functools.lru_cache(maxsize=256)
 def _bits_of(text: str, scalar: bool | int | float | complex, dtype: torch.dtype) -> np.ndarray[Any, Any]:
     """Compute the bits of `scalar`. `text` is part of the cache key because 0.0 and -0.0 compare equal."""
+    # torch.tensor cannot create each dtype directly: wide unsigned ones go through numpy, 8-bit ones are converted.
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
         element = torch.from_numpy(np.array([scalar], dtype=DTYPE_NAMES[dtype]))
+    elif dtype.itemsize == 1:
+        element = torch.tensor([scalar]).to(dtype)
     else:
-        element = torch.tensor([scalar]).to(dtype) if dtype.itemsize == 1 else torch.tensor([scalar], dtype=dtype)
+        element = torch.tensor([scalar], dtype=dtype)
     bits = byte_view(element).view(WORD_TYPES[dtype.itemsize]).reshape(())
     bits.flags.writeable = False
     return bits
@@ -384,15 +397,16 @@ def select_rows(nested: Tensor, indices: Tensor) -> Tensor:
     indices = indices.to(device=nested.device, dtype=torch.int64)
     lengths = row_lengths(nested)[indices]
     starts = row_starts(nested)[indices]
-    return _gathered(nested, starts, lengths, offsets_of(lengths))
+    return _gather_rows(nested, starts, lengths, offsets_of(lengths))
 
 
-def _gathered(nested: Tensor, starts: Tensor, lengths: Tensor, offsets: Tensor) -> Tensor:
+def _gather_rows(nested: Tensor, starts: Tensor, lengths: Tensor, offsets: Tensor) -> Tensor:
     """Copy `lengths[i]` elements of `values` from `starts[i]` on into row i of a jagged tensor with these offsets."""
     total = int(offsets[-1])
-    places = torch.arange(total, device=nested.device)
-    places += torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
-    return jagged_from_values(nested.values()[places], offsets)
+    # Element j of row i goes from `starts[i] + j` to `offsets[i] + j`.
+    sources = torch.arange(total, device=nested.device)
+    sources += torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
+    return jagged_from_values(nested.values()[sources], offsets)
 
 
 def response_from_nested(full: Tensor, response_mask: Tensor) -> Tensor:
@@ -408,24 +422,26 @@ def response_from_nested(full: Tensor, response_mask: Tensor) -> Tensor:
     """
     for name, value in (("full", full), ("response_mask", response_mask)):
         if not is_jagged(value):
-            raise InvalidRequestError(f"{name}: expected a nested tensor of layout torch.jagged, got {_shown(value)}")
+            got = _describe(value)
+            raise InvalidRequestError(f"{name}: expected a nested tensor of layout torch.jagged, got {got}")
     if full.size(0) != response_mask.size(0):
         raise InvalidRequestError(
             f"full has {full.size(0)} rows, but response_mask has {response_mask.size(0)} rows: they must match"
         )
-    wanted, have = row_lengths(response_mask), row_lengths(full)
-    short = (wanted > 0) & (wanted >= have)
-    if bool(short.any()):
-        row = int(short.nonzero()[0])
+    response_lengths, lengths = row_lengths(response_mask), row_lengths(full)
+    too_short = (response_lengths > 0) & (response_lengths >= lengths)
+    if bool(too_short.any()):
+        row = int(too_short.nonzero()[0])
         raise InvalidRequestError(
-            f"row {row}: the response has {int(wanted[row])} tokens, the sequence {int(have[row])}; "
+            f"row {row}: the response has {int(response_lengths[row])} tokens, the sequence {int(lengths[row])}; "
             "at least one token must precede the response"
         )
     offsets = row_offsets(response_mask)
-    if offsets is None or int(offsets[0]):
-        offsets = offsets_of(wanted)
-    return _gathered(full, row_starts(full) + have - wanted - 1, wanted, offsets)
+    if offsets is None or int(offsets[0]):  # the mask has holes, or its first row does not start at 0
+        offsets = offsets_of(response_lengths)
+    starts = row_starts(full) + lengths - response_lengths - 1
+    return _gather_rows(full, starts, response_lengths, offsets)
 
 
-def _shown(value: object) -> str:
+def _describe(value: object) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -16,7 +16,7 @@ from dataplane.errors import InvalidRequestError, UnsupportedValueError, first_f
 
 Int64s = npt.NDArray[np.int64]
 _Value = TypeVar("_Value")
-_BY_SAMPLE = ("sample_ids", "sequence_lengths", "tags")
+_PER_SAMPLE = ("sample_ids", "sequence_lengths", "tags")
 Indices = Sequence[int] | range | npt.NDArray[Any]
 MAX_LENGTH = (1 << 63) - 1
 
@@ -55,33 +55,33 @@ class CellPlaces:
     serials: Int64s
     checksums: npt.NDArray[np.uint32] | None
 
-    def take(self, where: npt.NDArray[Any]) -> CellPlaces:
-        """Return the locations of the samples at indices `where`."""
+    def take(self, indices: npt.NDArray[Any]) -> CellPlaces:
+        """Return the locations of the samples at `indices`."""
         return dataclasses.replace(
             self,
-            units=self.units[where],
-            offsets=self.offsets[where],
-            lengths=self.lengths[where],
-            serials=self.serials[where],
-            checksums=None if self.checksums is None else self.checksums[where],
+            units=self.units[indices],
+            offsets=self.offsets[indices],
+            lengths=self.lengths[indices],
+            serials=self.serials[indices],
+            checksums=None if self.checksums is None else self.checksums[indices],
         )
 
     @classmethod
     def joined(cls, parts: Sequence[CellPlaces]) -> CellPlaces | None:
         """Concatenate `parts`. Return None if their specs, epochs or presence of checksums differ."""
-        first, known = parts[0], [part.checksums for part in parts if part.checksums is not None]
+        spec, checksums = parts[0].spec, [part.checksums for part in parts if part.checksums is not None]
         epochs = {unit: epoch for part in parts for unit, epoch in part.epochs.items()}
-        agreed = all(part.spec == first.spec and part.epochs.items() <= epochs.items() for part in parts)
-        if not agreed or len(known) not in (0, len(parts)):
+        same = all(part.spec == spec and part.epochs.items() <= epochs.items() for part in parts)
+        if not same or len(checksums) not in (0, len(parts)):
             return None
         return cls(
-            spec=first.spec,
+            spec=spec,
             epochs=epochs,
             units=np.concatenate([part.units for part in parts]),
             offsets=np.concatenate([part.offsets for part in parts]),
             lengths=np.concatenate([part.lengths for part in parts]),
             serials=np.concatenate([part.serials for part in parts]),
-            checksums=np.concatenate(known) if known else None,
+            checksums=np.concatenate(checksums) if checksums else None,
         )
 
 
@@ -120,7 +120,7 @@ class KVBatchMeta:
     _named: list[str] | None = None
 
     def __post_init__(self) -> None:
-        ids = _names("sample_ids", self.sample_ids)
+        ids = _check_names("sample_ids", self.sample_ids)
         # `dataclasses.replace` passes on `_named`, the ids of the original meta. Values that belong to those ids are
         # row handles and FixedLists; lists from the caller are plain lists.
         inherited = self._rows is not None or FixedList in (type(self.sequence_lengths), type(self.tags))
@@ -129,19 +129,19 @@ class KVBatchMeta:
                 "sample_ids were replaced, but row handles, sequence_lengths or tags belong to the previous samples; "
                 "use subset, slice or drop of the meta, or create a KVBatchMeta with the new ids"
             )
-        fields = None if self.fields is None else _names("fields", self.fields)
-        tags = None if self.tags is None else _aligned("tags", self.tags, len(ids))
+        fields = None if self.fields is None else _check_names("fields", self.fields)
+        tags = None if self.tags is None else _one_per_sample("tags", self.tags, len(ids))
         if tags is not None and not all(isinstance(tag, Mapping) for tag in tags):
             raise UnsupportedValueError(field="tags", row=None, got="tags", hint="Pass one mapping per sample.")
         values = {
             "sample_ids": ids,
             "fields": fields,
-            "sequence_lengths": _lengths(self.sequence_lengths, len(ids)),
+            "sequence_lengths": _check_lengths(self.sequence_lengths, len(ids)),
             "extra_info": dict(self.extra_info or {}),
             "tags": None if tags is None else [dict(tag) for tag in tags],
-            "_rows": _handles(self._rows, len(ids)),
-            "_generations": _handles(self._generations, len(ids)),
-            "_claims": _handles(self._claims, len(ids)),
+            "_rows": _check_handles(self._rows, len(ids)),
+            "_generations": _check_handles(self._generations, len(ids)),
+            "_claims": _check_handles(self._claims, len(ids)),
         }
         if (self._rows is None) != (self._generations is None):
             raise InvalidRequestError("row handles need both rows and generations; pass both or neither")
@@ -200,8 +200,8 @@ class KVBatchMeta:
     def subset(self, indices: Indices) -> KVBatchMeta:
         """Return the samples at `indices` (each in [0, N), any order, repeats allowed) or selected by a boolean mask
         `[N]`."""
-        places = _places(indices, self.size)
-        return self._take(places.tolist(), places)
+        checked = _check_indices(indices, self.size)
+        return self._take(checked.tolist(), checked)
 
     def slice(self, start: int, end: int) -> KVBatchMeta:
         """Return samples [start, end). Raises ValueError unless 0 <= start <= end <= N."""
@@ -212,11 +212,11 @@ class KVBatchMeta:
     def drop(self, sample_ids: Collection[str]) -> KVBatchMeta:
         """Return all samples except those with these ids. Raises ValueError if the meta lacks one of the ids. To drop
         samples by position, use `subset` with a mask."""
-        dropped = set(_names("sample_ids", sample_ids))
+        dropped = set(_check_names("sample_ids", sample_ids))
         unknown = dropped.difference(self.sample_ids)
         if unknown:
             raise InvalidRequestError(f"cannot drop samples {first_few(sorted(unknown))}: they are not in this meta")
-        return self.subset([place for place, name in enumerate(self.sample_ids) if name not in dropped])
+        return self.subset([index for index, name in enumerate(self.sample_ids) if name not in dropped])
 
     @classmethod
     def concat(cls, metas: Iterable[KVBatchMeta]) -> KVBatchMeta:
@@ -236,75 +236,75 @@ class KVBatchMeta:
         if len(partitions) != 1 or len(tasks) > 1:
             what = f"partitions {first_few(partitions)}" if len(partitions) != 1 else f"tasks {first_few(tasks)}"
             raise InvalidRequestError(f"cannot concatenate metas of {what}: expected only one")
-        parts = [meta for meta in given if meta.size] or given[:1]
-        return _made(
+        parts = [meta for meta in given if meta.size] or given[:1]  # if all are empty, the first one
+        return _create(
             partition_id=partitions[0],
             task_name=tasks[0] if tasks else None,
             sample_ids=[name for meta in parts for name in meta.sample_ids],
             fields=_common_fields(parts),
-            sequence_lengths=_joined([meta.sequence_lengths for meta in parts]),
+            sequence_lengths=_concatenate_lists([meta.sequence_lengths for meta in parts]),
             extra_info=_common_info(parts),
-            tags=_joined_tags(parts),
-            _rows=_joined_arrays([meta._rows for meta in parts]),
-            _generations=_joined_arrays([meta._generations for meta in parts]),
-            _claims=_joined_arrays([meta._claims for meta in parts]),
-            _places=_joined_places([meta.places for meta in parts]),
+            tags=_concatenate_tags(parts),
+            _rows=_concatenate_arrays([meta._rows for meta in parts]),
+            _generations=_concatenate_arrays([meta._generations for meta in parts]),
+            _claims=_concatenate_arrays([meta._claims for meta in parts]),
+            _places=_concatenate_places([meta.places for meta in parts]),
         )
 
     # --- the same samples ---
 
     def with_fields(self, fields: Sequence[str] | None) -> KVBatchMeta:
         """Return a meta that refers to `fields`."""
-        return self._changed(fields=None if fields is None else _names("fields", fields))
+        return self._replace(fields=None if fields is None else _check_names("fields", fields))
 
     def with_handles(self, rows: Int64s, generations: Int64s) -> KVBatchMeta:
         """Return a meta with these row handles, `[N]` each, which the client receives from the service."""
-        return self._changed(
-            _rows=_handles(rows, self.size), _generations=_handles(generations, self.size), _places=None
+        return self._replace(
+            _rows=_check_handles(rows, self.size), _generations=_check_handles(generations, self.size), _places=None
         )
 
     def with_claims(self, claims: Int64s) -> KVBatchMeta:
         """Return a meta with these claim ids, `[N]`, which the client receives from the service."""
-        return self._changed(_claims=_handles(claims, self.size))
+        return self._replace(_claims=_check_handles(claims, self.size))
 
     def with_places(self, places: Mapping[str, CellPlaces]) -> KVBatchMeta:
         """Return a meta with these cell locations added, by field. The client receives them from the service."""
-        return self._changed(_places={**self.places, **places})
+        return self._replace(_places={**self.places, **places})
 
     def stamp_tags(self, tags: Sequence[Mapping[str, Scalar]] | Mapping[str, Sequence[Scalar]]) -> KVBatchMeta:
         """Return a meta with `tags` merged in: one mapping per sample, or name -> `[N]` values. The tags stored by the
         service do not change."""
         if isinstance(tags, Mapping):
-            columns = {name: _aligned(f"tag {name!r}", values, self.size) for name, values in tags.items()}
+            columns = {name: _one_per_sample(f"tag {name!r}", values, self.size) for name, values in tags.items()}
             new: list[dict[str, Scalar]] = [
                 {name: values[row] for name, values in columns.items()} for row in range(self.size)
             ]
         else:
-            new = [dict(tag) for tag in _aligned("tags", tags, self.size)]
+            new = [dict(tag) for tag in _one_per_sample("tags", tags, self.size)]
         old = self.tags if self.tags is not None else [{}] * self.size
-        return self._changed(tags=[{**before, **after} for before, after in zip(old, new, strict=True)])
+        return self._replace(tags=[{**old_tags, **new_tags} for old_tags, new_tags in zip(old, new, strict=True)])
 
-    def _changed(self, **changes: Any) -> KVBatchMeta:
+    def _replace(self, **changes: Any) -> KVBatchMeta:
         """Return a meta with these values, already validated, and this meta's other values."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return _made(**{**values, "extra_info": dict(self.extra_info), **changes})
+        return _create(**{**values, "extra_info": dict(self.extra_info), **changes})
 
-    def _take(self, places: Sequence[int], where: npt.NDArray[Any]) -> KVBatchMeta:
-        """Return the samples at `places`. where: the same indices as an array."""
+    def _take(self, indices: Sequence[int], array: npt.NDArray[Any]) -> KVBatchMeta:
+        """Return the samples at `indices`. array: the same indices as an array."""
         lengths, tags = self.sequence_lengths, self.tags
-        return self._changed(
-            sample_ids=_picked(self.sample_ids, places),
-            sequence_lengths=None if lengths is None else _picked(lengths, places),
+        return self._replace(
+            sample_ids=_pick(self.sample_ids, indices),
+            sequence_lengths=None if lengths is None else _pick(lengths, indices),
             extra_info={key: value for key, value in self.extra_info.items() if key not in PACKING_KEYS},
-            tags=None if tags is None else _picked(tags, places),
-            _rows=None if self._rows is None else self._rows[where],
-            _generations=None if self._generations is None else self._generations[where],
-            _claims=None if self._claims is None else self._claims[where],
-            _places={name: cells.take(where) for name, cells in self.places.items()} or None,
+            tags=None if tags is None else _pick(tags, indices),
+            _rows=None if self._rows is None else self._rows[array],
+            _generations=None if self._generations is None else self._generations[array],
+            _claims=None if self._claims is None else self._claims[array],
+            _places={name: cells.take(array) for name, cells in self.places.items()} or None,
         )
 
 
-def _made(**values: Any) -> KVBatchMeta:
+def _create(**values: Any) -> KVBatchMeta:
     """Create a meta from values that are already validated."""
     meta = object.__new__(KVBatchMeta)
     _set(meta, values)
@@ -314,19 +314,20 @@ def _made(**values: Any) -> KVBatchMeta:
 def _set(meta: KVBatchMeta, values: dict[str, Any]) -> None:
     """Set attributes of a new meta. Its lists with one entry per sample become FixedLists, and `_named` its ids."""
     for name, value in values.items():
-        fixed = name in _BY_SAMPLE and type(value) is list
+        fixed = name in _PER_SAMPLE and type(value) is list
         object.__setattr__(meta, name, FixedList(value) if fixed else value)
     object.__setattr__(meta, "_named", meta.sample_ids)
 
 
-def _picked(values: list[_Value], places: Sequence[int]) -> list[_Value]:
-    return list(itemgetter(*places)(values)) if len(places) > 1 else [values[place] for place in places]
+def _pick(values: list[_Value], indices: Sequence[int]) -> list[_Value]:
+    """Return the values at `indices`. `itemgetter` is faster than a loop, but needs two indices to return a tuple."""
+    return list(itemgetter(*indices)(values)) if len(indices) > 1 else [values[index] for index in indices]
 
 
 # --- checks -------------------------------------------------------------------------------------------------------
 
 
-def _names(what: str, names: Iterable[str]) -> list[str]:
+def _check_names(what: str, names: Iterable[str]) -> list[str]:
     """Return the names as a list. UnsupportedValueError unless all are str."""
     if isinstance(names, str | bytes):
         raise UnsupportedValueError(field=what, row=None, got=f"one {type(names).__name__}", hint="Pass a list of str.")
@@ -338,7 +339,7 @@ def _names(what: str, names: Iterable[str]) -> list[str]:
     return listed
 
 
-def _aligned(what: str, values: Iterable[Any], size: int) -> list[Any]:
+def _one_per_sample(what: str, values: Iterable[Any], size: int) -> list[Any]:
     """Return the values as a list. InvalidRequestError unless there is one per sample."""
     listed = list(values.tolist() if hasattr(values, "tolist") else values)
     if len(listed) != size:
@@ -346,10 +347,12 @@ def _aligned(what: str, values: Iterable[Any], size: int) -> list[Any]:
     return listed
 
 
-def _lengths(lengths: Any, size: int) -> list[int] | None:
+def _check_lengths(lengths: Any, size: int) -> list[int] | None:
+    """Return the lengths as ints. InvalidRequestError unless there is one integer of 0 to `MAX_LENGTH` per sample."""
     if lengths is None:
         return None
-    listed = _aligned("sequence_lengths", lengths, size)
+    listed = _one_per_sample("sequence_lengths", lengths, size)
+    # The common case, without a Python step per value: all are plain ints.
     if not set(map(type, listed)) - {int} and min(listed, default=0) >= 0 and max(listed, default=0) <= MAX_LENGTH:
         return listed
     for length in listed:
@@ -359,13 +362,15 @@ def _lengths(lengths: Any, size: int) -> list[int] | None:
 
 
 def _is_length(length: Any) -> bool:
+    """Whether the value, of any type but bool, equals an integer of 0 to `MAX_LENGTH`."""
     try:
         return not isinstance(length, bool) and 0 <= int(length) <= MAX_LENGTH and int(length) == length
     except (TypeError, ValueError, OverflowError):
         return False
 
 
-def _handles(handles: Any, size: int) -> Int64s | None:
+def _check_handles(handles: Any, size: int) -> Int64s | None:
+    """Return rows, generations or claim ids as an int64 array `[size]`. InvalidRequestError for another shape."""
     if handles is None:
         return None
     array = np.asarray(handles, dtype=np.int64)
@@ -374,10 +379,10 @@ def _handles(handles: Any, size: int) -> Int64s | None:
     return array
 
 
-def _places(indices: Any, size: int) -> Int64s:
+def _check_indices(indices: Any, size: int) -> Int64s:
     """Convert indices or a boolean mask to validated int64 indices."""
-    listed = hasattr(indices, "tolist") and not isinstance(indices, np.ndarray)
-    given = np.asarray(indices.tolist() if listed else indices)
+    is_tensor = hasattr(indices, "tolist") and not isinstance(indices, np.ndarray)  # of torch, which is not imported
+    given = np.asarray(indices.tolist() if is_tensor else indices)
     if given.dtype == np.bool_:
         if given.shape != (size,):
             raise InvalidRequestError(f"the mask has shape {list(given.shape)}, expected [{size}] (one per sample)")
@@ -398,7 +403,8 @@ def _places(indices: Any, size: int) -> Int64s:
 # --- joining ------------------------------------------------------------------------------------------------------
 
 
-def _joined(lists: Sequence[list[int] | None]) -> list[int] | None:
+def _concatenate_lists(lists: Sequence[list[int] | None]) -> list[int] | None:
+    """Concatenate the lists. Return None if one of them is None."""
     joined: list[int] = []
     for part in lists:
         if part is None:
@@ -407,42 +413,54 @@ def _joined(lists: Sequence[list[int] | None]) -> list[int] | None:
     return joined
 
 
-def _joined_arrays(arrays: Sequence[Int64s | None]) -> Int64s | None:
+def _concatenate_arrays(arrays: Sequence[Int64s | None]) -> Int64s | None:
     known = [array for array in arrays if array is not None]
     return np.concatenate(known) if len(known) == len(arrays) else None
 
 
-def _joined_places(places: Sequence[Mapping[str, CellPlaces]]) -> dict[str, CellPlaces] | None:
+def _concatenate_places(places: Sequence[Mapping[str, CellPlaces]]) -> dict[str, CellPlaces] | None:
+    """Concatenate the cell locations of the fields that all metas have. places: by field, one mapping per meta."""
     shared = [name for name in places[0] if all(name in other for other in places[1:])]
-    joined = {name: CellPlaces.joined([each[name] for each in places]) for name in shared}
+    joined = {name: CellPlaces.joined([by_field[name] for by_field in places]) for name in shared}
     return {name: cells for name, cells in joined.items() if cells is not None} or None
 
 
-def _joined_tags(metas: Sequence[KVBatchMeta]) -> list[dict[str, Scalar]] | None:
+def _concatenate_tags(metas: Sequence[KVBatchMeta]) -> list[dict[str, Scalar]] | None:
+    """Concatenate the tags; those of a meta without tags are empty. Return None if no meta has tags."""
     if all(meta.tags is None for meta in metas):
         return None
-    return [tag for meta in metas for tag in (meta.tags if meta.tags is not None else [{} for _ in range(meta.size)])]
+    joined: list[dict[str, Scalar]] = []
+    for meta in metas:
+        joined += meta.tags if meta.tags is not None else [{} for _ in range(meta.size)]
+    return joined
 
 
 def _common_fields(metas: Sequence[KVBatchMeta]) -> list[str] | None:
-    known = [meta.fields for meta in metas if meta.fields is not None]
-    if len(known) < len(metas):
+    """Return the fields that every meta has, in the order of the first one. None if a meta does not name its fields."""
+    field_lists = [meta.fields for meta in metas if meta.fields is not None]
+    if len(field_lists) < len(metas):
         return None
-    return [name for name in known[0] if all(name in fields for fields in known[1:])]
+    return [name for name in field_lists[0] if all(name in fields for fields in field_lists[1:])]
 
 
 def _common_info(metas: Sequence[KVBatchMeta]) -> dict[str, Any]:
+    """Return the `extra_info` of concatenated metas: each entry that is equal in all metas that have it, with two
+    exceptions. The packing keys are dropped, because they describe the rows of one meta. The global pad target must be
+    in every meta."""
     common: dict[str, Any] = {}
     for key in dict.fromkeys(key for meta in metas for key in meta.extra_info):
         values = [meta.extra_info[key] for meta in metas if key in meta.extra_info]
-        partial = key == GLOBAL_FORWARD_PAD_SEQLEN and len(values) < len(metas)
-        packing = key in PACKING_KEYS and len(metas) > 1
-        if not partial and not packing and all(_same(values[0], value) for value in values[1:]):
+        if key == GLOBAL_FORWARD_PAD_SEQLEN and len(values) < len(metas):
+            continue
+        if key in PACKING_KEYS and len(metas) > 1:
+            continue
+        if all(_same(values[0], value) for value in values[1:]):
             common[key] = values[0]
     return common
 
 
 def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal. Arrays and tensors are compared by their elements, dicts entry by entry."""
     if one is other:
         return True
     if isinstance(one, dict) and isinstance(other, dict):

@@ -55,9 +55,9 @@ _HINT = (
 _encoder = msgspec.msgpack.Encoder()
 
 
-class _RefusedValue(Exception):
-    """A value that the codec does not support. `got` describes it, `hint` is the remedy; the caller adds field and
-    row."""
+class _EncodeError(Exception):
+    """Raised for a value that the codec does not support. `got` describes it, `hint` is the remedy; the caller adds
+    field and row."""
 
     def __init__(self, got: str, hint: str = _HINT) -> None:
         super().__init__(got)
@@ -73,12 +73,13 @@ def encode_rows(values: Iterable[object], *, field: str, pickles: bool = False) 
     for row, value in enumerate(values):
         start = len(buffer)
         try:
-            _encoder.encode_into(_checked(value, MAX_DEPTH), buffer, start)
-        except (_RefusedValue, UnicodeEncodeError, OverflowError, ValueError) as error:
+            _encoder.encode_into(_to_msgpack(value, MAX_DEPTH), buffer, start)
+        except (_EncodeError, UnicodeEncodeError, OverflowError, ValueError) as error:
             if not pickles:
-                refused = error if isinstance(error, _RefusedValue) else _RefusedValue(f"this value ({error})")
-                raise UnsupportedValueError(field=field, row=row, got=refused.got, hint=refused.hint) from None
-            _encoder.encode_into(Ext(_PICKLE, _pickled(value, field, row)), buffer, start)
+                # The other errors come from the msgpack encoder, such as a str with a lone surrogate.
+                why = error if isinstance(error, _EncodeError) else _EncodeError(f"this value ({error})")
+                raise UnsupportedValueError(field=field, row=row, got=why.got, hint=why.hint) from None
+            _encoder.encode_into(Ext(_PICKLE, _pickle_value(value, field, row)), buffer, start)
         sizes.append(len(buffer) - start)
         if sizes[-1] > MAX_ROW_BYTES:
             raise UnsupportedValueError(
@@ -95,7 +96,7 @@ def encode_object(value: object, *, field: str = "value") -> bytes:
     return bytes(encode_rows([value], field=field)[0])
 
 
-def _pickled(value: object, field: str, row: int) -> bytes:
+def _pickle_value(value: object, field: str, row: int) -> bytes:
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -107,16 +108,17 @@ def decode_object(data: bytes | bytearray | memoryview, *, pickles: bool = False
     """Return the value that `encode_object` encoded. Raises InternalError for any malformed bytes. pickles: unpickle
     pickled rows; otherwise they raise `UnsupportedValueError`."""
     try:
-        found = _decoder.decode(data)
+        value = _decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RuntimeError, MemoryError) as error:
         # RuntimeError: recursion limit of Python, or a shape that torch does not accept.
         raise InternalError(what=f"the bytes of an object row are damaged ({error})") from error
-    if type(found) is not Ext:
-        return found
+    if type(value) is not Ext:
+        return value
+    # The decoder returns only the extension of a pickle undecoded; see `_decode_extension`.
     if not pickles:
         hint = "Set objects='pickle' in this client to read it. This lets the programs that put objects run code here."
         raise UnsupportedValueError(field="value", row=None, got="a pickled object", hint=hint)
-    return pickle.loads(found.data)  # noqa: S301  # this client enabled it, and all clients are authenticated
+    return pickle.loads(value.data)  # noqa: S301  # this client enabled it, and all clients are authenticated
 
 
 def object_array(values: Sequence[object]) -> np.ndarray[Any, Any]:
@@ -130,64 +132,69 @@ def object_array(values: Sequence[object]) -> np.ndarray[Any, Any]:
 # --- encoding -----------------------------------------------------------------------------------------------------
 
 
-def _checked(value: Any, depth: int) -> Any:
-    """Return `value` with every part that has no msgpack type replaced by an extension."""
+def _to_msgpack(value: Any, depth: int) -> Any:
+    """Return `value` with every part that has no msgpack type replaced by an extension. `_EncodeError` if that is
+    not possible. depth: the remaining levels of nesting."""
     kind = type(value)
     if kind in _ATOMS:
         return value
     if kind is str or kind is bytes:
         return value
     if kind is int:
-        return value if -(1 << 63) <= value < 1 << 64 else _big_int(value)
+        return value if -(1 << 63) <= value < 1 << 64 else _encode_big_int(value)
     if depth == 0:
-        raise _RefusedValue(f"a value nested deeper than {MAX_DEPTH} levels (or one that contains itself)")
+        raise _EncodeError(f"a value nested deeper than {MAX_DEPTH} levels (or one that contains itself)")
     if kind is list or kind is FixedList:
-        return [_checked(item, depth - 1) for item in value]
+        return [_to_msgpack(item, depth - 1) for item in value]
     if kind is dict:
-        return {_checked_key(key): _checked(item, depth - 1) for key, item in value.items()}
+        return {_check_key(key): _to_msgpack(item, depth - 1) for key, item in value.items()}
     if kind in _CONTAINERS:
-        return Ext(_CONTAINERS[kind], _encoder.encode([_checked(item, depth - 1) for item in value]))
+        return Ext(_CONTAINERS[kind], _encoder.encode([_to_msgpack(item, depth - 1) for item in value]))
     if kind is OrderedDict:
-        pairs = {_checked_key(key): _checked(item, depth - 1) for key, item in value.items()}
+        pairs = {_check_key(key): _to_msgpack(item, depth - 1) for key, item in value.items()}
         return Ext(_ORDERED, _encoder.encode(pairs))
     if kind is np.ndarray:
-        return _array(value)
+        return _encode_array(value)
     if isinstance(value, Tensor):
-        return _tensor(value)
+        return _encode_tensor(value)
+    # The last condition excludes subclasses of numpy's scalar types.
     if isinstance(value, np.generic) and value.dtype.kind in _SCALAR_KINDS and np.dtype(value.dtype.str).type is kind:
         return Ext(_SCALAR, _encoder.encode((value.dtype.str, (), value.tobytes())))
-    image = _image(value)
+    image = _image_parts(value)
     if image is None:
-        raise _RefusedValue(f"a value of type {type_name(value)}")
+        raise _EncodeError(f"a value of type {type_name(value)}")
     return Ext(_IMAGE, _encoder.encode(image))
 
 
 _CONTAINERS: dict[type, int] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 
 
-def _image(value: Any) -> tuple[Any, ...] | None:
-    """Return mode, size, palette, transparency and pixels of a PIL image; None for other values. Without an imported
-    PIL, no value can be an image."""
+def _image_parts(value: Any) -> tuple[Any, ...] | None:
+    """Return mode, size, palette mode, palette, transparency and pixels of a PIL image; None for other values. Without
+    an imported PIL, no value can be an image."""
     pil = sys.modules.get("PIL.Image")
     if pil is None or not isinstance(value, pil.Image):
         return None
     palette = value.getpalette("RGBA" if value.palette and value.palette.mode == "RGBA" else "RGB")
-    mode = None if palette is None or value.palette is None else value.palette.mode
-    clear = value.info.get("transparency")
-    clear = clear if clear is None or type(clear) in (int, bytes) else None
-    return value.mode, list(value.size), mode, None if palette is None else bytes(palette), clear, value.tobytes()
+    palette_mode = None if palette is None or value.palette is None else value.palette.mode
+    palette_bytes = None if palette is None else bytes(palette)
+    transparency = value.info.get("transparency")
+    if type(transparency) not in (int, bytes):
+        transparency = None
+    return value.mode, list(value.size), palette_mode, palette_bytes, transparency, value.tobytes()
 
 
-def _decoded_image(parts: list[Any]) -> Any:
+def _decode_image(parts: list[Any]) -> Any:
+    """Create the PIL image that `_image_parts` took apart."""
     from PIL import Image  # noqa: PLC0415  # PIL is optional
 
-    mode, size, palette_mode, palette, clear, pixels = parts
+    mode, size, palette_mode, palette, transparency, pixels = parts
     width, height = size
     image = Image.frombytes(mode, (width, height), pixels)
     if palette is not None:
         image.putpalette(palette, "RGBA" if palette_mode == "RGBA" else "RGB")
-    if clear is not None:
-        image.info["transparency"] = clear
+    if transparency is not None:
+        image.info["transparency"] = transparency
     return image
 
 
@@ -197,34 +204,37 @@ def type_name(value: object) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _checked_key(key: Any) -> Any:
+def _check_key(key: Any) -> Any:
+    """Return the key of a dict. `_EncodeError` for a key that msgpack cannot represent."""
     if type(key) is str or (type(key) is int and -(1 << 63) <= key < 1 << 64):
         return key
     what = f"the key {key}" if type(key) is int else f"a key of type {type_name(key)}"
-    raise _RefusedValue(f"a dict with {what}", "Keys must be str, or int of at most 64 bits; convert them first.")
+    raise _EncodeError(f"a dict with {what}", "Keys must be str, or int of at most 64 bits; convert them first.")
 
 
-def _big_int(value: int) -> Ext:
+def _encode_big_int(value: int) -> Ext:
     return Ext(_BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
-def _array(array: np.ndarray[Any, Any]) -> Ext:
+def _encode_array(array: np.ndarray[Any, Any]) -> Ext:
+    """Encode an array. `_EncodeError` for a dtype that decoding could not restore."""
     if array.dtype.hasobject:
-        raise _RefusedValue(
+        raise _EncodeError(
             f"a numpy array of dtype {array.dtype} inside an object", "Convert it to a list or to a numeric dtype."
         )
     description = npy.dtype_to_descr(array.dtype)
-    if _described_dtype(description) != array.dtype:
-        raise _RefusedValue(
+    if _parse_dtype(description) != array.dtype:
+        raise _EncodeError(
             f"a numpy array of dtype {array.dtype}", "Convert it to a built-in numpy dtype or to a tensor."
         )
     return Ext(_ARRAY, _encoder.encode((description, array.shape, array.tobytes())))
 
 
-def _tensor(tensor: Tensor) -> Ext:
+def _encode_tensor(tensor: Tensor) -> Ext:
+    """Encode an ordinary dense tensor. `_EncodeError` for any other kind of tensor."""
     plain = plain_tensor(tensor)
     if plain is None:
-        raise _RefusedValue(
+        raise _EncodeError(
             f"{describe_tensor(tensor)} inside an object",
             "Objects may contain only dense tensors of the standard dtypes; put nested tensors in a separate field.",
         )
@@ -258,10 +268,10 @@ def describe_tensor(tensor: Tensor) -> str:
 # --- decoding -----------------------------------------------------------------------------------------------------
 
 
-def _extension(code: int, data: memoryview) -> Any:
-    """Decode one msgpack extension. Raises ValueError if it is malformed."""
-    if code in _MADE:
-        return _MADE[code](_parts(data))
+def _decode_extension(code: int, data: memoryview) -> Any:
+    """Decode one msgpack extension; a pickle stays encoded. Raises ValueError if it is malformed."""
+    if code in _CONSTRUCTORS:
+        return _CONSTRUCTORS[code](_decode_parts(data))
     if code == _BIG_INT:
         return int.from_bytes(data, "little", signed=True)
     if code == _ORDERED:
@@ -273,19 +283,20 @@ def _extension(code: int, data: memoryview) -> Any:
         return Ext(code, bytes(data))
     if code not in (_ARRAY, _SCALAR, _TENSOR):
         raise ValueError(f"unknown extension {code}")
-    description, shape, raw = _parts(data)
+    description, shape, raw = _decode_parts(data)
     if code == _TENSOR:
-        return _decoded_tensor(description, _shape(shape), raw)
-    dtype = _described_dtype(description)
+        return _decode_tensor(description, _check_shape(shape), raw)
+    dtype = _parse_dtype(description)
     if code == _SCALAR and not dtype.itemsize:
         return dtype.type()  # an empty str or bytes, for which numpy writes one zero byte
-    array: np.ndarray[Any, Any] = np.ndarray(_shape(shape), dtype=dtype, buffer=raw)
+    array: np.ndarray[Any, Any] = np.ndarray(_check_shape(shape), dtype=dtype, buffer=raw)
     if array.nbytes != len(raw):
         raise ValueError(f"{len(raw)} bytes for an array of {array.nbytes}")
     return array[()] if code == _SCALAR else array.copy()
 
 
-def _decoded_tensor(name: object, shape: tuple[int, ...], raw: bytes) -> Tensor:
+def _decode_tensor(name: object, shape: tuple[int, ...], raw: bytes) -> Tensor:
+    """Create a tensor of the dtype `name` from its bytes. ValueError if they do not have the size of the tensor."""
     if not isinstance(name, str) or name not in TORCH_DTYPES:
         raise ValueError(f"unknown dtype {name!r}")
     dtype = TORCH_DTYPES[name]
@@ -296,37 +307,38 @@ def _decoded_tensor(name: object, shape: tuple[int, ...], raw: bytes) -> Tensor:
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
 
 
-def _parts(data: memoryview) -> list[Any]:
+def _decode_parts(data: memoryview) -> list[Any]:
     parts = _decoder.decode(data)
     if type(parts) is not list:
         raise ValueError("an extension does not contain an array of parts")
     return parts
 
 
-def _shape(shape: object) -> tuple[int, ...]:
+def _check_shape(shape: object) -> tuple[int, ...]:
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"not a shape: {shape!r}")
     return tuple(shape)
 
 
-def _described_dtype(description: Any) -> np.dtype[Any]:
+def _parse_dtype(description: Any) -> np.dtype[Any]:
     """Return the dtype for a numpy description, in which tuples may have become lists (msgpack has no tuples)."""
-    dtype = npy.descr_to_dtype(_with_tuples(description))
+    dtype = npy.descr_to_dtype(_to_numpy_description(description))
     if dtype.hasobject:
         raise ValueError(f"not a numeric dtype: {description!r}")
     return dtype
 
 
-def _with_tuples(description: Any) -> Any:
+def _to_numpy_description(description: Any) -> Any:
+    """Restore the tuples in a dtype description: a str, or a list of fields (name, description, optional shape)."""
     if isinstance(description, str):
         if not _PLAIN_DTYPE.fullmatch(description):  # numpy parses other strings too, some as Python code
             raise ValueError(f"not a dtype: {description!r}")
         return description
     return [
-        (tuple(name) if isinstance(name, list) else name, _with_tuples(kind), *map(tuple, shape))
+        (tuple(name) if isinstance(name, list) else name, _to_numpy_description(kind), *map(tuple, shape))
         for name, kind, *shape in description
     ]
 
 
-_MADE: dict[int, Any] = {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset, _IMAGE: _decoded_image}
-_decoder = msgspec.msgpack.Decoder(ext_hook=_extension)
+_CONSTRUCTORS: dict[int, Any] = {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset, _IMAGE: _decode_image}
+_decoder = msgspec.msgpack.Decoder(ext_hook=_decode_extension)

@@ -18,7 +18,7 @@ _CARRIERS: dict[torch.dtype, str] = {
     dtype: name if hasattr(np, name) else f"uint{8 * dtype.itemsize}" for name, dtype in TORCH_DTYPES.items()
 }
 """The numpy dtype that carries each torch dtype: the same one if numpy has it, else an unsigned one of equal size."""
-_NUMPYS = frozenset(dtype for name, dtype in TORCH_DTYPES.items() if hasattr(np, name))
+_NUMPY_DTYPES = frozenset(dtype for name, dtype in TORCH_DTYPES.items() if hasattr(np, name))
 """Dtypes that numpy has too: a numpy view costs a fraction of a torch view."""
 _TYPE_STRINGS: dict[torch.dtype, str] = {dtype: np.dtype(name).str for dtype, name in _CARRIERS.items()}
 
@@ -33,7 +33,7 @@ def byte_view(tensor: Tensor) -> UInt8s:
     assert tensor.is_contiguous(), tensor.stride()
     plain = tensor.detach() if tensor.requires_grad else tensor
     view: UInt8s
-    if tensor.dtype in _NUMPYS:
+    if tensor.dtype in _NUMPY_DTYPES:
         view = plain.numpy().reshape(-1).view(np.uint8)
     else:
         view = flat_bytes(plain).numpy()
@@ -57,12 +57,13 @@ def tensor_from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
 
 
 class _Window:
-    """Exposes memory of `owner` through the array interface as writable, so that torch accepts it without a warning."""
+    """Exposes memory of `owner` through the array interface as writable, so that torch accepts it without a warning.
+    start: the address of the memory."""
 
-    def __init__(self, place: int, shape: tuple[int, ...], typestr: str, owner: object, strides: Any = None) -> None:
+    def __init__(self, start: int, shape: tuple[int, ...], typestr: str, owner: object, strides: Any = None) -> None:
         self.owner = owner
         self.__array_interface__ = {
-            "data": (place, False),
+            "data": (start, False),  # (address, whether it is read-only)
             "shape": shape,
             "typestr": typestr,
             "strides": strides,
@@ -76,8 +77,8 @@ def writable_alias(array: np.ndarray[Any, Any], owner: object = None) -> np.ndar
     torch has no read-only tensors and warns about read-only arrays. The result, and every tensor over it, keeps `owner`
     (by default the array itself) alive through its storage.
     """
-    place, shape, typestr, strides = address(array), array.shape, array.dtype.str, array.strides
-    return np.asarray(_Window(place, shape, typestr, array if owner is None else owner, strides))
+    start, shape, typestr, strides = address(array), array.shape, array.dtype.str, array.strides
+    return np.asarray(_Window(start, shape, typestr, array if owner is None else owner, strides))
 
 
 def tensor_at(place: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object) -> Tensor:

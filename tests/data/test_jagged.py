@@ -39,8 +39,8 @@ with_holes = jagged_from_values(torch.arange(12.0), torch.tensor([0, 4, 8, 12]),
 def test_jagged_tensors_are_torchs_own_however_they_are_made(
     monkeypatch: pytest.MonkeyPatch, constructor: bool
 ) -> None:
-    assert jagged._constructor_serves(), "the constructor of the torch that is pinned is used"
-    monkeypatch.setattr(jagged, "_constructor_serves", lambda: constructor)
+    assert jagged._constructor_matches(), "the constructor of the torch that is pinned is used"
+    monkeypatch.setattr(jagged, "_constructor_matches", lambda: constructor)
     values, offsets = torch.arange(6.0), torch.tensor([0, 2, 2, 6])
     nested = jagged_from_values(values, offsets, span=(0, 4))
     other = jagged_from_values(torch.arange(6), offsets, span=(0, 4))
@@ -68,8 +68,8 @@ def test_a_constructor_that_makes_something_else_is_not_used(monkeypatch: pytest
         raise TypeError("unexpected keyword argument '_metadata_cache'")
 
     for makes in (refuses, lambda values, offsets, span: nested_of([values])):
-        monkeypatch.setattr(jagged, "_constructed", makes)
-        assert not jagged._constructor_serves.__wrapped__()
+        monkeypatch.setattr(jagged, "_construct", makes)
+        assert not jagged._constructor_matches.__wrapped__()
 
 
 def test_is_jagged() -> None:

@@ -19,7 +19,14 @@ from dataplane.core.row_copy import Int64s, Run, UInt8s
 from dataplane.core.schema import TOKEN_ALIGNED_FIELDS
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.data.columns.values import FlatValues, ListValues, RaggedValues, TensorValues, Values, in_host_memory
-from dataplane.data.jagged import as_lengths, detached_values, is_jagged, row_offsets, row_places, view_jagged_fields
+from dataplane.data.jagged import (
+    as_lengths,
+    detached_values,
+    host_starts_and_lengths,
+    is_jagged,
+    row_offsets,
+    view_jagged_fields,
+)
 from dataplane.data.meta import FixedList
 from dataplane.data.object_codec import describe_tensor, encode_rows, plain_tensor, type_name
 from dataplane.data.tensor_memory import DTYPE_NAMES, byte_view, tensor_from_numpy
@@ -374,7 +381,7 @@ class _FieldEncoder:
 
     def _nested(self, nested: Tensor) -> tuple[FieldSpec, Int64s, Values]:
         values = self._plain(detached_values(nested), None)
-        starts, lengths = row_places(nested)
+        starts, lengths = host_starts_and_lengths(nested)
         negative = len(lengths) and np.minimum.reduce(starts | lengths) < 0
         if negative or (len(lengths) and np.maximum.reduce(starts + lengths) > len(values)):
             raise InvalidRequestError(f"field {self.name!r}: nested tensor has offsets or lengths outside its values")
