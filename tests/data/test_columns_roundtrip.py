@@ -12,7 +12,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.data.columns import RowSource, Shared, assemble, decode, decode_views, encode_fields
-from dataplane.data.columns.encode import _without_holes
+from dataplane.data.columns.values import pack_rows
 from dataplane.data.jagged import jagged_from_values
 from dataplane.data.tensor_memory import TORCH_DTYPES, byte_view
 from tests.data.columns_helpers import (
@@ -121,7 +121,7 @@ def test_any_strides(make: Any, kind: str, pieces: int, device: str) -> None:
 
 def test_rows_are_packed_on_their_device_before_they_leave_it() -> None:
     values = torch.arange(24).reshape(12, 2)
-    packed, starts = _without_holes(values, np.array([8, 0, 3]), np.array([3, 0, 4]))
+    packed, starts = pack_rows(values, np.array([8, 0, 3]), np.array([3, 0, 4]))
     assert starts.tolist() == [0, 3, 3]
     assert same_bits(packed, torch.cat([values[8:11], values[3:7]]))
 

@@ -178,7 +178,7 @@ def test_a_forked_child_copies_alone() -> None:
 
 
 def test_one_thread_for_each_core_up_to_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, threads in ((1, 1), (3, 3), (64, parallel_copy.MOST_BY_DEFAULT)):
+    for cores, threads in ((1, 1), (3, 3), (64, parallel_copy.MAX_DEFAULT_THREADS)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
         assert default_threads() == threads
 

@@ -12,10 +12,10 @@ from dataplane.data.columns.encode import EncodedColumn
 from dataplane.data.columns.values import FlatValues
 
 
-def appended(column: EncodedColumn, stored: RowSource, stored_lengths: Int64s, places: Int64s) -> EncodedColumn:
+def appended(column: EncodedColumn, stored: RowSource, stored_lengths: Int64s, rows: Int64s) -> EncodedColumn:
     """Return the jagged column with its values appended to the stored ones.
 
-    Row `places[i]` begins with row i of `stored`, which has `stored_lengths[i]` elements (of 0 bytes if the inner shape
+    Row `rows[i]` begins with row i of `stored`, which has `stored_lengths[i]` elements (of 0 bytes if the inner shape
     contains a 0). Other rows keep their values. Copies both into new memory; values that rows shared are duplicated.
     Raises `ChecksumError` if stored rows do not match their checksums.
     """
@@ -25,19 +25,22 @@ def appended(column: EncodedColumn, stored: RowSource, stored_lengths: Int64s, p
     count = len(lengths)
     tails = np.empty(int(values.sizes.sum()), np.uint8)
     values.write(0, count, tails)
+    # Each row has two parts: part 0 is the stored row (without bytes if there is none), part 1 is the appended value.
+    # `which` is the number of the buffer that has a part: one of `stored.buffers`, or `tails` after them.
     which = np.full((count, 2), len(stored.buffers), np.int32)
     offsets, sizes = np.zeros((count, 2), np.int64), np.zeros((count, 2), np.int64)
-    which[places, 0] = 0 if stored.which is None else stored.which
-    offsets[places, 0], sizes[places, 0] = stored.offsets, stored.sizes
+    which[rows, 0] = 0 if stored.which is None else stored.which
+    offsets[rows, 0], sizes[rows, 0] = stored.offsets, stored.sizes
     offsets[:, 1], sizes[:, 1] = np.cumsum(values.sizes) - values.sizes, values.sizes
+    # A stored row without bytes may have any offset: replace it by a valid one.
     which[sizes[:, 0] == 0, 0], offsets[sizes[:, 0] == 0, 0] = len(stored.buffers), 0
     joined = np.empty(int(sizes.sum()), np.uint8)
     gather([*stored.buffers, tails], which.reshape(-1), offsets.reshape(-1), sizes.reshape(-1), joined)
     totals: Int64s = sizes.sum(axis=1)
     starts = np.cumsum(totals) - totals
     if stored.check is not None:
-        stored.check(joined, starts[places], slice(None))
+        stored.check(joined, starts[rows], slice(None))
     flat = FlatValues(joined, starts, totals)
-    whole = lengths.copy()
-    whole[places] += stored_lengths
-    return dataclasses.replace(column, lengths=whole, sizes=totals, index=None, values=flat)
+    total_lengths = lengths.copy()
+    total_lengths[rows] += stored_lengths
+    return dataclasses.replace(column, lengths=total_lengths, sizes=totals, index=None, values=flat)

@@ -53,7 +53,7 @@ class Check(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RowSource:
-    """Memory locations of the N rows of one column.
+    """Memory locations of the N rows of one column, in the buffers from which they are decoded.
 
     spec: settled. buffers: flat byte arrays (an arena's mapping, received frames). which: `[N]` int32 into `buffers`
     (None: all rows are in the first one). offsets: `[N]` int64 byte offsets into the buffer. lengths: `[N]` int64 in
@@ -73,22 +73,22 @@ class RowSource:
     @functools.cached_property
     def sizes(self) -> Int64s:
         """`[N]` int64 sizes in bytes. Raises InternalError if a row is outside its buffer, before any allocation."""
-        lengths, unit = self.lengths, self.spec.unit_bytes
+        lengths, unit_bytes = self.lengths, self.spec.unit_bytes
         if not len(lengths):
             return lengths
         longest = int(np.maximum.reduce(lengths))
-        if longest > MAX_LENGTH or longest * unit > max((buffer.nbytes for buffer in self.buffers), default=0):
-            raise self._outside(int(lengths.argmax()))
-        sizes: Int64s = lengths * unit
-        row = int(lengths.argmin()) if np.minimum.reduce(lengths) < 0 else self._row_outside(sizes)
+        if longest > MAX_LENGTH or longest * unit_bytes > max((buffer.nbytes for buffer in self.buffers), default=0):
+            raise self._outside_error(int(lengths.argmax()))
+        sizes: Int64s = lengths * unit_bytes
+        row = int(lengths.argmin()) if np.minimum.reduce(lengths) < 0 else self._find_row_outside(sizes)
         if row is not None:
-            raise self._outside(row)
+            raise self._outside_error(row)
         return sizes
 
-    def _row_outside(self, sizes: Int64s) -> int | None:
+    def _find_row_outside(self, sizes: Int64s) -> int | None:
         return row_outside(self.buffers, self.which, self.offsets, sizes)
 
-    def _outside(self, row: int) -> InternalError:
+    def _outside_error(self, row: int) -> InternalError:
         return InternalError(
             what=f"row {row} of length {self.lengths[row]} at byte {self.offsets[row]} is outside its buffer"
         )
@@ -98,10 +98,10 @@ class RowSource:
 
     def rows(self) -> list[UInt8s]:
         """Return the bytes of each row, without a copy."""
-        places = zip(self.holders(), self.offsets.tolist(), self.sizes.tolist(), strict=True)
-        return [self.buffers[holder][offset : offset + size] for holder, offset, size in places]
+        locations = zip(self.buffer_numbers(), self.offsets.tolist(), self.sizes.tolist(), strict=True)
+        return [self.buffers[number][offset : offset + size] for number, offset, size in locations]
 
-    def own_rows(self) -> list[UInt8s]:
+    def verified_rows(self) -> list[UInt8s]:
         """Return the bytes of each row. If the rows have a check, they are verified in a private copy, which other
         processes cannot change afterwards."""
         if self.check is None:
@@ -119,29 +119,31 @@ class RowSource:
         if self.which is None:
             self.check(self.buffers[0], self.offsets, slice(None))
             return
-        for holder in np.unique(self.which).tolist():
-            mine = np.flatnonzero(self.which == holder)
-            self.check(self.buffers[holder], self.offsets[mine], mine)
+        for number in np.unique(self.which).tolist():
+            rows = np.flatnonzero(self.which == number)
+            self.check(self.buffers[number], self.offsets[rows], rows)
 
-    def holders(self) -> list[int]:
-        """Return the buffer index of each row."""
+    def buffer_numbers(self) -> list[int]:
+        """Return the index into `buffers` of each row."""
         return [0] * len(self) if self.which is None else self.which.tolist()
 
 
 class _Copies:
-    """Pending copies, and the checks to run after them."""
+    """Pending copies of long rows, and the checks to run after them. Functions that decode add to it and return columns
+    that are complete only after `make`; all copies of a read are then made together, with several threads."""
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self._checks: list[Callable[[], None]] = []
 
-    def compare(self, source: RowSource, memory: UInt8s, offsets: Int64s) -> None:
+    def check_later(self, source: RowSource, memory: UInt8s, offsets: Int64s) -> None:
         """Verify the rows of `source` at `offsets` of `memory` once the copies are made."""
         check = source.check
         if check is not None:
             self._checks.append(lambda: check(memory, offsets, slice(None)))
 
     def make(self, copier: CopyRuns) -> None:
+        """Make the copies, then run the checks."""
         copier(self.runs)
         for check in self._checks:
             check()
@@ -151,18 +153,18 @@ class SharedOffsets:
     """Cache of offsets tensors for one read. Columns with equal lengths share one, so that they can be combined."""
 
     def __init__(self) -> None:
-        self._made: dict[bytes, tuple[Tensor, tuple[int, int]]] = {}
+        self._by_lengths: dict[bytes, tuple[Tensor, tuple[int, int]]] = {}
 
     def of(self, lengths: Int64s) -> tuple[Tensor, tuple[int, int]]:
         """Return (offsets `[N + 1]` int64, (shortest length, longest length))."""
         key = lengths.tobytes()
-        found = self._made.get(key)
-        if found is None:
+        cached = self._by_lengths.get(key)
+        if cached is None:
             offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
             np.cumsum(lengths, out=offsets[1:])
             span = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
-            found = self._made[key] = (torch.from_numpy(offsets), span)
-        return found
+            cached = self._by_lengths[key] = (torch.from_numpy(offsets), span)
+        return cached
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, UInt8s]:
@@ -178,8 +180,8 @@ def from_pool(memory: BufferPool) -> Empty:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < FROM_BYTES:
             return fresh(shape, dtype)
-        taken = memory.take(nbytes)
-        return tensor_over(taken, shape, dtype), taken
+        buffer = memory.take(nbytes)
+        return tensor_over(buffer, shape, dtype), buffer
 
     return empty
 
@@ -195,7 +197,7 @@ def decode_padded(source: RowSource, *, pad_value: Any = 0, width: int = 0) -> T
     """Decode a jagged column directly into a right-padded tensor `[N, S, *inner]`. S is `width` if that is more than 0,
     else the longest row. ValueError if `width` is below the longest row or the dtype cannot hold `pad_value`."""
     copies = _Copies()
-    padded = _padded(source, pad_value, width, fresh, copies)
+    padded = _prepare_padded(source, pad_value, width, fresh, copies)
     copies.make(copy_runs)
     return padded
 
@@ -216,11 +218,12 @@ def decode_views(source: RowSource, *, offsets: SharedOffsets | None = None) -> 
 
 
 def _value_views(source: RowSource, offsets: SharedOffsets | None) -> Tensor | None:
-    holders, starts, _ = merge_runs(source.which, source.offsets, source.sizes)
-    if not holders:
-        return _shaped(source, _empty_values(source, fresh)[0], offsets)
-    flat = _window(source, holders[0], starts[0]) if len(holders) == 1 else None
-    return None if flat is None else _shaped(source, flat, offsets)
+    """Return a dense or jagged column as a view. None unless its rows are adjacent in one buffer and aligned."""
+    buffer_numbers, starts, _ = merge_runs(source.which, source.offsets, source.sizes)
+    if not buffer_numbers:  # no row has bytes
+        return _with_shape(source, _allocate_values(source, fresh)[0], offsets)
+    values = _view_values(source, buffer_numbers[0], starts[0]) if len(buffer_numbers) == 1 else None
+    return None if values is None else _with_shape(source, values, offsets)
 
 
 def assemble(
@@ -241,8 +244,9 @@ def assemble(
         for name, column in columns.items()
     }
     # Skips the checks of the constructor, which take 40 us: every column was created above with N rows.
-    made: TensorDict = TensorDict._new_unsafe(stacked, batch_size=torch.Size([rows.pop() if rows else 0]))
-    return made
+    batch_size = torch.Size([rows.pop() if rows else 0])
+    assembled: TensorDict = TensorDict._new_unsafe(stacked, batch_size=batch_size)
+    return assembled
 
 
 def decode_columns(
@@ -260,7 +264,7 @@ def decode_columns(
     columns: dict[str, Column] = {}
     for name, source in sources.items():
         views = None if copy else decode_views(source, offsets=offsets)
-        columns[name] = _copied(source, offsets, empty, copies, pickles) if views is None else views
+        columns[name] = _prepare_copy(source, offsets, empty, copies, pickles) if views is None else views
     copies.make(copier)
     return columns
 
@@ -288,11 +292,11 @@ def decode_batch(
     columns: dict[str, Column] = {}
     for name, source in sources.items():
         if source.spec.kind is not FieldKind.JAGGED:
-            columns[name] = _copied(source, offsets, empty, copies, pickles)
+            columns[name] = _prepare_copy(source, offsets, empty, copies, pickles)
             continue
         try:
             width = 0 if name in others else pad_to_seqlen
-            columns[name] = _padded(source, pads.get(name, 0), width, empty, copies)
+            columns[name] = _prepare_padded(source, pads.get(name, 0), width, empty, copies)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"field {name!r}: {error}") from error
     copies.make(copier)
@@ -302,23 +306,23 @@ def decode_batch(
 # --- parts --------------------------------------------------------------------------------------------------------
 
 
-def _copied(source: RowSource, offsets: SharedOffsets, empty: Empty, copies: _Copies, pickles: bool) -> Column:
+def _prepare_copy(source: RowSource, offsets: SharedOffsets, empty: Empty, copies: _Copies, pickles: bool) -> Column:
     """Prepare the result of `decode`; it is complete after the pending `copies` are made."""
     match source.spec.kind:
         case FieldKind.DENSE | FieldKind.JAGGED:
             in_place = decode_views(source, offsets=offsets) if source.ours else None
             if in_place is not None:
                 return in_place
-            values, target = _empty_values(source, empty)
+            values, target = _allocate_values(source, empty)
             gather(source.buffers, source.which, source.offsets, source.sizes, target, later=copies.runs, checked=True)
-            copies.compare(source, target, np.cumsum(source.sizes) - source.sizes)
-            return _shaped(source, values, offsets)
+            copies.check_later(source, target, np.cumsum(source.sizes) - source.sizes)
+            return _with_shape(source, values, offsets)
         case FieldKind.RAGGED:
-            return [_ragged_copy(source.spec, row) for row in source.own_rows()]
-    return object_array([decode_object(row.data, pickles=pickles) for row in source.own_rows()])
+            return [_ragged_copy(source.spec, row) for row in source.verified_rows()]
+    return object_array([decode_object(row.data, pickles=pickles) for row in source.verified_rows()])
 
 
-def _padded(source: RowSource, pad_value: Any, width: int, empty: Empty, copies: _Copies) -> Tensor:
+def _prepare_padded(source: RowSource, pad_value: Any, width: int, empty: Empty, copies: _Copies) -> Tensor:
     """Prepare the result of `decode_padded`; it is complete after the pending `copies` are made."""
     spec = source.spec
     if spec.kind is not FieldKind.JAGGED or spec.inner is None:
@@ -329,57 +333,61 @@ def _padded(source: RowSource, pad_value: Any, width: int, empty: Empty, copies:
     out, target = empty((len(source), size, *spec.inner), dtype)
     rows = target.reshape(len(source), size * spec.unit_bytes)
     gather_padded(source.buffers, source.which, source.offsets, sizes, rows, pad, later=copies.runs, checked=True)
-    copies.compare(source, target, np.arange(len(source), dtype=np.int64) * rows.shape[1])
+    copies.check_later(source, target, np.arange(len(source), dtype=np.int64) * rows.shape[1])
     return out
 
 
-def _empty_values(source: RowSource, empty: Empty) -> tuple[Tensor, UInt8s]:
+def _allocate_values(source: RowSource, empty: Empty) -> tuple[Tensor, UInt8s]:
+    """Allocate a tensor `[sum of the lengths, *inner]` for the values of all rows. Return it and its bytes."""
     spec, sizes = source.spec, source.sizes
-    rows = int(source.lengths.sum()) if len(sizes) else 0
-    return empty((rows, *(spec.inner or ())), TORCH_DTYPES[spec.dtype or ""])
+    total = int(source.lengths.sum()) if len(sizes) else 0
+    return empty((total, *(spec.inner or ())), TORCH_DTYPES[spec.dtype or ""])
 
 
-def _shaped(source: RowSource, values: Tensor, offsets: SharedOffsets | None) -> Tensor:
+def _with_shape(source: RowSource, values: Tensor, offsets: SharedOffsets | None) -> Tensor:
+    """Return the values of all rows as the column: dense values unchanged, others as a jagged tensor over them."""
     if source.spec.kind is FieldKind.DENSE:
         return values
-    shared, span = (offsets or SharedOffsets()).of(source.lengths)
-    return jagged_from_values(values, shared, span=span)
+    row_offsets, span = (offsets or SharedOffsets()).of(source.lengths)
+    return jagged_from_values(values, row_offsets, span=span)
 
 
-def _window(source: RowSource, holder: int, start: int) -> Tensor | None:
-    """View the values from byte `start` of a buffer as `[M, *inner]`. Return None if they are not aligned."""
+def _view_values(source: RowSource, buffer_number: int, start: int) -> Tensor | None:
+    """View the values of all rows, which begin at byte `start` of a buffer, as `[M, *inner]`. Return None if they are
+    not aligned."""
     spec = source.spec
-    buffer = source.buffers[holder]
-    place = address(buffer) + start
-    if place % DTYPE_BYTES[spec.dtype or ""]:
+    buffer = source.buffers[buffer_number]
+    memory_address = address(buffer) + start
+    if memory_address % DTYPE_BYTES[spec.dtype or ""]:
         return None
     shape = (int(source.lengths.sum()), *(spec.inner or ()))
-    return tensor_at(place, shape, TORCH_DTYPES[spec.dtype or ""], buffer)
+    return tensor_at(memory_address, shape, TORCH_DTYPES[spec.dtype or ""], buffer)
 
 
 def _ragged_views(source: RowSource) -> list[Tensor] | None:
-    item = DTYPE_BYTES[source.spec.dtype or ""]
+    """Return each ragged row as a view of its buffer. None if a row is not aligned to the element."""
+    item_bytes = DTYPE_BYTES[source.spec.dtype or ""]
     rows = source.rows()
-    if any(address(row) % item for row in rows):
+    if any(address(row) % item_bytes for row in rows):
         return None
-    owners = [source.buffers[holder] for holder in source.holders()]
+    owners = [source.buffers[number] for number in source.buffer_numbers()]
     return [_ragged_view(source.spec, row, owner) for row, owner in zip(rows, owners, strict=True)]
 
 
 def _ragged_copy(spec: FieldSpec, row: UInt8s) -> Tensor:
-    shape, data = _ragged_parts(spec, row)
+    shape, data = _parse_ragged_row(spec, row)
     out = torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype or ""])
     byte_view(out)[...] = data
     return out
 
 
 def _ragged_view(spec: FieldSpec, row: UInt8s, owner: UInt8s) -> Tensor:
-    shape, data = _ragged_parts(spec, row)
+    shape, data = _parse_ragged_row(spec, row)
     flat = torch.from_numpy(writable_alias(data, owner))
     return flat.view(TORCH_DTYPES[spec.dtype or ""]).view(shape)
 
 
-def _ragged_parts(spec: FieldSpec, row: UInt8s) -> tuple[tuple[int, ...], UInt8s]:
+def _parse_ragged_row(spec: FieldSpec, row: UInt8s) -> tuple[tuple[int, ...], UInt8s]:
     """Parse a ragged row into its shape and data bytes. Raises InternalError if the header is malformed."""
     dims = struct.unpack_from("<q", row.data)[0] if row.nbytes >= 8 else -1
     if not 0 <= dims <= 64 or ragged_header_bytes(dims) > row.nbytes:

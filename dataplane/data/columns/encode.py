@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,16 @@ from dataplane.core.checksums import UInt32s
 from dataplane.core.row_copy import Int64s, Run, UInt8s
 from dataplane.core.schema import TOKEN_ALIGNED_FIELDS
 from dataplane.core.types import FieldKind, FieldSpec
-from dataplane.data.columns.values import FlatValues, ListValues, RaggedValues, TensorValues, Values, in_host_memory
+from dataplane.data.columns.values import (
+    FlatValues,
+    ListValues,
+    RaggedValues,
+    TensorValues,
+    Values,
+    in_host_memory,
+    pack_rows,
+    row_values,
+)
 from dataplane.data.jagged import (
     as_lengths,
     detached_values,
@@ -68,8 +76,8 @@ class PerToken:
         }
 
     def under(self, spec: FieldSpec, name: str) -> Any:
-        """Return the values in the form that `spec` requires. InvalidRequestError for rows narrower than their
-        sample."""
+        """Return the values in the form that `spec` requires: unchanged for dense fields and objects, else as a jagged
+        tensor. InvalidRequestError, naming the field, for rows narrower than their sample."""
         if spec.kind in (FieldKind.DENSE, FieldKind.OBJECT):
             return self.values
         return view_jagged_fields({name: self.values}, lengths=self.lengths, token_aligned_fields=(name,))[name]
@@ -120,8 +128,8 @@ class EncodedColumn:
         later: list to which long copies of contiguous CPU memory are added; the caller must perform them. With None
         they are performed here.
         """
-        wanted = self.bytes_of(first, last)
-        assert target.nbytes == wanted, f"field {self.name!r}: {target.nbytes} bytes of space for {wanted}"
+        expected = self.bytes_of(first, last)
+        assert target.nbytes == expected, f"field {self.name!r}: {target.nbytes} bytes of space for {expected}"
         self.values.write(first, last, target, later)
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
@@ -154,14 +162,14 @@ def encode_fields(
     Raises, before any copy: SchemaError (differs from the spec), InvalidRequestError (row counts, mixed dtypes,
     lengths), UnsupportedValueError (a value that no kind supports), each naming the field.
     """
-    counts = None if token_lengths is None else as_lengths(token_lengths, rows=rows)
+    checked_lengths = None if token_lengths is None else as_lengths(token_lengths, rows=rows)
     columns: list[EncodedColumn] = []
     for name, value in _named_values(fields, rows):
         encoder = _FieldEncoder(
             name=name,
             spec=specs.get(name, FieldSpec()),
             partition=partition,
-            token_lengths=counts,
+            token_lengths=checked_lengths,
             per_token=name in specs and name in TOKEN_ALIGNED_FIELDS,
             pickles=pickles,
         )
@@ -179,6 +187,7 @@ def require_fields(fields: Any) -> None:
 
 
 def _named_values(fields: TensorDictBase | Mapping[str, Any], rows: int) -> list[tuple[str, Any]]:
+    """Return the fields as (name, value). InvalidRequestError for another batch size than `rows` and for bad names."""
     if isinstance(fields, TensorDictBase):
         batch = tuple(fields.batch_size)
         if not batch or batch[0] != rows:
@@ -186,11 +195,11 @@ def _named_values(fields: TensorDictBase | Mapping[str, Any], rows: int) -> list
                 f"the TensorDict has batch_size {list(batch)}, expected [{rows}] (one per sample)"
             )
     require_fields(fields)
-    named = list(fields.items())
-    for name, _ in named:
+    named_values = list(fields.items())
+    for name, _ in named_values:
         if type(name) is not str or not name:
             raise InvalidRequestError(f"field names must be non-empty str, got {name!r}")
-    return named
+    return named_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,40 +217,48 @@ class _FieldEncoder:
     def column(self, value: Any, rows: int) -> EncodedColumn | None:
         """Encode the value. Return None for an empty list without a declared kind."""
         if isinstance(value, Shared):
-            return self._shared(value, rows)
-        value = self._normal(value.under(self.spec, self.name) if isinstance(value, PerToken) else value)
+            return self._encode_shared(value, rows)
+        if isinstance(value, PerToken):
+            value = value.under(self.spec, self.name)
+        value = self._normalize(value)
         if isinstance(value, list) and not value and not rows and self.spec.kind is None:
             return None
         if _row_count(value) != rows:
             raise InvalidRequestError(
                 f"field {self.name!r} has {_row_count(value)} rows, expected {rows} (one per sample)"
             )
-        spec, lengths, values = self._settled(value)
+        spec, lengths, values = self._encode(value)
         if not self.spec.accepts(spec):
-            raise self._differs(str(spec))
+            raise self._schema_error(str(spec))
         by_schema = self.spec.kind is not None
         return EncodedColumn(self.name, spec, lengths, values.sizes, None, values, by_schema=by_schema)
 
-    def _shared(self, shared: Shared, rows: int) -> EncodedColumn | None:
+    def _encode_shared(self, shared: Shared, rows: int) -> EncodedColumn | None:
         """Encode the values of a `Shared` column, without the unreferenced ones."""
-        index = self._index(shared.index, rows)
-        values = self._normal(shared.values)
-        plain = dataclasses.replace(self, token_lengths=None).column(values, _row_count(values))
-        if plain is None:
+        index = self._check_index(shared.index, rows)
+        values = self._normalize(shared.values)
+        # `token_lengths` has one length per row, not per value, so it does not apply here.
+        column = dataclasses.replace(self, token_lengths=None).column(values, _row_count(values))
+        if column is None:
             return None
-        if rows and index.max() >= len(plain.sizes):
+        if rows and index.max() >= len(column.sizes):
             raise InvalidRequestError(
-                f"field {self.name!r}: Shared.index refers to value {index.max()} of {len(plain.sizes)}"
+                f"field {self.name!r}: Shared.index refers to value {index.max()} of {len(column.sizes)}"
             )
-        used, place = np.unique(index, return_inverse=True)
-        if len(used) == len(plain.sizes):
-            return dataclasses.replace(plain, index=index)
-        kept = plain.values.take(used)
+        used, new_index = np.unique(index, return_inverse=True)
+        if len(used) == len(column.sizes):
+            return dataclasses.replace(column, index=index)
+        used_values = column.values.take(used)
         return dataclasses.replace(
-            plain, index=place.astype(np.int64), lengths=plain.lengths[used], sizes=kept.sizes, values=kept
+            column,
+            index=new_index.astype(np.int64),
+            lengths=column.lengths[used],
+            sizes=used_values.sizes,
+            values=used_values,
         )
 
-    def _index(self, index: Any, rows: int) -> Int64s:
+    def _check_index(self, index: Any, rows: int) -> Int64s:
+        """Return `Shared.index` as an int64 array `[rows]`. InvalidRequestError for another shape, dtype or sign."""
         array = index.detach().cpu().numpy() if isinstance(index, Tensor) else np.asarray(index)
         if array.shape != (rows,) or (rows and (array.dtype.kind not in "iu" or array.min() < 0)):
             raise InvalidRequestError(
@@ -252,119 +269,128 @@ class _FieldEncoder:
 
     # --- normalization to a tensor, a nested tensor or a list ---
 
-    def _normal(self, value: Any) -> Tensor | list[Any]:
+    def _normalize(self, value: Any) -> Tensor | list[Any]:
         """Convert the value to a tensor, a nested tensor or a list of rows."""
         if isinstance(value, Tensor):
-            return self._normal_tensor(value)
+            return self._normalize_tensor(value)
         if isinstance(value, NonTensorData) and isinstance(value.data, np.ndarray) and value.data.dtype.hasobject:
             value = value.data  # a TensorDict wraps object arrays in NonTensorData
         if isinstance(value, np.ndarray):
-            return self._normal_array(value)
+            return self._normalize_array(value)
         if isinstance(value, NonTensorStack):
             return list(value.tolist())
         if isinstance(value, NonTensorData):
-            raise self._unsupported(
+            raise self._unsupported_error(
                 f"a bare non-tensor value (NonTensorData of {type_name(value.data)})",
                 "A field needs one value per sample: use a NonTensorStack, a list or an object array of N values.",
             )
         if isinstance(value, TensorDictBase | Mapping) or is_tensorclass(value):
-            raise self._unsupported(f"a nested {type_name(value)}", "Flatten it first, e.g. td.flatten_keys('.').")
+            raise self._unsupported_error(
+                f"a nested {type_name(value)}", "Flatten it first, e.g. td.flatten_keys('.')."
+            )
         if type(value) not in (list, tuple, FixedList):
-            raise self._unsupported(f"a value of type {type_name(value)}", _COLUMN_HINT)
+            raise self._unsupported_error(f"a value of type {type_name(value)}", _COLUMN_HINT)
         return list(value)
 
-    def _normal_tensor(self, tensor: Tensor) -> Tensor | list[Any]:
+    def _normalize_tensor(self, tensor: Tensor) -> Tensor | list[Any]:
         if is_jagged(tensor):
             return tensor
-        if tensor.is_nested:
+        if tensor.is_nested:  # of another layout
             return list(tensor.unbind())
-        plain = self._plain(tensor, None)
+        plain = self._plain_tensor(tensor, None)
         if plain.dim() == 0:
-            raise self._without_rows("a tensor")
+            raise self._no_rows_error("a tensor")
         return plain
 
-    def _normal_array(self, array: np.ndarray[Any, Any]) -> Tensor | list[Any]:
+    def _normalize_array(self, array: np.ndarray[Any, Any]) -> Tensor | list[Any]:
+        """Convert a numeric array to a tensor over its memory, and an object array `[N]` to a list."""
         if array.ndim == 0:
-            raise self._without_rows("an array")
+            raise self._no_rows_error("an array")
         if array.dtype.hasobject:
             if array.ndim > 1:
-                raise self._unsupported(f"an object array of shape {list(array.shape)}", "Reshape it to [N].")
+                raise self._unsupported_error(f"an object array of shape {list(array.shape)}", "Reshape it to [N].")
             return list(array)
         return self._from_numpy(array, None)
 
     def _from_numpy(self, array: np.ndarray[Any, Any], row: int | None) -> Tensor:
+        """Convert a numeric array to a tensor over its memory. row: its row in the field (None: the whole field), for
+        errors."""
         if array.dtype.name not in DTYPE_NAMES.values():
-            raise self._unsupported(
+            raise self._unsupported_error(
                 f"a numpy array of dtype {array.dtype}",
                 "Numeric arrays are stored as tensors; for other dtypes use an object array of N values.",
                 row,
             )
         return tensor_from_numpy(array)
 
-    def _plain(self, tensor: Tensor, row: int | None) -> Tensor:
+    def _plain_tensor(self, tensor: Tensor, row: int | None) -> Tensor:
+        """Return the tensor in an ordinary form, see `object_codec.plain_tensor`. UnsupportedValueError if it has none.
+        row: its row in the field (None: the whole field), for errors."""
         plain = plain_tensor(tensor)
         if plain is None:
             hint = "Convert it to an ordinary dense tensor first (to_dense(), dequantize(), DTensor.full_tensor())."
             if tensor.layout == torch.strided and not tensor.is_quantized and tensor.dtype not in DTYPE_NAMES:
                 hint = f"Put its bytes, x.view(torch.uint8), and view the bytes as {tensor.dtype} after reading."
-            raise self._unsupported(describe_tensor(tensor), hint, row)
+            raise self._unsupported_error(describe_tensor(tensor), hint, row)
         return plain
 
     # --- kinds ---
 
-    def _settled(self, value: Tensor | list[Any]) -> tuple[FieldSpec, Int64s, Values]:
+    def _encode(self, value: Tensor | list[Any]) -> tuple[FieldSpec, Int64s, Values]:
         """Return (settled spec, lengths, values) of a normalized value, according to the kind of the schema."""
         kind = self.spec.kind
         if isinstance(value, list):
             tensors = None if kind is FieldKind.OBJECT else self._all_tensors(value)
-            return self._objects(value) if tensors is None else self._tensor_list(tensors)
+            return self._encode_objects(value) if tensors is None else self._encode_tensor_list(tensors)
         if kind is FieldKind.OBJECT:
-            raise self._differs(f"a tensor ({DTYPE_NAMES.get(value.dtype, value.dtype)})")
+            raise self._schema_error(f"a tensor ({DTYPE_NAMES.get(value.dtype, value.dtype)})")
         if is_jagged(value):
+            # Rows of a nested tensor can go to such a field one by one. A dense field accepts rows of its shape only.
             if kind is FieldKind.RAGGED or (kind is FieldKind.DENSE and self.spec.settled):
-                return self._tensor_list([self._plain(row, i) for i, row in enumerate(value.unbind())])
-            return self._nested(value)
+                return self._encode_tensor_list([self._plain_tensor(row, i) for i, row in enumerate(value.unbind())])
+            return self._encode_nested(value)
         if kind is None and self.per_token and value.dim() > 1:
-            return self._padded(value)
+            return self._encode_padded(value)
         match kind:
             case None | FieldKind.DENSE:
-                return self._dense(value)
+                return self._encode_dense(value)
             case FieldKind.JAGGED:
-                return self._padded(value)
-        return self._tensor_list(list(value.unbind()))
+                return self._encode_padded(value)
+        return self._encode_tensor_list(list(value.unbind()))  # ragged
 
     def _all_tensors(self, rows: list[Any]) -> list[Tensor] | None:
         """Return the rows as tensors if every row is a tensor or a numeric array, else None (objects)."""
         if not rows:
             return None if self.spec.kind is None else []
         if all(isinstance(row, Tensor) for row in rows):
-            return [self._plain(row, i) for i, row in enumerate(rows)]
+            return [self._plain_tensor(row, i) for i, row in enumerate(rows)]
         if all(isinstance(row, Tensor) or (type(row) is np.ndarray and row.dtype.kind in "biufc") for row in rows):
             return [
-                self._plain(row, i) if isinstance(row, Tensor) else self._from_numpy(row, i)
+                self._plain_tensor(row, i) if isinstance(row, Tensor) else self._from_numpy(row, i)
                 for i, row in enumerate(rows)
             ]
         return None
 
-    def _objects(self, rows: list[Any]) -> tuple[FieldSpec, Int64s, Values]:
+    def _encode_objects(self, rows: list[Any]) -> tuple[FieldSpec, Int64s, Values]:
+        """Encode Python values with the object codec. The length of an object is its size in bytes."""
         if self.spec.kind not in (None, FieldKind.OBJECT):
             kinds = sorted({type_name(row) for row in rows})
-            raise self._differs(f"objects (rows of type {first_few(kinds)})")
+            raise self._schema_error(f"objects (rows of type {first_few(kinds)})")
         buffer, row_sizes = encode_rows(rows, field=self.name, pickles=self.pickles)
         sizes = np.array(row_sizes, dtype=np.int64)
         values = FlatValues(np.frombuffer(buffer, dtype=np.uint8), np.cumsum(sizes) - sizes, sizes)
         return FieldSpec(FieldKind.OBJECT), sizes, values
 
-    def _dense(self, tensor: Tensor) -> tuple[FieldSpec, Int64s, Values]:
+    def _encode_dense(self, tensor: Tensor) -> tuple[FieldSpec, Int64s, Values]:
         """Encode a tensor `[N, *inner]`."""
-        spec = self._spec(FieldKind.DENSE, tensor, tuple(tensor.shape[1:]))
+        spec = self._field_spec(FieldKind.DENSE, tensor, tuple(tensor.shape[1:]))
         ones = np.ones(len(tensor), dtype=np.int64)
-        return spec, ones, _row_values(tensor, None)
+        return spec, ones, row_values(tensor, None)
 
-    def _padded(self, tensor: Tensor) -> tuple[FieldSpec, Int64s, Values]:
+    def _encode_padded(self, tensor: Tensor) -> tuple[FieldSpec, Int64s, Values]:
         """Encode a tensor `[N, L, *inner]` as rows of length L, or of `token_lengths` if given."""
         if tensor.dim() < 2:
-            raise self._differs(
+            raise self._schema_error(
                 f"dense {DTYPE_NAMES[tensor.dtype]} of shape {list(tensor.shape)} (no axis for its rows)"
             )
         width = tensor.shape[1]
@@ -376,27 +402,28 @@ class _FieldEncoder:
                 raise InvalidRequestError(
                     f"field {self.name!r}: rows are {width} wide, narrower than the longest sample of {longest} tokens"
                 )
-        spec = self._spec(FieldKind.JAGGED, tensor, tuple(tensor.shape[2:]))
-        return spec, lengths, _row_values(tensor, lengths)
+        spec = self._field_spec(FieldKind.JAGGED, tensor, tuple(tensor.shape[2:]))
+        return spec, lengths, row_values(tensor, lengths)
 
-    def _nested(self, nested: Tensor) -> tuple[FieldSpec, Int64s, Values]:
-        values = self._plain(detached_values(nested), None)
+    def _encode_nested(self, nested: Tensor) -> tuple[FieldSpec, Int64s, Values]:
+        """Encode a jagged tensor. InvalidRequestError for rows outside its values, which would read foreign memory."""
+        values = self._plain_tensor(detached_values(nested), None)
         starts, lengths = host_starts_and_lengths(nested)
-        negative = len(lengths) and np.minimum.reduce(starts | lengths) < 0
+        negative = len(lengths) and np.minimum.reduce(starts | lengths) < 0  # `|`: negative if either is
         if negative or (len(lengths) and np.maximum.reduce(starts + lengths) > len(values)):
             raise InvalidRequestError(f"field {self.name!r}: nested tensor has offsets or lengths outside its values")
-        spec = self._spec(FieldKind.JAGGED, values, tuple(values.shape[1:]))
+        spec = self._field_spec(FieldKind.JAGGED, values, tuple(values.shape[1:]))
         if values.device.type == "cpu" and values.is_contiguous():
-            unit = spec.unit_bytes
-            return spec, lengths, FlatValues(byte_view(values), starts * unit, lengths * unit)
+            unit_bytes = spec.unit_bytes
+            return spec, lengths, FlatValues(byte_view(values), starts * unit_bytes, lengths * unit_bytes)
         if values.device.type != "cpu" and row_offsets(nested) is None:
-            values, starts = _without_holes(values, starts, lengths)
+            values, starts = pack_rows(values, starts, lengths)
         return spec, lengths, TensorValues(values, starts, lengths)
 
-    def _tensor_list(self, tensors: list[Tensor]) -> tuple[FieldSpec, Int64s, Values]:
+    def _encode_tensor_list(self, tensors: list[Tensor]) -> tuple[FieldSpec, Int64s, Values]:
         """Encode a list of tensors; the schema or their shapes determine the kind."""
         if not tensors:
-            return self._empty_list()
+            return self._encode_empty_list()
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
             names = sorted(DTYPE_NAMES[dtype] for dtype in dtypes)
@@ -406,16 +433,22 @@ class _FieldEncoder:
         if kind is FieldKind.RAGGED:
             ragged = RaggedValues(tensors)
             return FieldSpec(kind, DTYPE_NAMES[first.dtype]), ragged.sizes, ragged
-        skip = 0 if kind is FieldKind.DENSE else 1
-        inner = first.shape[skip:]
+        # Rows of a jagged field may differ in dimension 0, which is their length; dense rows have no such dimension.
+        length_dims = 0 if kind is FieldKind.DENSE else 1
+        inner = first.shape[length_dims:]
         for row, tensor in enumerate(tensors):
-            if tensor.dim() < skip or tensor.shape[skip:] != inner:
-                raise self._differs(f"rows of shapes {list(first.shape)} (row 0) and {list(tensor.shape)} (row {row})")
-        spec = self._spec(kind, first, tuple(inner))
-        lengths = np.array([tensor.shape[0] if skip else 1 for tensor in tensors], dtype=np.int64)
-        return spec, lengths, ListValues(tensors if skip else [tensor.unsqueeze(0) for tensor in tensors])
+            if tensor.dim() < length_dims or tensor.shape[length_dims:] != inner:
+                raise self._schema_error(
+                    f"rows of shapes {list(first.shape)} (row 0) and {list(tensor.shape)} (row {row})"
+                )
+        spec = self._field_spec(kind, first, tuple(inner))
+        if kind is FieldKind.DENSE:
+            return spec, np.ones(len(tensors), dtype=np.int64), ListValues([row.unsqueeze(0) for row in tensors])
+        lengths = np.array([tensor.shape[0] for tensor in tensors], dtype=np.int64)
+        return spec, lengths, ListValues(tensors)
 
-    def _empty_list(self) -> tuple[FieldSpec, Int64s, Values]:
+    def _encode_empty_list(self) -> tuple[FieldSpec, Int64s, Values]:
+        """Encode an empty list. InvalidRequestError if the schema leaves dtype or shape open."""
         if not self.spec.settled:
             raise InvalidRequestError(
                 f"field {self.name!r}: an empty list does not define dtype and shape; declare them or put rows first"
@@ -423,7 +456,8 @@ class _FieldEncoder:
         none = np.zeros(0, dtype=np.int64)
         return self.spec, none, FlatValues(np.zeros(0, dtype=np.uint8), none, none)
 
-    def _spec(self, kind: FieldKind, tensor: Tensor, inner: tuple[int, ...]) -> FieldSpec:
+    def _field_spec(self, kind: FieldKind, tensor: Tensor, inner: tuple[int, ...]) -> FieldSpec:
+        """Return the spec of these values. InvalidRequestError, naming the field, for a shape that no spec can have."""
         try:
             return _spec_of(kind, tensor.dtype, inner)
         except ValueError as error:
@@ -431,13 +465,13 @@ class _FieldEncoder:
 
     # --- errors ---
 
-    def _without_rows(self, what: str) -> InvalidRequestError:
+    def _no_rows_error(self, what: str) -> InvalidRequestError:
         return InvalidRequestError(f"field {self.name!r}: {what} without dimensions has no rows; expected [N, ...]")
 
-    def _differs(self, got: str) -> SchemaError:
+    def _schema_error(self, got: str) -> SchemaError:
         return SchemaError(partition=self.partition, field=self.name, got=got, expected=str(self.spec))
 
-    def _unsupported(self, got: str, hint: str, row: int | None = None) -> UnsupportedValueError:
+    def _unsupported_error(self, got: str, hint: str, row: int | None = None) -> UnsupportedValueError:
         return UnsupportedValueError(field=self.name, row=row, got=got, hint=hint)
 
 
@@ -451,37 +485,9 @@ def _row_count(value: Tensor | list[Any]) -> int:
 
 
 def _list_kind(tensors: list[Tensor]) -> FieldKind:
+    """Return the kind of a list of rows, by their shapes; see `encode_fields`."""
     if all(tensor.dim() == 0 for tensor in tensors):
         return FieldKind.DENSE
     inner = tensors[0].shape[1:]
-    alike = all(tensor.dim() > 0 and tensor.shape[1:] == inner for tensor in tensors)
-    return FieldKind.JAGGED if alike else FieldKind.RAGGED
-
-
-def _row_values(tensor: Tensor, lengths: Int64s | None) -> Values:
-    """Return the rows of `tensor` [N, ...] as values; with `lengths`, only the first `lengths[i]` steps of row i."""
-    rows = len(tensor)
-    row_shape = tensor.shape[1:]
-    unit = tensor.element_size() * math.prod(row_shape if lengths is None else row_shape[1:])
-    sizes = np.full(rows, unit, dtype=np.int64) if lengths is None else lengths * unit
-    if not tensor.numel():
-        return FlatValues(np.zeros(0, dtype=np.uint8), np.zeros(rows, dtype=np.int64), sizes)
-    if tensor.device.type == "cpu" and tensor[0].is_contiguous():
-        step = tensor.stride(0)
-        flat = tensor.as_strided(((rows - 1) * step + math.prod(row_shape),), (1,))
-        starts = np.arange(rows, dtype=np.int64) * (step * tensor.element_size())
-        return FlatValues(byte_view(flat), starts, sizes)
-    if lengths is None or (lengths == tensor.shape[1]).all():
-        return TensorValues(tensor, np.arange(rows, dtype=np.int64), np.ones(rows, dtype=np.int64))
-    starts = np.arange(rows, dtype=np.int64) * tensor.shape[1]
-    flat = tensor.reshape(rows * tensor.shape[1], *row_shape[1:])
-    if tensor.device.type != "cpu":
-        flat, starts = _without_holes(flat, starts, lengths)
-    return TensorValues(flat, starts, lengths)
-
-
-def _without_holes(values: Tensor, starts: Int64s, lengths: Int64s) -> tuple[Tensor, Int64s]:
-    """Pack the rows on their device, so that one copy to the host suffices instead of one per row."""
-    firsts = np.cumsum(lengths) - lengths
-    places = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - firsts, lengths)
-    return values[torch.from_numpy(places).to(values.device)], firsts
+    same_inner = all(tensor.dim() > 0 and tensor.shape[1:] == inner for tensor in tensors)
+    return FieldKind.JAGGED if same_inner else FieldKind.RAGGED

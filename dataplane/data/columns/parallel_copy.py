@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from dataplane.core.row_copy import Run, copy_runs
 
-MOST_BY_DEFAULT = 4
+MAX_DEFAULT_THREADS = 4
 FROM_BYTES = 2 << 20
 """If the long runs have fewer bytes than this, the calling thread copies them: waking threads takes as long."""
 LONG_BYTES = 256 << 10
@@ -21,7 +21,7 @@ _PIECE_BYTES = 1 << 20
 
 def default_threads() -> int:
     """Return the number of cores that this process may use, at most 4: beyond that the memory is the bottleneck."""
-    return min(MOST_BY_DEFAULT, len(os.sched_getaffinity(0)))
+    return min(MAX_DEFAULT_THREADS, len(os.sched_getaffinity(0)))
 
 
 class Copier:
@@ -36,28 +36,29 @@ class Copier:
         assert threads >= 1, threads
         self._helpers = threads - 1
         self._started = 0
-        self._guard = threading.Lock()
+        self._start_lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # None ends the helper threads; at exit they end as daemon threads.
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def copy(self, runs: Sequence[Run]) -> None:
-        """Copy every run. Returns or raises only after every helper has stopped copying, even on a KeyboardInterrupt.
-        Blocks only for the copy."""
+        """Copy every run, a (target, source) pair of byte arrays. Returns or raises only after every helper has stopped
+        copying, even on a KeyboardInterrupt. Blocks only for the copy."""
         long = [run for run in runs if run[0].nbytes >= LONG_BYTES] if self._helpers else []
         if sum(target.nbytes for target, _ in long) < FROM_BYTES:
             copy_runs(runs)
             return
         copy_runs(run for run in runs if run[0].nbytes < LONG_BYTES)
-        self._start()
-        self._together(_Job(_pieces(long)))
+        self._start_helpers()
+        self._copy_with_helpers(_Job(_pieces(long)))
 
-    def _start(self) -> None:
-        with self._guard:
+    def _start_helpers(self) -> None:
+        with self._start_lock:
             while self._started < self._helpers:
-                threading.Thread(target=_serve, args=(self._jobs,), name="tq-copy", daemon=True).start()
+                threading.Thread(target=_run_helper, args=(self._jobs,), name="tq-copy", daemon=True).start()
                 self._started += 1
 
-    def _together(self, job: _Job) -> None:
+    def _copy_with_helpers(self, job: _Job) -> None:
         """Copy the pieces of `job` with the helpers and wait until they have stopped."""
         interrupted: BaseException | None = None
         try:
@@ -87,7 +88,8 @@ class Copier:
 
 
 class _Job:
-    """The remaining pieces of one copy. `active` counts the helpers that are copying pieces."""
+    """The remaining pieces of one copy. `active` counts the helpers that are copying pieces; `changed` guards it and
+    signals its changes. error: what a helper raised."""
 
     def __init__(self, pieces: collections.deque[Run]) -> None:
         self.pieces = pieces
@@ -101,7 +103,7 @@ class _Job:
         while pieces:
             try:
                 target, source = pieces.popleft()
-            except IndexError:
+            except IndexError:  # another thread took the last piece
                 return
             target[...] = source
 
@@ -120,14 +122,16 @@ class _Job:
                 self.changed.notify_all()
 
 
-def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
+def _run_helper(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    """Help with jobs until the queue contains None. The body of a helper thread."""
     while (job := jobs.get()) is not None:
         job.help()
-        del job
-    jobs.put(None)
+        del job  # do not keep its memory alive while waiting
+    jobs.put(None)  # for the other helpers
 
 
 def _pieces(runs: Iterable[Run]) -> collections.deque[Run]:
+    """Cut the runs into pieces of at most `_PIECE_BYTES`, for the threads to take one by one."""
     return collections.deque(
         (target[start : start + _PIECE_BYTES], source[start : start + _PIECE_BYTES])
         for target, source in runs

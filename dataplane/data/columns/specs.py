@@ -17,18 +17,18 @@ def declared_specs(fields: Iterable[str] | Mapping[str, Any] | None) -> dict[str
     """
     if isinstance(fields, str):
         raise InvalidRequestError(f"fields={fields!r}: pass a list of names, not one string")
-    named = list(fields.items()) if isinstance(fields, Mapping) else [(name, None) for name in fields or ()]
+    pairs = list(fields.items()) if isinstance(fields, Mapping) else [(name, None) for name in fields or ()]
     specs: dict[str, FieldSpec] = {}
-    for name, given in named:
+    for name, given in pairs:
         if type(name) is not str or not name:
             raise InvalidRequestError(f"field names must be non-empty str, got {name!r}")
         if name in specs:
             raise InvalidRequestError(f"field {name!r} is declared twice")
-        specs[name] = _spec(name, given)
+        specs[name] = _parse_spec(name, given)
     return specs
 
 
-def _spec(name: str, given: Any) -> FieldSpec:
+def _parse_spec(name: str, given: Any) -> FieldSpec:
     try:
         return field_spec(given)
     except (TypeError, ValueError) as error:

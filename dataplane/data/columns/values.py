@@ -7,7 +7,7 @@ Each class holds K values. `sizes` `[K]` are their sizes in bytes.
   performed at once.
 - `buffers(first, last)` returns the same bytes as a list of arrays. Long values that are contiguous in CPU memory are
   not copied.
-- `take(which)` returns the values `which`, without a copy.
+- `take(indices)` returns the values at `indices`, without a copy.
 - `checksums()` returns one checksum per value `[K]`. It copies values whose bytes are accessible only through torch.
 """
 
@@ -47,7 +47,7 @@ class Values(Protocol):
 
     def buffers(self, first: int, last: int) -> list[UInt8s]: ...
 
-    def take(self, which: Int64s) -> Values: ...
+    def take(self, indices: Int64s) -> Values: ...
 
     def checksums(self) -> UInt32s: ...
 
@@ -71,8 +71,8 @@ class FlatValues:
         _, starts, stops = merge_runs(None, self.starts[first:last], self.sizes[first:last])
         return [self.memory[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
-    def take(self, which: Int64s) -> FlatValues:
-        return FlatValues(self.memory, self.starts[which], self.sizes[which])
+    def take(self, indices: Int64s) -> FlatValues:
+        return FlatValues(self.memory, self.starts[indices], self.sizes[indices])
 
     def checksums(self) -> UInt32s:
         return checksums_of(self.memory, self.starts, self.sizes)
@@ -105,6 +105,7 @@ class TensorValues:
         return self.tensor.is_cpu
 
     def _pieces(self, first: int, last: int) -> Iterator[Tensor]:
+        """Yield values [first, last) as slices of the tensor; values that are adjacent there are one slice."""
         _, starts, stops = merge_runs(None, self.starts[first:last], self.counts[first:last])
         return (self.tensor[start:stop] for start, stop in zip(starts, stops, strict=True))
 
@@ -118,8 +119,8 @@ class TensorValues:
     def buffers(self, first: int, last: int) -> list[UInt8s]:
         return [byte_view(piece.cpu().contiguous()) for piece in self._pieces(first, last)]
 
-    def take(self, which: Int64s) -> TensorValues:
-        return TensorValues(self.tensor, self.starts[which], self.counts[which])
+    def take(self, indices: Int64s) -> TensorValues:
+        return TensorValues(self.tensor, self.starts[indices], self.counts[indices])
 
     def checksums(self) -> UInt32s:
         return in_host_memory(self).checksums()
@@ -137,31 +138,32 @@ class ListValues:
         return all(tensor.is_cpu for tensor in self.tensors)
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
-        chosen = self.tensors[first:last]
+        tensors = self.tensors[first:last]
         if not target.nbytes:
             return
-        if all(tensor.is_cpu for tensor in chosen) and _is_aligned(target, chosen[0].element_size()):
-            out = torch.from_numpy(target).view(chosen[0].dtype).view(-1, *chosen[0].shape[1:])
-            torch.cat(chosen, out=out)
+        if all(tensor.is_cpu for tensor in tensors) and _is_aligned(target, tensors[0].element_size()):
+            out = torch.from_numpy(target).view(tensors[0].dtype).view(-1, *tensors[0].shape[1:])
+            torch.cat(tensors, out=out)
         else:
-            copy_tensor(_on_one_device(chosen), target, later)
+            copy_tensor(_cat_on_one_device(tensors), target, later)
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
-        chosen = self.tensors[first:last]
+        tensors = self.tensors[first:last]
         if not self.sizes[first:last].any():
             return []
-        if int(self.sizes[first:last].sum()) < len(chosen) * _WORTH_A_BUFFER_BYTES:
-            return [byte_view(_on_one_device(chosen).cpu())]
-        return [byte_view(tensor.cpu().contiguous()) for tensor in chosen if tensor.nbytes]
+        if int(self.sizes[first:last].sum()) < len(tensors) * _WORTH_A_BUFFER_BYTES:
+            return [byte_view(_cat_on_one_device(tensors).cpu())]
+        return [byte_view(tensor.cpu().contiguous()) for tensor in tensors if tensor.nbytes]
 
-    def take(self, which: Int64s) -> ListValues:
-        return ListValues([self.tensors[k] for k in which.tolist()])
+    def take(self, indices: Int64s) -> ListValues:
+        return ListValues([self.tensors[k] for k in indices.tolist()])
 
     def checksums(self) -> UInt32s:
         return settled([xxhash.xxh3_64_intdigest(byte_view(tensor.cpu().contiguous()).data) for tensor in self.tensors])
 
 
-def _on_one_device(tensors: list[Tensor]) -> Tensor:
+def _cat_on_one_device(tensors: list[Tensor]) -> Tensor:
+    """Concatenate tensors that can be on different devices, on the device of the first one."""
     device = tensors[0].device
     return torch.cat([tensor.to(device) for tensor in tensors])
 
@@ -172,7 +174,7 @@ class RaggedValues:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
         self.sizes: Int64s = np.array(
-            [_aligned(ragged_header_bytes(tensor.dim()) + tensor.nbytes) for tensor in tensors], dtype=np.int64
+            [_round_up(ragged_header_bytes(tensor.dim()) + tensor.nbytes) for tensor in tensors], dtype=np.int64
         )
 
     @property
@@ -183,31 +185,64 @@ class RaggedValues:
         position = 0
         for tensor, size in zip(self.tensors[first:last], self.sizes[first:last].tolist(), strict=True):
             header = ragged_header(tensor)
-            data = position + len(header)
-            target[position:data] = header
-            copy_tensor(tensor, target[data : data + tensor.nbytes], later)
+            data_start = position + len(header)
+            target[position:data_start] = header
+            copy_tensor(tensor, target[data_start : data_start + tensor.nbytes], later)
             position += size
-            target[data + tensor.nbytes : position] = 0
+            target[data_start + tensor.nbytes : position] = 0
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
         parts: list[UInt8s] = []
         for tensor, size in zip(self.tensors[first:last], self.sizes[first:last].tolist(), strict=True):
             header = ragged_header(tensor)
-            rest = size - len(header) - tensor.nbytes
-            parts += [header, byte_view(tensor.cpu().contiguous()), np.zeros(rest, dtype=np.uint8)]
+            padding = np.zeros(size - len(header) - tensor.nbytes, dtype=np.uint8)
+            parts += [header, byte_view(tensor.cpu().contiguous()), padding]
         return [part for part in parts if part.nbytes]
 
-    def take(self, which: Int64s) -> RaggedValues:
-        return RaggedValues([self.tensors[k] for k in which.tolist()])
+    def take(self, indices: Int64s) -> RaggedValues:
+        return RaggedValues([self.tensors[k] for k in indices.tolist()])
 
     def checksums(self) -> UInt32s:
         return settled([self._digest(k) for k in range(len(self.tensors))])
 
     def _digest(self, k: int) -> int:
+        """Return the hash of value k with its header and padding."""
         digest = xxhash.xxh3_64()
         for part in self.buffers(k, k + 1):
             digest.update(part.data)
         return digest.intdigest()
+
+
+def row_values(tensor: Tensor, lengths: Int64s | None) -> Values:
+    """Return the rows of `tensor` [N, ...] as values; with `lengths`, only the first `lengths[i]` steps of row i."""
+    rows = len(tensor)
+    row_shape = tensor.shape[1:]
+    # Without lengths the unit is a whole row, otherwise one step of it.
+    unit_bytes = tensor.element_size() * math.prod(row_shape if lengths is None else row_shape[1:])
+    sizes = np.full(rows, unit_bytes, dtype=np.int64) if lengths is None else lengths * unit_bytes
+    if not tensor.numel():
+        return FlatValues(np.zeros(0, dtype=np.uint8), np.zeros(rows, dtype=np.int64), sizes)
+    if tensor.device.type == "cpu" and tensor[0].is_contiguous():
+        # Each row is contiguous, even if the rows are not adjacent: view the memory from the first row to the last.
+        row_stride = tensor.stride(0)
+        flat = tensor.as_strided(((rows - 1) * row_stride + math.prod(row_shape),), (1,))
+        starts = np.arange(rows, dtype=np.int64) * (row_stride * tensor.element_size())
+        return FlatValues(byte_view(flat), starts, sizes)
+    if lengths is None or (lengths == tensor.shape[1]).all():
+        return TensorValues(tensor, np.arange(rows, dtype=np.int64), np.ones(rows, dtype=np.int64))
+    starts = np.arange(rows, dtype=np.int64) * tensor.shape[1]
+    flat = tensor.reshape(rows * tensor.shape[1], *row_shape[1:])
+    if tensor.device.type != "cpu":
+        flat, starts = pack_rows(flat, starts, lengths)
+    return TensorValues(flat, starts, lengths)
+
+
+def pack_rows(values: Tensor, starts: Int64s, lengths: Int64s) -> tuple[Tensor, Int64s]:
+    """Pack the rows on their device, so that one copy to the host suffices instead of one per row. Return the packed
+    values and the start of each row in them."""
+    packed_starts = np.cumsum(lengths) - lengths
+    sources = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - packed_starts, lengths)
+    return values[torch.from_numpy(sources).to(values.device)], packed_starts
 
 
 def copy_tensor(tensor: Tensor, target: UInt8s, later: list[Run] | None = None) -> None:
@@ -233,7 +268,8 @@ def _is_aligned(target: UInt8s, item_bytes: int) -> bool:
 
 
 def ragged_header_bytes(dims: int) -> int:
-    return _aligned(8 * (1 + dims))
+    """Return the size of the header of a ragged row with this number of dimensions."""
+    return _round_up(8 * (1 + dims))
 
 
 def ragged_header(tensor: Tensor) -> UInt8s:
@@ -242,5 +278,5 @@ def ragged_header(tensor: Tensor) -> UInt8s:
     return np.frombuffer(packed.ljust(ragged_header_bytes(tensor.dim()), b"\0"), dtype=np.uint8)
 
 
-def _aligned(nbytes: int) -> int:
+def _round_up(nbytes: int) -> int:
     return -(-nbytes // RAGGED_ALIGN_BYTES) * RAGGED_ALIGN_BYTES

@@ -16,27 +16,29 @@ from dataplane.ledger.commands import FieldLocations, Int64s
 
 @dataclasses.dataclass(frozen=True)
 class FieldCheck:
-    """Expected checksums of the rows of one field. samples: sample ids in row order, for error messages."""
+    """Compares the rows of one field with the checksums in `located`. A `Check` of `columns.decode`. samples: sample
+    ids in row order, for error messages."""
 
     partition: str
     samples: Sequence[str]
     located: FieldLocations
 
     def __call__(self, memory: UInt8s, offsets: Int64s, rows: Int64s | slice) -> None:
-        """Verify `rows`, which are at `offsets` of `memory`. `ChecksumError` names the first row that differs."""
-        found = self.located
-        assert found.checksums is not None
-        sizes = found.lengths[rows] * found.spec.unit_bytes
-        expected = found.checksums[rows]
-        wrong, got = damaged(memory, offsets, sizes, expected)
+        """Verify `rows` (indices, or a slice of all), which are at `offsets` of `memory`. `ChecksumError` names the
+        first row that differs."""
+        located = self.located
+        assert located.checksums is not None
+        sizes = located.lengths[rows] * located.spec.unit_bytes
+        expected = located.checksums[rows]
+        wrong, got = damaged(memory, offsets, sizes, expected)  # wrong: positions in `rows`
         if not len(wrong):
             return
-        place = int(np.arange(len(found.lengths))[rows][wrong[0]])
+        row = int(np.arange(len(located.lengths))[rows][wrong[0]])
         raise ChecksumError(
             partition=self.partition,
-            sample=self.samples[place],
-            field=found.name,
-            unit=int(found.units[place]),
+            sample=self.samples[row],
+            field=located.name,
+            unit=int(located.units[row]),
             expected=int(expected[wrong[0]]),
             got=int(got[0]),
             total=len(wrong),
@@ -47,7 +49,7 @@ def checked(
     sources: Mapping[str, RowSource], located: Sequence[FieldLocations], partition: str, samples: Sequence[str]
 ) -> dict[str, RowSource]:
     """Return `sources` with a check for every field that has checksums; its rows are verified when they are read."""
-    checks = {found.name: FieldCheck(partition, samples, found) for found in located if found.checksums is not None}
+    checks = {field.name: FieldCheck(partition, samples, field) for field in located if field.checksums is not None}
     return {
         name: dataclasses.replace(source, check=checks[name]) if name in checks else source
         for name, source in sources.items()
