@@ -206,14 +206,14 @@ def test_bins_without_space_are_tried_few_times_each(monkeypatch: pytest.MonkeyP
         shards=[f"host {number % 8}" for number in range(32)],
         lengths=lengths,
     )
-    tries, real = 0, Exchange._exchanged
+    tries, real = 0, Exchange._swap_rows
 
     def counted(*arguments: Any) -> bool:
         nonlocal tries
         tries += 1
         return real(*arguments)
 
-    monkeypatch.setattr(Exchange, "_exchanged", counted)
+    monkeypatch.setattr(Exchange, "_swap_rows", counted)
     arguments = {"max_tokens_per_microbatch": 4096, "algorithm": "modified_first_fit_decreasing"}
     plan = plan_shards(size, lambda _: lengths, shards=32, sequence_packing_args=arguments, locality=near)
     home = [

@@ -15,7 +15,7 @@ from dataplane.core.schema import PACKING_KEYS
 from dataplane.data.batch import BatchedDataDict
 from dataplane.data.meta import KVBatchMeta
 from dataplane.data.packing import PackingAlgorithm, inverse_permutation, plan_shards, shard_meta_for_dp
-from dataplane.data.packing.balance import deal, even_runs, even_shares, level
+from dataplane.data.packing.balance import deal, even_runs, even_shares, level_ranks
 from dataplane.data.packing.bins import loads_of
 from tests.data.columns_helpers import nested_of
 from tests.profiles import budget
@@ -279,7 +279,7 @@ def test_dealing_and_levelling(ranks: int, each: int, data: st.DataObject) -> No
     assert sorted(number for numbers in dealt for number in numbers) == list(range(len(bins)))
     assert {len(numbers) for numbers in dealt} == {each}
     before = max(int(loads[numbers].sum()) for numbers in dealt)
-    level(bins, loads, dealt, sizes, capacity)
+    level_ranks(bins, loads, dealt, sizes, capacity)
     assert max(int(loads[numbers].sum()) for numbers in dealt) <= before
     assert sorted(row for rows in bins for row in rows) == list(range(len(sizes)))
     assert all(bins)
@@ -295,7 +295,7 @@ def test_the_lightest_rank_gets_the_heaviest_bin_of_a_round() -> None:
 def test_rows_that_fit_no_bin_stay() -> None:
     bins = [[0, 1], [2, 3], [4], [5]]
     loads = np.array([10, 10, 6, 6])
-    level(bins, loads, [[0, 1], [2, 3]], [5, 5, 5, 5, 6, 6], 10)
+    level_ranks(bins, loads, [[0, 1], [2, 3]], [5, 5, 5, 5, 6, 6], 10)
     assert bins == [[0, 1], [2, 3], [4], [5]]
     assert loads.tolist() == [10, 10, 6, 6]
 
@@ -303,7 +303,7 @@ def test_rows_that_fit_no_bin_stay() -> None:
 def test_single_rows_move_to_the_rank_with_space() -> None:
     bins, sizes = [[0, 1, 2], [3]], [4, 3, 2, 1]
     loads = np.array([9, 1])
-    level(bins, loads, [[0], [1]], sizes, 9)
+    level_ranks(bins, loads, [[0], [1]], sizes, 9)
     assert bins == [[1, 2], [3, 0]]
     assert loads.tolist() == [5, 5]
 

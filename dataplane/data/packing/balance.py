@@ -25,17 +25,18 @@ def deal(loads: Int64s, ranks: int) -> list[list[int]]:
     so far gets the heaviest bin.
     """
     rounds = np.argsort(-loads, kind="stable").reshape(-1, ranks).tolist()
-    tokens = loads.tolist()
-    totals = [0] * ranks
+    bin_tokens = loads.tolist()
+    rank_tokens = [0] * ranks
     dealt: list[list[int]] = [[] for _ in range(ranks)]
-    for bins in rounds:
-        for rank, number in zip(sorted(range(ranks), key=totals.__getitem__), bins, strict=True):
-            dealt[rank].append(number)
-            totals[rank] += tokens[number]
-    return [sorted(numbers) for numbers in dealt]
+    for round_bins in rounds:
+        lightest_first = sorted(range(ranks), key=rank_tokens.__getitem__)
+        for rank, bin_number in zip(lightest_first, round_bins, strict=True):
+            dealt[rank].append(bin_number)
+            rank_tokens[rank] += bin_tokens[bin_number]
+    return [sorted(bin_numbers) for bin_numbers in dealt]
 
 
-def balanced(packer: SequencePacker, tokens: Int64s, ranks: int) -> tuple[Bins, Int64s, list[list[int]]]:
+def pack_balanced(packer: SequencePacker, tokens: Int64s, ranks: int) -> tuple[Bins, Int64s, list[list[int]]]:
     """Pack and balance rows of `tokens` `[N]`, N >= 1. Return (bins, tokens of each bin, bins of each rank).
 
     `packer` must return a multiple of `ranks` of bins. Dealing balances ranks with many bins. If it leaves them
@@ -44,21 +45,22 @@ def balanced(packer: SequencePacker, tokens: Int64s, ranks: int) -> tuple[Bins, 
     bins = packer.pack(tokens)
     loads = loads_of(bins, tokens)
     dealt = deal(loads, ranks)
-    totals = _totals(loads, dealt)
+    totals = _rank_totals(loads, dealt)
     if max(totals) * ranks > CLOSE_ENOUGH * sum(totals):
         if packer.keeps_order:
             bins, loads, dealt = even_shares(even_runs(tokens, len(bins)), tokens, ranks, packer.bin_capacity)
         else:
-            level(bins, loads, dealt, tokens.tolist(), packer.bin_capacity)
+            level_ranks(bins, loads, dealt, tokens.tolist(), packer.bin_capacity)
     return bins, loads, dealt
 
 
 def even_runs(tokens: Int64s, count: int) -> Bins:
     """Cut the rows into `count` bins of consecutive rows so that the fullest bin has the fewest possible tokens."""
-    low = max(int(tokens.max()), -(-int(tokens.sum()) // count), 1)
-    capacities = range(low, int(tokens.sum()) + 1)
-    enough = bisect_left(capacities, True, key=lambda capacity: len(concatenate(tokens, capacity)) <= count)
-    return split(concatenate(tokens, low + enough), tokens, count)
+    lowest = max(int(tokens.max()), -(-int(tokens.sum()) // count), 1)
+    capacities = range(lowest, int(tokens.sum()) + 1)
+    # Find the smallest capacity that is enough by bisection: False for capacities that are too small, then True.
+    position = bisect_left(capacities, True, key=lambda capacity: len(concatenate(tokens, capacity)) <= count)
+    return split(concatenate(tokens, lowest + position), tokens, count)
 
 
 def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[Bins, Int64s, list[list[int]]]:
@@ -69,7 +71,7 @@ def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[
     number of runs stays the same, no run becomes empty, and none exceeds `capacity`.
     """
     counts, loads = np.array([len(rows) for rows in runs]), loads_of(runs, tokens)
-    rank_of = np.empty(len(runs), dtype=np.int64)
+    rank_of = np.empty(len(runs), dtype=np.int64)  # the rank of each run
     for rank, numbers in enumerate(deal(loads, ranks)):
         rank_of[numbers] = rank
     for _ in range(MOVES_PER_RANK * ranks):
@@ -77,19 +79,24 @@ def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[
         np.add.at(totals, rank_of, loads)
         if totals.max() * ranks <= CLOSE_ENOUGH * totals.sum():
             break
-        of_run = totals[rank_of]
-        starts = np.cumsum(counts)[:-1]
-        right = _gains(tokens[starts - 1], of_run[:-1] - of_run[1:])  # moves the last row of a run to the next run
+        total_of = totals[rank_of]  # for each run: the tokens of its rank
+        starts = np.cumsum(counts)[:-1]  # the first row of each run except the first run
+        # Cut i is between run i and run i + 1. Move the last row of run i to the right, to the next run, ...
+        right = _gains(tokens[starts - 1], total_of[:-1] - total_of[1:])
         right[(counts[:-1] == 1) | (loads[1:] + tokens[starts - 1] > capacity)] = 0
-        left = _gains(tokens[starts], of_run[1:] - of_run[:-1])
+        # ... or the first row of run i + 1 to the left, ...
+        left = _gains(tokens[starts], total_of[1:] - total_of[:-1])
         left[(counts[1:] == 1) | (loads[:-1] + tokens[starts] > capacity)] = 0
-        few = slice(0, len(runs) if len(runs) <= MOST_EXCHANGED else 0)
-        exchanged = _gains(loads[few, None] - loads[None, few], of_run[few, None] - of_run[None, few])
-        best = max(right.max(initial=0), left.max(initial=0), exchanged.max(initial=0))
+        # ... or swap the ranks of two runs.
+        compared = slice(0, len(runs) if len(runs) <= MOST_EXCHANGED else 0)
+        swaps = _gains(
+            loads[compared, None] - loads[None, compared], total_of[compared, None] - total_of[None, compared]
+        )
+        best = max(right.max(initial=0), left.max(initial=0), swaps.max(initial=0))
         if best <= 0:
             break
-        if best == exchanged.max(initial=0):
-            one, other = divmod(int(exchanged.argmax()), len(runs))
+        if best == swaps.max(initial=0):
+            one, other = divmod(int(swaps.argmax()), len(runs))
             rank_of[one], rank_of[other] = rank_of[other], rank_of[one]
             continue
         to_right = best == right.max(initial=0)
@@ -109,33 +116,36 @@ def _gains(moved: Int64s, gaps: Int64s) -> Int64s:
     return moved * (gaps - moved)
 
 
-def level(bins: Bins, loads: Int64s, dealt: Sequence[Sequence[int]], sizes: Sequence[int], capacity: int) -> None:
+def level_ranks(bins: Bins, loads: Int64s, dealt: Sequence[Sequence[int]], sizes: Sequence[int], capacity: int) -> None:
     """Move single rows from the heaviest rank to the lightest, in place (`bins` and `loads`), until the ranks are close
-    or no row that helps fits. No bin becomes empty, none exceeds `capacity`; `sizes` are tokens per row."""
-    totals = _totals(loads, dealt)
+    or no row that helps fits. No bin becomes empty, none exceeds `capacity`. dealt: the bins of each rank; sizes: the
+    tokens of each row."""
+    totals = _rank_totals(loads, dealt)
     for _ in range(MOVES_PER_RANK * len(totals)):
         heavy, light = totals.index(max(totals)), totals.index(min(totals))
         if totals[heavy] * len(totals) <= CLOSE_ENOUGH * sum(totals):
             return
         gap = totals[heavy] - totals[light]
-        into = min(dealt[light], key=loads.__getitem__)
-        longest = min(capacity - int(loads[into]), gap - 1)
-        movable = [
-            (abs(gap - 2 * sizes[row]), number, place)
+        target = min(dealt[light], key=loads.__getitem__)
+        longest = min(capacity - int(loads[target]), gap - 1)  # a longer row does not fit, or increases the gap
+        # (remaining gap, bin, position of the row in the bin)
+        candidates = [
+            (abs(gap - 2 * sizes[row]), number, position)
             for number in dealt[heavy]
             if len(bins[number]) > 1
-            for place, row in enumerate(bins[number])
+            for position, row in enumerate(bins[number])
             if 0 < sizes[row] <= longest
         ]
-        if not movable:
+        if not candidates:
             return
-        _, out_of, place = min(movable)
-        row = bins[out_of].pop(place)
-        bins[into].append(row)
-        for number, rank, change in ((out_of, heavy, -sizes[row]), (into, light, sizes[row])):
+        _, source, position = min(candidates)
+        row = bins[source].pop(position)
+        bins[target].append(row)
+        for number, rank, change in ((source, heavy, -sizes[row]), (target, light, sizes[row])):
             loads[number] += change
             totals[rank] += change
 
 
-def _totals(loads: Int64s, dealt: Sequence[Sequence[int]]) -> list[int]:
+def _rank_totals(loads: Int64s, dealt: Sequence[Sequence[int]]) -> list[int]:
+    """Return the tokens of each rank."""
     return [int(loads[numbers].sum()) for numbers in dealt]

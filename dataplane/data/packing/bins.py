@@ -33,37 +33,39 @@ def concatenate(lengths: Int64s, capacity: int) -> Bins:
 
 def first_fit(lengths: Int64s, order: Int64s, capacity: int) -> Bins:
     """Put each row of `order` into the first bin with space for it, else into a new one. O(N log bins)."""
-    # A short list holds the few bins with space for most rows. A tree holds the bins that only the shortest rows fit.
-    closes_at = int(np.partition(lengths, len(lengths) // 20)[len(lengths) // 20])
+    # A short list holds the open bins: the few bins with space for most rows. A tree holds the closed bins, which only
+    # the shortest 5 percent of the rows fit, and open bins that do not fit into the list.
+    closing_residual = int(np.partition(lengths, len(lengths) // 20)[len(lengths) // 20])
     closed = _Residuals(min(len(order), 2 * int(lengths.sum()) // capacity + 2))
-    numbers: list[int] = []
-    residuals: list[int] = []
-    where: list[int] = []
-    count, most = 0, -1
+    largest_closed = -1  # the largest free space of a closed bin
+    open_numbers: list[int] = []
+    open_residuals: list[int] = []
+    bin_of: list[int] = []  # for each row of `order`
+    bin_count = 0
     for size in lengths[order].tolist():
-        place = 0
-        for residual in residuals:
+        position = 0  # in the open bins: the first one with space, or their number
+        for residual in open_residuals:
             if residual >= size:
                 break
-            place += 1
-        if most >= size:
+            position += 1
+        if largest_closed >= size:
             number = closed.first(size)
-            if place == len(residuals) or number < numbers[place]:
-                most = closed.take(number, size)
-                where.append(number)
+            if position == len(open_residuals) or number < open_numbers[position]:
+                largest_closed = closed.take(number, size)
+                bin_of.append(number)
                 continue
-        if place == len(residuals):
-            numbers.append(count)
-            residuals.append(capacity)
-            count += 1
-        where.append(numbers[place])
-        residuals[place] = residual = residuals[place] - size
-        if place == MOST_OPEN:
-            place = residuals.index(min(residuals))
-        elif residual >= closes_at:
+        if position == len(open_residuals):
+            open_numbers.append(bin_count)
+            open_residuals.append(capacity)
+            bin_count += 1
+        bin_of.append(open_numbers[position])
+        open_residuals[position] = residual = open_residuals[position] - size
+        if position == MOST_OPEN:  # the list has grown too long: close its fullest bin
+            position = open_residuals.index(min(open_residuals))
+        elif residual >= closing_residual:
             continue
-        most = closed.put(numbers.pop(place), residuals.pop(place))
-    return _by_bin(order, where)
+        largest_closed = closed.put(open_numbers.pop(position), open_residuals.pop(position))
+    return _rows_by_bin(order, bin_of)
 
 
 def first_fit_decreasing(lengths: Int64s, capacity: int) -> Bins:
@@ -78,12 +80,12 @@ def modified_first_fit_decreasing(lengths: Int64s, capacity: int) -> Bins:
 
     The modification is tried only if first-fit decreasing exceeds the lower bound by more than 0.1 percent. It first
     adds to each bin with a row over half the capacity one row over a third, or two rows over a sixth. O(N log N)."""
-    plain = first_fit_decreasing(lengths, capacity)
-    if len(plain) * 1000 <= fewest_bins(lengths, capacity) * 1001:
-        return plain
-    bins, residuals, rest = _pair_large_rows(lengths, capacity)
-    _fill(lengths, rest, capacity, bins, residuals)
-    return bins if len(bins) < len(plain) else plain
+    unmodified = first_fit_decreasing(lengths, capacity)
+    if len(unmodified) * 1000 <= fewest_bins(lengths, capacity) * 1001:
+        return unmodified
+    bins, residuals, other_rows = _pair_large_rows(lengths, capacity)
+    _fill(lengths, other_rows, capacity, bins, residuals)
+    return bins if len(bins) < len(unmodified) else unmodified
 
 
 def fewest_bins(lengths: Int64s, capacity: int) -> int:
@@ -92,15 +94,16 @@ def fewest_bins(lengths: Int64s, capacity: int) -> int:
     For any k up to half the capacity: each row over `capacity - k` fills a bin alone. Every other row over half the
     capacity needs a separate bin. Rows from k to half the capacity use the space left in the latter, or more bins.
     """
-    rising = _sorted(lengths)[1]
-    sums = np.concatenate([[0], np.cumsum(rising)])
-    half = int(np.searchsorted(rising * 2, capacity, side="right"))
-    least = np.concatenate([[0], rising[:half]])  # k
-    starts = np.searchsorted(rising, least)
-    alone = np.searchsorted(rising, capacity - least, side="right")
-    residual = (alone - half) * capacity - (sums[alone] - sums[half])
-    more = np.maximum(-(-(sums[half] - sums[starts] - residual) // capacity), 0)
-    return int((len(rising) - half + more).max())
+    rising = _sort_by_length(lengths)[1]
+    sums = np.concatenate([[0], np.cumsum(rising)])  # sums[i]: the sum of the i shortest lengths
+    half = int(np.searchsorted(rising * 2, capacity, side="right"))  # the number of rows up to half the capacity
+    # The bound is computed for every k at once. Below, each array has one element per k.
+    smallest = np.concatenate([[0], rising[:half]])  # k
+    first_of_k = np.searchsorted(rising, smallest)  # rows from here to `half` have a length of k or more
+    first_alone = np.searchsorted(rising, capacity - smallest, side="right")  # rows from here on fill a bin alone
+    residual = (first_alone - half) * capacity - (sums[first_alone] - sums[half])
+    more_bins = np.maximum(-(-(sums[half] - sums[first_of_k] - residual) // capacity), 0)
+    return int((len(rising) - half + more_bins).max())
 
 
 def loads_of(bins: Bins, lengths: Int64s) -> Int64s:
@@ -115,34 +118,37 @@ def split(bins: Bins, lengths: Int64s, count: int) -> Bins:
 
     Each step cuts the fullest bin with two or more rows at the position where its two parts are most equal."""
     loads = loads_of(bins, lengths)
-    several = np.flatnonzero(np.fromiter(map(len, bins), dtype=np.int64) > 1)
-    fullest = several[np.argsort(-loads[several], kind="stable")][: count - len(bins)]
-    # A piece is (negated tokens, bin number, first row, end row).
-    pieces = [(-int(loads[number]), number, 0, len(bins[number])) for number in fullest.tolist()]
-    whole = {number for _, number, _, _ in pieces}
-    single: list[tuple[int, int, int, int]] = []
     missing = count - len(bins)
+    # Only the fullest bins can be cut: at most one bin per cut.
+    splittable = np.flatnonzero(np.fromiter(map(len, bins), dtype=np.int64) > 1)
+    fullest = splittable[np.argsort(-loads[splittable], kind="stable")][:missing]
+    # A piece is (negated tokens, bin number, first row, end row). The heap has the pieces of two or more rows.
+    heap = [(-int(loads[number]), number, 0, len(bins[number])) for number in fullest.tolist()]
+    cut_bins = {number for _, number, _, _ in heap}
+    single_rows: list[tuple[int, int, int, int]] = []
     while missing:
-        tokens, number, start, end = heapq.heappop(pieces)
-        before = list(accumulate(lengths[bins[number][start : end - 1]].tolist()))
-        first = min(range(len(before)), key=lambda cut: abs(tokens + 2 * before[cut]))
-        middle = start + first + 1
-        for piece in ((-before[first], number, start, middle), (tokens + before[first], number, middle, end)):
+        negated, number, start, end = heapq.heappop(heap)
+        # left_sums[i]: the tokens of the left part if the cut is after row `start + i`.
+        left_sums = list(accumulate(lengths[bins[number][start : end - 1]].tolist()))
+        cut = min(range(len(left_sums)), key=lambda index: abs(negated + 2 * left_sums[index]))
+        middle = start + cut + 1
+        for piece in ((-left_sums[cut], number, start, middle), (negated + left_sums[cut], number, middle, end)):
             if piece[3] - piece[2] > 1:
-                heapq.heappush(pieces, piece)
+                heapq.heappush(heap, piece)
             else:
-                single.append(piece)
+                single_rows.append(piece)
         missing -= 1
-    cut: dict[int, Bins] = {number: [] for number in whole}
-    for _, number, start, end in sorted(pieces + single, key=lambda piece: piece[2]):
-        cut[number].append(bins[number][start:end])
-    return [part for number, rows in enumerate(bins) for part in cut.get(number, [rows])]
+    parts: dict[int, Bins] = {number: [] for number in cut_bins}
+    for _, number, start, end in sorted(heap + single_rows, key=lambda piece: piece[2]):
+        parts[number].append(bins[number][start:end])
+    return [part for number, rows in enumerate(bins) for part in parts.get(number, [rows])]
 
 
 class _Residuals:
     """Free space per bin, for bin numbers below `most_bins`. Finds the first bin with enough space in O(log bins)."""
 
     def __init__(self, most_bins: int) -> None:
+        # A complete binary tree: node i has the children 2i and 2i + 1, the root is 1, and the leaves are the bins.
         self._leaves = 1
         while self._leaves < most_bins:
             self._leaves *= 2
@@ -153,7 +159,7 @@ class _Residuals:
         residual, node, leaves = self._residual, 1, self._leaves
         while node < leaves:
             node *= 2
-            if residual[node] < size:
+            if residual[node] < size:  # not in the left child: in the right one
                 node += 1
         return node - leaves
 
@@ -162,11 +168,11 @@ class _Residuals:
         residual, node = self._residual, number + self._leaves
         residual[node] = free
         while node > 1:
-            other = residual[node ^ 1]
-            if other > free:
-                free = other
+            sibling = residual[node ^ 1]
+            if sibling > free:
+                free = sibling
             node //= 2
-            if residual[node] == free:
+            if residual[node] == free:  # this node and all above it stay unchanged
                 break
             residual[node] = free
         return residual[1]
@@ -176,11 +182,11 @@ class _Residuals:
         return self.put(number, self._residual[number + self._leaves] - size)
 
 
-def _by_bin(order: Int64s, where: Sequence[int]) -> Bins:
-    """Return the rows of each bin. `where[i]` is the bin of row `order[i]`."""
-    numbers = np.array(where)
+def _rows_by_bin(order: Int64s, bin_of: Sequence[int]) -> Bins:
+    """Return the rows of each bin. `bin_of[i]` is the bin of row `order[i]`."""
+    numbers = np.array(bin_of)
     counts = np.bincount(numbers)
-    rows = order[_sorted(numbers)[0]].tolist()
+    rows = order[_sort_by_length(numbers)[0]].tolist()
     return [rows[start:end] for start, end in pairwise([0, *np.cumsum(counts).tolist()])]
 
 
@@ -188,49 +194,52 @@ def _fill(lengths: Int64s, rows: Int64s, capacity: int, bins: Bins, residuals: l
     """Pack `rows` first-fit decreasing into `bins` with free space `residuals`, and into new bins as needed. In place.
 
     The loop fills one bin at a time with the longest row that fits. The result equals row-by-row first-fit, because a
-    row that does not fit a bin cannot fit it later. Rows of one length form a class, found by bisection. `below[c]`
-    leads from an exhausted class to the next shorter one (a disjoint-set forest; 0 means that no class is left).
+    row that does not fit a bin cannot fit it later. Rows of one length form a class, found by bisection. Classes count
+    from 1, the shortest. `below[c]` leads from an exhausted class to the next shorter one (a disjoint-set forest; 0
+    means that no class is left).
     """
-    places, rising = _sorted(lengths[rows])
-    order = rows[places]
+    positions, rising = _sort_by_length(lengths[rows])
+    order = rows[positions]
     values, starts = np.unique(rising, return_index=True)
+    # Of class c: `sizes[c - 1]` is the length, and the rows left are those from `nexts[c - 1]` to `ends[c - 1]`.
     sizes, nexts = values.tolist(), starts.tolist()
     ends = [*nexts[1:], len(order)]
     ordered = order.tolist()
     below = list(range(len(sizes) + 1))
-    left, number = len(ordered), 0
+    left, number = len(ordered), 0  # number of rows left, current bin
     while left:
         if number == len(bins):
             bins.append([])
             residuals.append(capacity)
-        residual, into = residuals[number], bins[number]
-        place = len(sizes)
+        residual, target = residuals[number], bins[number]
+        row_class = len(sizes)
         while True:
-            place = bisect_right(sizes, residual, 0, place)
-            while below[place] != place:
-                below[place] = place = below[below[place]]
-            if not place:
+            row_class = bisect_right(sizes, residual, 0, row_class)  # the class of the longest rows that can fit
+            while below[row_class] != row_class:
+                below[row_class] = row_class = below[below[row_class]]
+            if not row_class:
                 break
-            size, start, end = sizes[place - 1], nexts[place - 1], ends[place - 1]
-            if size:
+            size, start, end = sizes[row_class - 1], nexts[row_class - 1], ends[row_class - 1]
+            if size:  # rows of length 0 all fit
                 fitting = start + residual // size
                 if fitting < end:
                     end = fitting
                 residual -= size * (end - start)
-            into += ordered[start:end]
+            target += ordered[start:end]
             left -= end - start
-            nexts[place - 1] = end
-            if end == ends[place - 1]:
-                below[place] = place - 1
+            nexts[row_class - 1] = end
+            if end == ends[row_class - 1]:
+                below[row_class] = row_class - 1
         residuals[number] = residual
         number += 1
 
 
 def _pair_large_rows(lengths: Int64s, capacity: int) -> tuple[Bins, list[int], Int64s]:
-    """Run phases 1 to 3 of the method. Return (a bin for each row over half the capacity, longest first, including the
-    rows that phases 2 and 3 add; the free space of each bin; all other rows)."""
-    rising, sorted_ = _sorted(lengths)
-    sixth, third, half = np.searchsorted(sorted_ * 6, [capacity, 2 * capacity, 3 * capacity], side="right")
+    """Run phases 1 to 3 of the method of Johnson and Garey. Return (a bin for each row over half the capacity, longest
+    first, including the rows that phases 2 and 3 add; the free space of each bin; all other rows)."""
+    rising, rising_lengths = _sort_by_length(lengths)
+    # The numbers of rows of up to a sixth, a third and half of the capacity.
+    sixth, third, half = np.searchsorted(rising_lengths * 6, [capacity, 2 * capacity, 3 * capacity], side="right")
     large = rising[half:][::-1]
     bins = [[row] for row in large.tolist()]
     residuals = (capacity - lengths[large]).tolist()
@@ -238,12 +247,13 @@ def _pair_large_rows(lengths: Int64s, capacity: int) -> tuple[Bins, list[int], I
     added: list[int] = []
 
     def add(number: int, row: int) -> None:
+        """Add the row to bin `number`."""
         bins[number].append(row)
         residuals[number] -= sizes[row]
         added.append(row)
 
-    # Free space grows from bin to bin: a row that fits one bin fits all later bins, and the last row of `fitting` is
-    # the longest.
+    # Phase 2: add one row over a third to each bin, the longest that fits. Free space grows from bin to bin: a row that
+    # fits one bin fits all later bins, and the last row of `fitting` is the longest.
     fitting: list[int] = []
     candidates = iter(rising[third:half].tolist())
     candidate = next(candidates, None)
@@ -253,7 +263,8 @@ def _pair_large_rows(lengths: Int64s, capacity: int) -> tuple[Bins, list[int], I
             candidate = next(candidates, None)
         if fitting:
             add(number, fitting.pop())
-    # In reverse order free space shrinks: a row that is too long next to the shortest row stays too long.
+    # Phase 3: add two rows over a sixth to each other bin: the shortest, and the longest that fits beside it. In
+    # reverse order free space shrinks: a row that is too long next to the shortest row stays too long.
     small = rising[sixth:third].tolist()
     low, high = 0, len(small) - 1
     for number in range(len(bins) - 1, -1, -1):
@@ -267,12 +278,12 @@ def _pair_large_rows(lengths: Int64s, capacity: int) -> tuple[Bins, list[int], I
             high -= 1
         add(number, small[high])
         high -= 1
-    rest = np.ones(len(lengths), dtype=np.bool_)
-    rest[large] = rest[added] = False
-    return bins, residuals, np.flatnonzero(rest)
+    is_other = np.ones(len(lengths), dtype=np.bool_)
+    is_other[large] = is_other[added] = False
+    return bins, residuals, np.flatnonzero(is_other)
 
 
-def _sorted(lengths: Int64s) -> tuple[Int64s, Int64s]:
+def _sort_by_length(lengths: Int64s) -> tuple[Int64s, Int64s]:
     """Return (rows from the shortest to the longest, ties in row order; their lengths)."""
     short = not len(lengths) or int(lengths.max()) < 1 << 16
     rows = np.argsort(lengths.astype(np.uint16) if short else lengths, kind="stable")  # radix sort for 16 bits

@@ -16,10 +16,10 @@ from dataplane.errors import InvalidRequestError
 NOWHERE = -1
 """Home of a row whose host is unknown or has no shard."""
 ROUNDS = 24
-MANY = 1 << 10
+FEW_SWAPS = 1 << 10
 """Another round follows if the last one exchanged more than 1 in this many of the rows away from home."""
-PART = 4
-"""One exchange uses at most this fraction (1 / PART) of the free space of a bin."""
+SPACE_SHARE = 4
+"""One exchange uses at most this fraction (1 / SPACE_SHARE) of the free space of a bin."""
 MOST_BINS = 512
 """With more bins than this, whole bins are not exchanged, because every pair of bins is compared."""
 
@@ -34,8 +34,9 @@ class Locality:
     lengths: Sequence[int] | Int64s | None = None
 
     def numbered(self, size: int, shards: int) -> tuple[Int64s, Int64s]:
-        """Return (home of each row, host of each shard) as numbers. Unknown hosts of shards match no row. Raises
-        ValueError unless `size` and `shards` match the numbers of rows and shards."""
+        """Return (home of each row, host of each shard) as numbers: the home of a row is the number of the host that
+        stores it, or `NOWHERE`. Unknown hosts of shards match no row. Raises ValueError unless `size` and `shards` match
+        the numbers of rows and shards."""
         if len(self.rows) != size or len(self.shards) != shards:
             raise InvalidRequestError(
                 f"locality of {len(self.rows)} rows and {len(self.shards)} shards for {size} rows over {shards} shards"
@@ -51,18 +52,22 @@ class Locality:
 
 
 def shards_of(dealt: Sequence[Sequence[int]], bins: int) -> Int64s:
-    """Return the shard of each bin."""
-    found = np.empty(bins, np.int64)
+    """Return the shard of each of `bins` bins. dealt: the bins of each shard."""
+    shard_of = np.empty(bins, np.int64)
     for shard, numbers in enumerate(dealt):
-        found[numbers] = shard
-    return found
+        shard_of[numbers] = shard
+    return shard_of
 
 
 def exchange_bins(
     bins: Bins, loads: Int64s, dealt: list[list[int]], sizes: Int64s, homes: Int64s, hosts: Int64s
 ) -> None:
     """Swap pairs of bins between shards while a swap increases the tokens at home and no shard exceeds the initial
-    maximum of tokens per shard. Changes `dealt`, the bins of each shard, in place."""
+    maximum of tokens per shard. Changes `dealt`, the bins of each shard, in place.
+
+    bins: the rows of each bin. loads: the tokens of each bin. sizes: the tokens of each row. homes, hosts: see
+    `Locality.numbered`.
+    """
     if len(bins) > MOST_BINS or len(set(hosts.tolist())) < 2:
         return
     totals = np.array([int(loads[numbers].sum()) for numbers in dealt])
@@ -73,35 +78,38 @@ def exchange_bins(
         known = np.array(rows)[homes[rows] >= 0]
         np.add.at(at_home[number], homes[known], sizes[known])
     for _ in range(ROUNDS):
-        if not _exchange_some(at_home, shard_of, loads, totals, hosts, most):
+        if not _run_bin_round(at_home, shard_of, loads, totals, hosts, most):
             break
     for shard in range(len(dealt)):
         dealt[shard] = np.flatnonzero(shard_of == shard).tolist()
 
 
-def _exchange_some(at_home: Int64s, shard_of: Int64s, loads: Int64s, totals: Int64s, hosts: Int64s, most: int) -> bool:
-    """Run one round, in which each bin moves at most once. Return whether any bins were swapped."""
+def _run_bin_round(at_home: Int64s, shard_of: Int64s, loads: Int64s, totals: Int64s, hosts: Int64s, most: int) -> bool:
+    """Run one round of `exchange_bins`, in which each bin moves at most once. Return whether any bins were swapped.
+    Changes `shard_of` (the shard of each bin) and `totals` (tokens per shard) in place. most: maximum of `totals`."""
     known = hosts >= 0
     # near[a, b]: tokens of bin a that are stored on the host of bin b's shard.
     near = np.where(known[shard_of][None, :], at_home[:, np.maximum(hosts[shard_of], 0)], 0)
-    own = np.diagonal(near)
-    gains = np.triu(near + near.T - own[:, None] - own[None, :], 1)
+    now = np.diagonal(near)  # tokens of each bin that are at home now
+    # gains[a, b], a < b: how many more tokens are at home after bins a and b were swapped.
+    gains = np.triu(near + near.T - now[:, None] - now[None, :], 1)
     ones, others = np.nonzero(gains > 0)
     changes = loads[ones] - loads[others]
     fit = (totals[shard_of[others]] + changes <= most) & (totals[shard_of[ones]] - changes <= most)
     ones, others = ones[fit], others[fit]
-    order = np.argsort(-gains[ones, others], kind="stable")
+    order = np.argsort(-gains[ones, others], kind="stable")  # the largest gain first
     moved: set[int] = set()
     for one, other in zip(ones[order].tolist(), others[order].tolist(), strict=True):
         if one in moved or other in moved:
             continue
-        here, there = int(shard_of[one]), int(shard_of[other])
+        # Check again: earlier swaps of this round have changed the totals.
+        one_shard, other_shard = int(shard_of[one]), int(shard_of[other])
         change = int(loads[one] - loads[other])
-        if here == there or totals[there] + change > most or totals[here] - change > most:
+        if one_shard == other_shard or totals[other_shard] + change > most or totals[one_shard] - change > most:
             continue
-        totals[there] += change
-        totals[here] -= change
-        shard_of[one], shard_of[other] = there, here
+        totals[other_shard] += change
+        totals[one_shard] -= change
+        shard_of[one], shard_of[other] = other_shard, one_shard
         moved |= {one, other}
     return bool(moved)
 
@@ -128,6 +136,7 @@ class Exchange:
         if len(set(self.hosts.tolist())) < 2:
             return False
         counts = np.fromiter(map(len, self.bins), np.int64, len(self.bins))
+        # A slot is a position in the concatenated bins. Slots stay; the rows in them are swapped.
         self._rows = np.fromiter(chain.from_iterable(self.bins), np.int64, counts.sum())
         self._bin_of = np.repeat(np.arange(len(counts)), counts)
         self._host_of = self.hosts[self.shards[self._bin_of]]
@@ -136,9 +145,9 @@ class Exchange:
         self._most = int(self._totals.max())
         exchanged = False
         for _ in range(ROUNDS):
-            away, found = self._round()
-            exchanged |= found > 0
-            if found <= away // MANY:
+            away, swaps = self._run_round()
+            exchanged |= swaps > 0
+            if swaps <= away // FEW_SWAPS:
                 break
         ends = np.cumsum(counts).tolist()
         for rows, (start, end) in zip(self.bins, pairwise([0, *ends]), strict=True):
@@ -149,76 +158,86 @@ class Exchange:
         """Return the tokens of each bin after `run`."""
         return self._loads
 
-    def _round(self) -> tuple[int, int]:
+    def _run_round(self) -> tuple[int, int]:
         """Run one round. Return (number of rows that were away from home, number of swaps). The round first swaps pairs
         of rows that both get home, then rows that get home for rows that stay away."""
-        homes, every = self.homes[self._rows], int(self.hosts.max()) + 1
-        away = np.flatnonzero(homes != self._host_of)
+        homes, host_count = self.homes[self._rows], int(self.hosts.max()) + 1
+        away = np.flatnonzero(homes != self._host_of)  # slots
+        # From here on, one element per slot of `away`: home of the row, host and kind of the slot's bin.
         homes, here, kinds = homes[away], self._host_of[away], self.kinds[self._bin_of[away]]
-        known, there = homes >= 0, here >= 0
+        home_known, host_known = homes >= 0, here >= 0
+        moved = bytearray(len(self._rows))  # per slot: 1 once its row was swapped in this round
+        # Rows on two hosts that are each other's homes: a group is a pair of hosts, within a kind.
         low, high = np.minimum(here, homes), np.maximum(here, homes)
-        both = (kinds * every + low) * every + high
-        up, down = known & there & (here < homes), known & there & (here > homes)
-        moved = bytearray(len(self._rows))
-        found = self._pair(away[up], both[up], away[down], both[down], moved)
-        known &= ~np.frombuffer(moved, np.bool_)[away]
-        there &= ~np.frombuffer(moved, np.bool_)[away]
-        wanted, held = kinds * every + homes, kinds * every + here
-        found += self._pair(away[known], wanted[known], away[there], held[there], moved)
-        return len(away), found
+        both_hosts = (kinds * host_count + low) * host_count + high
+        up = home_known & host_known & (here < homes)
+        down = home_known & host_known & (here > homes)
+        swaps = self._swap_pairs(away[up], both_hosts[up], away[down], both_hosts[down], moved)
+        # Rows that are left, with any row that is away from home on their home: a group is a host, within a kind.
+        home_known &= ~np.frombuffer(moved, np.bool_)[away]
+        host_known &= ~np.frombuffer(moved, np.bool_)[away]
+        wanted, occupied = kinds * host_count + homes, kinds * host_count + here
+        swaps += self._swap_pairs(away[home_known], wanted[home_known], away[host_known], occupied[host_known], moved)
+        return len(away), swaps
 
-    def _pair(self, ones: Int64s, groups: Int64s, others: Int64s, their_groups: Int64s, moved: bytearray) -> int:
-        """Swap rows at the places `ones` with rows of similar length at `others` in the same group. Return the number
-        of swaps. Places marked in `moved` are skipped."""
-        nearest = [self._longer(ones, groups, others, their_groups), self._longer(others, their_groups, ones, groups)]
-        pairs = np.concatenate(nearest)
+    def _swap_pairs(self, ones: Int64s, groups: Int64s, others: Int64s, other_groups: Int64s, moved: bytearray) -> int:
+        """Swap rows in the slots `ones` with rows of similar length in the slots `others` of the same group. Return the
+        number of swaps. Slots marked in `moved` are skipped, and the swapped ones are marked."""
+        pairs = np.concatenate(
+            [
+                self._find_longer_partners(ones, groups, others, other_groups),
+                self._find_longer_partners(others, other_groups, ones, groups),
+            ]
+        )
         sizes = self.sizes[self._rows[pairs]]
-        pairs = pairs[np.argsort(sizes[:, 1] - sizes[:, 0], kind="stable")]
-        found = 0
+        pairs = pairs[np.argsort(sizes[:, 1] - sizes[:, 0], kind="stable")]  # the most similar lengths first
+        swaps = 0
         for one, other in pairs.tolist():
-            if not (moved[one] or moved[other]) and self._exchanged(one, other):
+            if not (moved[one] or moved[other]) and self._swap_rows(one, other):
                 moved[one] = moved[other] = 1
-                found += 1
-        return found
+                swaps += 1
+        return swaps
 
-    def _longer(self, ones: Int64s, groups: Int64s, others: Int64s, their_groups: Int64s) -> Int64s:
-        """Pair each place of `ones` with a place of `others` in its group whose row is no shorter and fits. Return
+    def _find_longer_partners(self, ones: Int64s, groups: Int64s, others: Int64s, other_groups: Int64s) -> Int64s:
+        """Pair each slot of `ones` with a slot of `others` in its group whose row is no shorter and fits. Return
         `[P, 2]`.
 
-        The partner is the shortest such row or, with a capacity, the longest that needs at most 1 / `PART` of the free
-        space. This spreads free space: many bins with some space are more useful than few bins with much."""
+        The partner is the shortest such row or, with a capacity, the longest that needs at most 1 / `SPACE_SHARE` of
+        the free space. This spreads free space: many bins with some space are more useful than few bins with much."""
         if not len(ones) or not len(others):
             return np.zeros((0, 2), np.int64)
-        sizes, theirs = self.sizes[self._rows[ones]], self.sizes[self._rows[others]]
-        width = int(max(sizes.max(), theirs.max())) + 1
-        keys = their_groups * width + theirs
+        sizes, other_sizes = self.sizes[self._rows[ones]], self.sizes[self._rows[others]]
+        # One key for (group, length), so that a single binary search finds the partners of all slots.
+        width = int(max(sizes.max(), other_sizes.max())) + 1
+        keys = other_groups * width + other_sizes
         order = np.argsort(keys, kind="stable")
         bins = self._bin_of[ones]
         residual = self._most - self._totals[self.shards[bins]]
         longest = sizes
         if self.capacity is not None:
             residual = np.minimum(residual, self.capacity - self._loads[bins])
-            longest = np.minimum(sizes + residual // PART, width - 1)
-        places = np.searchsorted(keys[order], groups * width + sizes)
-        places = np.maximum(places, np.searchsorted(keys[order], groups * width + longest, "right") - 1)
-        near = order[np.minimum(places, len(order) - 1)]
-        fit = (places < len(order)) & (their_groups[near] == groups) & (theirs[near] - sizes <= residual)
-        return np.stack([ones[fit], others[near[fit]]], axis=1)
+            longest = np.minimum(sizes + residual // SPACE_SHARE, width - 1)
+        found = np.searchsorted(keys[order], groups * width + sizes)
+        found = np.maximum(found, np.searchsorted(keys[order], groups * width + longest, "right") - 1)
+        partners = order[np.minimum(found, len(order) - 1)]
+        fit = (found < len(order)) & (other_groups[partners] == groups) & (other_sizes[partners] - sizes <= residual)
+        return np.stack([ones[fit], others[partners[fit]]], axis=1)
 
-    def _exchanged(self, one: int, other: int) -> bool:
-        """Swap the rows of two places unless a bin or shard would exceed its limit. Row `other` must be no shorter."""
+    def _swap_rows(self, one: int, other: int) -> bool:
+        """Swap the rows of two slots, unless a bin or shard would exceed its limit: then return False. The row in
+        `other` must be no shorter than that in `one`."""
         rows, loads, totals = self._rows, self._loads, self._totals
         change = self.sizes[rows[other]] - self.sizes[rows[one]]
         if change:
-            mine, theirs = self._bin_of[one], self._bin_of[other]
-            here, there = self.shards[mine], self.shards[theirs]
-            if totals[here] + change > self._most and here != there:
+            one_bin, other_bin = self._bin_of[one], self._bin_of[other]
+            one_shard, other_shard = self.shards[one_bin], self.shards[other_bin]
+            if totals[one_shard] + change > self._most and one_shard != other_shard:
                 return False
-            if self.capacity is not None and loads[mine] + change > self.capacity:
+            if self.capacity is not None and loads[one_bin] + change > self.capacity:
                 return False
-            loads[mine] += change
-            loads[theirs] -= change
-            totals[here] += change
-            totals[there] -= change
+            loads[one_bin] += change
+            loads[other_bin] -= change
+            totals[one_shard] += change
+            totals[other_shard] -= change
         rows[one], rows[other] = rows[other], rows[one]
         return True

@@ -71,33 +71,34 @@ class SequencePacker(ABC):
         Raises ValueError, naming sequence, length and capacity, for a sequence that fits no bin, and ValueError if
         there are fewer sequences than required bins.
         """
-        lengths = _checked(sequence_lengths)
-        over = np.flatnonzero(lengths > self.bin_capacity)
-        if len(over):
+        lengths = _check_lengths(sequence_lengths)
+        too_long = np.flatnonzero(lengths > self.bin_capacity)
+        if len(too_long):
             raise InvalidRequestError(
-                f"sequence {over[0]} has {lengths[over[0]]} tokens, more than bin_capacity={self.bin_capacity}"
-                + (f"; {len(over)} sequences are too long" if len(over) > 1 else "")
+                f"sequence {too_long[0]} has {lengths[too_long[0]]} tokens, more than bin_capacity={self.bin_capacity}"
+                + (f"; {len(too_long)} sequences are too long" if len(too_long) > 1 else "")
             )
-        bins = self._bins(lengths) if len(lengths) else []
+        bins = self._pack_bins(lengths) if len(lengths) else []
         count = max(len(bins), self.min_bin_count or 0)
-        count = -(-count // (self.bin_count_multiple or 1)) * (self.bin_count_multiple or 1)
+        multiple = self.bin_count_multiple or 1
+        count = -(-count // multiple) * multiple  # rounded up
         if count > len(lengths):
             raise InvalidRequestError(f"{len(lengths)} sequences cannot fill {count} bins: each bin needs at least one")
         if count > len(bins):
             bins = split(bins, lengths, count)
         if self.collect_metrics:
-            self._collect(self.compute_metrics(lengths, bins))
+            self._record_metrics(self.compute_metrics(lengths, bins))
         return bins
 
     @abstractmethod
-    def _bins(self, lengths: Int64s) -> Bins:
+    def _pack_bins(self, lengths: Int64s) -> Bins:
         """Pack one or more lengths `[N]`, none of which exceeds the capacity, into bins."""
 
     def compute_metrics(self, sequence_lengths: Lengths, bins: Sequence[Sequence[int]]) -> dict[str, float]:
         """Return metrics of how well `bins` are filled: counts and tokens; average_utilization and waste_ratio as
         fractions of the capacity; bin_balance, 1 minus standard deviation over mean of the tokens per bin;
         bin_efficiency, the minimum number of bins over the actual number."""
-        lengths = _checked(sequence_lengths)
+        lengths = _check_lengths(sequence_lengths)
         loads = [int(lengths[list(rows)].sum()) for rows in bins]
         tokens, capacity = sum(loads), len(bins) * self.bin_capacity
         fewest = -(-tokens // self.bin_capacity)
@@ -136,7 +137,8 @@ class SequencePacker(ABC):
             "bin_efficiency": -(-tokens // self.bin_capacity) / bins if bins else 0.0,
         }
 
-    def _collect(self, metrics: Mapping[str, float]) -> None:
+    def _record_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of one `pack` call to the totals of `get_aggregated_metrics`."""
         totals = self._totals
         for name in ("num_sequences", "num_bins", "total_sequence_length", "total_bin_capacity", "total_waste"):
             totals[name] = totals.get(name, 0) + metrics[name]
@@ -158,14 +160,14 @@ class ConcatenativePacker(SequencePacker):
 
     keeps_order = True
 
-    def _bins(self, lengths: Int64s) -> Bins:
+    def _pack_bins(self, lengths: Int64s) -> Bins:
         return concatenate(lengths, self.bin_capacity)
 
 
 class FirstFitDecreasingPacker(SequencePacker):
     """Puts sequences, longest first, each into the first bin with space for it."""
 
-    def _bins(self, lengths: Int64s) -> Bins:
+    def _pack_bins(self, lengths: Int64s) -> Bins:
         return first_fit_decreasing(lengths, self.bin_capacity)
 
 
@@ -173,7 +175,7 @@ class FirstFitShufflePacker(SequencePacker):
     """Puts sequences, in shuffled order, each into the first bin with space for it. The order depends only on the
     number of sequences, so that all processes compute the same bins."""
 
-    def _bins(self, lengths: Int64s) -> Bins:
+    def _pack_bins(self, lengths: Int64s) -> Bins:
         order = np.random.default_rng(0).permutation(len(lengths))
         return first_fit(lengths, order, self.bin_capacity)
 
@@ -181,7 +183,7 @@ class FirstFitShufflePacker(SequencePacker):
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
     """Modified first-fit decreasing by Johnson and Garey (1985). Never needs more bins than first-fit decreasing."""
 
-    def _bins(self, lengths: Int64s) -> Bins:
+    def _pack_bins(self, lengths: Int64s) -> Bins:
         return modified_first_fit_decreasing(lengths, self.bin_capacity)
 
 
@@ -202,14 +204,15 @@ def get_packer(
 ) -> SequencePacker:
     """Create the packer of an algorithm, given as enum or name (case-insensitive). Raises ValueError, listing the
     algorithms, for other values."""
-    named = PackingAlgorithm.__members__.get(algorithm.upper()) if isinstance(algorithm, str) else algorithm
-    if not isinstance(named, PackingAlgorithm):
+    member = PackingAlgorithm.__members__.get(algorithm.upper()) if isinstance(algorithm, str) else algorithm
+    if not isinstance(member, PackingAlgorithm):
         known = ", ".join(PackingAlgorithm.__members__)
         raise InvalidRequestError(f"unknown packing algorithm {algorithm!r}; expected one of {known}")
-    return _PACKERS[named](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
+    return _PACKERS[member](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
 
 
-def _checked(sequence_lengths: Lengths) -> Int64s:
+def _check_lengths(sequence_lengths: Lengths) -> Int64s:
+    """Return the lengths as an int64 array `[N]`. InvalidRequestError unless they are integers of 0 or more."""
     given = np.asarray(sequence_lengths)
     if not given.size:
         return np.zeros(0, dtype=np.int64)

@@ -12,7 +12,7 @@ import numpy as np
 
 from dataplane.core.schema import ELEM_COUNTS_PER_GB, INPUT_LENGTHS, MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS
 from dataplane.data.meta import KVBatchMeta
-from dataplane.data.packing.balance import balanced
+from dataplane.data.packing.balance import pack_balanced
 from dataplane.data.packing.bins import Bins, Int64s
 from dataplane.data.packing.locality import Exchange, Locality, exchange_bins, shards_of
 from dataplane.data.packing.packers import PackingAlgorithm, SequencePacker, get_packer
@@ -130,26 +130,27 @@ def plan_shards(
         raise InvalidRequestError("sequence_packing_args and dynamic_batching_args exclude each other: pass only one")
     if allow_uneven_shards and batch_size is not None:
         raise InvalidRequestError("allow_uneven_shards cannot be combined with batch_size: omit one of them")
+    # Dynamic batching cuts all shards alike, so it needs shards of the same size.
     even = not allow_uneven_shards or dynamic_batching_args is not None
     per_batch = _rows_per_batch(size, shards, batch_size, even=even)
     if sequence_packing_args is not None:
-        given = _Arguments("sequence_packing_args", sequence_packing_args)
-        budget, multiple = given.budget(), given.count("sequence_length_pad_multiple", 1)
-        order = given.get("microbatch_order", "packer")
+        arguments = _Arguments("sequence_packing_args", sequence_packing_args)
+        budget, multiple = arguments.budget(), arguments.count("sequence_length_pad_multiple", 1)
+        order = arguments.get("microbatch_order", "packer")
         if order not in ORDERS:
             raise InvalidRequestError(f"microbatch_order must be one of {', '.join(ORDERS)}, got {order!r}")
-        algorithm = given.get("algorithm", PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING)
+        algorithm = arguments.get("algorithm", PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING)
         packer = get_packer(algorithm, budget, min_bin_count=shards, bin_count_multiple=shards)
-        _, tokens = _lengths(given, lengths_of, size, budget, multiple, name)
+        _, tokens = _lengths_and_tokens(arguments, lengths_of, size, budget, multiple, name)
         numbered = None if locality is None else locality.numbered(size, shards)
-        return _packed(tokens, packer, shards, per_batch, numbered, largest_first=order == "largest_first")
+        return _split_packed(tokens, packer, shards, per_batch, numbered, largest_first=order == "largest_first")
     if dynamic_batching_args is not None:
-        given = _Arguments("dynamic_batching_args", dynamic_batching_args)
-        budget, multiple = given.budget(), given.count("sequence_length_round", 1)
-        lengths, tokens = _lengths(given, lengths_of, size, budget, multiple, name)
+        arguments = _Arguments("dynamic_batching_args", dynamic_batching_args)
+        budget, multiple = arguments.budget(), arguments.count("sequence_length_round", 1)
+        lengths, tokens = _lengths_and_tokens(arguments, lengths_of, size, budget, multiple, name)
         numbered = None if locality is None else locality.numbered(size, shards)
-        return _dynamic(lengths, tokens, budget, shards, per_batch, numbered)
-    plan = _plain(size, shards, per_batch)
+        return _split_dynamic(lengths, tokens, budget, shards, per_batch, numbered)
+    plan = _split_plain(size, shards, per_batch)
     return plan if locality is None else _improve_plain(plan, size, per_batch, locality)
 
 
@@ -157,11 +158,12 @@ def inverse_permutation(order: Int64s) -> list[int] | None:
     """Return `inverse` with `order[inverse[i]] == i`, or None if `order` is the identity."""
     if np.array_equal(order, np.arange(len(order))):
         return None
-    places: list[int] = _inverse(order).tolist()
-    return places
+    inverse: list[int] = _inverse(order).tolist()
+    return inverse
 
 
 def _inverse(order: Int64s) -> Int64s:
+    """Return `inverse` with `order[inverse[i]] == i` for the permutation `order`."""
     inverse = np.empty(len(order), dtype=np.int64)
     inverse[order] = np.arange(len(order))
     return inverse
@@ -171,39 +173,40 @@ def _inverse(order: Int64s) -> Int64s:
 
 
 class _Arguments:
-    """The settings of `sequence_packing_args` or `dynamic_batching_args`, by name."""
+    """The settings of `sequence_packing_args` or `dynamic_batching_args` (`argument`), by name, checked on access."""
 
-    def __init__(self, what: str, given: Mapping[str, Any]) -> None:
-        self.what, self._given = what, given
+    def __init__(self, argument: str, settings: Mapping[str, Any]) -> None:
+        self.argument, self._settings = argument, settings
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the setting or its default. Raises ValueError if it has neither."""
-        value = self._given.get(key)
+        value = self._settings.get(key)
         if value is None and default is None:
-            raise InvalidRequestError(f"{self.what} lacks the required key {key!r}")
+            raise InvalidRequestError(f"{self.argument} lacks the required key {key!r}")
         return default if value is None else value
 
     def count(self, key: str, default: int | None = None) -> int:
         """Return the setting as an integer. Raises ValueError unless it is 1 or more."""
-        return self._count(key, self.get(key, default))
+        return self._check_count(key, self.get(key, default))
 
     def budget(self) -> int:
         """Return the maximum number of tokens per micro-batch."""
-        return self._count(self.budget_name, self.get(MAX_TOKENS))
+        return self._check_count(self.budget_name, self.get(MAX_TOKENS))
 
     @property
     def budget_name(self) -> str:
+        """The name of the budget in error messages."""
         return str(self.get("budget_name", MAX_TOKENS))
 
-    def _count(self, name: str, value: Any) -> int:
+    def _check_count(self, name: str, value: Any) -> int:
         wrong = isinstance(value, bool) or not isinstance(value, Real) or value % 1 or value < 1
         if wrong:
-            raise InvalidRequestError(f"{self.what}[{name!r}]: expected an integer of 1 or more, got {value!r}")
+            raise InvalidRequestError(f"{self.argument}[{name!r}]: expected an integer of 1 or more, got {value!r}")
         return int(value)
 
 
 def _rows_per_batch(size: int, shards: int, batch_size: int | None, *, even: bool) -> int:
-    """Validate the numbers and return the rows per global batch."""
+    """Validate the numbers and return the rows per global batch. even: every shard must get the same number of rows."""
     for what, number in (("shards", shards), ("batch_size", batch_size)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, Integral)):
             raise InvalidRequestError(f"{what}={number!r}: expected an integer")
@@ -233,8 +236,8 @@ def _lengths_of(meta: KVBatchMeta) -> list[int]:
     return meta.sequence_lengths
 
 
-def _lengths(
-    given: _Arguments,
+def _lengths_and_tokens(
+    arguments: _Arguments,
     lengths_of: Callable[[str], Sequence[int] | Int64s],
     size: int,
     budget: int,
@@ -242,7 +245,7 @@ def _lengths(
     name: Callable[[int], str],
 ) -> tuple[Int64s, Int64s]:
     """Return (the length of each row, the tokens that it uses of the budget: the length rounded up to `multiple`)."""
-    key = given.get("input_lengths_key", INPUT_LENGTHS)
+    key = arguments.get("input_lengths_key", INPUT_LENGTHS)
     column = np.asarray(lengths_of(key))
     if column.shape != (size,) or (size and column.dtype.kind not in "iu"):
         raise InvalidRequestError(f"{key!r}: expected integers [{size}], got {column.dtype} {list(column.shape)}")
@@ -254,7 +257,7 @@ def _lengths(
         padded = f" ({tokens[row]} rounded up to a multiple of {multiple})" if tokens[row] != lengths[row] else ""
         others = f"; {len(wrong)} lengths are out of range" if len(wrong) > 1 else ""
         raise InvalidRequestError(
-            f"{name(row)} has {lengths[row]} tokens{padded}, outside 0 to {given.budget_name}={budget}{others}"
+            f"{name(row)} has {lengths[row]} tokens{padded}, outside 0 to {arguments.budget_name}={budget}{others}"
         )
     return lengths, tokens
 
@@ -262,12 +265,13 @@ def _lengths(
 # --- plain, packed and dynamic splits -----------------------------------------------------------------------------
 
 
-def _plain(size: int, shards: int, per_batch: int) -> list[Shard]:
+def _split_plain(size: int, shards: int, per_batch: int) -> list[Shard]:
     """Give each shard a contiguous part of every global batch, in order."""
-    each = -(-per_batch // shards)
-    firsts = np.arange(0, size, per_batch or 1)[:, None]
-    parts = [np.arange(shard * each, min((shard + 1) * each, per_batch)) for shard in range(shards)]
-    return [Shard((firsts + part).reshape(-1)) for part in parts]
+    per_shard = -(-per_batch // shards)
+    batch_starts = np.arange(0, size, per_batch or 1)[:, None]
+    # The part of each shard, as positions in a global batch. Only the last ones can be shorter.
+    parts = [np.arange(shard * per_shard, min((shard + 1) * per_shard, per_batch)) for shard in range(shards)]
+    return [Shard((batch_starts + part).reshape(-1)) for part in parts]
 
 
 def _improve_plain(plan: list[Shard], size: int, per_batch: int, locality: Locality) -> list[Shard]:
@@ -278,13 +282,13 @@ def _improve_plain(plan: list[Shard], size: int, per_batch: int, locality: Local
     for first in range(0, size, per_batch or 1):
         bounds = [np.searchsorted(shard.rows, [first, first + per_batch]).tolist() for shard in plan]
         bins = [(shard.rows[start:end] - first).tolist() for shard, (start, end) in zip(plan, bounds, strict=True)]
-        here = slice(first, first + per_batch)
+        batch_rows = slice(first, first + per_batch)
         Exchange(
-            bins=bins,
+            bins=bins,  # one per shard, changed in place
             shards=np.arange(len(plan)),
             kinds=np.zeros(len(plan), np.int64),
-            sizes=sizes[here],
-            homes=homes[here],
+            sizes=sizes[batch_rows],
+            homes=homes[batch_rows],
             hosts=hosts,
         ).run()
         for part, rows in zip(parts, bins, strict=True):
@@ -318,7 +322,7 @@ def _improve_packed(
     return exchange.loads() if exchange.run() else loads
 
 
-def _packed(
+def _split_packed(
     tokens: Int64s,
     packer: SequencePacker,
     shards: int,
@@ -331,27 +335,27 @@ def _packed(
     `Locality.numbered`."""
     batches = []
     for first in range(0, len(tokens), per_batch or 1):
-        here = slice(first, first + per_batch)
-        bins, loads, dealt = balanced(packer, tokens[here], shards)
+        batch_rows = slice(first, first + per_batch)
+        bins, loads, dealt = pack_balanced(packer, tokens[batch_rows], shards)
         if locality is not None:
             homes, hosts = locality
-            loads = _improve_packed(bins, loads, dealt, tokens[here], packer, homes[here], hosts)
+            loads = _improve_packed(bins, loads, dealt, tokens[batch_rows], packer, homes[batch_rows], hosts)
         counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
         rows = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=counts.sum()) + first
         batch = []
-        for each in dealt:
-            numbers = np.array(each)
+        for shard_bins in dealt:
+            numbers = np.array(shard_bins)
             if largest_first:
                 numbers = numbers[np.argsort(-loads[numbers], kind="stable")]
             ends = np.cumsum(counts[numbers])
-            behind = np.cumsum(counts)[numbers] - ends  # offset of each bin in `rows` minus its offset in the shard
-            places = np.arange(ends[-1]) + np.repeat(behind, counts[numbers])
-            batch.append(Shard(rows[places], [_ranges(ends.tolist())], [loads[numbers].tolist()], [int(ends[-1])]))
+            shifts = np.cumsum(counts)[numbers] - ends  # offset of each bin in `rows` minus its offset in the shard
+            positions = np.arange(ends[-1]) + np.repeat(shifts, counts[numbers])
+            batch.append(Shard(rows[positions], [_ranges(ends.tolist())], [loads[numbers].tolist()], [int(ends[-1])]))
         batches.append(batch)
-    return [_joined([parts[shard] for parts in batches]) for shard in range(shards)]
+    return [_join_batches([parts[shard] for parts in batches]) for shard in range(shards)]
 
 
-def _dynamic(
+def _split_dynamic(
     lengths: Int64s, tokens: Int64s, budget: int, shards: int, per_batch: int, locality: tuple[Int64s, Int64s] | None
 ) -> list[Shard]:
     """Deal each global batch by length and cut it into micro-batches of equal shapes on all shards. tokens: the rounded
@@ -363,17 +367,18 @@ def _dynamic(
         ends, widths = _cut_micro_batches(tokens[grid[:, -1]].tolist(), budget)
         if locality is not None:
             homes, hosts = locality
-            here = slice(first, first + per_batch)
-            grid = first + _improve_dynamic(grid - first, ends, lengths[here], homes[here], hosts)
+            batch_rows = slice(first, first + per_batch)
+            grid = first + _improve_dynamic(grid - first, ends, lengths[batch_rows], homes[batch_rows], hosts)
         batches.append([Shard(rows, [_ranges(ends)], [list(widths)], [len(rows)]) for rows in grid.T])
-    return [_joined([parts[shard] for parts in batches]) for shard in range(shards)]
+    return [_join_batches([parts[shard] for parts in batches]) for shard in range(shards)]
 
 
 def _improve_dynamic(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: Int64s, hosts: Int64s) -> Int64s:
     """Return `grid`, `[rows of a shard, shards]`, with its locality improved by exchanging rows within their
-    micro-batch."""
+    micro-batch. ends: the end of each micro-batch."""
     shards = grid.shape[1]
-    rising = _inverse(grid.reshape(-1)).tolist()
+    rank_by_length = _inverse(grid.reshape(-1)).tolist()
+    # One bin per micro-batch and shard, in this order. `kinds` is the micro-batch: rows stay within theirs.
     parts = [grid[start:end].T.tolist() for start, end in pairwise([0, *ends])]
     bins = [rows for part in parts for rows in part]
     Exchange(
@@ -384,9 +389,9 @@ def _improve_dynamic(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: 
         homes=homes,
         hosts=hosts,
     ).run()
-    columns = [sorted(rows, key=rising.__getitem__) for rows in bins]
-    of_shards = [list(chain.from_iterable(columns[shard::shards])) for shard in range(shards)]
-    return np.array(of_shards, dtype=np.int64).T
+    sorted_bins = [sorted(rows, key=rank_by_length.__getitem__) for rows in bins]
+    rows_of_shards = [list(chain.from_iterable(sorted_bins[shard::shards])) for shard in range(shards)]
+    return np.array(rows_of_shards, dtype=np.int64).T
 
 
 def _cut_micro_batches(widths: list[int], budget: int) -> tuple[list[int], list[int]]:
@@ -395,7 +400,7 @@ def _cut_micro_batches(widths: list[int], budget: int) -> tuple[list[int], list[
     ends: list[int] = []
     start = 0
     for row, width in enumerate(widths):
-        if (row + 1 - start) * width > budget:
+        if (row + 1 - start) * width > budget:  # this row does not fit: it starts the next micro-batch
             ends.append(row)
             start = row
     ends.append(len(widths))
@@ -403,10 +408,11 @@ def _cut_micro_batches(widths: list[int], budget: int) -> tuple[list[int], list[
 
 
 def _ranges(ends: list[int]) -> list[list[int]]:
+    """Return the [start, end] of adjacent ranges, given their ends."""
     return [[start, end] for start, end in pairwise([0, *ends])]
 
 
-def _joined(parts: list[Shard]) -> Shard:
+def _join_batches(parts: list[Shard]) -> Shard:
     """Concatenate the global batches of one shard."""
     return Shard(
         np.concatenate([np.zeros(0, dtype=np.int64), *(part.rows for part in parts)]),
