@@ -35,8 +35,8 @@ class Locality:
 
     def numbered(self, size: int, shards: int) -> tuple[Int64s, Int64s]:
         """Return (home of each row, host of each shard) as numbers: the home of a row is the number of the host that
-        stores it, or `NOWHERE`. Unknown hosts of shards match no row. Raises ValueError unless `size` and `shards` match
-        the numbers of rows and shards."""
+        stores it, or `NOWHERE`. Unknown hosts of shards match no row. Raises ValueError unless `size` and `shards`
+        match the numbers of rows and shards."""
         if len(self.rows) != size or len(self.shards) != shards:
             raise InvalidRequestError(
                 f"locality of {len(self.rows)} rows and {len(self.shards)} shards for {size} rows over {shards} shards"
@@ -136,7 +136,8 @@ class Exchange:
         if len(set(self.hosts.tolist())) < 2:
             return False
         counts = np.fromiter(map(len, self.bins), np.int64, len(self.bins))
-        # A slot is a position in the concatenated bins. Slots stay; the rows in them are swapped.
+        # A slot is a position in the concatenated bins. Slots stay; the rows in them are swapped. Per slot: its row, its
+        # bin, and the host of its bin's shard. Then the tokens per bin and per shard, and the limit of the latter.
         self._rows = np.fromiter(chain.from_iterable(self.bins), np.int64, counts.sum())
         self._bin_of = np.repeat(np.arange(len(counts)), counts)
         self._host_of = self.hosts[self.shards[self._bin_of]]
