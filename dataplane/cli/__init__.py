@@ -20,9 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _default_interrupt() -> Iterator[None]:
-    """Let Ctrl-C end the process without a traceback during the block."""
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not ours or threading.current_thread() is not threading.main_thread():
+    """Let Ctrl-C end the process without a traceback during the block. No effect outside the main thread, and if the
+    program has its own handler."""
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
         yield
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)

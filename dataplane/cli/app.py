@@ -44,22 +44,24 @@ _PANELS: dict[str, list[Callable[..., int]]] = {
     "Change and save": [clear, checkpoint, restore, shrink, drain, drop],
     "Check and measure": [doctor, bench],
 }
-for _panel, _verbs in _PANELS.items():
-    for _each in _verbs:
-        app.command(rich_help_panel=_panel)(verb(_each))
+for _panel, _functions in _PANELS.items():
+    for _function in _functions:
+        app.command(rich_help_panel=_panel)(verb(_function))
 
 
-def _say_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"{NAME} {version('rl-dataplane')}")
         raise typer.Exit
 
 
 @app.callback()
-def _top(
-    shown: Annotated[
+def _global_options(
+    version_requested: Annotated[
         bool,
-        typer.Option("--version", metavar="", callback=_say_version, is_eager=True, help="Print the version and exit."),
+        typer.Option(
+            "--version", metavar="", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -67,29 +69,30 @@ def _top(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the console script and return its exit code. Errors are printed as one line on standard error."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    command_line = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(given or ["--help"], prog_name=NAME, standalone_mode=False)
+        code = app(command_line or ["--help"], prog_name=NAME, standalone_mode=False)
         sys.stdout.flush()
     except typer.TyperException as error:
-        return _wrong(error)
+        return _print_usage_error(error)
     except typer.Abort:
-        _complain("aborted; nothing was changed")
+        _print_error("aborted; nothing was changed")
         return REFUSED
     except BrokenPipeError:  # the reader closed the pipe, e.g. `head`
+        # Otherwise Python would fail again when it flushes standard output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return REFUSED
     except (DataPlaneError, ValueError, OSError) as error:
-        _complain(str(error))
+        _print_error(str(error))
         return REFUSED
-    if not given:
-        _complain("a command is required; choose one of the above")
+    if not command_line:
+        _print_error("a command is required; choose one of the above")
         return WRONG_ARGUMENTS
     return int(code or DONE)
 
 
-def _wrong(error: typer.TyperException) -> int:
-    """Print in one line which argument is wrong and where it is documented."""
+def _print_usage_error(error: typer.TyperException) -> int:
+    """Print in one line which argument is wrong and where it is documented. Return the exit code."""
     context = getattr(error, "ctx", None)
     command = NAME if context is None else context.command_path
     text = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
@@ -97,5 +100,5 @@ def _wrong(error: typer.TyperException) -> int:
     return error.exit_code
 
 
-def _complain(text: str) -> None:
+def _print_error(text: str) -> None:
     print(f"{NAME}: {text}", file=sys.stderr)

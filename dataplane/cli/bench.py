@@ -34,12 +34,12 @@ def bench(
     The results are rough; other load on this machine affects them.
     """
     with _service(target.config_if_any("bench", address)) as config:
-        found = list(measure(config, _QUICK_S if quick else _LONG_S))
+        measures = list(measure(config, _QUICK_S if quick else _LONG_S))
     if json:
-        print_json({"cpus": os.cpu_count(), "measures": [_as_dict(each) for each in found]})
+        print_json({"cpus": os.cpu_count(), "measures": [_as_dict(result) for result in measures]})
     else:
         columns = ("what", ">times", ">median ms", ">99% ms", ">MB/s", ">samples/s")
-        print_table(columns, [_row(each) for each in found])
+        print_table(columns, [_row(result) for result in measures])
     return 0
 
 
@@ -54,11 +54,12 @@ def _service(config: DataPlaneConfig) -> Iterator[DataPlaneConfig]:
         yield DataPlaneConfig(address=address, client_name=config.client_name, put_timeout_s=_PUT_S)
 
 
-def _row(found: Measure) -> tuple[object, ...]:
-    speed = f"{found.mb_per_s:,.0f}" if found.nbytes else "-"
-    samples = f"{found.samples_per_s:,.0f}" if found.samples else "-"
-    return found.what, found.count, f"{found.median_ms:.3f}", f"{found.p99_ms:.3f}", speed, samples
+def _row(result: Measure) -> tuple[object, ...]:
+    """Return the result as a row of the printed table."""
+    mb_per_s = f"{result.mb_per_s:,.0f}" if result.nbytes else "-"
+    samples_per_s = f"{result.samples_per_s:,.0f}" if result.samples else "-"
+    return result.what, result.count, f"{result.median_ms:.3f}", f"{result.p99_ms:.3f}", mb_per_s, samples_per_s
 
 
-def _as_dict(found: Measure) -> dict[str, Any]:
-    return {**asdict(found), "mb_per_s": found.mb_per_s, "samples_per_s": found.samples_per_s}
+def _as_dict(result: Measure) -> dict[str, Any]:
+    return {**asdict(result), "mb_per_s": result.mb_per_s, "samples_per_s": result.samples_per_s}

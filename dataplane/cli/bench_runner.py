@@ -55,16 +55,16 @@ def measure(config: DataPlaneConfig, budget_s: float) -> Iterator[Measure]:
 
     torch.manual_seed(0)
     fields = {"x": FieldSpec(FieldKind.JAGGED, "uint8", ())}
-    for remote, connection_kind in ((False, ""), (True, " over ZMQ")):
+    for remote, connection_kind in ((False, ""), (True, " over ZMQ")):  # first the best connection, then ZMQ
         settings = replace(config, force_remote=remote)
         with DataPlaneClient(settings).connect() as client, own_partition(client, "bench", fields) as name:
             bench = _Bench(client, name, budget_s)
             if not remote:
-                yield from bench.small()
-                yield bench.claim()
-            yield from bench.rows(f"{LARGE_ROWS} rows of 1 MiB{connection_kind}", LARGE_ROWS, LARGE_BYTES)
+                yield from bench.measure_small()
+                yield bench.measure_claim()
+            yield from bench.measure_rows(f"{LARGE_ROWS} rows of 1 MiB{connection_kind}", LARGE_ROWS, LARGE_BYTES)
             if not remote:
-                yield from bench.rows(f"{MANY_ROWS} rows of 4 KiB", MANY_ROWS, MANY_BYTES)
+                yield from bench.measure_rows(f"{MANY_ROWS} rows of 4 KiB", MANY_ROWS, MANY_BYTES)
 
 
 class _Bench:
@@ -76,12 +76,12 @@ class _Bench:
         self._budget_s = budget_s
         self._numbers = itertools.count()
 
-    def small(self) -> Iterator[Measure]:
+    def measure_small(self) -> Iterator[Measure]:
         """Measure a request for statistics, and a put and a get of one small row."""
         yield self._measure("ask for statistics", 0, 0, lambda: None, lambda _: self._client.stats())
-        yield from self.rows("1 row of 1 KiB", 1, SMALL_BYTES)
+        yield from self.measure_rows("1 row of 1 KiB", 1, SMALL_BYTES)
 
-    def claim(self) -> Measure:
+    def measure_claim(self) -> Measure:
         """Measure a claim of one ready sample."""
 
         def put() -> None:
@@ -92,7 +92,7 @@ class _Bench:
 
         return self._measure("claim 1 sample", 1, 0, put, claim)
 
-    def rows(self, what: str, count: int, nbytes: int) -> Iterator[Measure]:
+    def measure_rows(self, what: str, count: int, nbytes: int) -> Iterator[Measure]:
         """Measure a put and a get of `count` rows of `nbytes` bytes."""
         rows = _rows(count, nbytes)
         total = count * nbytes
@@ -116,27 +116,27 @@ class _Bench:
     def _measure(
         self, what: str, samples: int, nbytes: int, prepare: Callable[[], Any], act: Callable[[Any], Any]
     ) -> Measure:
-        """Measure `act`; `prepare` is not timed. Samples whose ids `act` returns are cleared."""
-        times: list[float] = []
-        end = math.inf
-        while len(times) < WARM_UP_CALLS + MIN_CALLS or time.monotonic() < end:
-            if len(times) == WARM_UP_CALLS:
+        """Time calls of `act` for the budget after the warm-up. Before each call, `prepare` is called; it is not timed,
+        and `act` gets its result. Samples whose ids `act` returns are cleared. what, samples, nbytes: see `Measure`."""
+        times_ms: list[float] = []
+        end = math.inf  # of the budget, which begins after the warm-up
+        while len(times_ms) < WARM_UP_CALLS + MIN_CALLS or time.monotonic() < end:
+            if len(times_ms) == WARM_UP_CALLS:
                 end = time.monotonic() + self._budget_s
-            ready = prepare()
+            prepared = prepare()
             began = time.perf_counter()
-            done = act(ready)
-            times.append((time.perf_counter() - began) * 1000)
-            if isinstance(done, list):
-                self._clear(done)
-        times = sorted(times[WARM_UP_CALLS:])
-        p99 = times[math.ceil(0.99 * len(times)) - 1]
+            result = act(prepared)
+            times_ms.append((time.perf_counter() - began) * 1000)
+            if isinstance(result, list):
+                self._clear(result)
+        times_ms = sorted(times_ms[WARM_UP_CALLS:])
         return Measure(
             what=what,
-            count=len(times),
+            count=len(times_ms),
             samples=samples,
             nbytes=nbytes,
-            median_ms=statistics.median(times),
-            p99_ms=p99,
+            median_ms=statistics.median(times_ms),
+            p99_ms=times_ms[math.ceil(0.99 * len(times_ms)) - 1],
         )
 
 

@@ -33,10 +33,10 @@ Partitions = Annotated[
 
 def checkpoint(*, places: Places, partition: Partitions = None, target: TargetFlags, json: Json = False) -> int:
     """Save a consistent snapshot of partitions to a directory."""
-    client, path = _open("checkpoint", places, target)
+    client, path = _connect("checkpoint", places, target)
     with client:
-        done = client.checkpoint(path, partition or None)
-    print_either(done, f"checkpoint of {summary(done)} at {done.path}", json=json)
+        info = client.checkpoint(path, partition or None)
+    print_either(info, f"checkpoint of {summary(info)} at {info.path}", json=json)
     return 0
 
 
@@ -49,27 +49,28 @@ def restore(
     json: Json = False,
 ) -> int:
     """Restore the partitions of a checkpoint, all or none."""
-    client, path = _open("restore", places, target)
+    client, path = _connect("restore", places, target)
     with client:
         try:
-            done = client.restore(path, partition or None, replace=replace)
+            info = client.restore(path, partition or None, replace=replace)
         except PartitionExistsError as error:
             raise ValueError(
                 f"partition {error.partition!r} exists already; clear it (`tq clear`), restore only others "
                 "(--partition), or replace it (--replace)"
             ) from error
-    print_either(done, f"restored {summary(done)} from {done.path}", json=json)
+    print_either(info, f"restored {summary(info)} from {info.path}", json=json)
     return 0
 
 
-def summary(done: CheckpointInfo) -> str:
+def summary(info: CheckpointInfo) -> str:
     """Summarize the saved or restored partitions in one line."""
-    names = ", ".join(f"{shown(name)} ({counted(count, 'sample')})" for name, count in done.partitions.items())
-    return f"{names or 'no partitions'}, {readable(done.nbytes)} in {counted(done.files, 'file')}"
+    names = ", ".join(f"{shown(name)} ({counted(count, 'sample')})" for name, count in info.partitions.items())
+    return f"{names or 'no partitions'}, {readable(info.nbytes)} in {counted(info.files, 'file')}"
 
 
-def _open(name: str, places: list[str], target: TargetFlags) -> tuple[DataPlaneClient, str]:
-    """Connect a client. Return it with the path of the checkpoint."""
+def _connect(name: str, places: list[str], target: TargetFlags) -> tuple[DataPlaneClient, str]:
+    """Connect a client for the command `name`. Return it and the path of the checkpoint. places: the positional
+    arguments, [ADDRESS] PATH."""
     if len(places) > 2:
         raise typer.BadParameter(
             f"got {len(places)} arguments, expected an optional address and a path", param_hint="PATH"

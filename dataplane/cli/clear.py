@@ -36,23 +36,22 @@ def clear(
     """
     from dataplane.ledger import commands as c
 
-    wanted = tuple(dict.fromkeys(samples or ()))
+    ids = tuple(dict.fromkeys(samples or ()))  # without ids: the whole partition
     with session(target.config("clear")) as channel:
-        found = partition_stats(channel, partition)
-        if not wanted and not yes:
-            typer.confirm(_question(found), abort=True, err=True)
-        named = c.Samples(ids=wanted) if wanted else None
-        count = ask(channel, c.Clear(partition=partition, samples=named)).count
-    whole = "" if wanted else ", and the partition itself"
+        stats = partition_stats(channel, partition)  # raises an error if the partition does not exist
+        if not ids and not yes:
+            typer.confirm(_question(stats), abort=True, err=True)
+        count = ask(channel, c.Clear(partition=partition, samples=c.Samples(ids=ids) if ids else None)).count
+    whole = "" if ids else ", and the partition itself"
     text = f"cleared {counted(count, 'sample')} of partition {shown(partition)}{whole}"
     print_either({"partition": partition, "cleared": count}, text, json=json)
-    if count < len(wanted):
-        print(f"tq: {len(wanted) - count} of {counted(len(wanted), 'sample')} not found", file=sys.stderr)
+    if count < len(ids):
+        print(f"tq: {len(ids) - count} of {counted(len(ids), 'sample')} not found", file=sys.stderr)
         return 1
     return 0
 
 
-def _question(found: c.PartitionStats) -> str:
-    waiting = f", and {counted(found.waiting_claims, 'claim')} waiting for more" if found.waiting_claims else ""
-    held = f"{counted(found.live, 'live sample')}, {readable(found.live_bytes)}"
-    return f"Drop the whole partition {shown(found.partition)} ({held}{waiting})?"
+def _question(stats: c.PartitionStats) -> str:
+    waiting = f", and {counted(stats.waiting_claims, 'claim')} waiting for more" if stats.waiting_claims else ""
+    content = f"{counted(stats.live, 'live sample')}, {readable(stats.live_bytes)}"
+    return f"Drop the whole partition {shown(stats.partition)} ({content}{waiting})?"

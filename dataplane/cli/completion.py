@@ -26,41 +26,43 @@ PLAIN = frozenset("_-./:@+,")
 
 def partitions(context: typer.Context) -> list[str]:
     """Complete names of partitions."""
-    return _plain(found.partition for found in _partitions(context))
+    return _names_without_quotes(stats.partition for stats in _partition_stats(context))
 
 
 def tasks_of(context: typer.Context) -> list[str]:
     """Complete names of tasks of the partition on the command line."""
-    return _plain(name for found in _named(context) for name in found.claimed)
+    return _names_without_quotes(name for stats in _given_partition(context) for name in stats.claimed)
 
 
 def fields_of(context: typer.Context) -> list[str]:
     """Complete names of fields of the partition on the command line, except those already given."""
     given = context.params.get("fields") or ()
-    return _plain(name for found in _named(context) for name in found.produced if name not in given)
+    names = [name for stats in _given_partition(context) for name in stats.produced]
+    return _names_without_quotes(name for name in names if name not in given)
 
 
 def units(context: typer.Context) -> list[str]:
     """Complete names of storage units."""
-    report = _report(context)
-    return [] if report is None else _plain(unit.name for unit in report.units)
+    report = _query_stats(context)
+    return [] if report is None else _names_without_quotes(unit.name for unit in report.units)
 
 
-def _plain(names: Iterable[str]) -> list[str]:
+def _names_without_quotes(names: Iterable[str]) -> list[str]:
     """Return the names that need no quotes in any shell."""
-    return [name for name in names if name[:1] != "-" and all(sign.isalnum() or sign in PLAIN for sign in name)]
+    return [name for name in names if name[:1] != "-" and all(char.isalnum() or char in PLAIN for char in name)]
 
 
-def _named(context: typer.Context) -> list[c.PartitionStats]:
-    return [found for found in _partitions(context) if found.partition == context.params.get("partition")]
+def _given_partition(context: typer.Context) -> list[c.PartitionStats]:
+    """Return the statistics of the partition on the command line, as a list; empty if it does not exist."""
+    return [stats for stats in _partition_stats(context) if stats.partition == context.params.get("partition")]
 
 
-def _partitions(context: typer.Context) -> list[c.PartitionStats]:
-    report = _report(context)
+def _partition_stats(context: typer.Context) -> list[c.PartitionStats]:
+    report = _query_stats(context)
     return [] if report is None else list(report.partitions)
 
 
-def _report(context: typer.Context) -> c.StatsReport | None:
+def _query_stats(context: typer.Context) -> c.StatsReport | None:
     """Query the service. Return None without an address or a quick answer, and on any error, because completion cannot
     report errors."""
     from dataplane.cli.session import session, stats

@@ -29,19 +29,22 @@ def doctor(
     started here, used and stopped. Exit code 1 if a check fails.
     """
     config = target.config_if_any("doctor", address)
-    found = list(_look(config, arena_dir, port, quiet=json))
-    wrong = [finding for finding in found if not finding.ok]
+    findings = list(_run_checks(config, arena_dir, port, quiet=json))
+    failed = [finding for finding in findings if not finding.ok]
     if json:
-        rows = [{"what": each.what, "ok": each.ok, "found": each.found, "mend": each.mend} for each in found]
-        print_json({"wrong": len(wrong), "findings": rows})
-    elif wrong:
-        print(f"\n{len(wrong)} of {len(found)} checks failed")
+        rows = [
+            {"what": finding.what, "ok": finding.ok, "found": finding.found, "mend": finding.mend}
+            for finding in findings
+        ]
+        print_json({"wrong": len(failed), "findings": rows})
+    elif failed:
+        print(f"\n{len(failed)} of {len(findings)} checks failed")
     else:
-        print(f"\nall {len(found)} checks passed")
-    return 1 if wrong else 0
+        print(f"\nall {len(findings)} checks passed")
+    return 1 if failed else 0
 
 
-def _look(config: DataPlaneConfig, arena_dir: str, port: int, *, quiet: bool) -> Iterator[Finding]:
+def _run_checks(config: DataPlaneConfig, arena_dir: str, port: int, *, quiet: bool) -> Iterator[Finding]:
     """Run all checks and print each finding immediately, unless `quiet`."""
     from dataplane.cli.checks.machine import machine
     from dataplane.cli.checks.packages import packages
@@ -49,11 +52,11 @@ def _look(config: DataPlaneConfig, arena_dir: str, port: int, *, quiet: bool) ->
 
     for finding in itertools.chain(machine(arena_dir, port), packages(), trial(config, arena_dir)):
         if not quiet:
-            _print(finding)
+            _print_finding(finding)
         yield finding
 
 
-def _print(finding: Finding) -> None:
+def _print_finding(finding: Finding) -> None:
     from rich.text import Text
 
     mark, style = ("ok   ", "green") if finding.ok else ("WRONG", "bold red")

@@ -51,73 +51,74 @@ def drain(
     if undo and drop:
         raise typer.BadParameter("the flags exclude each other; pass only one", param_hint="--undo and --drop")
     config = target.config("drain")
-    found = _find(config, unit, undo=undo)
+    stats = _select_unit(config, unit, undo=undo)
     if undo:
-        facts = {"unit": found.unit, "name": found.name}
-        print_either(facts, f"storage unit {_name(found)} takes new rows again", json=json)
+        facts = {"unit": stats.unit, "name": stats.name}
+        print_either(facts, f"storage unit {_label(stats)} takes new rows again", json=json)
         return 0
-    done = _drain(config, found, timeout, _Line(found, quiet=json), drop=drop, force=force)
-    if done is None:
+    drained = _drain_and_drop(config, stats, timeout, _ProgressLine(stats, quiet=json), drop=drop, force=force)
+    if drained is None:
         return 1
-    moved = {"cells": done.cells, "moved_bytes": done.moved_bytes, "pinned_bytes": done.pinned_bytes}
-    facts = {"unit": found.unit, "name": found.name, **moved, "dropped": drop}
-    print_either(facts, _sentence(found, done, drop=drop), json=json)
+    moved = {"cells": drained.cells, "moved_bytes": drained.moved_bytes, "pinned_bytes": drained.pinned_bytes}
+    facts = {"unit": stats.unit, "name": stats.name, **moved, "dropped": drop}
+    print_either(facts, _summary(stats, drained, drop=drop), json=json)
     return 0
 
 
-def _find(config: DataPlaneConfig, unit: str, *, undo: bool) -> c.UnitStats:
+def _select_unit(config: DataPlaneConfig, unit: str, *, undo: bool) -> c.UnitStats:
     """Return the statistics of the unit. With `undo`, allow new rows on it again."""
     from dataplane.ledger import commands as c
 
     with session(config) as channel:
-        found = unit_stats(channel, unit)
+        stats = unit_stats(channel, unit)
         if undo:
-            ask(channel, c.Drain(unit=found.unit, undo=True))
-        return found
+            ask(channel, c.Drain(unit=stats.unit, undo=True))
+        return stats
 
 
-def _drain(
-    config: DataPlaneConfig, found: c.UnitStats, timeout: float, line: _Line, *, drop: bool, force: bool
+def _drain_and_drop(
+    config: DataPlaneConfig, stats: c.UnitStats, timeout: float, progress: _ProgressLine, *, drop: bool, force: bool
 ) -> Drained | None:
-    """Drain the unit. Return None after Ctrl-C, when the state of the unit has been printed."""
+    """Drain the unit, then drop it if `drop` is set. After Ctrl-C, print the state of the unit and return None.
+    `DrainError` becomes a ValueError that names the flags of this command."""
     with dataplane.DataPlaneClient(config).connect() as client:
         try:
-            done = client.drain(found.unit, timeout, force=force, on_progress=line.show)
+            drained = client.drain(stats.unit, timeout, force=force, on_progress=progress.show)
         except KeyboardInterrupt:
-            line.end()
-            _undo(client, found)
+            progress.end()
+            _undo_after_interrupt(client, stats)
             return None
         except DrainError as error:
-            line.end()
+            progress.end()
             text = str(error).replace(DrainError.FORCE, "--force")
             raise ValueError(text.replace(DrainError.UNDRAIN, "allow new rows on it again (--undo)")) from error
-        line.end()
+        progress.end()
         try:
             if drop:
-                client.drop_unit(found.unit)
+                client.drop_unit(stats.unit)
         except KeyboardInterrupt:
-            empty = f"storage unit {_name(found)} is empty and gets no new rows"
+            empty = f"storage unit {_label(stats)} is empty and gets no new rows"
             print(
                 f"tq: interrupted: {empty}; it may or may not have been dropped (check `tq status`, run `tq drop`)",
                 file=sys.stderr,
             )
             return None
-    return done
+    return drained
 
 
-def _undo(client: DataPlaneClient, found: c.UnitStats) -> None:
-    """Undo the drain after Ctrl-C, unless the unit was already draining before."""
-    if not found.draining:
-        client.undrain(found.unit)
-    now = "gets no new rows, as before" if found.draining else "takes new rows again"
-    print(f"tq: interrupted: storage unit {_name(found)} {now}; moved rows stay where they are", file=sys.stderr)
+def _undo_after_interrupt(client: DataPlaneClient, stats: c.UnitStats) -> None:
+    """Undo the drain after Ctrl-C, unless the unit was already draining before (`stats`). Print the state."""
+    if not stats.draining:
+        client.undrain(stats.unit)
+    now = "gets no new rows, as before" if stats.draining else "takes new rows again"
+    print(f"tq: interrupted: storage unit {_label(stats)} {now}; moved rows stay where they are", file=sys.stderr)
 
 
-class _Line:
+class _ProgressLine:
     """Progress on standard error: one line updated in place on a terminal, otherwise a line every few seconds."""
 
-    def __init__(self, found: c.UnitStats, *, quiet: bool) -> None:
-        self._name = _name(found)
+    def __init__(self, stats: c.UnitStats, *, quiet: bool) -> None:
+        self._name = _label(stats)
         self._quiet = quiet
         self._in_place = sys.stderr.isatty()
         self._next_at = 0.0
@@ -143,12 +144,14 @@ class _Line:
             print(file=sys.stderr)
 
 
-def _sentence(found: c.UnitStats, done: Drained, *, drop: bool) -> str:
-    text = f"storage unit {_name(found)} is empty: {counted(done.cells, 'cell')} moved ({readable(done.moved_bytes)})"
-    if done.pinned_bytes:
-        text += f", {readable(done.pinned_bytes)} there are still pinned by readers"
+def _summary(stats: c.UnitStats, drained: Drained, *, drop: bool) -> str:
+    """Say in one sentence what was moved and whether the unit was dropped."""
+    moved = f"{counted(drained.cells, 'cell')} moved ({readable(drained.moved_bytes)})"
+    text = f"storage unit {_label(stats)} is empty: {moved}"
+    if drained.pinned_bytes:
+        text += f", {readable(drained.pinned_bytes)} there are still pinned by readers"
     return text + (", and it is dropped" if drop else "")
 
 
-def _name(found: c.UnitStats) -> str:
-    return f"{found.unit} {shown(found.name)}"
+def _label(stats: c.UnitStats) -> str:
+    return f"{stats.unit} {shown(stats.name)}"

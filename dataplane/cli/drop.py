@@ -29,9 +29,9 @@ def drop(
     from dataplane.ledger import commands as c
 
     with session(target.config("drop")) as channel:
-        found = unit_stats(channel, unit)
-        ask(channel, c.Forget(unit=found.unit, force=force))
-    facts = {"unit": found.unit, "name": found.name, "live_bytes": found.live_bytes}
-    lost = f", and {readable(found.live_bytes)} of live rows with it" if found.live_bytes else ""
-    print_either(facts, f"dropped storage unit {found.unit} {shown(found.name)}{lost}", json=json)
+        stats = unit_stats(channel, unit)
+        ask(channel, c.Forget(unit=stats.unit, force=force))
+    facts = {"unit": stats.unit, "name": stats.name, "live_bytes": stats.live_bytes}
+    lost = f", and {readable(stats.live_bytes)} of live rows with it" if stats.live_bytes else ""
+    print_either(facts, f"dropped storage unit {stats.unit} {shown(stats.name)}{lost}", json=json)
     return 0

@@ -171,30 +171,32 @@ def verb(run: Callable[..., int]) -> Callable[..., int]:
     """Convert `run` to a typer command: each parameter whose type is a group of flags is replaced by these flags. The
     docstring becomes the help, with one line per paragraph, which the terminal wraps."""
     hints = typing.get_type_hints(run, include_extras=True)
-    groups: dict[str, Any] = {}
+    groups: dict[str, Any] = {}  # name of the parameter -> dataclass of its flags
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(run).parameters.values():
         kind = hints[parameter.name]
         if not is_dataclass(kind):
-            parameters.append(_keyword(parameter.name, kind, parameter.default))
+            parameters.append(_keyword_parameter(parameter.name, kind, parameter.default))
             continue
         groups[parameter.name] = kind
         types = typing.get_type_hints(kind, include_extras=True)
-        parameters += [_keyword(flag.name, types[flag.name], flag.default) for flag in fields(kind)]
+        parameters += [_keyword_parameter(flag.name, types[flag.name], flag.default) for flag in fields(kind)]
 
     @functools.wraps(run)
-    def expanded(**given: Any) -> int:
+    def command(**values: Any) -> int:
+        """Call `run` with each group of flags as one object."""
         for name, kind in groups.items():
-            given[name] = kind(**{flag.name: given.pop(flag.name) for flag in fields(kind)})
-        return run(**given)
+            values[name] = kind(**{flag.name: values.pop(flag.name) for flag in fields(kind)})
+        return run(**values)
 
-    expanded.__doc__ = "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(run) or "").split("\n\n"))
-    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return expanded
+    paragraphs = (inspect.getdoc(run) or "").split("\n\n")
+    command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
 
 
-def _keyword(name: str, kind: Any, default: Any) -> inspect.Parameter:
+def _keyword_parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
     """Return a keyword-only parameter. Boolean flags show no metavar in the help."""
     if typing.get_origin(kind) is Annotated and typing.get_args(kind)[0] is bool:
         option = copy.copy(typing.get_args(kind)[1])

@@ -17,10 +17,10 @@ _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 def size(text: str) -> int:
     """Parse "512m", "4g", "4GiB" or a plain number to bytes."""
-    plain = text.strip().lower().removesuffix("ib").removesuffix("b")
-    suffix = plain[-1:] if plain[-1:] in _SUFFIXES else ""
+    without_unit = text.strip().lower().removesuffix("ib").removesuffix("b")
+    suffix = without_unit[-1:] if without_unit[-1:] in _SUFFIXES else ""
     try:
-        return int(float(plain.removesuffix(suffix)) * _SUFFIXES[suffix])
+        return int(float(without_unit.removesuffix(suffix)) * _SUFFIXES[suffix])
     except (ValueError, OverflowError):
         raise typer.BadParameter(f"{text!r} is not a size; write 512m, 4g or a number of bytes") from None
 
@@ -44,7 +44,7 @@ def readable(count: float) -> str:
 
 
 def ago(seconds: float) -> str:
-    """Format a time, e.g. 12.3 s, 5 min, 2 h, 3 d; "no end" for infinity."""
+    """Format a duration, e.g. 12.3 s, 5 min, 2 h, 3 d; "no end" for infinity."""
     if math.isinf(seconds):
         return "no end"
     for unit, length in (("d", _DAY_S), ("h", _HOUR_S), ("min", _MINUTE_S)):
@@ -65,8 +65,8 @@ def shown(name: str) -> str:
 
 def pairs(values: Mapping[str, Any]) -> str:
     """Format a mapping as "a=1 b=2", with names and texts passed through `shown`."""
-    return " ".join(f"{shown(name)}={_value(value)}" for name, value in values.items())
+    return " ".join(f"{shown(name)}={_format_value(value)}" for name, value in values.items())
 
 
-def _value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return shown(value) if isinstance(value, str) else repr(value)

@@ -32,23 +32,25 @@ def own_service(*, capacity_bytes: int, arena_dir: str = "/dev/shm") -> Iterator
         command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=environment, process_group=0
     ) as process:
         try:
-            yield _first_line(process).split()[-1]
+            yield _read_first_line(process).split()[-1]
         finally:
-            _end(process)
+            _stop(process)
 
 
-def _first_line(process: subprocess.Popen[str]) -> str:
+def _read_first_line(process: subprocess.Popen[str]) -> str:
+    """Return the first line of the process's output, which has the address. Without one in time, stop the process and
+    raise `ServiceUnavailableError`."""
     assert process.stdout is not None
-    came, _, _ = select.select([process.stdout], [], [], _START_S)
-    line = process.stdout.readline() if came else ""
+    with_output, _, _ = select.select([process.stdout], [], [], _START_S)
+    line = process.stdout.readline() if with_output else ""
     if not line:
-        said = " ".join(_end(process).split()) or f"it printed nothing for {_START_S:.0f} s"
-        why = f"`tq serve` did not start: {said}"
+        reason = " ".join(_stop(process).split()) or f"it printed nothing for {_START_S:.0f} s"
+        why = f"`tq serve` did not start: {reason}"
         raise ServiceUnavailableError(address="127.0.0.1", why=why)
     return line
 
 
-def _end(process: subprocess.Popen[str]) -> str:
+def _stop(process: subprocess.Popen[str]) -> str:
     """Terminate the process, or kill it after `_END_S`, and return its standard error. Its units stop with it."""
     process.terminate()
     try:

@@ -35,13 +35,14 @@ def ls(
     """List the partitions of a service, or the samples of one partition with their fields and tags."""
     with session(target.config("ls")) as channel:
         if partition is None:
-            _partitions(stats(channel, limit or PARTITIONS), json)
+            _print_partitions(stats(channel, limit or PARTITIONS), json)
         else:
-            _samples(channel, partition, limit or SAMPLES, json)
+            _print_samples(channel, partition, limit or SAMPLES, json)
     return 0
 
 
-def _partitions(report: c.StatsReport, json: bool) -> None:
+def _print_partitions(report: c.StatsReport, json: bool) -> None:
+    """Print one row per partition of the report."""
     if json:
         print_json({"partitions": report.partitions, "total": report.partition_count})
         return
@@ -49,13 +50,15 @@ def _partitions(report: c.StatsReport, json: bool) -> None:
         print("no partitions")
         return
     columns = ("partition", ">live", ">born", ">expected", ">bytes", ">version", "tasks", "fields", "")
-    print_table(columns, [_partition(part) for part in report.partitions])
+    print_table(columns, [_partition_row(part) for part in report.partitions])
     if not_shown(report):
         print(f"{not_shown(report)}; --limit {report.partition_count} lists all")
 
 
-def _partition(part: c.PartitionStats) -> tuple[object, ...]:
-    notes = [word for word, true in (("sealed", part.sealed), ("FILLING UP", part.pressed)) if true]
+def _partition_row(part: c.PartitionStats) -> tuple[object, ...]:
+    """Return one partition as a row of the table."""
+    notes = ["sealed"] if part.sealed else []
+    notes += ["FILLING UP"] if part.pressed else []
     return (
         shown(part.partition),
         part.live,
@@ -69,14 +72,15 @@ def _partition(part: c.PartitionStats) -> tuple[object, ...]:
     )
 
 
-def _samples(channel: ControllerChannel, partition: str, limit: int, json: bool) -> None:
+def _print_samples(channel: ControllerChannel, partition: str, limit: int, json: bool) -> None:
+    """Print one row for each of the oldest `limit` samples of a partition."""
     from dataplane.ledger import commands as c
 
     ids = ask(channel, c.List(partition=partition, limit=limit)).ids
     total = ask(channel, c.Describe(partition=partition)).live
-    found = [sample for sample in (_look(channel, partition, name) for name in ids) if sample is not None]
+    samples = [sample for sample in (_find_sample(channel, partition, name) for name in ids) if sample is not None]
     if json:
-        rows = [_as_dict(sample) for sample in found]
+        rows = [_as_dict(sample) for sample in samples]
         print_json({"partition": partition, "total": total, "samples": rows})
         return
     print_table(
@@ -90,14 +94,14 @@ def _samples(channel: ControllerChannel, partition: str, limit: int, json: bool)
                 ",".join(map(shown, sample.missing)) or "-",
                 pairs(sample.tags) or "-",
             )
-            for sample in found
+            for sample in samples
         ],
     )
     if total > limit:
         print(f"the oldest {limit:,} of {counted(total, 'sample')}; --limit {total} lists all")
 
 
-def _look(channel: ControllerChannel, partition: str, name: str) -> c.Shown | None:
+def _find_sample(channel: ControllerChannel, partition: str, name: str) -> c.Shown | None:
     """Return one sample, or None if it was cleared meanwhile."""
     from dataplane.errors import NotFoundError
     from dataplane.ledger import commands as c
@@ -109,6 +113,7 @@ def _look(channel: ControllerChannel, partition: str, name: str) -> c.Shown | No
 
 
 def _as_dict(sample: c.Shown) -> dict[str, Any]:
+    """Return one sample for JSON."""
     return {
         "sample": sample.sample,
         "generation": sample.generation,

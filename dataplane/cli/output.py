@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -17,7 +17,7 @@ _WIDE = 10_000
 
 def print_json(value: Any) -> None:
     """Print one line of JSON; arrays become lists."""
-    print(msgspec.json.encode(value, enc_hook=_plain).decode(), flush=True)
+    print(msgspec.json.encode(value, enc_hook=_to_list).decode(), flush=True)
 
 
 def print_either(value: Any, text: str, *, json: bool) -> None:
@@ -28,7 +28,8 @@ def print_either(value: Any, text: str, *, json: bool) -> None:
         print(text)
 
 
-def _plain(value: Any) -> Any:
+def _to_list(value: Any) -> Any:
+    """Convert a value that msgspec cannot encode, such as an array."""
     return value.tolist()
 
 
@@ -36,8 +37,8 @@ def console() -> Console:
     """Create a console for the current standard output."""
     from rich.console import Console
 
-    made = Console(highlight=False, markup=False, emoji=False)
-    return made if made.is_terminal else Console(highlight=False, markup=False, emoji=False, width=_WIDE)
+    screen = Console(highlight=False, markup=False, emoji=False)
+    return screen if screen.is_terminal else Console(highlight=False, markup=False, emoji=False, width=_WIDE)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
@@ -45,13 +46,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    result = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
-        right = column.startswith(">")
-        made.add_column(Text(column.removeprefix(">")), justify="right" if right else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        result.add_column(Text(column.removeprefix(">")), justify=justify, overflow="fold")
     for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
-    return made
+        result.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return result
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

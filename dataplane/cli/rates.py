@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class Snapshot:
     """A snapshot of a service: statistics and waiting calls at `at_s` (this process's monotonic clock), and the
     throughput before that time (None: not requested)."""
 
@@ -36,9 +36,9 @@ class Rates:
     grown_bytes: float | None = None
 
 
-def look(channel: ControllerChannel, flow: Callable[[], FlowRates] | None = None) -> Look:
+def take_snapshot(channel: ControllerChannel, flow: Callable[[], FlowRates] | None = None) -> Snapshot:
     """Take a snapshot of the service. flow: queries its throughput."""
-    return Look(
+    return Snapshot(
         at_s=time.monotonic(),
         report=stats(channel),
         waits=waits(channel),
@@ -46,25 +46,29 @@ def look(channel: ControllerChannel, flow: Callable[[], FlowRates] | None = None
     )
 
 
-def rates(before: Look, after: Look) -> dict[str, Rates]:
+def rates(before: Snapshot, after: Snapshot) -> dict[str, Rates]:
     """Return the rates of each current partition."""
     seconds = max(after.at_s - before.at_s, 1e-6)
     earlier = {part.partition: part for part in before.report.partitions}
-    return {part.partition: _rates(earlier.get(part.partition), part, seconds) for part in after.report.partitions}
+    return {
+        part.partition: _partition_rates(earlier.get(part.partition), part, seconds) for part in after.report.partitions
+    }
 
 
-def _rates(before: c.PartitionStats | None, after: c.PartitionStats, seconds: float) -> Rates:
-    if before is None or after.born < before.born:
+def _partition_rates(before: c.PartitionStats | None, after: c.PartitionStats, seconds: float) -> Rates:
+    """Return the rates of one partition. before: its earlier statistics, or None if it is new."""
+    if before is None or after.born < before.born:  # fewer samples ever born: it was registered again
         return Rates()
     born = after.born - before.born
     return Rates(
         born=born / seconds,
+        # Of the born samples, those by which the live ones have not grown were dropped.
         dropped=(born - (after.live - before.live)) / seconds,
         grown_bytes=(after.live_bytes - before.live_bytes) / seconds,
     )
 
 
-def as_json(before: Look, after: Look) -> dict[str, Any]:
+def as_json(before: Snapshot, after: Snapshot) -> dict[str, Any]:
     """Return two snapshots as JSON: the `seconds` between them, the latest report, waits and flow, and the rates of
     each partition."""
     return {

@@ -49,24 +49,25 @@ def serve(
         **memory.settings(),
         **security.settings(),
     ).with_environment()
-    return _serve(config, units, json)
+    return _run_service(config, units, json)
 
 
-def _serve(config: DataPlaneConfig, count: int, json: bool) -> int:
-    """Run a controller in this process and each storage unit in a child process."""
-    stop = Stop()
+def _run_service(config: DataPlaneConfig, count: int, json: bool) -> int:
+    """Run a controller in this process and each of `count` storage units in a child process. Return the exit code."""
+    stop = Stop()  # before the slow imports: from here on, a signal stops the service
     from dataplane.controller.controller import Controller
     from dataplane.storage.unit_process import UnitProcesses, require_memory
 
     require_memory(count)
     controller = Controller(config).start()
-    ends: list[str] = []
+    failures: list[str] = []
 
-    def end(why: str) -> None:
-        ends.append(why)
+    def report_failure(why: str) -> None:
+        """Stop the service because a storage unit failed."""
+        failures.append(why)
         stop.set()
 
-    units = UnitProcesses(controller.address, config, end)
+    units = UnitProcesses(controller.address, config, report_failure)
     stop.then(units.stop)
     try:
         units.start(count)
@@ -74,13 +75,13 @@ def _serve(config: DataPlaneConfig, count: int, json: bool) -> int:
             return 0
         if controller.recovered:
             print(f"restored the state in {config.state_dir}", file=sys.stderr, flush=True)
-        _say_ready(controller.address, controller.http_url, json)
+        _print_ready(controller.address, controller.http_url, json)
         stop.when(controller.ended)
         stop.wait()
         if controller.ended.is_set():
-            ends.append("the controller failed; see the log above")
-        if ends and not stop.asked:
-            print(f"tq: {ends[0]}; the service stops", file=sys.stderr)
+            failures.append("the controller failed; see the log above")
+        if failures and not stop.asked:
+            print(f"tq: {failures[0]}; the service stops", file=sys.stderr)
             return 1
     finally:
         units.stop()
@@ -88,7 +89,8 @@ def _serve(config: DataPlaneConfig, count: int, json: bool) -> int:
     return 0
 
 
-def _say_ready(address: str, url: str, json: bool) -> None:
+def _print_ready(address: str, url: str, json: bool) -> None:
+    """Print where the service listens. url: that of its HTTP server, or ""."""
     if json:
         print_json({"address": address, "http": url or None})
     else:

@@ -48,7 +48,7 @@ def stats(channel: ControllerChannel, limit: int = PARTITIONS) -> c.StatsReport:
 
 def not_shown(report: c.StatsReport) -> str:
     """Return a line with the number of partitions that the report omits, or ""."""
-    return _more(report.partition_count - len(report.partitions), "partitions")
+    return _omitted(report.partition_count - len(report.partitions), "partitions")
 
 
 def waits(channel: ControllerChannel, partition: str = "", task: str = "") -> c.WaitList:
@@ -58,13 +58,13 @@ def waits(channel: ControllerChannel, partition: str = "", task: str = "") -> c.
     return ask(channel, c.Waits(partition=partition, task=task, limit=WAITS))
 
 
-def waits_not_shown(found: c.WaitList) -> str:
+def waits_not_shown(wait_list: c.WaitList) -> str:
     """Return a line with the number of calls that the list omits, or ""."""
-    return _more(found.total - len(found.waits), "calls")
+    return _omitted(wait_list.total - len(wait_list.waits), "calls")
 
 
-def _more(left: int, what: str) -> str:
-    return f"and {left:,} more {what}" if left > 0 else ""
+def _omitted(count: int, what: str) -> str:
+    return f"and {count:,} more {what}" if count > 0 else ""
 
 
 def partition_stats(channel: ControllerChannel, name: str) -> c.PartitionStats:
@@ -80,9 +80,10 @@ def unit_stats(channel: ControllerChannel, unit: str) -> c.UnitStats:
     from dataplane.errors import InvalidRequestError
 
     units = stats(channel, 1).units
-    found = [each for each in units if str(each.unit) == unit] or [each for each in units if each.name == unit]
-    if len(found) == 1:
-        return found[0]
-    have = ", ".join(f"{each.unit} {shown(each.name)}" for each in units) or "none"
-    why = "several units have this name, pass a number" if found else "not found"
-    raise InvalidRequestError(f"storage unit {unit!r}: {why}; the service has {have}")
+    by_number = [each for each in units if str(each.unit) == unit]
+    matching = by_number or [each for each in units if each.name == unit]
+    if len(matching) == 1:
+        return matching[0]
+    known = ", ".join(f"{each.unit} {shown(each.name)}" for each in units) or "none"
+    why = "several units have this name, pass a number" if matching else "not found"
+    raise InvalidRequestError(f"storage unit {unit!r}: {why}; the service has {known}")

@@ -36,36 +36,40 @@ def show(
     from dataplane.ledger import commands as c
 
     with session(target.config("show")) as channel:
-        found = ask(channel, c.Show(partition=partition or "", samples=c.Samples(ids=(sample,))))
+        shown_sample = ask(channel, c.Show(partition=partition or "", samples=c.Samples(ids=(sample,))))
         units = {unit.unit: unit.name for unit in stats(channel, 1).units}
     if json:
-        print_json(found)
+        print_json(shown_sample)
     else:
-        _print(found, units)
+        _print_sample(shown_sample, units)
     return 0
 
 
-def _print(found: c.Shown, units: dict[int, str]) -> None:
-    born = f"born {ago(found.now - found.since)} ago as number {found.generation}"
-    print(f"sample {shown(found.sample)} of partition {shown(found.partition)}, {born}")
-    print(f"tags: {pairs(found.tags) or 'none'}")
-    if found.missing:
-        print(f"not produced: {', '.join(map(shown, found.missing))}")
+def _print_sample(sample: c.Shown, units: dict[int, str]) -> None:
+    """Print the sample. units: the names of the storage units, by number."""
+    born = f"born {ago(sample.now - sample.since)} ago as number {sample.generation}"
+    print(f"sample {shown(sample.sample)} of partition {shown(sample.partition)}, {born}")
+    print(f"tags: {pairs(sample.tags) or 'none'}")
+    if sample.missing:
+        print(f"not produced: {', '.join(map(shown, sample.missing))}")
     print()
     columns = ("field", "type", ">length", ">bytes", "unit", ">offset", "")
-    print_table(columns, [_cell(cell, units) for cell in found.cells])
-    if found.tasks:
+    print_table(columns, [_cell_row(cell, units) for cell in sample.cells])
+    if sample.tasks:
         print()
-        print_table(("task", "state", "", "lacking"), [_task(task, found.now) for task in found.tasks])
+        print_table(("task", "state", "", "lacking"), [_task_row(task, sample.now) for task in sample.tasks])
 
 
-def _cell(cell: c.ShownCell, units: dict[int, str]) -> tuple[object, ...]:
-    notes = [word for word, true in (("shared", cell.shared), ("being read", cell.pinned)) if true]
+def _cell_row(cell: c.ShownCell, units: dict[int, str]) -> tuple[object, ...]:
+    """Return a cell (the value of one field) as a row of the table."""
+    notes = ["shared"] if cell.shared else []
+    notes += ["being read"] if cell.pinned else []
     unit = f"{cell.unit} {shown(units.get(cell.unit, ''))}".strip()
     return shown(cell.field), cell.spec, cell.length, readable(cell.size_bytes), unit, cell.offset, ", ".join(notes)
 
 
-def _task(task: c.ShownTask, now: float) -> tuple[object, ...]:
+def _task_row(task: c.ShownTask, now: float) -> tuple[object, ...]:
+    """Return the state of the sample in a task as a row of the table. now: the time of the service."""
     lease = ""
     if task.until is not None:
         lease = f"by {shown(task.client)} for another {ago(task.until - now)}"

@@ -16,11 +16,12 @@ def shrink(*, address: Address = None, target: TargetFlags, json: Json = False) 
     from dataplane.ledger import commands as c
 
     with session(target.config("shrink", address)) as channel:
-        done = ask(channel, c.Shrink())
+        result = ask(channel, c.Shrink())
     if json:
-        print_json(done)
-    for unit in () if json else done.units:
-        problem = f" ({unit.error})" if unit.error else ""
-        given, held = readable(unit.given_bytes), readable(unit.backed_bytes)
-        print(f"unit {unit.unit} {shown(unit.name)}: {given} given back, {held} held{problem}")
-    return 1 if any(unit.error for unit in done.units) else 0
+        print_json(result)
+    else:
+        for unit in result.units:
+            problem = f" ({unit.error})" if unit.error else ""
+            returned, held = readable(unit.given_bytes), readable(unit.backed_bytes)
+            print(f"unit {unit.unit} {shown(unit.name)}: {returned} given back, {held} held{problem}")
+    return 1 if any(unit.error for unit in result.units) else 0

@@ -29,9 +29,9 @@ def describe(address: str, report: c.StatsReport) -> str:
     """Format the report as text."""
     lines = [f"data plane service at {address}, epoch {report.epoch}"]
     for unit in report.units:
-        lines += _unit(unit)
+        lines += _unit_lines(unit)
     for part in report.partitions:
-        lines += _partition(part)
+        lines += _partition_lines(part)
     if not_shown(report):
         lines.append(f"  {not_shown(report)}; `tq ls` lists them")
     puts = f"{counted(report.waiting_allocations, 'put')} waiting for space"
@@ -39,7 +39,8 @@ def describe(address: str, report: c.StatsReport) -> str:
     return "\n".join(lines)
 
 
-def _unit(unit: c.UnitStats) -> list[str]:
+def _unit_lines(unit: c.UnitStats) -> list[str]:
+    """Describe a storage unit in one line, and a second one if it has a problem."""
     used = unit.live_bytes + unit.reserved_bytes + unit.retired_bytes
     lines = [
         f"  unit {unit.unit} {shown(unit.name)}: {readable(used)} of {readable(unit.capacity_bytes)} used"
@@ -48,13 +49,16 @@ def _unit(unit: c.UnitStats) -> list[str]:
         f"{', FILLING UP' if unit.pressed else ''}{', DRAINING' if unit.draining else ''}"
         f"{'' if unit.connected else ', NOT CONNECTED'}"
     ]
-    return lines + ([f"    cannot grow: {unit.problem}"] if unit.problem else [])
+    if unit.problem:
+        lines.append(f"    cannot grow: {unit.problem}")
+    return lines
 
 
-def _partition(part: c.PartitionStats) -> list[str]:
+def _partition_lines(part: c.PartitionStats) -> list[str]:
+    """Describe a partition in one line. Further lines have its budget, evictions, fields, tasks and waiting calls."""
     born = f"{part.born} born" if part.num_samples is None else f"{part.born} of {part.num_samples} born"
-    held = f"{part.live} live ({readable(part.live_bytes)})"
-    lines = [f"  partition {shown(part.partition)}: {held}, {born}{', sealed' if part.sealed else ''}"]
+    live = f"{part.live} live ({readable(part.live_bytes)})"
+    lines = [f"  partition {shown(part.partition)}: {live}, {born}{', sealed' if part.sealed else ''}"]
     if part.budget_bytes is not None:
         lines.append(
             f"    {readable(part.used_bytes)} of a budget of {readable(part.budget_bytes)} used,"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dataplane.controller.metrics.throughput import FlowReport
 
 _WAIT_S = 5.0
-_PATH = "/api/flow"
+_PATH = "/api/fetch_rates"
 _LONGEST_S = 60
 
 
@@ -34,7 +34,7 @@ class FlowRates:
     clears: float
 
 
-def where(text: str, address: str) -> tuple[str, int]:
+def parse_http_address(text: str, address: str) -> tuple[str, int]:
     """Parse a URL, host:port, or a port on the host of `address` to (host, port). Raises ValueError for anything
     else."""
     if text.isascii() and text.isdigit():
@@ -44,24 +44,25 @@ def where(text: str, address: str) -> tuple[str, int]:
     return split_address(urlsplit(text).netloc)
 
 
-def flow(place: tuple[str, int], config: DataPlaneConfig, seconds: float) -> FlowRates:
+def fetch_rates(host_port: tuple[str, int], config: DataPlaneConfig, seconds: float) -> FlowRates:
     """Return the mean rates of the last `seconds`. Raises `ServiceUnavailableError`, with the reason, on failure."""
     from dataplane.controller.metrics.throughput import FlowReport
 
     try:
-        body = _get(place, config)
+        body = _fetch(host_port, config)
         report = msgspec.json.decode(body, type=FlowReport)
     except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
         why = f"GET {_PATH} from its HTTP port failed: {error}; pass the port that `tq serve --metrics` printed"
-        raise ServiceUnavailableError(address=f"{place[0]}:{place[1]}", why=why) from error
-    return _mean(report, max(1, min(round(seconds), _LONGEST_S)))
+        raise ServiceUnavailableError(address=f"{host_port[0]}:{host_port[1]}", why=why) from error
+    return _mean_rates(report, max(1, min(round(seconds), _LONGEST_S)))  # the report has one value per second
 
 
-def _get(place: tuple[str, int], config: DataPlaneConfig) -> bytes:
+def _fetch(host_port: tuple[str, int], config: DataPlaneConfig) -> bytes:
+    """Return the body of the service's answer. OSError or HTTPException if there is none."""
     token = config.secret()
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    connection = http.client.HTTPConnection(*place, timeout=_WAIT_S)
-    connection.sock = _connect(place, config)
+    connection = http.client.HTTPConnection(*host_port, timeout=_WAIT_S)
+    connection.sock = _connect(host_port, config)
     try:
         connection.request("GET", _PATH, headers=headers)
         response = connection.getresponse()
@@ -73,8 +74,9 @@ def _get(place: tuple[str, int], config: DataPlaneConfig) -> bytes:
     return body
 
 
-def _connect(place: tuple[str, int], config: DataPlaneConfig) -> socket.socket:
-    plain = socket.create_connection(place, timeout=_WAIT_S)
+def _connect(host_port: tuple[str, int], config: DataPlaneConfig) -> socket.socket:
+    """Connect to the HTTP port, with TLS if it is configured."""
+    plain = socket.create_connection(host_port, timeout=_WAIT_S)
     if config.tls is None:
         return plain
     from dataplane.protocol.tls import client_context
@@ -82,12 +84,13 @@ def _connect(place: tuple[str, int], config: DataPlaneConfig) -> socket.socket:
     context = client_context(config.tls)
     context.set_alpn_protocols(["http/1.1"])
     try:
-        return context.wrap_socket(plain, server_hostname=config.tls.server_name or place[0])
+        return context.wrap_socket(plain, server_hostname=config.tls.server_name or host_port[0])
     except BaseException:
         plain.close()
         raise
 
 
-def _mean(report: FlowReport, seconds: int) -> FlowRates:
+def _mean_rates(report: FlowReport, seconds: int) -> FlowRates:
+    """Return the means of the last `seconds` values of each series, which `FlowReport` names as `FlowRates` does."""
     names = FlowRates.__dataclass_fields__
     return FlowRates(**{name: sum(getattr(report, name)[-seconds:]) / seconds for name in names})

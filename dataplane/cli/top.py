@@ -11,9 +11,9 @@ import typer
 from dataplane.cli.flags import Address, Json, TargetFlags
 from dataplane.cli.formatting import ago, counted, duration, readable, shown
 from dataplane.cli.output import console, print_json, table
-from dataplane.cli.rates import Look, Rates, as_json, look, rates
+from dataplane.cli.rates import Rates, Snapshot, as_json, rates, take_snapshot
 from dataplane.cli.session import not_shown, session, waits_not_shown
-from dataplane.cli.throughput import FlowRates, flow, where
+from dataplane.cli.throughput import FlowRates, fetch_rates, parse_http_address
 from dataplane.config import DataPlaneConfig
 
 if TYPE_CHECKING:
@@ -44,10 +44,11 @@ _WAIT_COLUMNS = ("waits", "for", "of partition", ">wants", ">ready", ">since", "
 
 
 def _interval(text: str) -> float:
-    found = duration(text)
-    if not _SHORTEST_S <= found <= _LONGEST_S:
+    """Parse the value of --interval."""
+    interval_s = duration(text)
+    if not _SHORTEST_S <= interval_s <= _LONGEST_S:
         raise typer.BadParameter(f"{text} is not in the range {_SHORTEST_S} to {_LONGEST_S} seconds")
-    return found
+    return interval_s
 
 
 def top(
@@ -72,9 +73,9 @@ def top(
     On a terminal until Ctrl-C, updated in place; otherwise as one frame after another, with --json one per line.
     """
     config = target.config("top", address)
-    asked = None if http is None else _flow(http, config, interval)
+    query_flow = None if http is None else _flow_query(http, config, interval)
     with session(config) as channel:
-        frames = _looks(lambda: look(channel, asked), interval)
+        frames = _snapshot_pairs(lambda: take_snapshot(channel, query_flow), interval)
         try:
             _watch(config.address or "", frames, once=once, json=json)
         except KeyboardInterrupt:
@@ -82,28 +83,31 @@ def top(
     return 0
 
 
-def _flow(url: str, config: DataPlaneConfig, interval: float) -> Callable[[], FlowRates]:
+def _flow_query(url: str, config: DataPlaneConfig, interval: float) -> Callable[[], FlowRates]:
+    """Return a function that queries the service's throughput in the last `interval` seconds."""
     try:
-        place = where(url, config.address or "")
+        host_port = parse_http_address(url, config.address or "")
     except ValueError:
         raise typer.BadParameter(f"{url!r} is not a URL, host:port or port", param_hint="--http") from None
-    return lambda: flow(place, config, interval)
+    return lambda: fetch_rates(host_port, config, interval)
 
 
-def _looks(look: Callable[[], Look], interval: float) -> Iterator[tuple[Look, Look]]:
-    """Yield (previous snapshot, latest snapshot) forever."""
-    before = look()
+def _snapshot_pairs(take: Callable[[], Snapshot], interval: float) -> Iterator[tuple[Snapshot, Snapshot]]:
+    """Yield (previous snapshot, latest snapshot) forever, one pair per `interval` seconds."""
+    before = take()
     while True:
         time.sleep(interval)  # the service has no notification for changes
-        after = look()
+        after = take()
         yield before, after
         before = after
 
 
-def _watch(address: str, frames: Iterator[tuple[Look, Look]], *, once: bool, json: bool) -> None:
+def _watch(address: str, frames: Iterator[tuple[Snapshot, Snapshot]], *, once: bool, json: bool) -> None:
+    """Show the frames: updated in place on a terminal, otherwise printed one after another. Return after the first if
+    `once` is set."""
     screen = console()
     if not (once or json) and screen.is_terminal:
-        _live(address, frames, screen)
+        _watch_on_screen(address, frames, screen)
         return
     for before, after in frames:
         if json:
@@ -116,7 +120,8 @@ def _watch(address: str, frames: Iterator[tuple[Look, Look]], *, once: bool, jso
             print(flush=True)
 
 
-def _live(address: str, frames: Iterator[tuple[Look, Look]], screen: Console) -> None:
+def _watch_on_screen(address: str, frames: Iterator[tuple[Snapshot, Snapshot]], screen: Console) -> None:
+    """Show the frames on a terminal, each in place of the previous one."""
     from rich.live import Live
 
     with Live(f"connecting to {address} ...", console=screen, screen=True, auto_refresh=False) as live:
@@ -124,58 +129,64 @@ def _live(address: str, frames: Iterator[tuple[Look, Look]], screen: Console) ->
             live.update(frame(address, before, after, most_units=max(screen.height // 3, _LEAST_UNITS)), refresh=True)
 
 
-def frame(address: str, before: Look, after: Look, *, most_units: int | None = None) -> Group:
+def frame(address: str, before: Snapshot, after: Snapshot, *, most_units: int | None = None) -> Group:
     """Return the view after an interval. most_units: limit for the units shown, problematic and full ones first."""
     from rich.console import Group
     from rich.text import Text
 
-    report, going = after.report, rates(before, after)
-    parts: list[RenderableType] = [Text(_summary(address, after, going), style="bold")]
-    parts += [] if after.flow is None else [Text(_through(after.flow), style="bold")]
-    units = _foremost(report.units, most_units)
-    parts += ["", table(_UNIT_COLUMNS, [_unit(unit) for unit in units])] if units else []
-    left = len(report.units) - len(units)
-    parts += [f"and {counted(left, 'more unit')}; `tq status` lists them"] if left else []
-    partitions = [_partition(part, going[part.partition]) for part in report.partitions]
+    report, partition_rates = after.report, rates(before, after)
+    parts: list[RenderableType] = [Text(_summary(address, after, partition_rates), style="bold")]
+    parts += [] if after.flow is None else [Text(_flow_summary(after.flow), style="bold")]
+    units = _select_units(report.units, most_units)
+    parts += ["", table(_UNIT_COLUMNS, [_unit_row(unit) for unit in units])] if units else []
+    hidden = len(report.units) - len(units)
+    parts += [f"and {counted(hidden, 'more unit')}; `tq status` lists them"] if hidden else []
+    partitions = [_partition_row(part, partition_rates[part.partition]) for part in report.partitions]
     parts += ["", table(_PARTITION_COLUMNS, partitions)] if partitions else []
     parts += [not_shown(report)] if not_shown(report) else []
-    tasks = [_task(part, task) for part in report.partitions for task in part.tasks]
+    tasks = [_task_row(part, task) for part in report.partitions for task in part.tasks]
     parts += ["", table(_TASK_COLUMNS, tasks)] if tasks else []
-    waits = [_wait(wait, after.waits.now) for wait in after.waits.waits]
+    waits = [_wait_row(wait, after.waits.now) for wait in after.waits.waits]
     parts += ["", table(_WAIT_COLUMNS, waits)] if waits else []
     parts += [waits_not_shown(after.waits)] if waits_not_shown(after.waits) else []
     return Group(*parts)
 
 
-def _foremost(units: Sequence[c.UnitStats], most: int | None) -> Sequence[c.UnitStats]:
+def _select_units(units: Sequence[c.UnitStats], most: int | None) -> Sequence[c.UnitStats]:
     """Return at most `most` units in their original order, preferring units with problems, then the fullest."""
     if most is None or len(units) <= most:
         return units
-    by_need = sorted(
+    # False sorts before True: units with problems come first.
+    by_priority = sorted(
         units, key=lambda unit: (unit.connected and not unit.problem, -unit.used_bytes / unit.capacity_bytes)
     )
-    chosen = {unit.unit for unit in by_need[:most]}
+    chosen = {unit.unit for unit in by_priority[:most]}
     return [unit for unit in units if unit.unit in chosen]
 
 
-def _summary(address: str, after: Look, going: dict[str, Rates]) -> str:
+def _summary(address: str, after: Snapshot, partition_rates: dict[str, Rates]) -> str:
+    """Return the first line: memory of all units, new samples, clients and waiting calls."""
     report = after.report
-    born = sum(rate.born or 0.0 for rate in going.values())
-    used, capacity = (sum(getattr(unit, name) for unit in report.units) for name in ("used_bytes", "capacity_bytes"))
+    born_per_s = sum(rate.born or 0.0 for rate in partition_rates.values())
+    used = sum(unit.used_bytes for unit in report.units)
+    capacity = sum(unit.capacity_bytes for unit in report.units)
+    clients = len(report.sessions) - 1  # without the session of this command
     return (
-        f"{address}   {readable(used)} of {readable(capacity)} used   {born:,.1f} new samples/s   "
-        f"{counted(len(report.sessions) - 1, 'client')}   {counted(after.waits.total, 'call')} waiting"
+        f"{address}   {readable(used)} of {readable(capacity)} used   {born_per_s:,.1f} new samples/s   "
+        f"{counted(clients, 'client')}   {counted(after.waits.total, 'call')} waiting"
     )
 
 
-def _through(flow: FlowRates) -> str:
+def _flow_summary(flow: FlowRates) -> str:
+    """Return the line with the throughput of the service."""
     return (
         f"per second: {flow.puts:,.0f} samples put ({readable(flow.put_bytes)}), {flow.gets:,.0f} got "
         f"({readable(flow.get_bytes)}), {flow.claims:,.0f} claimed, {flow.clears:,.0f} cleared"
     )
 
 
-def _unit(unit: c.UnitStats) -> tuple[object, ...]:
+def _unit_row(unit: c.UnitStats) -> tuple[object, ...]:
+    """Return a storage unit as a row of `_UNIT_COLUMNS`."""
     notes = ["NOT CONNECTED"] if not unit.connected else []
     notes += ["FILLING UP"] if unit.pressed else []
     notes += ["DRAINING"] if unit.draining else []
@@ -193,7 +204,8 @@ def _unit(unit: c.UnitStats) -> tuple[object, ...]:
     )
 
 
-def _partition(part: c.PartitionStats, rate: Rates) -> tuple[object, ...]:
+def _partition_row(part: c.PartitionStats, rate: Rates) -> tuple[object, ...]:
+    """Return a partition as a row of `_PARTITION_COLUMNS`."""
     notes = ["sealed"] if part.sealed else []
     notes += ["FILLING UP"] if part.pressed else []
     notes += [f"{counted(part.waiting_puts, 'put')} waiting"] if part.waiting_puts else []
@@ -204,35 +216,44 @@ def _partition(part: c.PartitionStats, rate: Rates) -> tuple[object, ...]:
         readable(part.live_bytes),
         part.born,
         "-" if part.num_samples is None else part.num_samples,
-        _rate(rate.born),
-        _rate(rate.dropped),
+        _format_rate(rate.born),
+        _format_rate(rate.dropped),
         "-" if rate.grown_bytes is None else readable(rate.grown_bytes),
         "-" if part.version is None else part.version,
         _warning(", ".join(notes)),
     )
 
 
-def _rate(value: float | None) -> str:
+def _format_rate(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}"
 
 
-def _task(part: c.PartitionStats, task: c.TaskStats) -> tuple[object, ...]:
+def _task_row(part: c.PartitionStats, task: c.TaskStats) -> tuple[object, ...]:
+    """Return a task of a partition as a row of `_TASK_COLUMNS`."""
     wants = ", ".join(map(shown, task.fields)) or "(has not claimed)"
-    unset = part.version is None and task.stalest_version is not None
-    lag = task.lag if task.lag is not None else "version not set" if unset else "-"
+    lag: object = task.lag
+    if lag is None:
+        # Samples have a version, but the partition has none to compare it with.
+        lag = "version not set" if part.version is None and task.stalest_version is not None else "-"
     names = shown(task.task), shown(part.partition)
     return *names, task.ready, task.leased, task.held, task.claimed, lag, task.waiting, wants
 
 
-def _wait(wait: c.Wait, now: float) -> tuple[object, ...]:
-    for_space = wait.task == ""
-    what = "space" if for_space else f"task {shown(wait.task)}: {', '.join(map(shown, wait.fields)) or 'any sample'}"
-    wanted, ready = (readable(wait.wanted), readable(wait.ready)) if for_space else (str(wait.wanted), str(wait.ready))
+def _wait_row(wait: c.Wait, now: float) -> tuple[object, ...]:
+    """Return a waiting call as a row of `_WAIT_COLUMNS`: a put that waits for bytes, or a claim that waits for samples.
+    now: the time of the service."""
+    if wait.task == "":
+        what = "space"
+        wanted, ready = readable(wait.wanted), readable(wait.ready)
+    else:
+        what = f"task {shown(wait.task)}: {', '.join(map(shown, wait.fields)) or 'any sample'}"
+        wanted, ready = str(wait.wanted), str(wait.ready)
     times = ago(now - wait.since), ago(wait.until - now)
     return shown(wait.client), what, shown(wait.partition), wanted, ready, *times
 
 
 def _warning(text: str) -> RenderableType:
+    """Return the text in the colour of warnings."""
     from rich.text import Text
 
     return Text(text, style="bold yellow")

@@ -47,18 +47,20 @@ def unit(
     config = DataPlaneConfig(
         port=port, http_port=http_port, reconnect_s=reconnect, **memory.settings(), **security.settings()
     ).with_environment()
-    return _run(config, address, name, json)
+    return _run_unit(config, address, name, json)
 
 
-def _run(config: DataPlaneConfig, address: str, name: str | None, json: bool) -> int:
-    stop = Stop()
+def _run_unit(config: DataPlaneConfig, address: str, name: str | None, json: bool) -> int:
+    """Run a storage unit until it is stopped or has lost its controller. Return the exit code."""
+    stop = Stop()  # before the slow imports: from here on, a signal stops the unit
     from dataplane.protocol.fd_limits import allow_more
     from dataplane.storage.unit import StorageUnit
     from dataplane.storage.unit_process import run_unit
 
     allow_more()
-    started = StorageUnit(config, address, name=name)
-    if run_unit(started, stop, json=json):
-        print(f"tq: storage unit {started.name} lost its controller at {address}", file=sys.stderr)
+    storage_unit = StorageUnit(config, address, name=name)
+    lost_controller = run_unit(storage_unit, stop, json=json)
+    if lost_controller:
+        print(f"tq: storage unit {storage_unit.name} lost its controller at {address}", file=sys.stderr)
         return 1
     return 0

@@ -56,32 +56,33 @@ def why(
     """
     from dataplane.ledger import commands as c
 
-    conditions = tuple(map(_condition, where or ()))
+    conditions = tuple(map(_parse_predicate, where or ()))
     with session(target.config("why")) as channel:
-        wanted = tuple(fields or _latest(channel, partition, task))
+        claim_fields = tuple(fields or _latest_fields(channel, partition, task))
         command = c.WhyBlocked(
             partition=partition,
             task=task,
-            fields=wanted,
+            fields=claim_fields,
             where=conditions,
             group_by=group_by,
             group_size=group_size,
             max_lag=max_lag,
         )
-        found = ask(channel, command)
-        mine = waits(channel, partition, task)
+        blocked = ask(channel, command)
+        claims = waits(channel, partition, task)
     if json:
-        print_json({"fields": wanted, "blocked": found, "waits": mine.waits, "total": mine.total, "now": mine.now})
+        waiting = {"waits": claims.waits, "total": claims.total, "now": claims.now}
+        print_json({"fields": claim_fields, "blocked": blocked, **waiting})
     else:
-        print(_headline(task, partition, wanted, found, mine))
+        print(_headline(task, partition, claim_fields, blocked, claims))
         print()
-        print_table(("", ">samples"), _counts(found))
-        _print_writers(found)
-        _print_waits(mine)
+        print_table(("", ">samples"), _count_rows(blocked))
+        _print_writers(blocked)
+        _print_waits(claims)
     return 0
 
 
-def _condition(text: str) -> c.Predicate:
+def _parse_predicate(text: str) -> c.Predicate:
     """Parse a condition of `--where`; see `conditions.parse_condition`."""
     from dataplane.ledger import commands as c
 
@@ -92,67 +93,78 @@ def _condition(text: str) -> c.Predicate:
     return c.Predicate(tag=tag, op=operator, value=value)
 
 
-def _latest(channel: ControllerChannel, partition: str, task: str) -> tuple[str, ...]:
+def _latest_fields(channel: ControllerChannel, partition: str, task: str) -> tuple[str, ...]:
     """Return the fields of the task's latest claim; empty if the task has not claimed or does not exist."""
-    named = [found for found in partition_stats(channel, partition).tasks if found.task == task]
-    return named[0].fields if named else ()
+    for stats in partition_stats(channel, partition).tasks:
+        if stats.task == task:
+            return stats.fields
+    return ()
 
 
-def _headline(task: str, partition: str, wanted: tuple[str, ...], found: c.Blocked, mine: c.WaitList) -> str:
-    """Summarize in one sentence what a claim would get now, or what waits, with the explanation of the service."""
-    fields = f" with {', '.join(map(shown, wanted))}" if wanted else ""
-    ready = found.matching if found.groups is None else found.groups
-    noun = "sample" if found.groups is None else "complete group"
-    some = f"{counted(ready, noun)}{fields}"
-    why = shown(found.why)
+def _headline(task: str, partition: str, claim_fields: tuple[str, ...], blocked: c.Blocked, claims: c.WaitList) -> str:
+    """Summarize in one sentence what a claim would get now, or what waits, with the explanation of the service.
+    claims: the task's claims that wait now."""
+    fields = f" with {', '.join(map(shown, claim_fields))}" if claim_fields else ""
+    ready = blocked.matching if blocked.groups is None else blocked.groups
+    noun = "sample" if blocked.groups is None else "complete group"
+    ready_text = f"{counted(ready, noun)}{fields}"
+    why = shown(blocked.why)
     who = f"task {shown(task)} in partition {shown(partition)}"
-    if mine.waits:
-        least = min(wait.wanted for wait in mine.waits)
-        return f"{who} waits: {counted(mine.total, 'claim')} of at least {least}, and {some} ready: {why}"
+    if claims.waits:
+        least = min(wait.wanted for wait in claims.waits)
+        return f"{who} waits: {counted(claims.total, 'claim')} of at least {least}, and {ready_text} ready: {why}"
     if ready:
-        return f"{who} can claim {some} now: {why}"
-    if found.complete and not found.unclaimed:
+        return f"{who} can claim {ready_text} now: {why}"
+    if blocked.complete and not blocked.unclaimed:
         return f"{who} has nothing left to claim: the partition is complete, and all of its samples are claimed"
     return f"{who} would wait, because no {noun}{fields} is ready: {why}"
 
 
-def _counts(found: c.Blocked) -> list[tuple[str, object]]:
+def _count_rows(blocked: c.Blocked) -> list[tuple[str, object]]:
+    """Return the rows of the table: what each number of samples is, and the number."""
     rows: list[tuple[str, object]] = [
-        *([("puts waiting for space", found.waiting_puts)] if found.waiting_puts else []),
-        ("put so far", found.born),
-        ("expected", "unknown" if found.expected is None else found.expected),
-        ("live and not claimed by the task", found.unclaimed),
-        *((f"  lack {shown(name)}", count) for name, count in found.lacking.items() if count),
-        ("  have all fields", found.ready),
-        *((f"    fail {shown(text)}", count) for text, count in found.filtered.items()),
-        *([("    match all conditions", found.matching)] if found.filtered else []),
-        ("live and claimed by the task", found.claimed),
-        ("  on lease", found.leased),
-        ("  held for their ranks", found.held),
+        *([("puts waiting for space", blocked.waiting_puts)] if blocked.waiting_puts else []),
+        ("put so far", blocked.born),
+        ("expected", "unknown" if blocked.expected is None else blocked.expected),
+        ("live and not claimed by the task", blocked.unclaimed),
+        *((f"  lack {shown(name)}", count) for name, count in blocked.lacking.items() if count),
+        ("  have all fields", blocked.ready),
+        *((f"    fail {shown(text)}", count) for text, count in blocked.filtered.items()),
+        *([("    match all conditions", blocked.matching)] if blocked.filtered else []),
+        ("live and claimed by the task", blocked.claimed),
+        ("  on lease", blocked.leased),
+        ("  held for their ranks", blocked.held),
     ]
-    if found.groups is not None:
-        rows += [("complete groups", found.groups), ("partial groups", found.partial_groups)]
-    if found.dropped:
-        rows.append(("dropped with partial groups", found.dropped))
+    if blocked.groups is not None:
+        rows += [("complete groups", blocked.groups), ("partial groups", blocked.partial_groups)]
+    if blocked.dropped:
+        rows.append(("dropped with partial groups", blocked.dropped))
     return rows
 
 
-def _print_writers(found: c.Blocked) -> None:
-    if found.writers:
+def _print_writers(blocked: c.Blocked) -> None:
+    """Print the clients that put the partition's fields last, if any is known."""
+    if blocked.writers:
         print()
         rows = [
-            (shown(writer.name), ago(writer.ago_s), ", ".join(map(shown, writer.fields)) or "-", _living(writer))
-            for writer in found.writers
+            (
+                shown(writer.name),
+                ago(writer.ago_s),
+                ", ".join(map(shown, writer.fields)) or "-",
+                _connection_state(writer),
+            )
+            for writer in blocked.writers
         ]
         print_table(("last writers", ">ago", "last writer of", ""), rows)
 
 
-def _living(writer: c.Writer) -> str:
+def _connection_state(writer: c.Writer) -> str:
     return "connected" if writer.live else "disconnected"
 
 
-def _print_waits(mine: c.WaitList) -> None:
-    if mine.waits:
+def _print_waits(claims: c.WaitList) -> None:
+    """Print the claims that wait, if any."""
+    if claims.waits:
         print()
         rows = [
             (
@@ -160,11 +172,11 @@ def _print_waits(mine: c.WaitList) -> None:
                 ", ".join(map(shown, wait.fields)) or "-",
                 wait.wanted,
                 wait.ready,
-                ago(mine.now - wait.since),
-                ago(wait.until - mine.now),
+                ago(claims.now - wait.since),
+                ago(wait.until - claims.now),
             )
-            for wait in mine.waits
+            for wait in claims.waits
         ]
         print_table(("waits now", "for fields", ">wants", ">ready", ">since", ">times out in"), rows)
-        if waits_not_shown(mine):
-            print(waits_not_shown(mine))
+        if waits_not_shown(claims):
+            print(waits_not_shown(claims))

@@ -103,8 +103,8 @@ def test_a_service_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) 
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True) as process:
         try:
-            assert local_service._first_line(process) == "ready\n"
-            assert local_service._end(process) == ""
+            assert local_service._read_first_line(process) == "ready\n"
+            assert local_service._stop(process) == ""
             assert process.returncode == -signal.SIGKILL
         finally:
             process.kill()

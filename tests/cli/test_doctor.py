@@ -18,7 +18,7 @@ import zmq
 from dataplane import DataPlaneClient, DataPlaneConfig, serve
 from dataplane.cli import main
 from dataplane.cli.checks import Finding, machine, packages
-from dataplane.cli.checks.finding import careful
+from dataplane.cli.checks.finding import run_check
 from dataplane.cli.checks.trial import trial
 from dataplane.compat import switch
 from dataplane.config import GIB, MIB
@@ -148,16 +148,16 @@ def test_what_a_killed_unit_left(tmp_path: Path) -> None:
     with Arena.create(folder, MIB, epoch=1):
         kept = Arena.create(folder, MIB, epoch=1, keeper=record)
         kept.close(unlink=False)
-        assert only(machine._arenas(str(tmp_path)), "arenas").ok
+        assert only(machine._check_arenas(str(tmp_path)), "arenas").ok
     left = folder / new_arena_name()
     left.write_bytes(b"x" * 8192)
-    found = only(machine._arenas(str(tmp_path)), "arenas")
+    found = only(machine._check_arenas(str(tmp_path)), "arenas")
     assert "1 arena (" in found.found
     assert left.name in found.found
     assert "`tq serve`" in found.mend
     assert kept.path.exists()
     record.unlink()
-    assert "2 arenas" in only(machine._arenas(str(tmp_path)), "arenas").found
+    assert "2 arenas" in only(machine._check_arenas(str(tmp_path)), "arenas").found
 
 
 def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_packages_that_will_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_versions_are_compared_by_number(version: str, operator: str, bound: str, holds: bool) -> None:
-    assert packages._holds(version, operator, bound) is holds
+    assert packages._satisfies(version, operator, bound) is holds
 
 
 def test_a_zmq_that_cannot_encrypt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,14 +286,14 @@ def test_what_a_check_raises_is_a_finding() -> None:
         yield Finding(what="first", found="well")
         raise RuntimeError
 
-    first, second = careful("thing", check, "do something")
+    first, second = run_check("thing", check, "do something")
     assert first.ok
     assert (second.what, second.found, second.mend) == ("thing", "RuntimeError", "do something")
 
 
 def test_the_switch_that_replaces_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> Finding:
-        return only(careful("imports", packages._imports, "mended so"), "imports")
+        return only(run_check("imports", packages._check_imports, "mended so"), "imports")
 
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delenv("TQ_REPLACE", raising=False)

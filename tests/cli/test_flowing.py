@@ -14,7 +14,7 @@ import torch
 
 from dataplane import DataPlaneConfig, ServiceUnavailableError, connect, serve
 from dataplane.cli import main, throughput
-from dataplane.cli.throughput import flow, where
+from dataplane.cli.throughput import fetch_rates, parse_http_address
 from dataplane.config import MIB
 from tests.restarts import wait_until
 from tests.secure import tls
@@ -39,7 +39,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_where_it_is(text: str, place: tuple[str, int]) -> None:
-    assert where(text, "host:7000") == place
+    assert parse_http_address(text, "host:7000") == place
 
 
 @pytest.mark.parametrize("text", ["", "http://other", "host:port", "http://[::1"])
@@ -56,9 +56,9 @@ def test_samples_and_bytes_a_second(security: dict[str, Any]) -> None:
             client.register_partition("train", ["x"], None, ["policy"])
             client.put_samples(["a", "b"], "train", {"x": torch.zeros(2, 256)})
             client.get_samples(["a"], "train", ["x"])
-        place = where(server.http_address, server.address)
-        wait_until(lambda: flow(place, config, 60).gets > 0)
-        found = flow(place, config, 60)
+        place = parse_http_address(server.http_address, server.address)
+        wait_until(lambda: fetch_rates(place, config, 60).gets > 0)
+        found = fetch_rates(place, config, 60)
         assert found.puts == pytest.approx(2 / 60)
         assert found.put_bytes == pytest.approx(2048 / 60)
         assert found.gets == pytest.approx(1 / 60)
@@ -79,7 +79,7 @@ def test_a_wrong_token_is_said() -> None:
         serve({"units": 0, "http_port": 0, "token": "secret"}) as server,
         pytest.raises(ServiceUnavailableError, match="401"),
     ):
-        flow(where(server.http_address, ""), DataPlaneConfig(token="guess"), 1)
+        fetch_rates(parse_http_address(server.http_address, ""), DataPlaneConfig(token="guess"), 1)
 
 
 def test_the_wrong_port_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,4 +109,4 @@ def web_server(body: bytes) -> Iterator[tuple[str, int]]:
 @pytest.mark.parametrize("body", [b"", b"<html>", b'{"puts": 1}'])
 def test_something_else_that_answers_is_said(body: bytes) -> None:
     with web_server(body) as place, pytest.raises(ServiceUnavailableError, match="pass the port that"):
-        flow(place, DataPlaneConfig(), 1)
+        fetch_rates(place, DataPlaneConfig(), 1)

@@ -44,7 +44,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[DataPlaneConfig]:
         found.append(config)
         return 0
 
-    monkeypatch.setattr(serve_module, "_serve", take)
+    monkeypatch.setattr(serve_module, "_run_service", take)
     return found
 
 

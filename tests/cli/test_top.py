@@ -20,7 +20,7 @@ from rich.console import Console
 
 from dataplane import DataPlaneClient
 from dataplane.cli import main
-from dataplane.cli.rates import Look, Rates, look, rates
+from dataplane.cli.rates import Rates, Snapshot, rates, take_snapshot
 from dataplane.cli.top import frame
 from dataplane.client.rpc.channel import ControllerChannel
 from tests.children import Child
@@ -69,7 +69,7 @@ def test_without_a_version_there_is_no_lag(filled: DataPlaneClient, capsys: pyte
 
 def test_many_units_leave_space_for_the_rest(filled: DataPlaneClient) -> None:
     with contextlib.closing(ControllerChannel.open(filled.config)) as channel:
-        seen = look(channel)
+        seen = take_snapshot(channel)
     (unit,) = seen.report.units
     units = [replace(unit, unit=n, used_bytes=n * unit.capacity_bytes // 200) for n in range(1, 129)]
     units[6] = replace(units[6], connected=False)
@@ -80,7 +80,7 @@ def test_many_units_leave_space_for_the_rest(filled: DataPlaneClient) -> None:
     assert left == "and 123 more units; `tq status` lists them"
 
 
-def lines_of_units(seen: Look, most: int | None) -> list[str]:
+def lines_of_units(seen: Snapshot, most: int | None) -> list[str]:
     """What `tq top` says of them."""
     printed = Console(width=150, file=io.StringIO())
     printed.print(frame("here:1", seen, seen, most_units=most))
@@ -91,11 +91,11 @@ def lines_of_units(seen: Look, most: int | None) -> list[str]:
 def test_rates_are_of_what_came_and_went(filled: DataPlaneClient) -> None:
     channel = ControllerChannel.open(filled.config)
     try:
-        before = look(channel)
+        before = take_snapshot(channel)
         filled.put_samples(["d"], "train", {"reward": torch.zeros(1)})
         filled.clear_samples(["a", "b", "c"], "train")
         filled.register_partition("new", ["x"], None, ["t"])
-        after = look(channel)
+        after = take_snapshot(channel)
     finally:
         channel.close()
     seconds = after.at_s - before.at_s

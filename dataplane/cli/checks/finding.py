@@ -23,7 +23,7 @@ class Finding:
 Check = Callable[[], Iterator[Finding]]
 
 
-def careful(what: str, check: Check, mend: str) -> Iterator[Finding]:
+def run_check(what: str, check: Check, mend: str) -> Iterator[Finding]:
     """Yield the findings of `check`. An exception becomes a failed finding with the remedy `mend`."""
     try:
         yield from check()

@@ -10,7 +10,7 @@ import stat
 import sys
 from collections.abc import Iterator
 
-from dataplane.cli.checks.finding import Finding, careful
+from dataplane.cli.checks.finding import Finding, run_check
 from dataplane.cli.formatting import counted, readable
 from dataplane.config import MIB
 from dataplane.core.addresses import boot_id, reachable_host
@@ -35,27 +35,28 @@ _MORE_SHM = (
 
 def machine(arena_dir: str, port: int) -> Iterator[Finding]:
     """Run all checks of the machine. port: planned port of a service (0: any)."""
-    yield from careful("system", _system, "run it on Linux, with /proc")
-    yield from careful("shared memory", lambda: _shared_memory(arena_dir), _OTHER_DIRECTORY)
-    yield from careful("memory limit", _memory_limit, "make /proc and /sys/fs/cgroup readable")
-    yield from _directory(arena_dir)
-    yield from careful("arenas", lambda: _arenas(arena_dir), _OTHER_DIRECTORY)
-    yield from _open_files()
-    yield from careful("loopback", _loopback, "bring the interface up: `ip link set lo up`")
-    yield from _ports(port)
+    yield from run_check("system", _check_system, "run it on Linux, with /proc")
+    yield from run_check("shared memory", lambda: _check_shared_memory(arena_dir), _OTHER_DIRECTORY)
+    yield from run_check("memory limit", _check_memory_limit, "make /proc and /sys/fs/cgroup readable")
+    yield from _check_directory(arena_dir)
+    yield from run_check("arenas", lambda: _check_arenas(arena_dir), _OTHER_DIRECTORY)
+    yield from _check_open_files()
+    yield from run_check("loopback", _check_loopback, "bring the interface up: `ip link set lo up`")
+    yield from _check_ports(port)
 
 
-def _system() -> Iterator[Finding]:
+def _check_system() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     yield Finding(what="system", found=f"{sys.platform}, Python {version}, boot {boot_id()[:8]}")
 
 
-def _shared_memory(arena_dir: str) -> Iterator[Finding]:
+def _check_shared_memory(arena_dir: str) -> Iterator[Finding]:
+    """Check the free space of the file system that has the arenas."""
     from dataplane.core.file_locks import file_system
     from dataplane.storage.arena import default_capacity
 
-    held = os.statvfs(arena_dir)
-    total, free = held.f_blocks * held.f_frsize, held.f_bavail * held.f_frsize
+    usage = os.statvfs(arena_dir)
+    total, free = usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
     kind = file_system(arena_dir)
     found = f"{arena_dir} ({kind}): {readable(free)} free of {readable(total)}"
     if free < ENOUGH_BYTES:
@@ -66,18 +67,20 @@ def _shared_memory(arena_dir: str) -> Iterator[Finding]:
         yield Finding(what="shared memory", found=found + memory + default)
 
 
-def _memory_limit() -> Iterator[Finding]:
+def _check_memory_limit() -> Iterator[Finding]:
+    """Check the free memory under the tightest cgroup limit of this process."""
     limits = cgroup_limits()
     if not limits:
         yield Finding(what="memory limit", found="no cgroup limits this process")
         return
-    least = min(limits, key=lambda limit: limit.free_bytes)
-    found = f"{readable(least.free_bytes)} left of {least.limit}, which includes arenas"
-    mend = "" if least.free_bytes >= ENOUGH_BYTES else "raise the container's memory limit, or stop processes in it"
+    tightest = min(limits, key=lambda limit: limit.free_bytes)
+    found = f"{readable(tightest.free_bytes)} left of {tightest.limit}, which includes arenas"
+    mend = "" if tightest.free_bytes >= ENOUGH_BYTES else "raise the container's memory limit, or stop processes in it"
     yield Finding(what="memory limit", found=found, mend=mend)
 
 
-def _directory(arena_dir: str) -> Iterator[Finding]:
+def _check_directory(arena_dir: str) -> Iterator[Finding]:
+    """Check that this user can create a private directory for arenas, then leave it."""
     what = "this user's directory"
     try:
         path = own_directory(arena_dir)
@@ -91,8 +94,8 @@ def _directory(arena_dir: str) -> Iterator[Finding]:
         yield Finding(what=what, found=f"{path}, mode {mode:04o}")
 
 
-def _arenas(arena_dir: str) -> Iterator[Finding]:
-    """Look for arenas that killed storage units left in the directory."""
+def _check_arenas(arena_dir: str) -> Iterator[Finding]:
+    """Check for arenas that killed storage units left in the directory."""
     from dataplane.storage.arena import leftovers
 
     folder = own_path(arena_dir)
@@ -110,16 +113,18 @@ def _arenas(arena_dir: str) -> Iterator[Finding]:
     yield Finding(what="arenas", found=found, mend=mend)
 
 
-def _open_files() -> Iterator[Finding]:
+def _check_open_files() -> Iterator[Finding]:
+    """Check the hard limit of open files, up to which a service raises its own limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
-    found = f"limit {soft:,} per process, hard limit {most} (tq serve raises its limit by itself)"
-    few = hard != resource.RLIM_INFINITY and hard < ENOUGH_FILES
-    mend = "raise it: `ulimit -Hn 65536`, LimitNOFILE= of systemd, or docker run --ulimit nofile=65536" if few else ""
+    hard_text = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
+    found = f"limit {soft:,} per process, hard limit {hard_text} (tq serve raises its limit by itself)"
+    low = hard != resource.RLIM_INFINITY and hard < ENOUGH_FILES
+    mend = "raise it: `ulimit -Hn 65536`, LimitNOFILE= of systemd, or docker run --ulimit nofile=65536" if low else ""
     yield Finding(what="open files", found=found, mend=mend)
 
 
-def _ports(port: int) -> Iterator[Finding]:
+def _check_ports(port: int) -> Iterator[Finding]:
+    """Check that the two ports of a service are free, or for port 0 that it can listen at all."""
     host = "127.0.0.1"
     try:
         for number in (port, port + 1) if port else (0,):
@@ -131,15 +136,15 @@ def _ports(port: int) -> Iterator[Finding]:
             mend=f"stop the process that listens there (`ss -ltnp 'sport = :{port}'`), or choose other ports",
         )
         return
-    free = f"{port} and {port + 1} are free" if port else "can listen on loopback"
+    found = f"{port} and {port + 1} are free" if port else "can listen on loopback"
     try:
-        free += f"; other hosts would use the address {reachable_host('0.0.0.0')}"
+        found += f"; other hosts would use the address {reachable_host('0.0.0.0')}"
     except (OSError, ValueError) as error:
-        free += f"; {error}"
-    yield Finding(what="ports", found=free)
+        found += f"; {error}"
+    yield Finding(what="ports", found=found)
 
 
-def _loopback() -> Iterator[Finding]:
+def _check_loopback() -> Iterator[Finding]:
     """Connect over loopback: listening alone also works on an interface that is down."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         socket.create_connection(listener.getsockname(), timeout=_REACH_S).close()

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from dataplane.cli.checks.finding import Finding, careful
+from dataplane.cli.checks.finding import Finding, run_check
 from dataplane.compat.switch import HOOK, MODULES, VARIABLE, names_in, replaced
 
 PACKAGE = "rl-dataplane"
@@ -21,29 +21,29 @@ _DEVICES = Path("/dev")
 
 def packages() -> Iterator[Finding]:
     """Run all checks of the installed packages."""
-    yield from careful("packages", _versions, _INSTALL)
-    yield from careful("imports", _imports, f"correct {VARIABLE}, or unset it")
-    yield from careful("protobuf", _protobuf, "pip install -U 'protobuf>=5.29,<8'")
-    yield from careful("gRPC", _grpc, "pip install -U grpcio")
-    yield from careful("ZMQ", _zmq, "pip install -U --only-binary :all: pyzmq")
-    yield from careful("Ray", _ray, "pip install -U ray")
-    yield from careful("torch", _torch, "pip install -U torch")
+    yield from run_check("packages", _check_versions, _INSTALL)
+    yield from run_check("imports", _check_imports, f"correct {VARIABLE}, or unset it")
+    yield from run_check("protobuf", _check_protobuf, "pip install -U 'protobuf>=5.29,<8'")
+    yield from run_check("gRPC", _check_grpc, "pip install -U grpcio")
+    yield from run_check("ZMQ", _check_zmq, "pip install -U --only-binary :all: pyzmq")
+    yield from run_check("Ray", _check_ray, "pip install -U ray")
+    yield from run_check("torch", _check_torch, "pip install -U torch")
 
 
-def _versions() -> Iterator[Finding]:
+def _check_versions() -> Iterator[Finding]:
     """Check that all required packages are installed in a suitable version."""
-    wrong, count = [], 0
+    problems, count = [], 0
     for requirement in importlib.metadata.requires(PACKAGE) or []:
-        if "extra ==" in requirement:
+        if "extra ==" in requirement:  # an optional package
             continue
         count += 1
-        wrong += _unmet(requirement)
+        problems += _find_problems(requirement)
     version = importlib.metadata.version(PACKAGE)
-    found = f"{PACKAGE} {version}, {'; '.join(wrong) or f'and all {count} required packages'}"
-    yield Finding(what="packages", found=found, mend=_INSTALL if wrong else "")
+    found = f"{PACKAGE} {version}, {'; '.join(problems) or f'and all {count} required packages'}"
+    yield Finding(what="packages", found=found, mend=_INSTALL if problems else "")
 
 
-def _unmet(requirement: str) -> list[str]:
+def _find_problems(requirement: str) -> list[str]:
     """Return the problems with one requirement, as texts."""
     matched = _REQUIREMENT.match(requirement)
     assert matched is not None, requirement
@@ -52,13 +52,14 @@ def _unmet(requirement: str) -> list[str]:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return [f"{name} is not installed"]
-    if all(_holds(version, operator, bound) for operator, bound in clauses):
+    if all(_satisfies(version, operator, bound) for operator, bound in clauses):
         return []
     return [f"{name} has version {version}, required is {matched[2].strip()}"]
 
 
-def _holds(version: str, operator: str, bound: str) -> bool:
-    left, right = _numbers(version), _numbers(bound)
+def _satisfies(version: str, operator: str, bound: str) -> bool:
+    """Whether the version satisfies a clause of a requirement, such as ">=" and "2.4"."""
+    left, right = _release_numbers(version), _release_numbers(bound)
     match operator:
         case ">=":
             return left >= right
@@ -71,7 +72,7 @@ def _holds(version: str, operator: str, bound: str) -> bool:
     return left == right
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _release_numbers(version: str) -> tuple[int, ...]:
     """Parse the release number without trailing zeros: 2.13.0+cpu is (2, 13)."""
     matched = re.match(r"\d+(?:\.\d+)*", version)
     numbers = list(map(int, matched[0].split("."))) if matched else []
@@ -80,7 +81,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _imports() -> Iterator[Finding]:
+def _check_imports() -> Iterator[Finding]:
     """Check whether the compat switch is on and effective. Raises ValueError for an invalid value of its variable."""
     value = os.environ.get(VARIABLE)
     if not value:
@@ -93,27 +94,29 @@ def _imports() -> Iterator[Finding]:
         yield Finding(what="imports", found=found, mend=f"pip install --force-reinstall --no-deps {PACKAGE}")
 
 
-def _protobuf() -> Iterator[Finding]:
+def _check_protobuf() -> Iterator[Finding]:
+    """Check that the generated messages load, with the fast implementation of protobuf."""
     from google.protobuf import __version__
     from google.protobuf.internal import api_implementation
 
     from dataplane.protocol.pb import bulk_pb2, control_pb2
 
-    for made in (bulk_pb2, control_pb2):
-        assert made.DESCRIPTOR.message_types_by_name
+    for module in (bulk_pb2, control_pb2):
+        assert module.DESCRIPTOR.message_types_by_name
     kind = api_implementation.Type()
     mend = "" if kind == "upb" else "pip install -U --only-binary :all: protobuf (this one is pure Python: slow)"
     yield Finding(what="protobuf", found=f"{__version__} ({kind}), the generated messages load", mend=mend)
 
 
-def _grpc() -> Iterator[Finding]:
+def _check_grpc() -> Iterator[Finding]:
     from dataplane.protocol.grpc_loader import import_with_grpc
 
     server = import_with_grpc("dataplane.controller.grpc_server").GrpcServer
     yield Finding(what="gRPC", found=f"{importlib.metadata.version('grpcio')}, {server.__name__} loads")
 
 
-def _zmq() -> Iterator[Finding]:
+def _check_zmq() -> Iterator[Finding]:
+    """Check that libzmq has the features that connections need."""
     import zmq
 
     found = f"pyzmq {zmq.pyzmq_version()}, libzmq {zmq.zmq_version()}"
@@ -125,14 +128,15 @@ def _zmq() -> Iterator[Finding]:
         yield Finding(what="ZMQ", found=f"{found}, with CURVE and ipc")
 
 
-def _ray() -> Iterator[Finding]:
+def _check_ray() -> Iterator[Finding]:
     if importlib.util.find_spec("ray") is None:
         yield Finding(what="Ray", found="not installed; package `workers` needs it", mend="pip install ray")
     else:
         yield Finding(what="Ray", found=importlib.metadata.version("ray"))
 
 
-def _torch() -> Iterator[Finding]:
+def _check_torch() -> Iterator[Finding]:
+    """Report the version of torch, and check that it can use the GPUs of this machine."""
     import torch
 
     yield Finding(what="torch", found=str(torch.__version__))

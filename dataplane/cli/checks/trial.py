@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dataplane.cli.checks.finding import Finding, careful
+from dataplane.cli.checks.finding import Finding, run_check
 from dataplane.cli.formatting import counted, readable
 from dataplane.cli.local_service import own_partition, own_service
 from dataplane.config import MIB, DataPlaneConfig
@@ -27,23 +27,25 @@ def trial(config: DataPlaneConfig, arena_dir: str) -> Iterator[Finding]:
     """Check the service at `config.address`; without an address, a service that is started here and stopped again."""
     if config.address is None:
         mend = "fix the problems above, and check the output of `tq serve`"
-        yield from careful("a service here", lambda: _own(config, arena_dir), mend)
+        yield from run_check("a service here", lambda: _check_local_service(config, arena_dir), mend)
         return
-    reached = list(_reach(config.address))
-    yield from reached
-    if all(finding.ok for finding in reached):
+    port_findings = list(_check_ports(config.address))
+    yield from port_findings
+    if all(finding.ok for finding in port_findings):
         mend = "check that the service has this version, and pass its token (--token-file) or certificates"
-        yield from careful("session", lambda: _work(config), mend)
+        yield from run_check("session", lambda: _check_session(config), mend)
 
 
-def _own(config: DataPlaneConfig, arena_dir: str) -> Iterator[Finding]:
+def _check_local_service(config: DataPlaneConfig, arena_dir: str) -> Iterator[Finding]:
+    """Start a service on this machine, check a round trip through it, and stop it."""
     with own_service(capacity_bytes=_CAPACITY_BYTES, arena_dir=arena_dir) as address:
         yield Finding(what="a service here", found=f"started, at {address}")
-        alone = DataPlaneConfig(address=address, client_name=config.client_name)
-        yield from careful("round trip", lambda: _round_trip(alone), "fix the problems above")
+        # Without the other settings of `config`: its credentials are for another service.
+        local_config = DataPlaneConfig(address=address, client_name=config.client_name)
+        yield from run_check("round trip", lambda: _check_round_trip(local_config), "fix the problems above")
 
 
-def _reach(address: str) -> Iterator[Finding]:
+def _check_ports(address: str) -> Iterator[Finding]:
     """Check that both ports of the service accept connections."""
     host, port = split_address(address)
     for number, name in ((port, "gRPC"), (port + 1, "ZMQ")):
@@ -58,7 +60,8 @@ def _reach(address: str) -> Iterator[Finding]:
             yield Finding(what=what, found=f"{host} answers in {(time.monotonic() - began) * 1000:.1f} ms")
 
 
-def _work(config: DataPlaneConfig) -> Iterator[Finding]:
+def _check_session(config: DataPlaneConfig) -> Iterator[Finding]:
+    """Check that a client can connect, then the storage units and a round trip."""
     from dataplane import DataPlaneClient
     from dataplane.errors import ServiceUnavailableError
 
@@ -71,14 +74,15 @@ def _work(config: DataPlaneConfig) -> Iterator[Finding]:
     with client:
         security = "TLS" if config.tls else "a token" if config.secret() else "neither token nor TLS"
         yield Finding(what="session", found=f"open, with {security}")
-        yield from _units(client)
-    yield from careful("round trip", lambda: _round_trip(config), "check in `tq status` that a unit has space")
+        yield from _check_units(client)
+    yield from run_check("round trip", lambda: _check_round_trip(config), "check in `tq status` that a unit has space")
 
 
-def _units(client: DataPlaneClient) -> Iterator[Finding]:
+def _check_units(client: DataPlaneClient) -> Iterator[Finding]:
+    """Check that there are storage units, and that each is connected and has space."""
     units = client.stats().units
-    mine = sum(unit.host == boot_id() for unit in units)
-    found = f"{counted(len(units), 'storage unit')}, {mine} on this host"
+    on_this_host = sum(unit.host == boot_id() for unit in units)
+    found = f"{counted(len(units), 'storage unit')}, {on_this_host} on this host"
     if not units:
         yield Finding(what="units", found="no storage unit: puts cannot succeed", mend="start one: `tq unit ADDRESS`")
     for unit in units:
@@ -95,7 +99,7 @@ def _units(client: DataPlaneClient) -> Iterator[Finding]:
         yield Finding(what="units", found=found)
 
 
-def _round_trip(config: DataPlaneConfig) -> Iterator[Finding]:
+def _check_round_trip(config: DataPlaneConfig) -> Iterator[Finding]:
     """Put a row and get it back, over the best connection (shared memory if possible) and over ZMQ."""
     import torch
 
