@@ -16,7 +16,7 @@ from dataplane.cli.clear import clear
 from dataplane.cli.doctor import doctor
 from dataplane.cli.drain import drain
 from dataplane.cli.drop import drop
-from dataplane.cli.flags import verb
+from dataplane.cli.flags import typer_command
 from dataplane.cli.ls import ls
 from dataplane.cli.serve import serve
 from dataplane.cli.show import show
@@ -46,7 +46,7 @@ _PANELS: dict[str, list[Callable[..., int]]] = {
 }
 for _panel, _functions in _PANELS.items():
     for _function in _functions:
-        app.command(rich_help_panel=_panel)(verb(_function))
+        app.command(rich_help_panel=_panel)(typer_command(_function))
 
 
 def _print_version(requested: bool) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from dataplane.cli.bench_runner import Measure, measure
 from dataplane.cli.flags import Address, Json, TargetFlags
-from dataplane.cli.local_service import own_service
+from dataplane.cli.local_service import temporary_service
 from dataplane.cli.output import print_json, print_table
 from dataplane.config import MIB, DataPlaneConfig
 
@@ -50,7 +50,7 @@ def _service(config: DataPlaneConfig) -> Iterator[DataPlaneConfig]:
     if config.address is not None:
         yield config
         return
-    with own_service(capacity_bytes=_CAPACITY_BYTES) as address:
+    with temporary_service(capacity_bytes=_CAPACITY_BYTES) as address:
         yield DataPlaneConfig(address=address, client_name=config.client_name, put_timeout_s=_PUT_S)
 
 

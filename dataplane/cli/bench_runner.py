@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dataplane.cli.local_service import own_partition
+from dataplane.cli.local_service import temporary_partition
 from dataplane.config import MIB, DataPlaneConfig
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def measure(config: DataPlaneConfig, budget_s: float) -> Iterator[Measure]:
     fields = {"x": FieldSpec(FieldKind.JAGGED, "uint8", ())}
     for remote, connection_kind in ((False, ""), (True, " over ZMQ")):  # first the best connection, then ZMQ
         settings = replace(config, force_remote=remote)
-        with DataPlaneClient(settings).connect() as client, own_partition(client, "bench", fields) as name:
+        with DataPlaneClient(settings).connect() as client, temporary_partition(client, "bench", fields) as name:
             bench = _Bench(client, name, budget_s)
             if not remote:
                 yield from bench.measure_small()

@@ -167,7 +167,7 @@ class Http:
         return port + 2 if port else 0
 
 
-def verb(run: Callable[..., int]) -> Callable[..., int]:
+def typer_command(run: Callable[..., int]) -> Callable[..., int]:
     """Convert `run` to a typer command: each parameter whose type is a group of flags is replaced by these flags. The
     docstring becomes the help, with one line per paragraph, which the terminal wraps."""
     hints = typing.get_type_hints(run, include_extras=True)

@@ -21,7 +21,7 @@ _END_S = 30.0
 
 
 @contextlib.contextmanager
-def own_service(*, capacity_bytes: int, arena_dir: str = "/dev/shm") -> Iterator[str]:
+def temporary_service(*, capacity_bytes: int, arena_dir: str = "/dev/shm") -> Iterator[str]:
     """Run a service with one unit in child processes, on loopback and without a token, and yield its address. The
     service stops at the end of the block. Raises `ServiceUnavailableError`, with its error output, if it does not start
     within a minute."""
@@ -61,7 +61,7 @@ def _stop(process: subprocess.Popen[str]) -> str:
 
 
 @contextlib.contextmanager
-def own_partition(
+def temporary_partition(
     client: DataPlaneClient, command: str, fields: Sequence[str] | Mapping[str, FieldSpec]
 ) -> Iterator[str]:
     """Register a partition, whose only task is `command`, and yield its name. The partition is dropped at the end of

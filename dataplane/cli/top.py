@@ -136,19 +136,26 @@ def frame(address: str, before: Snapshot, after: Snapshot, *, most_units: int | 
 
     report, partition_rates = after.report, rates(before, after)
     parts: list[RenderableType] = [Text(_summary(address, after, partition_rates), style="bold")]
-    parts += [] if after.flow is None else [Text(_flow_summary(after.flow), style="bold")]
+    if after.flow is not None:
+        parts.append(Text(_flow_summary(after.flow), style="bold"))
+
+    def add_table(columns: Sequence[str], rows: list[tuple[object, ...]]) -> None:
+        """Add an empty line and a table, unless it has no rows."""
+        if rows:
+            parts.extend(["", table(columns, rows)])
+
     units = _select_units(report.units, most_units)
-    parts += ["", table(_UNIT_COLUMNS, [_unit_row(unit) for unit in units])] if units else []
+    add_table(_UNIT_COLUMNS, [_unit_row(unit) for unit in units])
     hidden = len(report.units) - len(units)
-    parts += [f"and {counted(hidden, 'more unit')}; `tq status` lists them"] if hidden else []
-    partitions = [_partition_row(part, partition_rates[part.partition]) for part in report.partitions]
-    parts += ["", table(_PARTITION_COLUMNS, partitions)] if partitions else []
-    parts += [not_shown(report)] if not_shown(report) else []
-    tasks = [_task_row(part, task) for part in report.partitions for task in part.tasks]
-    parts += ["", table(_TASK_COLUMNS, tasks)] if tasks else []
-    waits = [_wait_row(wait, after.waits.now) for wait in after.waits.waits]
-    parts += ["", table(_WAIT_COLUMNS, waits)] if waits else []
-    parts += [waits_not_shown(after.waits)] if waits_not_shown(after.waits) else []
+    if hidden:
+        parts.append(f"and {counted(hidden, 'more unit')}; `tq status` lists them")
+    add_table(_PARTITION_COLUMNS, [_partition_row(part, partition_rates[part.partition]) for part in report.partitions])
+    if not_shown(report):
+        parts.append(not_shown(report))
+    add_table(_TASK_COLUMNS, [_task_row(part, task) for part in report.partitions for task in part.tasks])
+    add_table(_WAIT_COLUMNS, [_wait_row(wait, after.waits.now) for wait in after.waits.waits])
+    if waits_not_shown(after.waits):
+        parts.append(waits_not_shown(after.waits))
     return Group(*parts)
 
 

@@ -122,15 +122,20 @@ def _headline(task: str, partition: str, claim_fields: tuple[str, ...], blocked:
 
 def _count_rows(blocked: c.Blocked) -> list[tuple[str, object]]:
     """Return the rows of the table: what each number of samples is, and the number."""
-    rows: list[tuple[str, object]] = [
-        *([("puts waiting for space", blocked.waiting_puts)] if blocked.waiting_puts else []),
+    rows: list[tuple[str, object]] = []
+    if blocked.waiting_puts:
+        rows.append(("puts waiting for space", blocked.waiting_puts))
+    rows += [
         ("put so far", blocked.born),
         ("expected", "unknown" if blocked.expected is None else blocked.expected),
         ("live and not claimed by the task", blocked.unclaimed),
-        *((f"  lack {shown(name)}", count) for name, count in blocked.lacking.items() if count),
-        ("  have all fields", blocked.ready),
-        *((f"    fail {shown(text)}", count) for text, count in blocked.filtered.items()),
-        *([("    match all conditions", blocked.matching)] if blocked.filtered else []),
+    ]
+    rows += [(f"  lack {shown(name)}", count) for name, count in blocked.lacking.items() if count]
+    rows.append(("  have all fields", blocked.ready))
+    if blocked.filtered:
+        rows += [(f"    fail {shown(text)}", count) for text, count in blocked.filtered.items()]
+        rows.append(("    match all conditions", blocked.matching))
+    rows += [
         ("live and claimed by the task", blocked.claimed),
         ("  on lease", blocked.leased),
         ("  held for their ranks", blocked.held),

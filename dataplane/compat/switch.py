@@ -96,6 +96,7 @@ class Replacement:
                 spec = PathFinder.find_spec(fullname, path)
             else:
                 continue
+            # Frame 1 is the import system, frame 2 its caller: `importlib.util.find_spec` expects None, not an error.
             if spec is None and sys._getframe(2).f_code is not importlib.util.find_spec.__code__:
                 raise ModuleNotFoundError(
                     f"No module named '{name}{submodule}': {VARIABLE}={self.value} replaces {name!r} by {ours!r}, "

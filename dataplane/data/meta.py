@@ -27,6 +27,7 @@ class FixedList(list[_Value]):
     __slots__ = ()
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """Take the place of every method that changes a list."""
         raise UnsupportedValueError(
             field="a list of a KVBatchMeta",
             row=None,
@@ -120,6 +121,7 @@ class KVBatchMeta:
     _named: list[str] | None = None
 
     def __post_init__(self) -> None:
+        """Check all values and store copies, the per-sample lists as FixedLists."""
         ids = _check_names("sample_ids", self.sample_ids)
         # `dataclasses.replace` passes on `_named`, the ids of the original meta. Values that belong to those ids are
         # row handles and FixedLists; lists from the caller are plain lists.

@@ -14,7 +14,7 @@ from dataplane import DataPlaneClient, ServiceUnavailableError, connect
 from dataplane.cli import bench as bench_module
 from dataplane.cli import local_service, main
 from dataplane.cli.bench_runner import Measure
-from dataplane.cli.local_service import own_service
+from dataplane.cli.local_service import temporary_service
 from dataplane.config import MIB, DataPlaneConfig
 from tests.cli.service import filled  # noqa: F401
 
@@ -47,7 +47,7 @@ def test_a_service_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_service_at_an_address(capsys: pytest.CaptureFixture[str]) -> None:
-    with own_service(capacity_bytes=128 * MIB) as address, connect(address) as client:
+    with temporary_service(capacity_bytes=128 * MIB) as address, connect(address) as client:
         client.register_partition("train", ["x"], None, ["policy"])
         assert main(["bench", address, "--quick", "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
@@ -77,7 +77,7 @@ def test_speeds_are_at_the_median() -> None:
 def test_a_service_of_its_own_needs_no_token_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TQ_TOKEN", "secret")
     with (
-        own_service(capacity_bytes=8 * MIB) as address,
+        temporary_service(capacity_bytes=8 * MIB) as address,
         DataPlaneClient(DataPlaneConfig(address=address)) as client,
     ):
         assert len(client.stats().units) == 1
@@ -90,7 +90,7 @@ def test_a_service_that_does_not_start_says_why(tmp_path: Path) -> None:
     directory = str(tmp_path / "none")
     with (
         pytest.raises(ServiceUnavailableError, match="`tq serve` did not start"),
-        own_service(capacity_bytes=8 * MIB, arena_dir=directory),
+        temporary_service(capacity_bytes=8 * MIB, arena_dir=directory),
     ):
         pass
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dataplane.cli.checks.finding import Finding, run_check
 from dataplane.cli.formatting import counted, readable
-from dataplane.cli.local_service import own_partition, own_service
+from dataplane.cli.local_service import temporary_partition, temporary_service
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.core.addresses import boot_id, split_address
 
@@ -38,7 +38,7 @@ def trial(config: DataPlaneConfig, arena_dir: str) -> Iterator[Finding]:
 
 def _check_local_service(config: DataPlaneConfig, arena_dir: str) -> Iterator[Finding]:
     """Start a service on this machine, check a round trip through it, and stop it."""
-    with own_service(capacity_bytes=_CAPACITY_BYTES, arena_dir=arena_dir) as address:
+    with temporary_service(capacity_bytes=_CAPACITY_BYTES, arena_dir=arena_dir) as address:
         yield Finding(what="a service here", found=f"started, at {address}")
         # Without the other settings of `config`: its credentials are for another service.
         local_config = DataPlaneConfig(address=address, client_name=config.client_name)
@@ -108,7 +108,7 @@ def _check_round_trip(config: DataPlaneConfig) -> Iterator[Finding]:
     row = torch.randint(0, 256, (_ROW_BYTES,), dtype=torch.uint8)
     for remote, connection_kind in ((False, "the best connection"), (True, "ZMQ")):
         settings = replace(config, force_remote=remote, put_timeout_s=_PUT_S)
-        with DataPlaneClient(settings).connect() as client, own_partition(client, "doctor", ["bytes"]) as name:
+        with DataPlaneClient(settings).connect() as client, temporary_partition(client, "doctor", ["bytes"]) as name:
             began = time.monotonic()
             client.put_samples(["row"], name, {"bytes": [row]})
             back = client.get_samples(["row"], name, ["bytes"])["bytes"].values()

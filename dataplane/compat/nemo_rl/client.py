@@ -179,7 +179,7 @@ def _register(
     session_state: SessionState, partition: str, fields: Sequence[str], tasks: Sequence[str]
 ) -> Operation[None]:
     """Create the partition or add tasks and fields to it, and record that it has registered tasks."""
-    yield operations.extend(session_state, partition, tasks=tasks)
+    yield operations.extend_partition(session_state, partition, tasks=tasks)
     if tasks:
         # After the tasks themselves: a claim between the two steps creates its task, as before the registration.
         yield from operations.put(session_state, [_registration_id(partition)], operations.ADAPTER, None)
@@ -197,7 +197,7 @@ def _check_task(session_state: SessionState, partition: str, task: str) -> Opera
         if task not in tasks:
             # Without a registration this raises SampleNotFoundError or PartitionNotFoundError: any task may claim.
             registration = c.Samples(ids=(_registration_id(partition),))
-            yield from operations.listed(session_state, operations.ADAPTER, registration)
+            yield from operations.list_samples(session_state, operations.ADAPTER, registration)
             raise TaskNotFoundError(partition=partition, task=task, known=tasks)
     except (PartitionNotFoundError, SampleNotFoundError):
         return

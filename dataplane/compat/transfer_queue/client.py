@@ -117,7 +117,7 @@ class AsyncTransferQueueClient:
         self, data_fields: list[str], partition_id: str
     ) -> tuple[Tensor | None, Tensor | None]:
         """See `TransferQueueClient.get_production_status`."""
-        return await self._performer.do_async(operations.production, data_fields, partition_id)
+        return await self._performer.do_async(operations.production_status, data_fields, partition_id)
 
     async def async_check_consumption_status(self, task_name: str, partition_id: str) -> bool:
         """See `TransferQueueClient.check_consumption_status`."""
@@ -131,7 +131,7 @@ class AsyncTransferQueueClient:
 
     async def async_reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
         """See `TransferQueueClient.reset_consumption`."""
-        return await self._performer.do_async(operations.reset, partition_id, task_name)
+        return await self._performer.do_async(operations.reset_claims, partition_id, task_name)
 
     async def async_get_partition_list(self) -> list[str]:
         """See `TransferQueueClient.get_partition_list`."""
@@ -139,11 +139,11 @@ class AsyncTransferQueueClient:
 
     async def async_kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
         """See `TransferQueueClient.kv_retrieve_meta`."""
-        return await self._performer.do_async(operations.of_keys, _key_list(keys), partition_id, create)
+        return await self._performer.do_async(operations.meta_of_keys, _key_list(keys), partition_id, create)
 
     async def async_kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
         """See `TransferQueueClient.kv_retrieve_keys`."""
-        return await self._performer.do_async(operations.keys_of, _index_list(global_indexes), partition_id)
+        return await self._performer.do_async(operations.keys_of_indexes, _index_list(global_indexes), partition_id)
 
     async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
         """See `TransferQueueClient.kv_list`."""
@@ -177,9 +177,11 @@ class AsyncTransferQueueClient:
         if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, Integral)):
             raise TypeError(f"batch_size={batch_size!r}: expected an int, got {type(batch_size).__name__}")
         if mode == "insert":
-            return (yield from operations.insert(session_state, batch_size, partition, coming=list(data_fields)))
+            return (
+                yield from operations.insert_samples(session_state, batch_size, partition, coming=list(data_fields))
+            )
         if mode == "force_fetch":
-            return (yield from operations.whole_partition(session_state, partition, list(data_fields)))
+            return (yield from operations.meta_of_partition(session_state, partition, list(data_fields)))
         if mode != "fetch":
             raise RefusedCallError(f"mode={mode!r}: expected one of fetch, force_fetch, insert")
         if not task:
@@ -232,13 +234,13 @@ class AsyncTransferQueueClient:
         if metadata is None:
             if partition is None:
                 raise ValueError("put: name the partition_id of new samples, or pass the metadata of existing ones")
-            metadata = yield from operations.insert(
-                session_state, int(data.batch_size[0]), partition, _parsed(data, parse)
+            metadata = yield from operations.insert_samples(
+                session_state, int(data.batch_size[0]), partition, _apply_parser(data, parse)
             )
         elif not metadata:
             raise ValueError("put: the metadata is empty; it must name at least one sample")
         else:
-            yield from operations.put_batch(session_state, metadata, _parsed(data, parse))
+            yield from operations.put_batch(session_state, metadata, _apply_parser(data, parse))
         return metadata.add_fields(data)
 
     def _get_data(self, session_state: SessionState, metadata: BatchMeta) -> Operation[TensorDict]:
@@ -258,7 +260,7 @@ class AsyncTransferQueueClient:
     ) -> Operation[tuple[Tensor | None, Tensor | None]]:
         stored = yield from self.exchange_settings(session_state, None)
         expected = 1 if stored is None else int(stored["expected"])
-        return (yield from operations.consumption(session_state, task, partition, expected))
+        return (yield from operations.consumption_status(session_state, task, partition, expected))
 
 
 class TransferQueueClient(AsyncTransferQueueClient):
@@ -328,7 +330,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     def get_production_status(self, data_fields: list[str], partition_id: str) -> tuple[Tensor | None, Tensor | None]:
         """Return the samples' indexes `[N]`, and `[N, F]` with 1 where the sample has the field. (None, None) for an
         unknown partition or field."""
-        return self._performer.do(operations.production, data_fields, partition_id)
+        return self._performer.do(operations.production_status, data_fields, partition_id)
 
     def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
         """Whether the partition has as many samples as expected, at least one, and the task has claimed all of them."""
@@ -342,7 +344,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
 
     def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
         """Reset the claims of the task (None: of every task), so that it can claim all samples again."""
-        return self._performer.do(operations.reset, partition_id, task_name)
+        return self._performer.do(operations.reset_claims, partition_id, task_name)
 
     def get_partition_list(self) -> list[str]:
         """Return the names of all partitions."""
@@ -351,11 +353,11 @@ class TransferQueueClient(AsyncTransferQueueClient):
     def kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
         """Return the meta of these keys, with the fields that all of them have. Unknown keys are omitted, or created
         with `create`."""
-        return self._performer.do(operations.of_keys, _key_list(keys), partition_id, create)
+        return self._performer.do(operations.meta_of_keys, _key_list(keys), partition_id, create)
 
     def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
         """Return the key of each sample, or None for a sample without a key."""
-        return self._performer.do(operations.keys_of, _index_list(global_indexes), partition_id)
+        return self._performer.do(operations.keys_of_indexes, _index_list(global_indexes), partition_id)
 
     def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
         """Return the tags of every key, by partition (None: of all partitions)."""
@@ -374,8 +376,8 @@ class TransferQueueClient(AsyncTransferQueueClient):
         _refuse("load_storage_checkpoint", checkpoint_dir)
 
 
-def _parsed(data: TensorDict, parse: Callable[[dict[str, Any]], Any] | None) -> Any:
-    return data if parse is None else columns.parsed(data, parse)
+def _apply_parser(data: TensorDict, parse: Callable[[dict[str, Any]], Any] | None) -> Any:
+    return data if parse is None else columns.apply_parser(data, parse)
 
 
 def _all_one(status: Tensor | None, *, empty: bool) -> bool:

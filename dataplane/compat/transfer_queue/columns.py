@@ -138,9 +138,9 @@ def _kind_to_declare(value: Any) -> FieldKind | None:
     return None
 
 
-def parsed(fields: Mapping[str, Any] | TensorDictBase, parse: Parser) -> dict[str, Any]:
-    """Call `parse` with a dict of tensors (lists for nested tensors and objects) and return its fields. TypeError if it
-    does not return a dict, ValueError if it adds, removes or resizes fields."""
+def apply_parser(fields: Mapping[str, Any] | TensorDictBase, parse: Parser) -> dict[str, Any]:
+    """Call `parse`, the caller's `data_parser`, with a dict of tensors (lists for nested tensors and objects). Return
+    its fields. TypeError if it does not return a dict, ValueError if it adds, removes or resizes fields."""
     given: dict[str, Any] = {str(name): _to_parser_value(value) for name, value in fields.items()}
     expected = {name: len(value) for name, value in given.items()}  # before the call, which can change `given`
     returned = parse(given)

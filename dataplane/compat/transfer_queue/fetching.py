@@ -22,9 +22,9 @@ from dataplane.compat.transfer_queue.metadata import BatchMeta
 from dataplane.compat.transfer_queue.operations import (
     ADAPTER,
     MAX_SAMPLES,
-    batch_of,
-    extend,
-    listed,
+    build_batch_meta,
+    extend_partition,
+    list_samples,
     put,
     resolve_samples,
 )
@@ -178,7 +178,7 @@ def _claim_by_sampler(session_state: SessionState, request: BatchRequest, sampli
             if claimed is None:
                 continue  # another claim took one of them first
             meta = BatchMeta(list(given), [request.partition] * len(given))
-            (_, native_meta), *_ = yield from resolve_samples(session_state, meta)
+            [(_, native_meta)] = yield from resolve_samples(session_state, meta)  # one pair: one partition
             return (yield from _meta_of(session_state, request, samples_of(native_meta)))
         if sampling.polling:
             return BatchMeta.empty()
@@ -207,7 +207,7 @@ def _send_claim(session_state: SessionState, request: BatchRequest, claim: c.Cla
     try:
         return (yield Send(claim)).result  # type: ignore[no-any-return]
     except (PartitionNotFoundError, TaskNotFoundError):
-        yield extend(session_state, request.partition, tasks=(request.task,))
+        yield extend_partition(session_state, request.partition, tasks=(request.task,))
         return (yield Send(claim)).result  # type: ignore[no-any-return]
 
 
@@ -246,14 +246,14 @@ def _meta_of(session_state: SessionState, request: BatchRequest, samples: c.Samp
     """Return the meta of claimed samples with the requested fields."""
     if not len(samples):
         return BatchMeta.empty()
-    listing = yield from listed(session_state, request.partition, samples)
+    listing = yield from list_samples(session_state, request.partition, samples)
     return (yield from _build_meta(session_state, request, listing))
 
 
 def _build_meta(
     session_state: SessionState, request: BatchRequest, samples: c.Claimed | c.Listed
 ) -> Operation[BatchMeta]:
-    return (yield from batch_of(session_state, request.partition, samples, request.fields, status=1))
+    return (yield from build_batch_meta(session_state, request.partition, samples, request.fields, status=1))
 
 
 def _lengths(ready: c.Claimed) -> Lengths:
@@ -323,7 +323,7 @@ def _store_draw(
 def forget_draws(session_state: SessionState, partition: str) -> Operation[None]:
     """Delete the stored draws of a partition that is cleared."""
     try:
-        stored = yield from listed(session_state, ADAPTER)
+        stored = yield from list_samples(session_state, ADAPTER)
     except PartitionNotFoundError:
         return
     # The id of a draw is a JSON list (`_draw_id`). The other samples of the adapter have plain text as id.

@@ -139,7 +139,7 @@ def _put(
 ) -> Operation[KVBatchMeta]:
     """Put by key, and return the meta of the samples, with all their tags and the fields that all of them have."""
     if fields is not None and parse is not None:
-        fields = columns.parsed(fields, parse)
+        fields = columns.apply_parser(fields, parse)
     keys = list(keys)
     all_tags, all_fields = yield from operations.put_keys(session_state, keys, partition, fields, tags)
     meta = KVBatchMeta(partition_id=partition, fields=all_fields)

@@ -21,6 +21,7 @@ class KVBatchMeta:
     extra_info: dict[str, Any] | None = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Check the lists, and copy tags and extra_info, so that the caller's stay independent."""
         if len(self.keys) != len(self.tags):
             raise ValueError(
                 f"KVBatchMeta: keys and tags must have same length, one mapping per key; got {len(self.keys)} keys and "

@@ -231,6 +231,7 @@ class BatchMeta:
         return copy.deepcopy(self)
 
     def __getitem__(self, item: int | slice) -> BatchMeta:
+        """Return a meta of one sample (negative positions count from the end), or of a slice."""
         if isinstance(item, slice):
             return self._select(list(range(*item.indices(self.size))))
         if not isinstance(item, int | np.integer):

@@ -51,11 +51,11 @@ SampleList = c.Claimed | c.Listed
 """Samples that the service returned: their ids, rows, generations and tags."""
 
 
-def extend(
+def extend_partition(
     session_state: SessionState, partition: str, *, tasks: Sequence[str] = (), fields: Mapping[str, Any] | None = None
 ) -> Send:
     """Return the step that creates the partition, or adds tasks and fields to it."""
-    if fields:
+    if fields:  # the cached schema lacks them
         session_state.schemas.forget(partition)
     return Send(
         c.Register(partition=partition, fields=dict(fields or {}), num_samples=None, tasks=tuple(tasks), extend=True)
@@ -70,7 +70,7 @@ def is_key(name: str) -> bool:
 # --- metas
 
 
-def batch_of(
+def build_batch_meta(
     session_state: SessionState,
     partition: str,
     samples: SampleList,
@@ -106,7 +106,7 @@ def _locate_fields(
     return locations
 
 
-def listed(session_state: SessionState, partition: str, samples: c.Samples | None = None) -> Operation[c.Listed]:
+def list_samples(session_state: SessionState, partition: str, samples: c.Samples | None = None) -> Operation[c.Listed]:
     """List all samples, oldest first, or these samples."""
     return (yield Send(c.List(partition=partition, samples=samples))).result  # type: ignore[no-any-return]
 
@@ -135,7 +135,7 @@ def _look_up_indexes(
 ) -> Operation[tuple[list[str], list[int]]]:
     """Return the ids and the rows of the samples with these global indexes. `StorageKeyNotFoundError` for unknown
     indexes."""
-    samples = yield from listed(session_state, partition)
+    samples = yield from list_samples(session_state, partition)
     positions = {generation: position for position, generation in enumerate(samples.generations.tolist())}
     missing = [index for index in indexes if index not in positions]
     if missing:
@@ -147,28 +147,30 @@ def _look_up_indexes(
 # --- by key
 
 
-def of_keys(session_state: SessionState, keys: Sequence[str], partition: str, create: bool) -> Operation[BatchMeta]:
+def meta_of_keys(
+    session_state: SessionState, keys: Sequence[str], partition: str, create: bool
+) -> Operation[BatchMeta]:
     """Return the meta of the samples with these keys, with the fields that all of them have. `create` adds missing
     samples, without fields."""
     try:
         if create:
             yield from put(session_state, keys, partition, None)
-        samples = yield from listed_keys(session_state, keys, partition)
+        samples = yield from list_samples_of_keys(session_state, keys, partition)
         if len(samples.ids) < len(keys):
             missing = sorted(set(keys).difference(samples.ids))
             log.warning("partition %r: the keys %s were not samples", partition, first_few(missing))
-        return (yield from batch_of(session_state, partition, samples, samples.fields))
+        return (yield from build_batch_meta(session_state, partition, samples, samples.fields))
     except PartitionNotFoundError:
         log.warning("partition %r was not samples; an empty meta is returned", partition)
         return BatchMeta.empty()
 
 
-def listed_keys(session_state: SessionState, keys: Sequence[str], partition: str) -> Operation[c.Listed]:
+def list_samples_of_keys(session_state: SessionState, keys: Sequence[str], partition: str) -> Operation[c.Listed]:
     """List the samples of these keys. Missing keys are omitted; a repeated key gets repeated entries."""
     samples = by_key = c.Samples(ids=tuple(keys))
     for _ in range(TRIES):
         try:
-            return (yield from listed(session_state, partition, samples))
+            return (yield from list_samples(session_state, partition, samples))
         except (SampleNotFoundError, StaleSampleError):
             # Some are missing. List those that exist now, by handle: if one is cleared before that, look again.
             reply = yield Send(c.Locate(partition=partition, samples=by_key, fields=(), missing_ok=True))
@@ -206,7 +208,7 @@ def list_keys(session_state: SessionState, partition: str | None) -> Operation[d
     tags_by_partition: dict[str, dict[str, Any]] = {}
     for name in names:
         try:
-            samples = yield from listed(session_state, name)
+            samples = yield from list_samples(session_state, name)
         except PartitionNotFoundError:
             continue
         tags_by_key = dict(zip(samples.ids, tags_of(samples.tags, len(samples.ids)), strict=True))
@@ -216,10 +218,10 @@ def list_keys(session_state: SessionState, partition: str | None) -> Operation[d
     return tags_by_partition
 
 
-def keys_of(session_state: SessionState, indexes: Sequence[int], partition: str) -> Operation[list[str | None]]:
+def keys_of_indexes(session_state: SessionState, indexes: Sequence[int], partition: str) -> Operation[list[str | None]]:
     """Return the key of the sample with each global index, or None if the sample has no key or does not exist."""
     try:
-        samples = yield from listed(session_state, partition)
+        samples = yield from list_samples(session_state, partition)
     except PartitionNotFoundError:
         raise TransferQueueError(f"kv_retrieve_keys: partition {partition!r} was not found") from None
     keys = {index: name for index, name in zip(samples.generations.tolist(), samples.ids, strict=True) if is_key(name)}
@@ -245,13 +247,15 @@ def put(
     ids = ids_of(names)
     encoded = None if fields is None else columns.to_columns(fields)
     declared = columns.declared_fields(encoded or {})
-    known = session_state.schemas.get(partition) or Schema()
-    undeclared = {name: spec for name, spec in declared.items() if name not in known}
+    # Kinds that the service cannot infer from the values must be declared before the put.
+    schema = session_state.schemas.get(partition) or Schema()
+    undeclared = {name: spec for name, spec in declared.items() if name not in schema}
     if undeclared:
-        yield extend(session_state, partition, fields=undeclared)
+        yield extend_partition(session_state, partition, fields=undeclared)
 
     def declare() -> Send:
-        return extend(session_state, partition, fields=declared)
+        """Return the step that declares the fields again, if the partition was cleared meanwhile."""
+        return extend_partition(session_state, partition, fields=declared)
 
     while True:
         try:
@@ -267,7 +271,7 @@ def put(
                 raise
 
 
-def insert(
+def insert_samples(
     session_state: SessionState,
     count: int,
     partition: str,
@@ -304,7 +308,7 @@ def clear_batch(session_state: SessionState, meta: BatchMeta) -> Operation[None]
         try:
             rows, generations = part._rows, part.global_indexes
             if rows is None:  # a meta that the caller built from global indexes
-                existing = yield from listed(session_state, partition)
+                existing = yield from list_samples(session_state, partition)
                 chosen = np.isin(existing.generations, generations)
                 rows, generations = existing.rows[chosen].tolist(), existing.generations[chosen].tolist()
             samples = c.Samples(rows=np.array(rows, np.int64), generations=np.array(generations, np.int64))
@@ -325,10 +329,10 @@ def set_tags(session_state: SessionState, meta: BatchMeta) -> Operation[None]:
             log.warning("partition %r was not found; its custom_meta is ignored", part.partition_ids[0])
 
 
-def whole_partition(session_state: SessionState, partition: str, fields: Sequence[str]) -> Operation[BatchMeta]:
+def meta_of_partition(session_state: SessionState, partition: str, fields: Sequence[str]) -> Operation[BatchMeta]:
     """Return the meta of every sample, ready or not, claimed or not."""
-    samples = yield from listed(session_state, partition)
-    return (yield from batch_of(session_state, partition, samples, fields))
+    samples = yield from list_samples(session_state, partition)
+    return (yield from build_batch_meta(session_state, partition, samples, fields))
 
 
 # --- partitions and tasks
@@ -340,7 +344,7 @@ def partitions(session_state: SessionState) -> Operation[list[str]]:
     return [part.partition for part in report.partitions if part.partition != ADAPTER]
 
 
-def consumption(
+def consumption_status(
     session_state: SessionState, task: str, partition: str, expected: int
 ) -> Operation[tuple[Tensor | None, Tensor | None]]:
     """Return the global indexes `[N]` of the samples, and `[N]` with 1 for each sample that the task has claimed,
@@ -350,7 +354,7 @@ def consumption(
     has not been created yet has the index -1 and the status 0.
     """
     try:
-        samples = yield from listed(session_state, partition)
+        samples = yield from list_samples(session_state, partition)
     except PartitionNotFoundError:
         return None, None
     peek = c.Claim(
@@ -373,7 +377,7 @@ def consumption(
     )
 
 
-def production(
+def production_status(
     session_state: SessionState, fields: Sequence[str], partition: str
 ) -> Operation[tuple[Tensor | None, Tensor | None]]:
     """Return the global indexes `[N]` of the samples, and `[N, F]` with 1 for each field that was put, otherwise 0.
@@ -382,7 +386,7 @@ def production(
         described = (yield Send(c.Describe(partition=partition))).result
         if not fields or any(name not in described.fields for name in fields):
             return None, None
-        samples = yield from listed(session_state, partition)
+        samples = yield from list_samples(session_state, partition)
         locations = yield from _locate_fields(session_state, partition, samples, fields)
     except PartitionNotFoundError:
         return None, None
@@ -390,12 +394,12 @@ def production(
     return torch.from_numpy(samples.generations.copy()), torch.from_numpy(status)
 
 
-def reset(session_state: SessionState, partition: str, task: str | None) -> Operation[bool]:
+def reset_claims(session_state: SessionState, partition: str, task: str | None) -> Operation[bool]:
     """Reset the claims of the task (None: of all tasks). Return False if samples were cleared during every try."""
     for _ in range(TRIES):
         try:
             tasks = (yield Send(c.Describe(partition=partition))).result.tasks
-            live = yield from listed(session_state, partition)
+            live = yield from list_samples(session_state, partition)
             samples = c.Samples(rows=live.rows, generations=live.generations)
             for name in tasks:
                 if task is None or name == task:

@@ -15,7 +15,7 @@ from dataplane.client.session_state import SessionState
 from dataplane.compat.transfer_queue import columns
 from dataplane.compat.transfer_queue.errors import StorageKeyNotFoundError
 from dataplane.compat.transfer_queue.metadata import BatchMeta
-from dataplane.compat.transfer_queue.operations import listed_keys, resolve_samples
+from dataplane.compat.transfer_queue.operations import list_samples_of_keys, resolve_samples
 from dataplane.errors import FieldNotFoundError, FieldNotProducedError, PartitionNotFoundError, first_few
 from dataplane.ledger import commands as c
 
@@ -73,13 +73,13 @@ def _read_existing(
     keys have no field in common."""
     try:
         if fields is None:
-            fields = (yield from listed_keys(session_state, keys, partition)).fields
+            fields = (yield from list_samples_of_keys(session_state, keys, partition)).fields
         requested = list(dict.fromkeys(fields))
         if requested:
             positions, read = yield from get.get_present(session_state, keys, partition, requested)
             existing, data = [keys[position] for position in positions], columns.from_columns(read)
         else:
-            existing = list((yield from listed_keys(session_state, keys, partition)).ids)
+            existing = list((yield from list_samples_of_keys(session_state, keys, partition)).ids)
             data = _no_data()
     except PartitionNotFoundError:
         existing, data = [], _no_data()
@@ -92,7 +92,7 @@ def _read_existing(
     if data.keys():
         return existing, data
     # None of the requested fields can be returned: an error only if the keys have no other field in common.
-    if not (yield from listed_keys(session_state, existing, partition)).fields:
+    if not (yield from list_samples_of_keys(session_state, existing, partition)).fields:
         raise _no_fields(partition, keys)
     return existing, _no_data()
 

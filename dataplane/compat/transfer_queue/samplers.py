@@ -153,6 +153,7 @@ class GRPOGroupNSampler(DrawingSampler):
         self.n_samples_per_prompt = n_samples_per_prompt
 
     def draw(self, ready: list[int], batch_size: int, lengths: Lengths) -> Draw | None:
+        """Draw the oldest complete groups. Return None if they are fewer than a batch."""
         size = self.n_samples_per_prompt
         if batch_size % size:
             raise ValueError(f"batch_size={batch_size}: must be a multiple of n_samples_per_prompt={size}")
@@ -170,6 +171,7 @@ class RankAwareSampler(DrawingSampler):
         return Draw.whole(ready[:batch_size]) if len(ready) >= batch_size else None
 
     def draw_key(self, config: Mapping[str, Any]) -> str:
+        """Return the key of the batch that all processes of this rank share."""
         missing = [name for name in ("dp_rank", "batch_index") if config.get(name) is None]
         if missing:
             raise ValueError(f"RankAwareSampler: sampling_config lacks {' and '.join(missing)}")
@@ -188,6 +190,7 @@ class RankAwareSampler(DrawingSampler):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[list[int], list[int]]:
+        """See `DrawingSampler.sample`."""
         shared = {"dp_rank": dp_rank, "batch_index": batch_index}
         return super().sample(ready_indexes, batch_size, task_name, partition_id, **shared)
 

@@ -75,6 +75,7 @@ class StreamingDataset(IterableDataset[Batch]):
         self._client: TransferQueueClient | None = None
 
     def __iter__(self) -> Iterator[Batch]:
+        """Yield the micro-batches of the batches in the buffer from `batch_index` on, then of batches fetched anew."""
         if self._client is None:
             controller_info = self.config["controller"]["zmq_info"]
             self._client = TransferQueueClient(f"StreamingDataset_{uuid.uuid4().hex[:8]}", controller_info)

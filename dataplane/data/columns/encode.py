@@ -293,9 +293,10 @@ class _FieldEncoder:
         return list(value)
 
     def _normalize_tensor(self, tensor: Tensor) -> Tensor | list[Any]:
+        """Return a jagged or dense tensor, or the rows of a nested tensor of another layout."""
         if is_jagged(tensor):
             return tensor
-        if tensor.is_nested:  # of another layout
+        if tensor.is_nested:
             return list(tensor.unbind())
         plain = self._plain_tensor(tensor, None)
         if plain.dim() == 0:

@@ -110,6 +110,7 @@ class TensorValues:
         return (self.tensor[start:stop] for start, stop in zip(starts, stops, strict=True))
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
+        """Copy values [first, last) into `target`; see the module docstring."""
         position = 0
         for piece in self._pieces(first, last):
             end = position + len(piece) * self.step_bytes
@@ -138,6 +139,7 @@ class ListValues:
         return all(tensor.is_cpu for tensor in self.tensors)
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
+        """Copy values [first, last) into `target`; see the module docstring."""
         tensors = self.tensors[first:last]
         if not target.nbytes:
             return
@@ -148,6 +150,7 @@ class ListValues:
             copy_tensor(_cat_on_one_device(tensors), target, later)
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
+        """Return values [first, last) as arrays: short ones concatenated, long ones without a copy if possible."""
         tensors = self.tensors[first:last]
         if not self.sizes[first:last].any():
             return []
@@ -182,6 +185,7 @@ class RaggedValues:
         return all(tensor.is_cpu for tensor in self.tensors)
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
+        """Copy values [first, last) into `target`; see the module docstring."""
         position = 0
         for tensor, size in zip(self.tensors[first:last], self.sizes[first:last].tolist(), strict=True):
             header = ragged_header(tensor)
@@ -192,6 +196,7 @@ class RaggedValues:
             target[data_start + tensor.nbytes : position] = 0
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
+        """Return values [first, last) as arrays: header, data and padding of each."""
         parts: list[UInt8s] = []
         for tensor, size in zip(self.tensors[first:last], self.sizes[first:last].tolist(), strict=True):
             header = ragged_header(tensor)

@@ -165,20 +165,22 @@ class Exchange:
         homes, host_count = self.homes[self._rows], int(self.hosts.max()) + 1
         away = np.flatnonzero(homes != self._host_of)  # slots
         # From here on, one element per slot of `away`: home of the row, host and kind of the slot's bin.
-        homes, here, kinds = homes[away], self._host_of[away], self.kinds[self._bin_of[away]]
-        home_known, host_known = homes >= 0, here >= 0
+        homes, slot_hosts, kinds = homes[away], self._host_of[away], self.kinds[self._bin_of[away]]
+        home_known, host_known = homes >= 0, slot_hosts >= 0
         moved = bytearray(len(self._rows))  # per slot: 1 once its row was swapped in this round
         # Rows on two hosts that are each other's homes: a group is a pair of hosts, within a kind.
-        low, high = np.minimum(here, homes), np.maximum(here, homes)
+        low, high = np.minimum(slot_hosts, homes), np.maximum(slot_hosts, homes)
         both_hosts = (kinds * host_count + low) * host_count + high
-        up = home_known & host_known & (here < homes)
-        down = home_known & host_known & (here > homes)
+        up = home_known & host_known & (slot_hosts < homes)
+        down = home_known & host_known & (slot_hosts > homes)
         swaps = self._swap_pairs(away[up], both_hosts[up], away[down], both_hosts[down], moved)
         # Rows that are left, with any row that is away from home on their home: a group is a host, within a kind.
         home_known &= ~np.frombuffer(moved, np.bool_)[away]
         host_known &= ~np.frombuffer(moved, np.bool_)[away]
-        wanted, occupied = kinds * host_count + homes, kinds * host_count + here
-        swaps += self._swap_pairs(away[home_known], wanted[home_known], away[host_known], occupied[host_known], moved)
+        home_groups, host_groups = kinds * host_count + homes, kinds * host_count + slot_hosts
+        swaps += self._swap_pairs(
+            away[home_known], home_groups[home_known], away[host_known], host_groups[host_known], moved
+        )
         return len(away), swaps
 
     def _swap_pairs(self, ones: Int64s, groups: Int64s, others: Int64s, other_groups: Int64s, moved: bytearray) -> int:

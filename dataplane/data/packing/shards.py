@@ -229,6 +229,7 @@ def _rows_per_batch(size: int, shards: int, batch_size: int | None, *, even: boo
 
 
 def _lengths_of(meta: KVBatchMeta) -> list[int]:
+    """Return the sequence lengths of a meta. InvalidRequestError without them."""
     if meta.sequence_lengths is None:
         raise InvalidRequestError(
             "this meta has no sequence_lengths, which micro-batches need; claims set them from the tag 'input_lengths'"
