@@ -64,7 +64,7 @@ def _global_options(
         ),
     ] = False,
 ) -> None:
-    pass
+    pass  # the callback of --version does the work
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (DataPlaneError, ValueError, OSError) as error:
         _print_error(str(error))
         return REFUSED
-    if not command_line:
+    if not command_line:  # the help was printed
         _print_error("a command is required; choose one of the above")
         return WRONG_ARGUMENTS
     return int(code or DONE)

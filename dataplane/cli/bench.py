@@ -33,7 +33,7 @@ def bench(
     One client makes one call at a time, in a separate partition that is dropped afterwards; needs 64 MiB of space.
     The results are rough; other load on this machine affects them.
     """
-    with _service(target.config_if_any("bench", address)) as config:
+    with _target_service(target.config_if_any("bench", address)) as config:
         measures = list(measure(config, _QUICK_S if quick else _LONG_S))
     if json:
         print_json({"cpus": os.cpu_count(), "measures": [_as_dict(result) for result in measures]})
@@ -44,7 +44,7 @@ def bench(
 
 
 @contextlib.contextmanager
-def _service(config: DataPlaneConfig) -> Iterator[DataPlaneConfig]:
+def _target_service(config: DataPlaneConfig) -> Iterator[DataPlaneConfig]:
     """Yield the settings for the service at the address, or for a temporary local service."""
     config = replace(config, put_timeout_s=_PUT_S)
     if config.address is not None:

@@ -121,8 +121,8 @@ class _ProgressLine:
         self._name = _label(stats)
         self._quiet = quiet
         self._in_place = sys.stderr.isatty()
-        self._next_at = 0.0
-        self._width = 0
+        self._next_at = 0.0  # monotonic time of the next output
+        self._width = 0  # of the text on the current line
 
     def show(self, progress: DrainProgress) -> None:
         """Print the progress, at most once per interval. Called after each page of cells."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dataplane.controller.metrics.throughput import FlowReport
 
 _WAIT_S = 5.0
-_PATH = "/api/fetch_rates"
+_PATH = "/api/flow"
 _LONGEST_S = 60
 
 

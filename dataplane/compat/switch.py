@@ -49,8 +49,8 @@ def names_in(value: str) -> tuple[str, ...]:
 
 
 def install() -> None:
-    """Replace the modules that the variable names, for later imports in this process. If its value is invalid,
-    importing any module of the table raises ValueError. Further calls have no effect."""
+    """Replace the modules that TQ_REPLACE names, for later imports in this process. If its value is invalid, importing
+    any module of `MODULES` raises ValueError. Further calls have no effect."""
     value = os.environ.get(VARIABLE, "")
     if not any(isinstance(finder, Replacement) for finder in sys.meta_path):
         sys.meta_path.insert(0, Replacement(value))
@@ -84,7 +84,7 @@ class Replacement:
     ) -> ModuleSpec | None:
         """See `importlib.abc.MetaPathFinder`. ModuleNotFoundError for a submodule of a replaced module that this
         project does not have; None if `importlib.util.find_spec` is the caller."""
-        if fullname == _RAY_JOB:
+        if fullname == _RAY_JOB:  # not replaced, but patched: the workers of a Ray job get the variable, too
             return self._patch_job_config(PathFinder.find_spec(fullname, path))
         for name, ours in self.table.items():
             if fullname == name or fullname.startswith(f"{name}."):
@@ -113,7 +113,7 @@ class Replacement:
         """Put this project's module into `sys.modules` in place of the new one."""
         spec = module.__spec__
         assert spec is not None
-        ours = importlib.import_module(spec.loader_state)
+        ours = importlib.import_module(spec.loader_state)  # the name that `_spec_for` has set
         sys.modules[spec.name] = ours
         if spec.name in self.table:
             log.warning("import %s is replaced by %s: %s=%s", spec.name, ours.__name__, VARIABLE, self.value)

@@ -302,7 +302,7 @@ def _decode_tensor(name: object, shape: tuple[int, ...], raw: bytes) -> Tensor:
     dtype = TORCH_DTYPES[name]
     if math.prod(shape) * dtype.itemsize != len(raw):
         raise ValueError(f"{len(raw)} bytes for a tensor of shape {list(shape)} and dtype {name}")
-    if not raw:
+    if not raw:  # torch.frombuffer rejects an empty buffer
         return torch.empty(0, dtype=dtype).reshape(shape)
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
 

@@ -27,7 +27,7 @@ class TQDataPlaneClient(DataPlaneClient):
 
 def __getattr__(name: str) -> Any:
     """Explain an import of a name that only NeMo-RL's own adapter module has."""
-    if name.startswith("__"):
+    if name.startswith("__"):  # Python and tools look such names up without an import statement
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise ImportError(
         f"{__name__} replaces NeMo-RL's TransferQueue adapter and does not define {name!r}. "

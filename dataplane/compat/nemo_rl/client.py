@@ -219,7 +219,7 @@ def _get(
     session_state: SessionState, ids: Sequence[str], partition: str, fields: Sequence[str]
 ) -> Operation[TensorDict]:
     """Read exactly these fields of these samples, in NeMo-RL's form."""
-    data: TensorDict = yield from reads.get_keys(session_state, ids, partition, fields, True)
+    data: TensorDict = yield from reads.get_keys(session_state, ids, partition, fields, strict=True)
     values = {name: _to_nemo_value(str(name), value) for name, value in data.items()}
     converted: TensorDict = TensorDict._new_unsafe(values, batch_size=data.batch_size)
     return converted

@@ -47,9 +47,9 @@ class KVBatchMeta:
 
     def stamp_tags(self, scalars: Mapping[str, Sequence[Any]]) -> None:
         """Set tags in this meta, one value per sample for each name. ValueError for another number of values."""
-        wrong = [name for name, values in scalars.items() if len(values) != self.size]
-        if wrong:
-            raise ValueError(f"stamp_tags: {wrong[0]!r} has {len(scalars[wrong[0]])} values for {self.size} samples")
+        for name, values in scalars.items():  # before any change
+            if len(values) != self.size:
+                raise ValueError(f"stamp_tags: {name!r} has {len(values)} values for {self.size} samples")
         self.tags = [{} for _ in self.sample_ids] if self.tags is None else self.tags
         for name, values in scalars.items():
             for tag, value in zip(self.tags, values, strict=True):

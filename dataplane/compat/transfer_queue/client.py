@@ -216,7 +216,7 @@ class AsyncTransferQueueClient:
                 log.info("the service already has settings; those passed to init() are ignored")
         if self._stored_settings is None:
             try:
-                values = yield from get.get(session_state, [CONFIG], operations.ADAPTER, [CONFIG], True)
+                values = yield from get.get(session_state, [CONFIG], operations.ADAPTER, [CONFIG], copy=True)
                 self._stored_settings = values[CONFIG][0]
             except NotFoundError:
                 return None

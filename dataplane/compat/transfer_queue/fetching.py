@@ -297,7 +297,7 @@ def _load_draw(session_state: SessionState, request: BatchRequest, key: str) -> 
     """Return the draw that a process stored for this key, or None."""
     draw_id = _draw_id(request.partition, request.task, key)
     try:
-        values = yield from get.get(session_state, [draw_id], ADAPTER, [DRAW], True)
+        values = yield from get.get(session_state, [draw_id], ADAPTER, [DRAW], copy=True)
     except NotFoundError:
         return None
     return _StoredDraw(**values[DRAW][0])

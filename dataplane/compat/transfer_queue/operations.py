@@ -158,10 +158,10 @@ def meta_of_keys(
         samples = yield from list_samples_of_keys(session_state, keys, partition)
         if len(samples.ids) < len(keys):
             missing = sorted(set(keys).difference(samples.ids))
-            log.warning("partition %r: the keys %s were not samples", partition, first_few(missing))
+            log.warning("partition %r: the keys %s were not found", partition, first_few(missing))
         return (yield from build_batch_meta(session_state, partition, samples, samples.fields))
     except PartitionNotFoundError:
-        log.warning("partition %r was not samples; an empty meta is returned", partition)
+        log.warning("partition %r was not found; an empty meta is returned", partition)
         return BatchMeta.empty()
 
 

@@ -56,7 +56,7 @@ def _read_exactly(
 ) -> Operation[TensorDict]:
     """Return exactly these fields of these samples. `NotFoundError` names a missing sample or field."""
     try:
-        data: TensorDict = yield from get.get(session_state, names, partition, fields, True)
+        data: TensorDict = yield from get.get(session_state, names, partition, fields, copy=True)
     except (FieldNotFoundError, FieldNotProducedError):
         # Some rows can be in the field's hidden column (see `operations.put`), which `get` does not read.
         positions, data = yield from get.get_present(session_state, names, partition, fields)

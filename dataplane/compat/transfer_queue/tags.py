@@ -39,7 +39,7 @@ def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Any]]:
     """Return one dict per sample, with decoded values."""
     tags: list[dict[str, Any]] = sample_names.tags_of(columns, count)
     for column in columns:
-        if any(map(_is_encoded, set(column.values))):
+        if any(map(_is_encoded, set(column.values))):  # most columns have no encoded value
             for sample_tags in tags:
                 value = sample_tags.get(column.name)
                 if _is_encoded(value):

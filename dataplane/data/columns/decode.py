@@ -177,6 +177,7 @@ def from_pool(memory: BufferPool) -> Empty:
     """Return an `Empty` that reuses memory of the pool if available. Small tensors always get new memory."""
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, UInt8s]:
+        """Allocate a tensor, from the pool if it is large. An `Empty`."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < FROM_BYTES:
             return fresh(shape, dtype)
@@ -314,6 +315,7 @@ def _prepare_copy(source: RowSource, offsets: SharedOffsets, empty: Empty, copie
             if in_place is not None:
                 return in_place
             values, target = _allocate_values(source, empty)
+            # checked: `source.sizes` has verified that all rows are inside their buffers.
             gather(source.buffers, source.which, source.offsets, source.sizes, target, later=copies.runs, checked=True)
             copies.check_later(source, target, np.cumsum(source.sizes) - source.sizes)
             return _with_shape(source, values, offsets)
@@ -331,7 +333,8 @@ def _prepare_padded(source: RowSource, pad_value: Any, width: int, empty: Empty,
     size = padded_width(source.lengths, width)
     pad = pad_element(pad_value, dtype)
     out, target = empty((len(source), size, *spec.inner), dtype)
-    rows = target.reshape(len(source), size * spec.unit_bytes)
+    rows = target.reshape(len(source), size * spec.unit_bytes)  # the bytes of `out`, row by row
+    # checked: `source.sizes` has verified that all rows are inside their buffers.
     gather_padded(source.buffers, source.which, source.offsets, sizes, rows, pad, later=copies.runs, checked=True)
     copies.check_later(source, target, np.arange(len(source), dtype=np.int64) * rows.shape[1])
     return out

@@ -341,7 +341,7 @@ class _FieldEncoder:
         """Return (settled spec, lengths, values) of a normalized value, according to the kind of the schema."""
         kind = self.spec.kind
         if isinstance(value, list):
-            tensors = None if kind is FieldKind.OBJECT else self._all_tensors(value)
+            tensors = None if kind is FieldKind.OBJECT else self._to_tensors(value)
             return self._encode_objects(value) if tensors is None else self._encode_tensor_list(tensors)
         if kind is FieldKind.OBJECT:
             raise self._schema_error(f"a tensor ({DTYPE_NAMES.get(value.dtype, value.dtype)})")
@@ -359,9 +359,9 @@ class _FieldEncoder:
                 return self._encode_padded(value)
         return self._encode_tensor_list(list(value.unbind()))  # ragged
 
-    def _all_tensors(self, rows: list[Any]) -> list[Tensor] | None:
+    def _to_tensors(self, rows: list[Any]) -> list[Tensor] | None:
         """Return the rows as tensors if every row is a tensor or a numeric array, else None (objects)."""
-        if not rows:
+        if not rows:  # fits any kind that the schema declares
             return None if self.spec.kind is None else []
         if all(isinstance(row, Tensor) for row in rows):
             return [self._plain_tensor(row, i) for i, row in enumerate(rows)]

@@ -243,8 +243,8 @@ def row_values(tensor: Tensor, lengths: Int64s | None) -> Values:
 
 
 def pack_rows(values: Tensor, starts: Int64s, lengths: Int64s) -> tuple[Tensor, Int64s]:
-    """Pack the rows on their device, so that one copy to the host suffices instead of one per row. Return the packed
-    values and the start of each row in them."""
+    """Pack rows, of which row i is `values[starts[i]:][:lengths[i]]`, on their device, so that one copy to the host
+    suffices instead of one per row. Return the packed values and the start of each row in them."""
     packed_starts = np.cumsum(lengths) - lengths
     sources = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - packed_starts, lengths)
     return values[torch.from_numpy(sources).to(values.device)], packed_starts

@@ -36,6 +36,7 @@ def first_fit(lengths: Int64s, order: Int64s, capacity: int) -> Bins:
     # A short list holds the open bins: the few bins with space for most rows. A tree holds the closed bins, which only
     # the shortest 5 percent of the rows fit, and open bins that do not fit into the list.
     closing_residual = int(np.partition(lengths, len(lengths) // 20)[len(lengths) // 20])
+    # First-fit leaves at most one bin half empty or more, which limits the number of bins.
     closed = _Residuals(min(len(order), 2 * int(lengths.sum()) // capacity + 2))
     largest_closed = -1  # the largest free space of a closed bin
     open_numbers: list[int] = []
@@ -50,6 +51,7 @@ def first_fit(lengths: Int64s, order: Int64s, capacity: int) -> Bins:
             position += 1
         if largest_closed >= size:
             number = closed.first(size)
+            # The first bin with space is the one with the lower number, closed or open.
             if position == len(open_residuals) or number < open_numbers[position]:
                 largest_closed = closed.take(number, size)
                 bin_of.append(number)

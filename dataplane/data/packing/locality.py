@@ -136,11 +136,12 @@ class Exchange:
         if len(set(self.hosts.tolist())) < 2:
             return False
         counts = np.fromiter(map(len, self.bins), np.int64, len(self.bins))
-        # A slot is a position in the concatenated bins. Slots stay; the rows in them are swapped. Per slot: its row,
-        # its bin, and the host of its bin's shard. Then the tokens per bin and per shard, and the limit of the latter.
+        # A slot is a position in the concatenated bins. Slots stay; the rows in them are swapped.
+        # Per slot: its row, its bin, and the host of its bin's shard.
         self._rows = np.fromiter(chain.from_iterable(self.bins), np.int64, counts.sum())
         self._bin_of = np.repeat(np.arange(len(counts)), counts)
         self._host_of = self.hosts[self.shards[self._bin_of]]
+        # The tokens per bin and per shard, and the limit of the latter.
         self._loads = np.bincount(self._bin_of, self.sizes[self._rows], len(counts)).astype(np.int64)
         self._totals = np.bincount(self.shards, self._loads, len(self.hosts)).astype(np.int64)
         self._most = int(self._totals.max())

@@ -307,9 +307,9 @@ def _improve_packed(
     hosts: Int64s,
 ) -> Int64s:
     """Exchange bins between shards, then rows between bins, in place. loads: the tokens of each bin; dealt: the bins of
-    each shard. Return the new tokens of each bin."""
+    each shard; homes, hosts: see `Locality.numbered`. Return the new tokens of each bin."""
     exchange_bins(bins, loads, dealt, tokens, homes, hosts)
-    if packer.keeps_order:
+    if packer.keeps_order:  # a bin is a run of consecutive rows, so rows must not move
         return loads
     exchange = Exchange(
         bins=bins,
@@ -378,7 +378,7 @@ def _improve_dynamic(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: 
     """Return `grid`, `[rows of a shard, shards]`, with its locality improved by exchanging rows within their
     micro-batch. ends: the end of each micro-batch."""
     shards = grid.shape[1]
-    rank_by_length = _inverse(grid.reshape(-1)).tolist()
+    order_by_length = _inverse(grid.reshape(-1)).tolist()  # for each row: its position from the shortest on
     # One bin per micro-batch and shard, in this order. `kinds` is the micro-batch: rows stay within theirs.
     parts = [grid[start:end].T.tolist() for start, end in pairwise([0, *ends])]
     bins = [rows for part in parts for rows in part]
@@ -390,7 +390,7 @@ def _improve_dynamic(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: 
         homes=homes,
         hosts=hosts,
     ).run()
-    sorted_bins = [sorted(rows, key=rank_by_length.__getitem__) for rows in bins]
+    sorted_bins = [sorted(rows, key=order_by_length.__getitem__) for rows in bins]
     rows_of_shards = [list(chain.from_iterable(sorted_bins[shard::shards])) for shard in range(shards)]
     return np.array(rows_of_shards, dtype=np.int64).T
 
