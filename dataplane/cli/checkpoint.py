@@ -16,7 +16,7 @@ from dataplane.errors import PartitionExistsError
 if TYPE_CHECKING:
     from dataplane import CheckpointInfo, DataPlaneClient
 
-Places = Annotated[
+AddressAndPath = Annotated[
     list[str],
     typer.Argument(metavar="[ADDRESS] PATH", help="host:port of the controller, and the checkpoint's directory."),
 ]
@@ -31,9 +31,11 @@ Partitions = Annotated[
 ]
 
 
-def checkpoint(*, places: Places, partition: Partitions = None, target: TargetFlags, json: Json = False) -> int:
+def checkpoint(
+    *, address_and_path: AddressAndPath, partition: Partitions = None, target: TargetFlags, json: Json = False
+) -> int:
     """Save a consistent snapshot of partitions to a directory."""
-    client, path = _connect("checkpoint", places, target)
+    client, path = _connect("checkpoint", address_and_path, target)
     with client:
         info = client.checkpoint(path, partition or None)
     print_either(info, f"checkpoint of {summary(info)} at {info.path}", json=json)
@@ -42,14 +44,14 @@ def checkpoint(*, places: Places, partition: Partitions = None, target: TargetFl
 
 def restore(
     *,
-    places: Places,
+    address_and_path: AddressAndPath,
     partition: Partitions = None,
     replace: Annotated[bool, typer.Option("--replace", help="Drop existing partitions of the same names.")] = False,
     target: TargetFlags,
     json: Json = False,
 ) -> int:
     """Restore the partitions of a checkpoint, all or none."""
-    client, path = _connect("restore", places, target)
+    client, path = _connect("restore", address_and_path, target)
     with client:
         try:
             info = client.restore(path, partition or None, replace=replace)
@@ -68,12 +70,12 @@ def summary(info: CheckpointInfo) -> str:
     return f"{names or 'no partitions'}, {readable(info.nbytes)} in {counted(info.files, 'file')}"
 
 
-def _connect(name: str, places: list[str], target: TargetFlags) -> tuple[DataPlaneClient, str]:
-    """Connect a client for the command `name`. Return it and the path of the checkpoint. places: the positional
-    arguments, [ADDRESS] PATH."""
-    if len(places) > 2:
+def _connect(name: str, address_and_path: list[str], target: TargetFlags) -> tuple[DataPlaneClient, str]:
+    """Connect a client for the command `name`. Return it and the path of the checkpoint. address_and_path: the
+    positional arguments, [ADDRESS] PATH."""
+    if len(address_and_path) > 2:
         raise typer.BadParameter(
-            f"got {len(places)} arguments, expected an optional address and a path", param_hint="PATH"
+            f"got {len(address_and_path)} arguments, expected an optional address and a path", param_hint="PATH"
         )
-    config = target.config(name, places[0] if len(places) == 2 else None)
-    return dataplane.DataPlaneClient(config).connect(), places[-1]
+    config = target.config(name, address_and_path[0] if len(address_and_path) == 2 else None)
+    return dataplane.DataPlaneClient(config).connect(), address_and_path[-1]

@@ -97,6 +97,7 @@ def encode_object(value: object, *, field: str = "value") -> bytes:
 
 
 def _pickle_value(value: object, field: str, row: int) -> bytes:
+    """Return the pickle of a value. UnsupportedValueError, naming field and row, if it has none."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:

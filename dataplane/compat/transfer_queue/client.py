@@ -258,6 +258,7 @@ class AsyncTransferQueueClient:
     def _consumption(
         self, session_state: SessionState, task: str, partition: str
     ) -> Operation[tuple[Tensor | None, Tensor | None]]:
+        """See `TransferQueueClient.get_consumption_status`."""
         stored = yield from self.exchange_settings(session_state, None)
         expected = 1 if stored is None else int(stored["expected"])
         return (yield from operations.consumption_status(session_state, task, partition, expected))

@@ -268,7 +268,7 @@ class BatchMeta:
         joined.update_custom_meta(copy.deepcopy(other.custom_meta))
         for own_data, other_data in zip(joined._custom_backend_meta, other._custom_backend_meta, strict=True):
             own_data.update(copy.deepcopy(other_data))
-        if joined._rows is None:
+        if joined._rows is None:  # use the handles of `other`, if it has any
             joined._with_handles(other._names, other._rows)
         return joined
 

@@ -247,7 +247,7 @@ def put(
     ids = ids_of(names)
     encoded = None if fields is None else columns.to_columns(fields)
     declared = columns.declared_fields(encoded or {})
-    # Kinds that the service cannot infer from the values must be declared before the put.
+    # Kinds that cannot be inferred from the values must be declared before the put.
     schema = session_state.schemas.get(partition) or Schema()
     undeclared = {name: spec for name, spec in declared.items() if name not in schema}
     if undeclared:

@@ -233,6 +233,7 @@ def row_values(tensor: Tensor, lengths: Int64s | None) -> Values:
         flat = tensor.as_strided(((rows - 1) * row_stride + math.prod(row_shape),), (1,))
         starts = np.arange(rows, dtype=np.int64) * (row_stride * tensor.element_size())
         return FlatValues(byte_view(flat), starts, sizes)
+    # Only torch can copy the other tensors: those on an accelerator, and those with strided rows.
     if lengths is None or (lengths == tensor.shape[1]).all():
         return TensorValues(tensor, np.arange(rows, dtype=np.int64), np.ones(rows, dtype=np.int64))
     starts = np.arange(rows, dtype=np.int64) * tensor.shape[1]

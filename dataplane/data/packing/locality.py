@@ -33,7 +33,7 @@ class Locality:
     shards: Sequence[str | None]
     lengths: Sequence[int] | Int64s | None = None
 
-    def numbered(self, size: int, shards: int) -> tuple[Int64s, Int64s]:
+    def number_hosts(self, size: int, shards: int) -> tuple[Int64s, Int64s]:
         """Return (home of each row, host of each shard) as numbers: the home of a row is the number of the host that
         stores it, or `NOWHERE`. Unknown hosts of shards match no row. Raises ValueError unless `size` and `shards`
         match the numbers of rows and shards."""
@@ -66,7 +66,7 @@ def exchange_bins(
     maximum of tokens per shard. Changes `dealt`, the bins of each shard, in place.
 
     bins: the rows of each bin. loads: the tokens of each bin. sizes: the tokens of each row. homes, hosts: see
-    `Locality.numbered`.
+    `Locality.number_hosts`.
     """
     if len(bins) > MOST_BINS or len(set(hosts.tolist())) < 2:
         return

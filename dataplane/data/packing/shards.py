@@ -142,14 +142,14 @@ def plan_shards(
         algorithm = arguments.get("algorithm", PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING)
         packer = get_packer(algorithm, budget, min_bin_count=shards, bin_count_multiple=shards)
         _, tokens = _lengths_and_tokens(arguments, lengths_of, size, budget, multiple, name)
-        numbered = None if locality is None else locality.numbered(size, shards)
-        return _split_packed(tokens, packer, shards, per_batch, numbered, largest_first=order == "largest_first")
+        homes_and_hosts = None if locality is None else locality.number_hosts(size, shards)
+        return _split_packed(tokens, packer, shards, per_batch, homes_and_hosts, largest_first=order == "largest_first")
     if dynamic_batching_args is not None:
         arguments = _Arguments("dynamic_batching_args", dynamic_batching_args)
         budget, multiple = arguments.budget(), arguments.count("sequence_length_round", 1)
         lengths, tokens = _lengths_and_tokens(arguments, lengths_of, size, budget, multiple, name)
-        numbered = None if locality is None else locality.numbered(size, shards)
-        return _split_dynamic(lengths, tokens, budget, shards, per_batch, numbered)
+        homes_and_hosts = None if locality is None else locality.number_hosts(size, shards)
+        return _split_dynamic(lengths, tokens, budget, shards, per_batch, homes_and_hosts)
     plan = _split_plain(size, shards, per_batch)
     return plan if locality is None else _improve_plain(plan, size, per_batch, locality)
 
@@ -277,7 +277,7 @@ def _split_plain(size: int, shards: int, per_batch: int) -> list[Shard]:
 
 def _improve_plain(plan: list[Shard], size: int, per_batch: int, locality: Locality) -> list[Shard]:
     """Improve the locality of a plain split by exchanging rows within their global batch."""
-    homes, hosts = locality.numbered(size, len(plan))
+    homes, hosts = locality.number_hosts(size, len(plan))
     sizes = locality.sizes(size)
     parts: list[list[Int64s]] = [[np.zeros(0, dtype=np.int64)] for _ in plan]
     for first in range(0, size, per_batch or 1):
@@ -307,7 +307,7 @@ def _improve_packed(
     hosts: Int64s,
 ) -> Int64s:
     """Exchange bins between shards, then rows between bins, in place. loads: the tokens of each bin; dealt: the bins of
-    each shard; homes, hosts: see `Locality.numbered`. Return the new tokens of each bin."""
+    each shard; homes, hosts: see `Locality.number_hosts`. Return the new tokens of each bin."""
     exchange_bins(bins, loads, dealt, tokens, homes, hosts)
     if packer.keeps_order:  # a bin is a run of consecutive rows, so rows must not move
         return loads
@@ -333,7 +333,7 @@ def _split_packed(
     largest_first: bool,
 ) -> list[Shard]:
     """Pack each global batch into bins and assign the bins to shards. tokens: the rounded lengths; locality: see
-    `Locality.numbered`."""
+    `Locality.number_hosts`."""
     batches = []
     for first in range(0, len(tokens), per_batch or 1):
         batch_rows = slice(first, first + per_batch)
@@ -360,7 +360,7 @@ def _split_dynamic(
     lengths: Int64s, tokens: Int64s, budget: int, shards: int, per_batch: int, locality: tuple[Int64s, Int64s] | None
 ) -> list[Shard]:
     """Deal each global batch by length and cut it into micro-batches of equal shapes on all shards. tokens: the rounded
-    lengths; locality: see `Locality.numbered`."""
+    lengths; locality: see `Locality.number_hosts`."""
     batches = []
     for first in range(0, len(tokens), per_batch or 1):
         rising = first + np.argsort(lengths[first : first + per_batch], kind="stable")
