@@ -76,7 +76,7 @@ class TargetFlags(Security):
         return config
 
     def config_if_any(self, name: str, address: str | None = None) -> DataPlaneConfig:
-        """Return the same settings, with address None if none is given."""
+        """Return the settings of a client called `name`, with address None if none is given."""
         if address is not None and self.at is not None:
             raise typer.BadParameter(f"got {self.at} and {address}; pass only one address", param_hint="--address")
         return DataPlaneConfig(
@@ -164,7 +164,7 @@ class Http:
             return self.http_port
         if not (self.ui or self.metrics):
             return None
-        return port + 2 if port else 0
+        return port + 2 if port else 0  # the service also uses `port` (gRPC) and the next one (ZMQ)
 
 
 def typer_command(run: Callable[..., int]) -> Callable[..., int]:

@@ -38,7 +38,7 @@ _RAY_JOB = "ray.job_config"
 
 
 def names_in(value: str) -> tuple[str, ...]:
-    """Return the modules that a value of the variable names. ValueError for an unknown module."""
+    """Return the modules that a value of TQ_REPLACE names. ValueError for an unknown module."""
     names = [name.strip() for name in value.split(",") if name.strip()]
     if ALL in names:
         return tuple(MODULES)
@@ -58,7 +58,7 @@ def install() -> None:
 
 def replaced(*names: str) -> bool:
     """Whether this process replaces one of `names`, keys of `MODULES`."""
-    finders = [finder for finder in sys.meta_path if isinstance(finder, Replacement) and not finder.wrong]
+    finders = [finder for finder in sys.meta_path if isinstance(finder, Replacement) and not finder.error]
     return any(name in finder.table for finder in finders for name in names)
 
 
@@ -67,16 +67,16 @@ class Replacement:
 
     The class is a finder for `sys.meta_path` and the loader of the modules that it finds. (It does not use the base
     classes of `importlib.abc`, which takes longer to import than the rest of this module.) table: the entries of
-    `MODULES` that are replaced. wrong: the error in the value, or "".
+    `MODULES` that are replaced. error: the error in the value, or "".
     """
 
     def __init__(self, value: str) -> None:
-        self.value, self.wrong = value, ""
+        self.value, self.error = value, ""
         try:
             names = names_in(value)
         except ValueError as error:
             # Raised when a module of the table is imported: at startup, Python would only print it.
-            names, self.wrong = tuple(MODULES), str(error)
+            names, self.error = tuple(MODULES), str(error)
         self.table = {name: MODULES[name] for name in names}
 
     def find_spec(
@@ -120,8 +120,8 @@ class Replacement:
 
     def _spec_for(self, fullname: str, ours: str) -> ModuleSpec | None:
         """Return the spec that imports this project's module `ours` under the name `fullname`."""
-        if self.wrong:
-            raise ValueError(self.wrong)
+        if self.error:
+            raise ValueError(self.error)
         our_spec = importlib.util.find_spec(ours)
         if our_spec is None:
             return None
@@ -130,20 +130,20 @@ class Replacement:
         return spec
 
     def _patch_job_config(self, spec: ModuleSpec | None) -> ModuleSpec | None:
-        """Make the loader call `carry` for Ray's `JobConfig` when its module is imported."""
+        """Make the loader call `carry_to_jobs` for Ray's `JobConfig` when its module is imported."""
         loader = spec.loader if spec is not None else None
         if loader is not None:
             original_exec_module = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 original_exec_module(module)
-                carry(module.JobConfig, self.value)
+                carry_to_jobs(module.JobConfig, self.value)
 
             loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def carry(job_config: Any, value: str) -> None:
+def carry_to_jobs(job_config: Any, value: str) -> None:
     """Patch `ray.job_config.JobConfig` so that every runtime environment sets the variable in the job's workers.
 
     Every job of a process uses this class: explicit and implicit `ray.init`, Ray's client, and submitted jobs. Tasks

@@ -186,7 +186,10 @@ class KVBatchMeta:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        parts = [repr(self.partition_id), f"{self.size} samples" + (f": {first_few(self.sample_ids)}" if self else "")]
+        samples = f"{self.size} samples"
+        if self.size:
+            samples += f": {first_few(self.sample_ids)}"
+        parts = [repr(self.partition_id), samples]
         if self.task_name is not None:
             parts.append(f"task={self.task_name!r}")
         if self.fields is not None:

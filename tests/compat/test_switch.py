@@ -18,7 +18,17 @@ from ray.runtime_env import RuntimeEnv
 
 from dataplane.compat import starting, switch
 from dataplane.compat.starting import command_without_us, start
-from dataplane.compat.switch import ALL, HOOK, VARIABLE, Replacement, carry, install, names_in, replaced, with_variable
+from dataplane.compat.switch import (
+    ALL,
+    HOOK,
+    VARIABLE,
+    Replacement,
+    carry_to_jobs,
+    install,
+    names_in,
+    replaced,
+    with_variable,
+)
 
 OURS = {
     "ours_tq/__init__.py": "from ours_tq.inner import Thing as Thing\nloads = []\n",
@@ -186,7 +196,7 @@ def job_config() -> type[Any]:
     class Carrying(JobConfig):
         pass
 
-    carry(Carrying, "their_tq")
+    carry_to_jobs(Carrying, "their_tq")
     return Carrying
 
 

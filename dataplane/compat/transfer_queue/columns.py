@@ -94,7 +94,7 @@ def _to_column(value: Any) -> Any:
 
 
 def _as_jagged(dense: Tensor) -> Tensor:
-    """Return `[N, L, *inner]` as a nested tensor (layout jagged) of N rows of length L, without a copy."""
+    """Return `[N, L, *inner]` as a nested tensor (layout jagged) of N rows of length L."""
     count, length = dense.shape[:2]
     offsets = torch.arange(count + 1, dtype=torch.int64, device=dense.device) * length
     return jagged_from_values(dense.reshape(count * length, *dense.shape[2:]), offsets, span=(length, length))

@@ -115,7 +115,7 @@ class _Job:
             self.work()
         except BaseException as error:
             self.error = error
-            self.pieces.clear()
+            self.pieces.clear()  # the other threads stop, too
         finally:
             with self.changed:
                 self.active -= 1

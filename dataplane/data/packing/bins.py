@@ -23,7 +23,7 @@ def concatenate(lengths: Int64s, capacity: int) -> Bins:
     """Fill bins with rows in order and start a new bin when the next row does not fit. O(bins log N)."""
     ends = np.cumsum(lengths).tolist()
     bins: Bins = []
-    start = before = 0
+    start = before = 0  # first row of the next bin, sum of the lengths before it
     while start < len(ends):
         end = bisect_right(ends, before + capacity, start)
         bins.append(list(range(start, end)))
