@@ -25,17 +25,17 @@ def start(name: str) -> NoReturn:
     except ValueError as error:
         raise SystemExit(str(error)) from None
     value = ",".join(dict.fromkeys([*names, name]))
-    command = [sys.executable, *command_without_us(sys.orig_argv, sys.argv)]
+    command = [sys.executable, *python_arguments(sys.orig_argv, sys.argv)]
     os.execve(sys.executable, command, {**os.environ, VARIABLE: value})
 
 
-def command_without_us(full: Sequence[str], own: Sequence[str]) -> list[str]:
+def python_arguments(command_line: Sequence[str], module_arguments: Sequence[str]) -> list[str]:
     """Return the options and arguments for Python, without `-m` and the name of the started module.
 
-    full: the command line of this process (`sys.orig_argv`). own: the arguments of the module (`sys.argv`).
+    command_line: that of this process (`sys.orig_argv`). module_arguments: its name and arguments (`sys.argv`).
     """
-    arguments = list(own[1:])
-    options = list(full[1 : len(full) - len(arguments)])
+    arguments = list(module_arguments[1:])
+    options = list(command_line[1 : len(command_line) - len(arguments)])
     # The last option starts the module: "-mNAME", or "-m" and "NAME". Other flags can precede the "m", as in "-um".
     last = options.pop()
     flags = last.partition("m")[0] if last.startswith("-") else options.pop()[:-1]

@@ -17,7 +17,7 @@ from ray.job_config import JobConfig
 from ray.runtime_env import RuntimeEnv
 
 from dataplane.compat import starting, switch
-from dataplane.compat.starting import command_without_us, start
+from dataplane.compat.starting import python_arguments, start
 from dataplane.compat.switch import (
     ALL,
     HOOK,
@@ -249,7 +249,7 @@ def test_rays_module_is_changed_when_it_is_imported(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_what_is_started_in_its_place(full: list[str], own: list[str], command: list[str]) -> None:
-    assert command_without_us(full, own) == command
+    assert python_arguments(full, own) == command
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ class TQDataPlaneClient(DataPlaneClient):
     def __init__(self, cfg: Mapping[str, Any], *, bootstrap: bool = True) -> None:
         """See `build_data_plane_client`."""
         abstract = framework_type("DataPlaneClient")
-        if abstract is not None and hasattr(abstract, "register"):
+        if abstract is not None and hasattr(abstract, "register"):  # an abstract base class: `isinstance` becomes true
             abstract.register(TQDataPlaneClient)
         super().__init__(session_of(cfg, bootstrap=bootstrap))
 
