@@ -79,7 +79,7 @@ def unit_stats(channel: ControllerChannel, unit: str) -> c.UnitStats:
     several units match."""
     from dataplane.errors import InvalidRequestError
 
-    units = stats(channel, 1).units
+    units = stats(channel, 1).units  # every report has all units; 1 limits the partitions
     by_number = [each for each in units if str(each.unit) == unit]
     matching = by_number or [each for each in units if each.name == unit]
     if len(matching) == 1:

@@ -37,7 +37,7 @@ def show(
 
     with session(target.config("show")) as channel:
         shown_sample = ask(channel, c.Show(partition=partition or "", samples=c.Samples(ids=(sample,))))
-        units = {unit.unit: unit.name for unit in stats(channel, 1).units}
+        units = {unit.unit: unit.name for unit in stats(channel, 1).units}  # 1 limits the partitions, not the units
     if json:
         print_json(shown_sample)
     else:

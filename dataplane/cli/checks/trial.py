@@ -72,7 +72,10 @@ def _check_session(config: DataPlaneConfig) -> Iterator[Finding]:
         yield Finding(what="session", found=str(error), mend=mend)
         return
     with client:
-        security = "TLS" if config.tls else "a token" if config.secret() else "neither token nor TLS"
+        if config.tls:
+            security = "TLS"
+        else:
+            security = "a token" if config.secret() else "neither token nor TLS"
         yield Finding(what="session", found=f"open, with {security}")
         yield from _check_units(client)
     yield from run_check("round trip", lambda: _check_round_trip(config), "check in `tq status` that a unit has space")

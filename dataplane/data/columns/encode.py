@@ -75,7 +75,7 @@ class PerToken:
             for name, value in fields.items()
         }
 
-    def under(self, spec: FieldSpec, name: str) -> Any:
+    def values_for(self, spec: FieldSpec, name: str) -> Any:
         """Return the values in the form that `spec` requires: unchanged for dense fields and objects, else as a jagged
         tensor. InvalidRequestError, naming the field, for rows narrower than their sample."""
         if spec.kind in (FieldKind.DENSE, FieldKind.OBJECT):
@@ -173,7 +173,7 @@ def encode_fields(
             per_token=name in specs and name in TOKEN_ALIGNED_FIELDS,
             pickles=pickles,
         )
-        column = encoder.column(value, rows)
+        column = encoder.encode_column(value, rows)
         if column is not None:
             columns.append(column)
     return columns
@@ -214,12 +214,12 @@ class _FieldEncoder:
     per_token: bool = False
     pickles: bool = False
 
-    def column(self, value: Any, rows: int) -> EncodedColumn | None:
+    def encode_column(self, value: Any, rows: int) -> EncodedColumn | None:
         """Encode the value. Return None for an empty list without a declared kind."""
         if isinstance(value, Shared):
             return self._encode_shared(value, rows)
         if isinstance(value, PerToken):
-            value = value.under(self.spec, self.name)
+            value = value.values_for(self.spec, self.name)
         value = self._normalize(value)
         if isinstance(value, list) and not value and not rows and self.spec.kind is None:
             return None
@@ -238,7 +238,7 @@ class _FieldEncoder:
         index = self._check_index(shared.index, rows)
         values = self._normalize(shared.values)
         # `token_lengths` has one length per row, not per value, so it does not apply here.
-        column = dataclasses.replace(self, token_lengths=None).column(values, _row_count(values))
+        column = dataclasses.replace(self, token_lengths=None).encode_column(values, _row_count(values))
         if column is None:
             return None
         if rows and index.max() >= len(column.sizes):

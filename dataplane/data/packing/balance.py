@@ -82,25 +82,25 @@ def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[
         total_of = totals[rank_of]  # for each run: the tokens of its rank
         starts = np.cumsum(counts)[:-1]  # the first row of each run except the first run
         # Cut i is between run i and run i + 1. Move the last row of run i to the right, to the next run, ...
-        right = _gains(tokens[starts - 1], total_of[:-1] - total_of[1:])
-        right[(counts[:-1] == 1) | (loads[1:] + tokens[starts - 1] > capacity)] = 0
+        right_gains = _gains(tokens[starts - 1], total_of[:-1] - total_of[1:])
+        right_gains[(counts[:-1] == 1) | (loads[1:] + tokens[starts - 1] > capacity)] = 0
         # ... or the first row of run i + 1 to the left, ...
-        left = _gains(tokens[starts], total_of[1:] - total_of[:-1])
-        left[(counts[1:] == 1) | (loads[:-1] + tokens[starts] > capacity)] = 0
+        left_gains = _gains(tokens[starts], total_of[1:] - total_of[:-1])
+        left_gains[(counts[1:] == 1) | (loads[:-1] + tokens[starts] > capacity)] = 0
         # ... or swap the ranks of two runs.
         compared = slice(0, len(runs) if len(runs) <= MOST_EXCHANGED else 0)
-        swaps = _gains(
+        swap_gains = _gains(
             loads[compared, None] - loads[None, compared], total_of[compared, None] - total_of[None, compared]
         )
-        best = max(right.max(initial=0), left.max(initial=0), swaps.max(initial=0))
+        best = max(right_gains.max(initial=0), left_gains.max(initial=0), swap_gains.max(initial=0))
         if best <= 0:
             break
-        if best == swaps.max(initial=0):
-            one, other = divmod(int(swaps.argmax()), len(runs))
+        if best == swap_gains.max(initial=0):
+            one, other = divmod(int(swap_gains.argmax()), len(runs))
             rank_of[one], rank_of[other] = rank_of[other], rank_of[one]
             continue
-        to_right = best == right.max(initial=0)
-        cut = int((right if to_right else left).argmax())
+        to_right = best == right_gains.max(initial=0)
+        cut = int((right_gains if to_right else left_gains).argmax())
         row = starts[cut] - 1 if to_right else starts[cut]
         change = np.array([-1, 1]) if to_right else np.array([1, -1])
         counts[cut : cut + 2] += change
