@@ -77,7 +77,7 @@ def test_an_interrupt_undoes_it(
     def interrupt(line: object, progress: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(draining._Line, "show", interrupt)
+    monkeypatch.setattr(draining._ProgressLine, "show", interrupt)
     with StorageUnit(OTHER, str(filled.config.address), name="other"):
         if before:
             with contextlib.closing(ControllerChannel.open(filled.config)) as channel:
