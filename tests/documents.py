@@ -18,7 +18,7 @@ from pathlib import Path
 from dataplane.cli.app import main
 
 ROOT = Path(__file__).parents[1]
-STAND_ALONE = ("README.md", "docs/workers.md")
+STAND_ALONE = ("README.md",)
 _BLOCK = re.compile(r"(?:<!-- (file|notest): (.+?) -->\n)?^```(\w+)([^\n]*)\n(.*?)^```", re.M | re.S)
 
 

@@ -26,7 +26,7 @@ NOT_RUN = 20
 
 def starts_a_cluster(script: list[Block]) -> bool:
     """Or does something else that a process does once."""
-    once = ("import ray", "Cluster(", "set_tracer_provider(")
+    once = ("import ray", "Cluster(", "set_tracer_provider(", "dataplane.compat")
     return any(words in block.code for block in script for words in once)
 
 

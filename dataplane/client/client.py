@@ -97,9 +97,9 @@ class DataPlaneClient:
     ) -> None:
         """Declare a partition, or replace the schema, expected size and tasks of an existing one. An existing
         partition keeps its rows, its tags and the cursors of the tasks that remain. A seal is lifted and the sample
-        count starts again from zero.
+        count starts again at the number of live samples.
 
-        fields: names, or name -> FieldSpec, as in `docs/concepts.md`. num_samples: number of samples to create
+        fields: names, or name -> FieldSpec, as in `docs/concepts/fields.md`. num_samples: number of samples to create
         until the partition is complete (None: unknown, until `seal`). consumer_tasks: the only tasks that may
         claim. grpo_group_size: samples per group, stored for consumers. enums: permitted values of a tag. strict:
         reject a put of an undeclared field with a ValueError instead of extending the schema.

@@ -44,7 +44,7 @@ DTYPE_BYTES: dict[str, int] = {
 
 
 class FieldKind(enum.StrEnum):
-    """How the shapes of a field's rows relate (see docs/concepts.md)."""
+    """How the shapes of a field's rows relate (see docs/concepts/fields.md)."""
 
     DENSE = "dense"
     JAGGED = "jagged"

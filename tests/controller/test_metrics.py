@@ -335,7 +335,7 @@ def test_a_unit_counts_what_goes_to_other_hosts_and_whom_it_refuses() -> None:
 
 
 def test_the_manual_has_exactly_what_is_exported() -> None:
-    manual = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    manual = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(tq_\w+)` \| (\w+) \| (.*?) \| (.+) \|$", manual, re.M)
     told = [Family(name, kind, text, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels, text in rows]
     assert told == CATALOGUE

@@ -1,7 +1,7 @@
 """RLinf's `rlinf.scheduler`, implemented on `workers`: the names that RLinf's code imports from it.
 
 `Worker` and `Cluster` extend those of `workers` by members that only RLinf's code uses. The switch replaces
-`rlinf.scheduler` by this package (docs/compat.md). It can also be imported as `workers.rlinf`.
+`rlinf.scheduler` by this package (docs/compat.md, docs/rlinf.md). It can also be imported as `workers.rlinf`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """NeMo-RL's data plane interface on this service. Import these names from here instead of from `nemo_rl.data_plane`.
-docs/compat.md lists the differences."""
+docs/nemo_rl.md lists the differences."""
 
 from dataplane.compat.nemo_rl.client import DataPlaneClient as DataPlaneClient
 from dataplane.compat.nemo_rl.factory import build_data_plane_client as build_data_plane_client

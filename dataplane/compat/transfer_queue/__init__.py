@@ -1,6 +1,6 @@
 """The interface of the TransferQueue package (0.1.11) on this service. Write
-`import dataplane.compat.transfer_queue as tq` instead of `import transfer_queue as tq`. docs/compat.md lists the
-differences. "The original" in this package means TransferQueue 0.1.11."""
+`import dataplane.compat.transfer_queue as tq` instead of `import transfer_queue as tq`. docs/transfer_queue.md lists
+the differences. "The original" in this package means TransferQueue 0.1.11."""
 
 from dataplane.compat.transfer_queue.checkpoints import load_checkpoint as load_checkpoint
 from dataplane.compat.transfer_queue.checkpoints import save_checkpoint as save_checkpoint

@@ -1,4 +1,4 @@
-"""Name, kind, labels and meaning of every metric. docs/operations.md contains the same table."""
+"""Name, kind, labels and meaning of every metric. docs/metrics.md contains the same table."""
 
 from __future__ import annotations
 
