@@ -257,7 +257,7 @@ class Ledger:
         if session is None or not session.live:
             self._refuse_expired(call, session)
             return
-        session.hear(state.now)
+        session.record_contact(state.now)
         if call.watermark <= number and (call.watermark > session.watermark or call.confirmed):
             self._confirm(session, call)
         if number in session.parked:
@@ -265,7 +265,7 @@ class Ledger:
         answered = session.answers.get(number)
         if answered is not None:
             state.out.append(c.Answer(session=session.number, number=number, result=answered))
-        elif session.settled(number) or number < call.watermark:
+        elif session.is_settled(number) or number < call.watermark:
             error = StaleCallError(session=session.number, number=number, watermark=session.watermark)
             state.out.append(c.Answer(session=session.number, number=number, result=error))
         else:
@@ -278,7 +278,7 @@ class Ledger:
         for abandoned in given_up:
             state.unpark(abandoned, CallCancelledError(session=session.number, number=abandoned.number))
         for claimed in final:
-            state.loosen(claimed.partition, claimed.rows)
+            state.recheck_puts(claimed.partition, claimed.rows)
 
     def _execute(self, session: Session, number: int, command: c.Command) -> None:
         """Run a command, and answer it unless it was parked."""
@@ -334,8 +334,8 @@ class Ledger:
         elif isinstance(answered, c.Result) and not isinstance(answered, kind):
             expected = getattr(kind, "__name__", kind)
             raise InvalidRequestError(f"call {target} was answered {type(answered).__name__}, expected {expected}")
-        elif not session.settled(target) and not isinstance(answered, DataPlaneError):
-            session.keep(target, cancelled, self._state.limits)
+        elif not session.is_settled(target) and not isinstance(answered, DataPlaneError):
+            session.keep_answer(target, cancelled, self._state.limits)
 
     # --- time
 

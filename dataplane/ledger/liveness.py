@@ -69,7 +69,7 @@ class Liveness:
             raise ServiceRestartedError(expected_epoch=item.epoch, got_epoch=state.epoch, what="the service", lost=lost)
         known = state.sessions.get(self.nonces.get(item.nonce, 0))
         if known is not None and known.live:
-            known.hear(state.now)
+            known.record_contact(state.now)
             return known
         if item.protocol_version != PROTOCOL_VERSION:
             raise ProtocolVersionError(client_version=item.protocol_version, service_version=PROTOCOL_VERSION)
@@ -101,7 +101,7 @@ class Liveness:
     def heartbeat(self, item: Heartbeat) -> None:
         session = self.state.sessions.get(item.session)
         if session is not None and session.live:
-            session.hear(self.state.now)
+            session.record_contact(self.state.now)
 
     def silent(self, item: SessionSilent) -> None:
         session = self.state.sessions.get(item.session)
@@ -163,9 +163,9 @@ class Liveness:
         for number in list(session.unconfirmed):
             state.return_claim(session, number)
         for reservation in session.reservations.values():
-            state.let_targets_go(reservation)
+            state.unprotect_targets(reservation)
         for lease in state.leases.owned_by(session.number):
-            state.return_rows(state.partitions[lease.partition], lease.task, lease.left())
+            state.return_rows(state.partitions[lease.partition], lease.task, lease.rows_on_lease())
         session.fencing = {**self._holding(session), **session.attached}
         session.attached = {}
         session.probed = None
@@ -226,7 +226,7 @@ class Liveness:
         numbers of sessions opened there are not used again."""
         self.opened = max(self.opened, self.state.epoch // SESSIONS_APART_NS)
         for session in self.state.sessions.values():
-            session.hear(self.state.now)
+            session.record_contact(self.state.now)
             session.probed = None
         self._look_at(self.state.now + self.state.heartbeat_s)
 

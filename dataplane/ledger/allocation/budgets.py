@@ -153,7 +153,7 @@ class Evictions:
         """Return which of the rows no put in progress names and no claim may return, and which are consumed."""
         may, claimed = ~partition.targeted(rows), np.full(len(rows), bool(partition.tasks))
         for task in partition.tasks.values():
-            for_good = task.for_good(rows)
+            for_good = task.claimed_permanently(rows)
             may &= for_good | (task.claim_ids[rows] == 0)
             claimed &= for_good
         return may, claimed
@@ -343,7 +343,7 @@ def out_of_space(
             behind=behind,
         )
     units = state.units.values()
-    troubles = [(unit, unit.trouble(state.now)) for unit in units]
+    troubles = [(unit, unit.growth_problem(state.now)) for unit in units]
     holes = [unit.space for unit in units if unit.open]
     largest = max((space.largest_bytes for space in holes), default=0)
     lost = [

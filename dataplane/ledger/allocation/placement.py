@@ -34,7 +34,7 @@ def place(want: Want, units: list[Unit]) -> tuple[list[Piece] | None, list[Unit]
     If the put does not fit now, no space is taken. The result is then None, with the units whose arenas can grow for
     it.
     """
-    ordered = want.order(units)
+    ordered = want.by_preference(units)
     for unit in ordered:
         if unit.available_bytes(update=want.update) < want.total:
             continue
@@ -43,7 +43,7 @@ def place(want: Want, units: list[Unit]) -> tuple[list[Piece] | None, list[Unit]
             pieces = _by_columns(want, [unit])
         if pieces is not None:
             return pieces, []
-        if want.near(unit) and can_grow(unit):
+        if want.prefers(unit) and can_grow(unit):
             return None, [unit]
     growing = [unit for unit in ordered if can_grow(unit) and unit.available_bytes(update=want.update) > 0]
     whole = [unit for unit in growing if unit.available_bytes(update=want.update) >= want.total]

@@ -69,17 +69,17 @@ class Reservations:
     def allocate(self, session: Session, number: int, command: Allocate) -> Allocated | None:
         """Return the reservation, or None if the call was parked."""
         partition = self.state.partition(command.partition)
-        if not self.state.wants_space(partition.account.number):
+        if not self.state.has_waiting_put(partition.account.number):
             partition.outlook = None
         self._check(partition, command)
         want = Want(session, command)
         self._refuse_hopeless(partition, want)
         parked = ParkedAllocate(session, number, self.state.now, command, partition, want)
-        self.state.keep_targets(parked)
+        self.state.protect_targets(parked)
         try:
             return self._serve_or_park(parked)
         except Exception:
-            self.state.let_targets_go(parked)
+            self.state.unprotect_targets(parked)
             raise
 
     def _serve_or_park(self, parked: ParkedAllocate) -> Allocated | None:
@@ -203,7 +203,7 @@ class Reservations:
         state, extents = self.state, self.state.extents
         while extents.freed or extents.loosened:
             all_lines, extents.freed = extents.freed, False
-            loosened = {account for account in extents.loosened if state.wants_space(account)}
+            loosened = {account for account in extents.loosened if state.has_waiting_put(account)}
             extents.loosened = set()
             if all_lines or loosened:
                 for update in (True, False):
@@ -350,7 +350,7 @@ class Reservations:
                 what=f"this put, in the budget of partition {partition.name!r},",
                 hint="Put fewer rows at a time or register the partition with a larger budget_bytes.",
             )
-        limits = [unit.most(update=want.update) for unit in self.state.units.values() if not unit.draining]
+        limits = [unit.limit_at_capacity(update=want.update) for unit in self.state.units.values() if not unit.draining]
         if not limits:
             return
         if want.total > sum(limits):

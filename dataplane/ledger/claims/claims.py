@@ -169,7 +169,7 @@ class Claims:
 
     def _recompute_ready(self, partition: Partition, task: Task) -> None:
         """Recompute the task's ready samples. A claim that failed may have stopped anywhere."""
-        partition.reclaimed(task, partition.rows.in_order())
+        partition.update_after_claims(task, partition.rows.in_order())
         self.state.touch(partition)
 
     def _attempt(self, parked: ParkedClaim, ready_index: ReadyIndex) -> c.Claimed | None:
@@ -220,7 +220,7 @@ class Claims:
         hold_s, owner = (shares.HOLD_S, HELD) if command.lease_s is None else (command.lease_s, HELD_ON_LEASE)
         self._lease(partition, task, fixed.rows, fixed.claim_id, owner, hold_s)
         shares.remember(task, command.step, fixed, state.limits.steps)
-        partition.reclaimed(task, fixed.rows)
+        partition.update_after_claims(task, fixed.rows)
         partition.dealt = True
         state.touch(partition)
         return fixed
@@ -243,7 +243,7 @@ class Claims:
         task.dropped = []
         if len(rows):
             task.take(rows, claim_id)
-            partition.reclaimed(task, rows)
+            partition.update_after_claims(task, rows)
             # Other claims may now take the last, smaller batch, or find a group incomplete.
             state.touch(partition)
             session.unconfirmed[parked.number] = UnconfirmedClaim(partition, task, rows.copy(), claim_id)
@@ -298,7 +298,7 @@ class Claims:
         named = self._named_claimed(command, command.claims)
         mine = named.leased
         named.task.acknowledge(named.rows[mine])
-        self.state.loosen(named.partition, named.rows[mine])
+        self.state.recheck_puts(named.partition, named.rows[mine])
         if named.partition.complete:
             # Other claims may now take the last, smaller batch.
             self.state.touch(named.partition)
@@ -356,8 +356,8 @@ class Claims:
     def expire_leases(self) -> None:
         """Return samples whose lease has expired to the pool."""
         state = self.state
-        for lease in state.leases.over(state.now):
-            state.return_rows(state.partitions[lease.partition], lease.task, lease.over(state.now))
+        for lease in state.leases.pop_ended(state.now):
+            state.return_rows(state.partitions[lease.partition], lease.task, lease.ended_rows(state.now))
 
     def timed_out(self, parked: ParkedClaim) -> DataPlaneError:
         """Return the error of a claim that reached its deadline, with the facts about why it waited."""

@@ -106,5 +106,5 @@ def _count(counts: Counts, partition: Partition, ready_index: ReadyIndex, rows: 
     numbers = np.full(len(rows), -1)
     if tag is not None:
         places = np.flatnonzero(free)[tagged]
-        numbers[places] = counts.groups.numbered(tag.values[rows[places]])
+        numbers[places] = counts.groups.numbers_of(tag.values[rows[places]])
     return counts.groups.move(rows, numbers, old == HIT, new == HIT, partition.rows.since)

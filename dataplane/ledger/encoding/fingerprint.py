@@ -26,6 +26,8 @@ class _Walk:
         self.sum.update("\0".join(map(str, parts)).encode("utf-8", "surrogatepass") + b"\1")
 
     def visit(self, value: Any) -> None:
+        """Add the value, and everything reachable from it, to the hash. Only values that can be part of a cycle get a
+        number; the others are added each time they occur."""
         if value is None or isinstance(value, str | bool | int | float | bytes | enum.Enum):
             self.text(type(value).__name__, repr(value))
         elif isinstance(value, np.ndarray):
@@ -49,6 +51,7 @@ class _Walk:
             self.compound(value)
 
     def array(self, value: np.ndarray[Any, Any]) -> None:
+        """Add dtype, shape and elements."""
         self.text("array", value.dtype, value.shape)
         if value.dtype == object:
             for item in value.flat:
@@ -57,6 +60,7 @@ class _Walk:
             self.sum.update(np.ascontiguousarray(value).tobytes())
 
     def compound(self, value: Any) -> None:
+        """Add the content of a dict, a set or a plain object. Raises TypeError for other objects."""
         if isinstance(value, dict):
             self.pairs("dict", list(value.items()))
         elif isinstance(value, set | frozenset):
@@ -69,6 +73,7 @@ class _Walk:
             raise TypeError(f"cannot compute a digest of a {type(value).__name__}")
 
     def pairs(self, name: str, items: list[tuple[Any, Any]]) -> None:
+        """Add the type name, then keys and values in this order."""
         self.text(name, len(items))
         for key, item in items:
             self.visit(key)

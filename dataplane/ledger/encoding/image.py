@@ -60,12 +60,11 @@ def dump(roots: list[Any]) -> bytes:
 def load(image: bytes) -> list[Any]:
     """Decode the roots from bytes written by `dump`. Raises `ImageError` for other bytes."""
     try:
-        found = msgspec.msgpack.decode(image)
-        if not isinstance(found, list) or not found or found[0] != FORMAT:
-            raise ImageError(
-                f"image has format {found[0] if isinstance(found, list) and found else '?'}, expected {FORMAT}"
-            )
-        _, top, table = found
+        content = msgspec.msgpack.decode(image)
+        image_format = content[0] if isinstance(content, list) and content else "?"
+        if image_format != FORMAT:
+            raise ImageError(f"image has format {image_format}, expected {FORMAT}")
+        _, top, table = content
         reader = _Reader(table)
         return [reader.value(item) for item in top]
     except ImageError:
@@ -75,7 +74,10 @@ def load(image: bytes) -> list[Any]:
 
 
 class _Writer:
-    """Encoder. Each object with an identity gets an entry (kind, content) in `table`; `drain` writes the entries."""
+    """Encoder. Each object with an identity gets an entry (kind, content) in `table`; `drain` writes the entries.
+
+    An object's place, its index in the table, is assigned at the first reference. `_places`: places by `id()`;
+    `_alive`: the objects by place, kept alive so that no id is reused; `_written`: number of entries in `table`."""
 
     def __init__(self) -> None:
         self.table: list[list[Any]] = []
@@ -84,7 +86,8 @@ class _Writer:
         self._written = 0
 
     def value(self, value: Any) -> Any:
-        """Encode a value inline, or as a reference to its entry in the table."""
+        """Encode a value inline, or as a reference [place] to its entry in the table. Other inline values than plain
+        ones are lists that begin with a letter for the kind of value."""
         kind = type(value)
         if kind is int and value.bit_length() > _INT_BITS:
             return ["i", str(value)]
@@ -105,6 +108,7 @@ class _Writer:
         return [self._place(value)]
 
     def _place(self, value: Any) -> int:
+        """Return the index of the object's entry in the table, assigned at the first call."""
         place = self._places.get(id(value))
         if place is None:
             place = self._places[id(value)] = len(self._alive)
@@ -112,7 +116,7 @@ class _Writer:
         return place
 
     def drain(self) -> None:
-        """Write the entries of all referenced objects."""
+        """Write the entries of all referenced objects, including those that the entries refer to."""
         while self._written < len(self._alive):
             self.table.append(self._entry(self._alive[self._written]))
             self._written += 1
@@ -127,8 +131,8 @@ class _Writer:
             return ["l", value if _all_plain(value) else [self.value(item) for item in value]]
         if type(value) is dict:
             keys = list(value)
-            written = keys if _all_plain(keys) else [self.value(key) for key in keys]
-            return ["d", written, [self.value(item) for item in value.values()]]
+            encoded_keys = keys if _all_plain(keys) else [self.value(key) for key in keys]
+            return ["d", encoded_keys, [self.value(item) for item in value.values()]]
         if type(value) is set:
             return ["S", [self.value(item) for item in sorted(value)]]
         attributes = vars(value)
@@ -136,6 +140,7 @@ class _Writer:
 
 
 def _all_plain(values: list[Any]) -> bool:
+    """Whether msgpack can encode all of the values as they are. Faster than a call of `_Writer.value` for each."""
     kinds = set(map(type, values))
     if not kinds <= _PLAIN:
         return False
@@ -145,16 +150,16 @@ def _all_plain(values: list[Any]) -> bool:
 def _by_name(modules: Iterable[ModuleType]) -> dict[str, type]:
     """Return the public classes that the modules define, by name. An image stores class names without modules, so that
     classes can move between modules. Raises TypeError for duplicate names."""
-    found: dict[str, type] = {}
+    classes: dict[str, type] = {}
     for module in modules:
         for name, kind in vars(module).items():
-            ours = isinstance(kind, type) and kind.__module__ == module.__name__ and not name.startswith("_")
-            if not ours or getattr(kind, "_is_protocol", False):
+            is_own_class = isinstance(kind, type) and kind.__module__ == module.__name__ and not name.startswith("_")
+            if not is_own_class or getattr(kind, "_is_protocol", False):
                 continue
-            if name in found:
-                raise TypeError(f"two classes are named {name}: {found[name].__module__} and {module.__name__}")
-            found[name] = kind
-    return found
+            if name in classes:
+                raise TypeError(f"two classes are named {name}: {classes[name].__module__} and {module.__name__}")
+            classes[name] = kind
+    return classes
 
 
 _STORED = _by_name(
@@ -187,20 +192,23 @@ def _name(kind: type) -> str:
 
 
 class _Reader:
+    """Decoder of a `_Writer`'s table. Creates all objects first, then fills them, because entries may refer to each
+    other. `_objects`: the objects by table index."""
+
     def __init__(self, table: list[list[Any]]) -> None:
-        self._made = [self._shell(entry) for entry in table]
-        for made, entry in zip(self._made, table, strict=True):
+        self._objects = [self._create_empty(entry) for entry in table]
+        for target, entry in zip(self._objects, table, strict=True):
             fill = _FILL.get(entry[0])
             if fill is not None:
-                fill(self, made, entry)
+                fill(self, target, entry)
 
-    def value(self, written: Any) -> Any:
-        """Decode an inline value or a reference."""
-        if type(written) is not list:
-            return written
-        match written:
+    def value(self, encoded: Any) -> Any:
+        """Decode an inline value or a reference: the inverse of `_Writer.value`."""
+        if type(encoded) is not list:
+            return encoded
+        match encoded:
             case [int(place)]:
-                return self._made[place]
+                return self._objects[place]
             case ["t", items]:
                 return tuple([self.value(item) for item in items])
             case ["i", text]:
@@ -218,16 +226,18 @@ class _Reader:
                 kind = self._class(name)
                 names = [field.name for field in dataclasses.fields(kind)]
                 return kind(**dict(zip(names, map(self.value, values), strict=True)))
-        raise ImageError(f"unknown value {written[:1]}")
+        raise ImageError(f"unknown value {encoded[:1]}")
 
     def _class(self, name: str) -> Any:
-        found = _STORED.get(name)
-        if found is None:
+        """Return the class that an image names, or raise `ImageError`."""
+        kind = _STORED.get(name)
+        if kind is None:
             raise ImageError(f"unknown class {name!r}")
-        return found
+        return kind
 
-    def _shell(self, entry: list[Any]) -> Any:
-        """Create the object of an entry. Containers and instances are empty until all objects exist."""
+    def _create_empty(self, entry: list[Any]) -> Any:
+        """Create the object of an entry. Containers and instances are empty until all objects exist; then the function
+        in `_FILL` fills them."""
         match entry[0]:
             case "a":
                 return np.frombuffer(entry[2], np.dtype(entry[1])).copy()
@@ -244,20 +254,20 @@ class _Reader:
                 return kind.__new__(kind)
         raise ImageError(f"unknown entry {entry[0]!r}")
 
-    def _fill_array(self, made: Any, entry: list[Any]) -> None:
-        made[:] = [self.value(item) for item in entry[1]]
+    def _fill_array(self, target: Any, entry: list[Any]) -> None:
+        target[:] = [self.value(item) for item in entry[1]]
 
-    def _fill_list(self, made: list[Any], entry: list[Any]) -> None:
-        made.extend(map(self.value, entry[1]))
+    def _fill_list(self, target: list[Any], entry: list[Any]) -> None:
+        target.extend(map(self.value, entry[1]))
 
-    def _fill_set(self, made: set[Any], entry: list[Any]) -> None:
-        made.update(map(self.value, entry[1]))
+    def _fill_set(self, target: set[Any], entry: list[Any]) -> None:
+        target.update(map(self.value, entry[1]))
 
-    def _fill_dict(self, made: dict[Any, Any], entry: list[Any]) -> None:
-        made.update(zip(map(self.value, entry[1]), map(self.value, entry[2]), strict=True))
+    def _fill_dict(self, target: dict[Any, Any], entry: list[Any]) -> None:
+        target.update(zip(map(self.value, entry[1]), map(self.value, entry[2]), strict=True))
 
-    def _fill_object(self, made: Any, entry: list[Any]) -> None:
-        vars(made).update(zip(entry[2], map(self.value, entry[3]), strict=True))
+    def _fill_object(self, target: Any, entry: list[Any]) -> None:
+        vars(target).update(zip(entry[2], map(self.value, entry[3]), strict=True))
 
 
 _FILL: dict[str, Callable[[_Reader, Any, list[Any]], None]] = {

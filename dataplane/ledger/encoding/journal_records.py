@@ -27,22 +27,28 @@ class RecordError(ValueError):
 def encode(item: Input) -> bytes:
     """Encode an input as a record."""
     try:
+        # A call is a record of six parts, so that a decoder can choose the type of the command by its name.
         if type(item) is Call:
             command = item.command
             return _encode([type(command).__name__, item.session, item.number, item.watermark, item.confirmed, command])
         return _encode([type(item).__name__, item])
-    except OverflowError:
+    except OverflowError:  # an integer beyond 64 bits
         return _encode([_AS_IMAGE, dump([item])])
 
 
 def decode(record: bytes | memoryview) -> Input:
     """Decode a record written by `encode`. Arrays of the input are read-only. Raises `RecordError` for other bytes."""
     try:
-        parts = _split.decode(record)
+        parts = _split.decode(record)  # still encoded
         name = _text.decode(parts[0])
-        value: Any = load(_content.decode(parts[1]))[0] if name == _AS_IMAGE else _decoders[name].decode(parts[-1])
+        value: Any
+        if name == _AS_IMAGE:
+            value = load(_content.decode(parts[1]))[0]
+        else:
+            value = _decoders[name].decode(parts[-1])
         if len(parts) == 2 and isinstance(value, Input):
             return value
+        # A call: `value` is its command. The four parts in between are decoded together, as one array.
         session, number, watermark, confirmed = _place.decode(_FOUR + b"".join(map(bytes, parts[1:-1])))
         return Call(session=session, number=number, watermark=watermark, confirmed=confirmed, command=value)
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError, IndexError, OverflowError) as error:

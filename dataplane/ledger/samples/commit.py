@@ -74,16 +74,16 @@ class Commits:
         elif command.reservation is not None:
             del session.reservations[command.reservation]
             if reservation is not None:
-                self.state.let_targets_go(reservation)
+                self.state.unprotect_targets(reservation)
         written, overwritten_bytes = self._switch(partition, command, reservation, rows)
         partition.tags.merge(rows, command.tags)
-        partition.changed(rows)
+        partition.notify_watches(rows)
         fields = [column.name for column in command.columns] if len(rows) else ()
-        partition.wrote(session.number, session.name, self.state.now, fields)
+        partition.record_write(session.number, session.name, self.state.now, fields)
         if written or len(named.unborn):
-            partition.produced(rows, written, newborn=bool(len(named.unborn)))
+            partition.update_after_write(rows, written, newborn=bool(len(named.unborn)))
         self.state.touch(partition)
-        self.state.loosen(partition, rows)
+        self.state.recheck_puts(partition, rows)
         return Committed(
             rows=rows.copy(),
             generations=partition.generations_of(rows),
@@ -269,7 +269,7 @@ class Commits:
         assert ids is not None
         new = list(ids) if len(named.unborn) == len(ids) else [ids[i] for i in named.unborn.tolist()]
         rows = named.rows.copy()
-        rows[named.unborn] = partition.bear(new, self.state.generations + 1, self.state.now)
+        rows[named.unborn] = partition.create_samples(new, self.state.generations + 1, self.state.now)
         self.state.generations += len(new)
         return rows
 
@@ -293,10 +293,10 @@ class Commits:
             if field is None:
                 field = partition.fields[column.name] = Field(None, partition.rows.capacity)
             cells = cells_at(column, sizes, pieces)
-            unused += self.enliven(partition, field, column, pieces, own)
+            unused += self.make_live(partition, field, column, pieces, own)
             old = field.write(rows, *cells)
             field.settle(column.spec)
-            superseded = partition.supersede(column.name, rows)
+            superseded = partition.erase_other_column(column.name, rows)
             if superseded is not None:
                 dead.append(superseded)
             if not every(old[0]):
@@ -304,12 +304,12 @@ class Commits:
             if some(old[0]):
                 dead.append(old)
                 overwritten_bytes += _replaced(column, old[0] == 0) * column.spec.unit_bytes
-        partition.kill(dead)
+        partition.release_cells(dead)
         if unused:
             self.state.extents.free(np.array(unused, np.int32))
         return written, overwritten_bytes
 
-    def enliven(
+    def make_live(
         self,
         partition: Partition,
         field: Field,
@@ -330,7 +330,7 @@ class Commits:
                 used = column.lengths[first:last] if counts is None else (column.lengths * counts)[first:last]
                 mine = rows if len(pieces) == 1 else _pointing(column.index, rows, first, last)
                 several = Several(field, mine, total(used) * column.spec.unit_bytes, partition.account)
-            extents.enliven(extent, cells, several)
+            extents.make_live(extent, cells, several)
             partition.account.live_bytes += int(extents.sizes[extent])
         return unused
 

@@ -78,7 +78,7 @@ class Compactions:
             return
         for parked in islice(self._waiting(), PUTS):
             want = parked.want
-            if any(self._compact(unit, want) for unit in want.order(units) if not unit.checking):
+            if any(self._compact(unit, want) for unit in want.by_preference(units) if not unit.checking):
                 return
 
     def _waiting(self) -> Iterator[ParkedAllocate]:
@@ -220,7 +220,7 @@ class Compactions:
             if item.error or unit.checking:
                 self.drains.drop_copies(each.reservation, each.pinned)
             else:
-                state.extents.tighten(each.pinned)
+                state.extents.trim_after_last_pin(each.pinned)
                 self.drains.relocate(each.partition, each.command, each.reservation, each.pinned)
         if len(compaction.window):
             state.extents.free(compaction.window)

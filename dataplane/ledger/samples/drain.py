@@ -47,7 +47,7 @@ class Drains:
         if not (command.undo or command.force or unit.draining):
             self._refuse_last(unit)
         unit.draining = not command.undo
-        self.state.look_at_puts()
+        self.state.recheck_all_puts()
         return Done()
 
     def _refuse_last(self, unit: Unit) -> None:
@@ -319,10 +319,10 @@ class Drains:
             name=command.field, spec=field.spec, lengths=command.lengths, index=command.index[kept], checksums=None
         )
         extent, offsets, lengths, _ = cells_at(column, reservation.sizes[0], pieces)
-        unused = self.commits.enliven(partition, field, column, pieces, rows)
+        unused = self.commits.make_live(partition, field, column, pieces, rows)
         sums = None if field.checksums is None else field.checksums[rows]
-        partition.kill([field.write(rows, extent, offsets, lengths, sums)])
-        self.state.loosen(partition, rows)
+        partition.release_cells([field.write(rows, extent, offsets, lengths, sums)])
+        self.state.recheck_puts(partition, rows)
         extents.unpin(pinned)
         for _, _, number, _ in pieces:
             if number not in unused:

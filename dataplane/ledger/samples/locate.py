@@ -181,7 +181,7 @@ class Reads:
             peak_used_bytes=unit.peak_bytes,
             limit_bytes=unit.limit(update=False),
             pressed=unit.pressed,
-            problem=unit.trouble(self.state.now),
+            problem=unit.growth_problem(self.state.now),
             extents=len(numbers),
             fragments=unit.space.fragments,
             largest_free_bytes=unit.space.largest_bytes,

@@ -47,8 +47,8 @@ class Partitions:
             partition = state.partitions[command.partition] = Partition(command.partition, state.extents, state.leases)
         _check_live_fields(partition, command)
         partition.register(command)
-        for put in state.puts_under_way(partition):
-            state.keep_targets(put)
+        for put in state.unfinished_puts(partition):
+            state.protect_targets(put)
         partition.outlook = None
         number = partition.account.number
         state.extents.freed = True
@@ -122,8 +122,8 @@ class Partitions:
         rows = partition.resolve(command.samples)
         check_tags(state, partition, command.tags, len(rows))
         partition.tags.merge(rows, command.tags)
-        partition.changed(rows)
-        partition.wrote(session.number, session.name, state.now)
+        partition.notify_watches(rows)
+        partition.record_write(session.number, session.name, state.now)
         state.touch(partition)
         return c.Done()
 
@@ -241,7 +241,7 @@ class UnitReports:
     def _added(self, unit: Unit) -> None:
         self.state.out.append(c.UnitAdded(cookie=unit.offer.cookie, unit=unit.number))
         self.reservations.grow_ahead(unit)
-        self.state.look_at_puts()
+        self.state.recheck_all_puts()
 
     def lost(self, item: c.UnitLost) -> None:
         unit = self.state.units.get(item.unit)
@@ -249,7 +249,7 @@ class UnitReports:
             unit.connected = False
             unit.asked = 0
             self.shrinks.gone(unit.number)
-            self.state.look_at_puts()
+            self.state.recheck_all_puts()
 
     def grown(self, item: c.Grown) -> None:
         unit = self.state.units.get(item.unit)
@@ -289,14 +289,14 @@ class UnitReports:
         """Drop the unit with its rows, its orders, and everything that sessions hold there."""
         state = self.state
         for partition, rows in found:
-            partition.lose(rows, f"with storage unit {unit.number} ({unit.offer.name})")
+            partition.clear_lost(rows, f"with storage unit {unit.number} ({unit.offer.name})")
             state.touch(partition)
         self.shrinks.gone(unit.number)
         state.compactions.pop(unit.number, None)
         self.liveness.unit_dropped(unit.number)
         state.extents.drop_unit(unit.number)
         del state.units[unit.number]
-        state.look_at_puts()
+        state.recheck_all_puts()
         state.several_hosts = None
         del self.cookies[unit.offer.cookie]
 

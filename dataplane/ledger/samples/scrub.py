@@ -51,7 +51,7 @@ class Recheck:
         if not len(rows):
             return
         names = ", ".join(map(repr, partition.rows.names_of(rows[:NAMED]))) + (", ..." if len(rows) > NAMED else "")
-        partition.lose(rows, f"to damage in storage unit {unit.number} ({unit.offer.name})")
+        partition.clear_lost(rows, f"to damage in storage unit {unit.number} ({unit.offer.name})")
         self.state.touch(partition)
         text = (
             f"samples of partition {partition.name!r} are lost ({len(rows)} in total): {names}. Their field "

@@ -77,7 +77,7 @@ class Saves:
         """Return the state of the partition besides its samples, which `publish` restores."""
         rows = partition.rows.in_order()
         tasks = [
-            c.SavedTask(name=name, claimed=np.packbits(task.for_good(rows)).tobytes())
+            c.SavedTask(name=name, claimed=np.packbits(task.claimed_permanently(rows)).tobytes())
             for name, task in partition.tasks.items()
         ]
         return c.SavedPartition(
@@ -221,7 +221,7 @@ class Saves:
             bits = np.unpackbits(np.frombuffer(saved_task.claimed, np.uint8), count=len(rows)).astype(np.bool_)
             chosen = rows[bits & (task.claim_ids[rows] == 0)]
             task.take(chosen, self.state.serial())
-            partition.reclaimed(task, chosen)
+            partition.update_after_claims(task, chosen)
 
 
 def _registration(saved: c.SavedPartition) -> c.Register:

@@ -22,7 +22,8 @@ def grown(array: A, size: int) -> A:
 
 
 def next_capacity(capacity: int, wanted: int) -> int:
-    """Return the next capacity of at least `wanted`, starting from `capacity`."""
+    """Return the capacity of at least `wanted` that is reached from `capacity` (at least 64) by doubling, or, from
+    65536 on, by steps of one half."""
     capacity = max(capacity, 64)
     while capacity < wanted:
         capacity += capacity // 2 if capacity >= 1 << 16 else capacity
@@ -57,6 +58,7 @@ def tally(keys: Int32s, amounts: Int64s) -> tuple[Int32s, Int64s, Int64s]:
     of their amounts."""
     order = keys.argsort(kind="stable")
     ordered = keys[order]
+    # Where the runs of equal keys begin.
     firsts = np.concatenate(([0], (ordered[1:] != ordered[:-1]).nonzero()[0] + 1))
     counts = np.concatenate((firsts[1:], [len(ordered)])) - firsts
     return ordered[firsts], counts, np.add.reduceat(amounts[order], firsts)

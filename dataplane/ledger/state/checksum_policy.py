@@ -17,12 +17,12 @@ from dataplane.ledger.state.units import Unit
 
 def are_wanted(state: State, session: Session, units: Iterable[Unit]) -> bool:
     """Whether rows that the session writes to these units get checksums."""
-    match state.checksums:
+    match state.checksums:  # with ACROSS_HOSTS it depends on the hosts
         case Checksums.ALWAYS:
             return True
         case Checksums.NEVER:
             return False
-    return state.spread() or any(not _near(session, unit) for unit in units)
+    return state.spans_several_hosts() or any(not _near(session, unit) for unit in units)
 
 
 def _near(session: Session, unit: Unit) -> bool:

@@ -11,8 +11,8 @@ Gain = tuple[int, int]
 
 
 class Outlook:
-    """Result of the last futile eviction: samples that all tasks have consumed would free at most `consumed`, and all
-    evictable samples at most `every` (None: not computed), with `units` open.
+    """Result of the last eviction that could not free enough for a put: samples that all tasks have consumed would free
+    at most `consumed`, and all evictable samples at most `every` (None: not computed), with `units` open.
 
     These bounds hold until `changed` is set. After that only the bound `hope_bytes` holds: the size of all extents that
     contain samples which are evictable, or would be if they were not being read. It grows with the noted samples. Each
@@ -41,11 +41,13 @@ class Outlook:
         return rows
 
     def rules_out(self, excess: int, short: int, *, consumed_only: bool) -> bool:
-        """Whether eviction certainly cannot free `excess` bytes of the partition and `short` bytes in open units."""
+        """Whether eviction certainly cannot free `excess` bytes of the partition and `short` bytes in open units.
+        consumed_only: whether only samples that all tasks have consumed may be evicted."""
         if self.changed:
             return self.hope_bytes < max(excess, short)
         if reaches(self.consumed, excess, short):
             return False
+        # The consumed samples do not suffice. The others count unless the put may evict consumed ones only.
         return consumed_only or (self.every is not None and not reaches(self.every, excess, short))
 
 

@@ -1,4 +1,9 @@
-"""The table of extents: their states (reserved, live, retired) and the release of their bytes."""
+"""The table of extents: their states (reserved, live, retired) and the release of their bytes.
+
+An extent is a range of one storage unit's arena. A put reserves extents and writes values into them. A cell is one
+sample's value in one field; it refers to its extent. A retired extent has no live cells, but pins (reads or copies in
+progress) keep its bytes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ Pieces = list[tuple[int, int]]
 
 
 class CellColumns(Protocol):
-    """The part of a field that trimming uses."""
+    """The part of a `Field` that trimming uses: extent and offset of each row's cell."""
 
     extents: Int32s
     offsets: Int64s
@@ -29,7 +34,8 @@ class CellColumns(Protocol):
 class Account:
     """Bytes of one partition's extents. `live_bytes`: extents with live cells. `used_bytes`: all extents that are not
     free (reserved for puts, live, or cleared and still read). `peak_bytes`: maximum of `used_bytes`. A `closed` account
-    is removed with its last extent."""
+    is removed with its last extent. `pressed`: the use reached the high watermark of the budget, and has
+    not fallen below the low one since."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -61,19 +67,23 @@ class Several:
         self.pieces: Pieces | None = None
 
     @property
-    def due(self) -> bool:
+    def trim_is_due(self) -> bool:
+        """Whether more than half of the live bytes at the last trim are dead now."""
         return 2 * self.live_bytes < self.whole_bytes
 
 
 class Extents:
     """Table of extents. Its columns are indexed by extent number; number 0 means "no extent".
 
-    `sizes`: bytes held, in whole granules; an extent of empty values holds none. `owners`: account numbers (0:
-    preallocated space without a partition). `serials` distinguish successive extents with one number; `made` counts all
-    extents. `freed`: bytes were freed, or may be available, since the last reset. `moved`: accounts (including 0) that
-    gained or lost bytes since then. `loosened`: accounts whose extents were reserved, died, were freed or lost their
-    last reader since then. `hoped`: number of the `Outlook` that counts the extent. `stirred`: on a unit in `watched`,
-    an extent became live or was released."""
+    `live`: number of live cells of each extent. `pins`: number of `pin` calls without `unpin`. `sizes`: bytes held, in
+    whole granules; an extent of empty values holds none. `owners`: account numbers (0: preallocated space without a
+    partition). `serials` distinguish successive extents with one number; `made` counts all extents. Numbers below
+    `high` are in use, or `spare`. `several`: records of the extents with several values (`is_several`).
+
+    `freed`: bytes were freed, or may be available, since the last reset. `moved`: accounts (including 0) that gained or
+    lost bytes since then. `loosened`: accounts whose extents were reserved, died, were freed or lost their last reader
+    since then. `hoped`: number of the `Outlook` that counts the extent. `stirred`: on a unit in `watched`, an extent
+    became live or was released."""
 
     made = 0
     outlooks = 0
@@ -138,30 +148,31 @@ class Extents:
 
     def cut(self, number: int, start: int, nbytes: int) -> list[int]:
         """Remove [start, start + nbytes), whole granules within a reserved extent, for use by other extents. Return the
-        extents that hold the rest, by address."""
+        extents that hold the rest, by address: the extent itself, a new one, both or none."""
         first, stop = int(self.starts[number]), start + nbytes
-        rest = first + int(self.sizes[number]) - stop
+        bytes_after = first + int(self.sizes[number]) - stop
         self.sizes[number] = start - first
         if start > first:
-            return [number] if not rest else [number, self.reserve(int(self.units[number]), stop, rest)]
-        if not rest:
-            self._forget(np.array([number], np.int32))
+            return [number] if not bytes_after else [number, self.reserve(int(self.units[number]), stop, bytes_after)]
+        if not bytes_after:
+            self._clear_entries(np.array([number], np.int32))
             return []
-        self.starts[number], self.sizes[number] = stop, rest
+        self.starts[number], self.sizes[number] = stop, bytes_after
         return [number]
 
-    def enliven(self, number: int, cells: int, several: Several | None) -> None:
+    def make_live(self, number: int, cells: int, several: Several | None) -> None:
         """Mark a reserved extent as live, with `cells` (> 0) live cells."""
         self.states[number] = LIVE
         self.live[number] = cells
-        self._stir(self.units[number : number + 1])
+        self._note_if_watched(self.units[number : number + 1])
         if several is not None:
             self.several[number] = several
             self.is_several[number] = True
 
-    def kill(self, cells: Int32s, nbytes: Int64s, account: Account) -> None:
-        """Account for dead cells: each entry of `cells` is the extent of one dead cell of `nbytes` bytes (repeats are
-        allowed; 0 is skipped). The field's arrays are already updated. Extents without pins are freed or trimmed."""
+    def release_cells(self, cells: Int32s, nbytes: Int64s, account: Account) -> None:
+        """Account for dead cells: `cells[i]` is the extent of a dead cell of `nbytes[i]` bytes (repeats are allowed; 0
+        is skipped). The caller has already removed the cells from their field. Extents without live cells retire;
+        extents without pins are freed or trimmed."""
         held = cells > 0
         if not some(held):
             return
@@ -172,15 +183,15 @@ class Extents:
         dead = numbers[left == 0]
         self.states[dead] = RETIRED
         account.live_bytes -= int(self.sizes[dead].sum())
-        idle = dead[self.pins[dead] == 0]
-        if len(idle):
-            self.free(idle)
+        unpinned = dead[self.pins[dead] == 0]
+        if len(unpinned):
+            self.free(unpinned)
         partly = (left > 0) & self.is_several[numbers]
         if some(partly):
-            for number, fewer in zip(numbers[partly].tolist(), lost[partly].tolist(), strict=True):
+            for number, dead_bytes in zip(numbers[partly].tolist(), lost[partly].tolist(), strict=True):
                 several = self.several[number]
-                several.live_bytes -= fewer
-                if several.due and not self.pins[number]:
+                several.live_bytes -= dead_bytes
+                if several.trim_is_due and not self.pins[number]:
                     self._trim(number, several)
 
     def adopt(self, number: int, account: Account) -> None:
@@ -211,11 +222,11 @@ class Extents:
         order = starts.argsort()
         return starts[order], sizes[order], holders[order]
 
-    def tighten(self, numbers: Int32s) -> None:
+    def trim_after_last_pin(self, numbers: Int32s) -> None:
         """Trim these extents when their last pin is removed, however few of their cells are dead."""
         for number in numbers[self.is_several[numbers]].tolist():
             several = self.several[number]
-            several.whole_bytes = 2 * several.live_bytes + 1
+            several.whole_bytes = 2 * several.live_bytes + 1  # makes `trim_is_due` true
 
     def pin(self, numbers: Int32s) -> None:
         """Add one pin to each of these extents (no repeats), which keeps their bytes in place."""
@@ -225,63 +236,65 @@ class Extents:
         """Undo one `pin`. Extents without pins are freed if retired, and trimmed if due."""
         left = self.pins[numbers] - 1
         self.pins[numbers] = left
-        idle = numbers[left == 0]
-        if not len(idle):
+        unpinned = numbers[left == 0]
+        if not len(unpinned):
             return
-        self.loosened.update(self.owners[idle].tolist())
-        self._stir(self.units[idle])
-        retired = self.states[idle] == RETIRED
+        self.loosened.update(self.owners[unpinned].tolist())
+        self._note_if_watched(self.units[unpinned])
+        retired = self.states[unpinned] == RETIRED
         if some(retired):
-            self.free(idle[retired])
-        for number in idle[~retired & self.is_several[idle]].tolist():
+            self.free(unpinned[retired])
+        for number in unpinned[~retired & self.is_several[unpinned]].tolist():
             several = self.several[number]
-            if several.due:
+            if several.trim_is_due:
                 self._trim(number, several)
 
     def free(self, numbers: Int32s) -> None:
         """Remove these extents (no repeats) and free their bytes."""
-        self._stir(self.units[numbers])
-        self._credit(numbers)
-        whole = self.is_several[numbers]
-        if some(whole):
-            for number in numbers[whole].tolist():
+        self._note_if_watched(self.units[numbers])
+        self._discharge_owners(numbers)
+        with_record = self.is_several[numbers]
+        if some(with_record):
+            for number in numbers[with_record].tolist():
                 several = self.several.pop(number)
                 if several.pieces is not None:
-                    self._give(int(self.units[number]), several.pieces)
-                    self.sizes[number] = 0
+                    self._free_pieces(int(self.units[number]), several.pieces)
+                    self.sizes[number] = 0  # freed here: the code below skips it
         held = numbers[self.sizes[numbers] > 0]
         if len(held) == 1:
             number = int(held[0])
-            self._give(int(self.units[number]), [(int(self.starts[number]), int(self.sizes[number]))])
+            self._free_pieces(int(self.units[number]), [(int(self.starts[number]), int(self.sizes[number]))])
         elif len(held):
-            self._give_merged(held)
-        self._forget(numbers)
+            self._free_merged(held)
+        self._clear_entries(numbers)
 
     def of_unit(self, unit: int) -> Int32s:
         """Return the numbers of all extents on the unit."""
-        mine = (self.units[: self.high] == unit) & (self.states[: self.high] != FREE)
-        return np.flatnonzero(mine).astype(np.int32)
+        on_unit = (self.units[: self.high] == unit) & (self.states[: self.high] != FREE)
+        return np.flatnonzero(on_unit).astype(np.int32)
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """Return (unit, offset, nbytes) of all held ranges, for tests. A trimmed extent may have several ranges."""
-        found: list[tuple[int, int, int]] = []
+        ranges: list[tuple[int, int, int]] = []
         for number in np.flatnonzero((self.states[: self.high] != FREE) & (self.sizes[: self.high] > 0)).tolist():
             several = self.several.get(number)
-            pieces = several.pieces if several is not None and several.pieces is not None else None
-            whole = [(int(self.starts[number]), int(self.sizes[number]))]
-            found += [(int(self.units[number]), start, size) for start, size in (whole if pieces is None else pieces)]
-        return found
+            pieces = None if several is None else several.pieces
+            if pieces is None:
+                pieces = [(int(self.starts[number]), int(self.sizes[number]))]
+            ranges += [(int(self.units[number]), start, size) for start, size in pieces]
+        return ranges
 
     def drop_unit(self, unit: int) -> None:
-        """Remove the extents of a lost unit, to which no cell refers."""
+        """Remove the extents of a lost unit. No cell refers to them any longer; the unit's bytes are not freed."""
         numbers = self.of_unit(unit)
         for number in numbers[self.is_several[numbers]].tolist():
             del self.several[number]
         self.stirred = True
-        self._credit(numbers)
-        self._forget(numbers)
+        self._discharge_owners(numbers)
+        self._clear_entries(numbers)
 
-    def _stir(self, units: Int32s) -> None:
+    def _note_if_watched(self, units: Int32s) -> None:
+        """Set `stirred` if one of the units is watched."""
         if self.watched and not self.stirred:
             self.stirred = not self.watched.isdisjoint(units.tolist())
 
@@ -299,7 +312,7 @@ class Extents:
     def bytes_of(self, numbers: Int32s) -> int:
         return int(self.sizes[numbers].sum())
 
-    def _credit(self, numbers: Int32s) -> None:
+    def _discharge_owners(self, numbers: Int32s) -> None:
         """Subtract the bytes of these extents from the accounts of their owners."""
         self.moved.update(self.owners[numbers].tolist())
         owners, sizes = self.owners[numbers], self.sizes[numbers]
@@ -309,13 +322,15 @@ class Extents:
                 self._discharge(account, int(sizes[owners == owner].sum()))
 
     def _discharge(self, account: Account, nbytes: int) -> None:
+        """Subtract bytes from the account, and remove the account if it is closed and empty."""
         account.used_bytes -= nbytes
         self.loosened.add(account.number)
         self.moved.add(account.number)
         if account.closed and not account.used_bytes:
             self.accounts.pop(account.number, None)
 
-    def _forget(self, numbers: Int32s) -> None:
+    def _clear_entries(self, numbers: Int32s) -> None:
+        """Clear the table entries of these extents, whose numbers may then be used again."""
         self.states[numbers] = FREE
         self.sizes[numbers] = 0
         self.live[numbers] = 0
@@ -324,16 +339,17 @@ class Extents:
         self.spare.extend(numbers.tolist())
         self.freed = True
 
-    def _give(self, unit: int, pieces: Pieces) -> None:
+    def _free_pieces(self, unit: int, pieces: Pieces) -> None:
         space = self.all_units[unit].space
         for start, size in pieces:
             space.give(start, size)
 
-    def _give_merged(self, numbers: Int32s) -> None:
+    def _free_merged(self, numbers: Int32s) -> None:
         """Free the ranges of these extents, with adjacent ranges merged."""
         order = np.lexsort((self.starts[numbers], self.units[numbers]))
         units, starts = self.units[numbers][order], self.starts[numbers][order]
         ends = starts + self.sizes[numbers][order]
+        # A new merged range begins where the unit changes, or where there is a gap.
         breaks = np.flatnonzero((units[1:] != units[:-1]) | (starts[1:] != ends[:-1])) + 1
         firsts = np.concatenate(([0], breaks))
         lasts = np.concatenate((breaks, [len(starts)])) - 1
@@ -341,7 +357,7 @@ class Extents:
             self.all_units[unit].space.give(start, end - start)
 
     def _trim(self, number: int, several: Several) -> None:
-        """Free the granules without live cells."""
+        """Free the granules of the extent without live cells, and update its record and account."""
         cells = several.cells
         several.rows = several.rows[cells.extents[several.rows] == number]
         several.whole_bytes = several.live_bytes
@@ -350,19 +366,20 @@ class Extents:
         held = several.pieces
         if held is None:
             held = [(int(self.starts[number]), int(self.sizes[number]))]
-        given = _without(held, kept)
-        if not given:
+        dead = _without(held, kept)
+        if not dead:
             return
-        self._give(int(self.units[number]), given)
+        self._free_pieces(int(self.units[number]), dead)
         several.pieces = kept
-        nbytes = sum(size for _, size in given)
+        nbytes = sum(size for _, size in dead)
         self.sizes[number] -= nbytes
         several.account.live_bytes -= nbytes
         self._discharge(several.account, nbytes)
         self.freed = True
 
     def _grow(self) -> None:
-        self._serials()
+        """Enlarge all columns."""
+        self._serials()  # creates the column if it does not exist
         size = next_capacity(len(self.units), len(self.units) + 1)
         for name in ("units", "starts", "sizes", "live", "pins", "owners", "states", "is_several", "serials", "hoped"):
             setattr(self, name, grown(getattr(self, name), size))
@@ -370,13 +387,14 @@ class Extents:
 
 def _granules(starts: Int64s, ends: Int64s) -> Pieces:
     """Return the granules that the [start, end) ranges touch, as disjoint pieces by address."""
-    some = ends > starts
-    starts = starts[some] // GRANULE_BYTES * GRANULE_BYTES
-    ends = -(-ends[some] // GRANULE_BYTES) * GRANULE_BYTES
+    nonempty = ends > starts
+    starts = starts[nonempty] // GRANULE_BYTES * GRANULE_BYTES
+    ends = -(-ends[nonempty] // GRANULE_BYTES) * GRANULE_BYTES  # rounded up
     if not len(starts):
         return []
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    # A new piece begins where a range starts beyond the end of all ranges before it.
     breaks = np.flatnonzero(starts[1:] > ends[:-1]) + 1
     firsts = np.concatenate(([0], breaks))
     lasts = np.concatenate((breaks, [len(starts)])) - 1
@@ -385,15 +403,16 @@ def _granules(starts: Int64s, ends: Int64s) -> Pieces:
 
 def _without(held: Pieces, kept: Pieces) -> Pieces:
     """Return `held` minus `kept`. Every piece of `kept` lies within one piece of `held`."""
-    left: Pieces = []
-    at = 0
+    difference: Pieces = []
+    next_kept = 0
     for start, size in held:
         end = start + size
-        while at < len(kept) and kept[at][0] < end:
-            if kept[at][0] > start:
-                left.append((start, kept[at][0] - start))
-            start = kept[at][0] + kept[at][1]
-            at += 1
+        while next_kept < len(kept) and kept[next_kept][0] < end:
+            kept_start, kept_size = kept[next_kept]
+            if kept_start > start:
+                difference.append((start, kept_start - start))
+            start = kept_start + kept_size
+            next_kept += 1
         if start < end:
-            left.append((start, end - start))
-    return left
+            difference.append((start, end - start))
+    return difference

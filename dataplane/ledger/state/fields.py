@@ -13,8 +13,9 @@ _NO_BYTES: Int64s = np.zeros(0, np.int64)
 
 
 class Field:
-    """Cells of one column, by row. `extents[row]` is 0 if the row has no cell. `writer`: number and name of the last
-    writing session, and the time.
+    """Cells of one column, by row. A cell is the location of one sample's value: extent, offset in the arena, length
+    (in units of `unit_bytes`). `extents[row]` is 0 if the row has no cell; `live` counts the cells. `writer`: number
+    and name of the last writing session, and the time.
 
     `declared`: spec in the schema (None: a later schema dropped the field, but live rows have it). `spec`: current
     spec. The first put settles it; it returns to `declared` when the last live cell is removed. Lengths are stored in
@@ -53,9 +54,9 @@ class Field:
         if self.lengths.dtype == np.int32 and top(lengths) > INT32_MAX:
             self.lengths = self.lengths.astype(np.int64)
         old = self.extents[rows]
-        living = int(np.count_nonzero(old))
-        old_bytes = self.bytes_of(rows) if living else _NO_BYTES
-        self.live += len(rows) - living
+        replaced = int(np.count_nonzero(old))
+        old_bytes = self.bytes_of(rows) if replaced else _NO_BYTES
+        self.live += len(rows) - replaced
         self.extents[rows] = extents
         self.offsets[rows] = offsets
         self.lengths[rows] = lengths
@@ -85,12 +86,13 @@ class Field:
 
 
 def cells_of(field: Field | None, rows: Int64s) -> tuple[Int32s, Int64s, Int64s]:
-    """Return extent (0: no cell), offset and length (-1: no cell) of each row's cell. Row -1 has no cell."""
+    """Return extent (0: no cell), offset and length (-1: no cell) of each row's cell. Row -1 has no cell, and without
+    a field no row has one."""
     if field is None or not len(field.extents):
         return np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int64), np.full(len(rows), -1)
-    extents = field.extents[rows]
+    extents = field.extents[rows]  # row -1 reads the last entry; it is overwritten below
     if every(extents) and every(rows >= 0):
         return extents, field.offsets[rows], field.lengths_of(rows)
     extents = np.where(rows >= 0, extents, 0).astype(np.int32)
-    there = extents > 0
-    return extents, np.where(there, field.offsets[rows], 0), np.where(there, field.lengths_of(rows), -1)
+    has_cell = extents > 0
+    return extents, np.where(has_cell, field.offsets[rows], 0), np.where(has_cell, field.lengths_of(rows), -1)

@@ -1,8 +1,9 @@
 """First-fit allocator for the free ranges of one arena. Adjacent free ranges are merged.
 
-Fragments are stored in blocks of a few hundred, sorted by address, and the size of the largest fragment of each block
-is stored too. A search compares these sizes in one vector operation and then scans one block. It is exact first fit and
-takes microseconds even with a million fragments.
+A fragment is a free range with used bytes, or the arena's ends, around it. Fragments are stored in blocks of a few
+hundred, sorted by address, and the size of the largest fragment of each block is stored too. A search compares these
+sizes in one vector operation and then scans one block. It is exact first fit and takes microseconds even with a million
+fragments.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def granules_up(nbytes: int) -> int:
 class FreeSpace:
     """The free bytes of an arena. `give` and `take` round sizes up to whole granules.
 
-    No bytes are free until `back` sets the part of the arena that is backed by memory.
+    No bytes are free until `back` sets the part of the arena that is backed by memory. `_starts[block][position]` and
+    `_sizes[block][position]` are offset and size of a fragment; `_firsts[block]` is the offset of the block's first
+    fragment, `_largest[block]` the size of its largest one.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -70,10 +73,11 @@ class FreeSpace:
         if not self._starts:
             return 0
         starts = self._starts[-1]
-        block, position, old = len(self._starts) - 1, len(starts) - 1, self.backed_bytes
+        block, position, old = len(self._starts) - 1, len(starts) - 1, self.backed_bytes  # the last fragment
         top = max(granules_up(to_bytes), self.highest_used_bytes)
         if top >= old:
             return 0
+        # All bytes from `highest_used_bytes` to the old end are in the last fragment.
         if starts[position] < top:
             self._resize(block, position, top - starts[position])
         else:
@@ -122,20 +126,20 @@ class FreeSpace:
         """Merge the range with adjacent fragments, or insert it as a new fragment."""
         block = max(bisect_right(self._firsts, offset) - 1, 0)
         position = bisect_left(self._starts[block], offset)
-        before = self._before(block, position, offset)
-        after = self._after(block, position, offset + size)
-        if before and after is not None:
-            size += self._sizes[after[0]][after[1]]
+        joins_previous = self._previous_ends_at(block, position, offset)
+        following = self._fragment_at(block, position, offset + size)
+        if joins_previous and following is not None:
+            size += self._sizes[following[0]][following[1]]
             self._resize(block, position - 1, self._sizes[block][position - 1] + size)
-            self._remove(*after)
-        elif before:
+            self._remove(*following)
+        elif joins_previous:
             self._resize(block, position - 1, self._sizes[block][position - 1] + size)
-        elif after is not None:
-            self._move(*after, offset, size + self._sizes[after[0]][after[1]])
+        elif following is not None:
+            self._move(*following, offset, size + self._sizes[following[0]][following[1]])
         else:
             self._insert(block, position, offset, size)
 
-    def _before(self, block: int, position: int, offset: int) -> bool:
+    def _previous_ends_at(self, block: int, position: int, offset: int) -> bool:
         """Whether the fragment before `position` ends at `offset`. Position 0 can only occur in the first block."""
         if position == 0:
             return False
@@ -143,8 +147,9 @@ class FreeSpace:
         assert end <= offset, f"freed twice: [{offset}, ...) overlaps the free bytes up to {end}"
         return end == offset
 
-    def _after(self, block: int, position: int, end: int) -> tuple[int, int] | None:
-        """Return (block, position) of the fragment that starts at `end`, or None."""
+    def _fragment_at(self, block: int, position: int, end: int) -> tuple[int, int] | None:
+        """Return (block, position) of the fragment that starts at `end`, or None. It can only be the fragment at
+        `position`, or the first one of the next block if `position` is behind the block's last."""
         if position == len(self._starts[block]):
             block, position = block + 1, 0
             if block == len(self._firsts):
@@ -164,12 +169,14 @@ class FreeSpace:
         return offset
 
     def _move(self, block: int, position: int, offset: int, size: int) -> None:
+        """Change offset and size of a fragment, which stays between the same neighbours."""
         self._starts[block][position] = offset
         if position == 0:
             self._firsts[block] = offset
         self._resize(block, position, size)
 
     def _resize(self, block: int, position: int, size: int) -> None:
+        """Change the size of a fragment, and update the largest size of its block."""
         sizes = self._sizes[block]
         old, sizes[position] = sizes[position], size
         if size >= self._largest[block]:
@@ -206,6 +213,7 @@ class FreeSpace:
             self._largest[block] = max(sizes)
 
     def _insert_block(self, block: int, starts: list[int], sizes: list[int]) -> None:
+        """Insert these fragments as a new block with index `block`."""
         self._starts.insert(block, starts)
         self._sizes.insert(block, sizes)
         self._firsts.insert(block, starts[0])

@@ -28,7 +28,7 @@ WRITERS = 16
 
 
 class Partition:
-    """State of one partition.
+    """State of one partition. A row is the slot number of a sample in all its tables (see `Rows`).
 
     `born` counts the samples that were live at the last Register and the samples created since. `interests`: the
     ready samples by task and fields. `watches`: parked claims by kind. `dealt`: a step was dealt since the last
@@ -86,7 +86,8 @@ class Partition:
         return self.when_full in (WhenFull.EVICT, WhenFull.EVICT_OLDEST)
 
     def register(self, command: Register) -> None:
-        """Replace schema, size and tasks. Live rows, their tags and the claims of remaining tasks are kept."""
+        """Replace schema, size and tasks. Live rows, their tags and the claims of remaining tasks are kept. Fields that
+        the command drops are kept, undeclared, while live rows have them."""
         fields: dict[str, Field] = {}
         for name, spec in command.fields.items():
             field = fields[name] = self.fields.get(name) or Field(spec, self.rows.capacity)
@@ -123,16 +124,18 @@ class Partition:
         return Task(name, self.rows.capacity, self.leases)
 
     def task(self, name: str) -> Task:
-        found = self.tasks.get(name)
-        if found is None:
+        """Return the task with this name, or raise `TaskNotFoundError`."""
+        task = self.tasks.get(name)
+        if task is None:
             raise TaskNotFoundError(partition=self.name, task=name, known=list(self.tasks))
-        return found
+        return task
 
     def field(self, name: str) -> Field:
-        found = self.fields.get(name)
-        if found is None:
+        """Return the field with this name, or raise `FieldNotFoundError`."""
+        field = self.fields.get(name)
+        if field is None:
             raise FieldNotFoundError(partition=self.name, field=name, known=list(self.fields))
-        return found
+        return field
 
     def names_kind(self, name: str) -> bool:
         """Whether the schema or a live row determines the field's kind, so that a writer's kind can be compared."""
@@ -140,6 +143,8 @@ class Partition:
         return field is not None and field.spec.kind is not None
 
     # --- fields of two columns
+    # Variants of a field's values may be stored in a second, hidden column, `variants_of(name)`. A sample has a cell in
+    # at most one of the two columns.
 
     def names(self) -> list[str]:
         """Return the names of the fields, without hidden columns."""
@@ -152,16 +157,17 @@ class Partition:
 
     def has(self, name: str, rows: Int64s) -> Bools:
         """Return which of the rows have the field, in either of its columns."""
-        there = np.zeros(len(rows), np.bool_)
+        has_field = np.zeros(len(rows), np.bool_)
         for field in self.columns_of(name):
-            there |= field.extents[rows] > 0
-        return there
+            has_field |= field.extents[rows] > 0
+        return has_field
 
-    def supersede(self, column: str, rows: Int64s) -> tuple[Int32s, Int64s] | None:
+    def erase_other_column(self, column: str, rows: Int64s) -> tuple[Int32s, Int64s] | None:
         """Erase the cells of the rows in the field's other column, because `column` was written for them. Return the
         (extent, bytes) of the erased cells, or None if there were none."""
         name = field_of(column)
-        field = self.fields.get(variants_of(name) if name == column else name)
+        other_column = variants_of(name) if name == column else name
+        field = self.fields.get(other_column)
         if field is None or not field.live:
             return None
         dead = field.erase(rows)
@@ -170,7 +176,9 @@ class Partition:
     # --- names
 
     def resolve(self, samples: Samples) -> Int64s:
-        """Return the rows of the samples. Raises SampleNotFoundError or StaleSampleError if some do not exist."""
+        """Return the rows of the samples. If some do not exist, raises SampleNotFoundError for samples named by id, and
+        StaleSampleError for samples named by row and generation. The error names the first few and tells how many of
+        the missing samples were evicted or lost."""
         if samples.ids is not None:
             rows = self.rows.find(samples.ids)
             missing = rows < 0
@@ -178,15 +186,15 @@ class Partition:
                 places = first_true(missing)
                 names = [samples.ids[i] for i in np.flatnonzero(missing).tolist()]
                 lost = self.lost or Lost()
-                gone = lost.among_ids(names)
+                lost_ids = lost.among_ids(names)
                 raise SampleNotFoundError(
                     partition=self.name,
                     samples=[samples.ids[i] for i in places],
                     total=len(names),
                     positions=places,
                     evicted=len(self.evicted.among_ids(names)),
-                    lost=len(gone),
-                    causes=lost.causes_of(gone),
+                    lost=len(lost_ids),
+                    causes=lost.causes_of(lost_ids),
                 )
             return rows
         assert samples.rows is not None
@@ -195,15 +203,15 @@ class Partition:
         if some(stale):
             places, generations = first_true(stale), samples.generations[stale]
             lost = self.lost or Lost()
-            gone = lost.among_generations(generations)
+            lost_ids = lost.among_generations(generations)
             raise StaleSampleError(
                 partition=self.name,
                 samples=[f"row {samples.rows[i]}, generation {samples.generations[i]}" for i in places],
                 total=int(stale.sum()),
                 positions=places,
                 evicted=len(self.evicted.among_generations(generations)),
-                lost=len(gone),
-                causes=lost.causes_of(gone),
+                lost=len(lost_ids),
+                causes=lost.causes_of(lost_ids),
             )
         return samples.rows
 
@@ -211,19 +219,19 @@ class Partition:
         """Return which of the samples exist, and the rows of the existing ones."""
         if samples.ids is not None:
             rows = self.rows.find(samples.ids)
-            there = rows >= 0
+            exists = rows >= 0
         else:
             assert samples.rows is not None
             assert samples.generations is not None
-            rows, there = samples.rows, self.rows.holds(samples.rows, samples.generations)
-        return there, rows[there]
+            rows, exists = samples.rows, self.rows.holds(samples.rows, samples.generations)
+        return exists, rows[exists]
 
     def resolve_living(self, samples: Samples) -> Int64s:
         """Return the rows of the existing samples without repeats, in the command's order."""
         return unrepeated(self.living(samples)[1])
 
     def targeted(self, rows: Int64s) -> Bools:
-        """Return which of these live rows are named by active puts."""
+        """Return which of these live rows are named by active puts. Searches the shorter of the two lists."""
         targets = self.targets
         if len(rows) < len(targets):
             return np.array([name in targets for name in self.rows.names_of(rows)], np.bool_)
@@ -235,22 +243,22 @@ class Partition:
 
     # --- lifetime of samples
 
-    def bear(self, ids: list[str], first_generation: int, now: float) -> Int64s:
+    def create_samples(self, ids: list[str], first_generation: int, now: float) -> Int64s:
         """Create samples, unclaimed by every task, and return their rows."""
-        before = self.rows.capacity
-        kept = self.rows.compact()
-        if kept is not None:
+        old_capacity = self.rows.capacity
+        kept_positions = self.rows.compact()
+        if kept_positions is not None:
             for ready_index in self.interests.values():
-                ready_index.compact(kept)
-        rows = self.rows.bear(ids, first_generation, now)
-        if self.rows.capacity != before:
+                ready_index.compact(kept_positions)
+        rows = self.rows.create(ids, first_generation, now)
+        if self.rows.capacity != old_capacity:
             stores: list[Field | Tags | Task] = [*self.fields.values(), self.tags, *self.tasks.values()]
             for store in stores:
                 store.grow(self.rows.capacity)
         self.born += len(ids)
-        self.evicted.born_again(ids)
+        self.evicted.forget_all(ids)
         if self.lost is not None:
-            self.lost.born_again(ids)
+            self.lost.forget_all(ids)
         return rows
 
     def clear(self, rows: Int64s) -> None:
@@ -264,13 +272,13 @@ class Partition:
         for task in self.tasks.values():
             task.give_back(rows)
         self.tags.drop(rows)
-        self.changed(rows)
+        self.notify_watches(rows)
         dead = [field.erase(rows) for field in self.fields.values() if field.live]
         self.fields = {name: field for name, field in self.fields.items() if field.live or field.declared is not None}
-        self.rows.bury(rows)
-        self.kill(dead)
+        self.rows.remove(rows)
+        self.release_cells(dead)
 
-    def lose(self, rows: Int64s, cause: str) -> None:
+    def clear_lost(self, rows: Int64s, cause: str) -> None:
         """Remove these live samples (no repeats) because their data was lost. Later errors about them name `cause`."""
         if len(rows):
             self.lost = self.lost or Lost()
@@ -283,16 +291,16 @@ class Partition:
         self.dropped = True
         self.extents.close_account(self.account)
 
-    def kill(self, dead: list[tuple[Int32s, Int64s]]) -> None:
+    def release_cells(self, dead: list[tuple[Int32s, Int64s]]) -> None:
         """Account for dead cells: (extents, bytes) as returned by `Field.write` and `Field.erase`."""
         if len(dead) == 1:
-            self.extents.kill(*dead[0], self.account)
+            self.extents.release_cells(*dead[0], self.account)
         elif dead:
             cells, nbytes = zip(*dead, strict=True)
-            self.extents.kill(np.concatenate(cells), np.concatenate(nbytes), self.account)
+            self.extents.release_cells(np.concatenate(cells), np.concatenate(nbytes), self.account)
 
-    def wrote(self, session: int, name: str, now: float, fields: Iterable[str] = ()) -> None:
-        """Record that the session with this number and name wrote to these fields."""
+    def record_write(self, session: int, name: str, now: float, fields: Iterable[str] = ()) -> None:
+        """Record that the session with this number and name wrote to the partition, and to these of its fields."""
         self.writers.pop(session, None)
         self.writers[session] = (name, now)
         if len(self.writers) > WRITERS:
@@ -306,43 +314,46 @@ class Partition:
         """Return the cached or newly built index of samples ready for `task` with `fields`. Beyond `limit` indexes, the
         least recently used one without waiters is removed."""
         key = (task.name, tuple(sorted(set(fields))))
-        found = self.interests.pop(key, None)
-        if found is None:
+        index = self.interests.pop(key, None)
+        if index is None:
             idle = [other for other, kept in self.interests.items() if not kept.waiters]
             for other in idle[: max(len(self.interests) + 1 - limit, 0)]:
                 del self.interests[other]
-            found = ReadyIndex(task, key[1], self.rows.end)
-            self.refresh(found, self.rows.in_order())
-        self.interests[key] = found
-        return found
+            index = ReadyIndex(task, key[1], self.rows.end)
+            self.refresh(index, self.rows.in_order())
+        self.interests[key] = index  # inserted again, as the most recently used one
+        return index
 
     def refresh(self, ready_index: ReadyIndex, rows: Int64s) -> None:
         """Update the index for these live rows (no repeats)."""
         ready_index.set(self.rows.positions[rows], self.ready(ready_index.task, ready_index.fields, rows))
 
     def ready(self, task: Task, fields: tuple[str, ...], rows: Int64s) -> Bools:
-        """Return which of the rows the task may claim."""
+        """Return which of the rows the task may claim: unclaimed by it, with all of the fields."""
         ready: Bools = task.claim_ids[rows] == 0
         for name in fields:
             ready &= self.has(name, rows)
         return ready
 
-    def produced(self, rows: Int64s, names: set[str], *, newborn: bool) -> None:
-        """Update the ready indexes after the fields `names` were written for the rows for the first time."""
+    def update_after_write(self, rows: Int64s, names: set[str], *, newborn: bool) -> None:
+        """Update the ready indexes after the fields `names` were written for the rows for the first time. newborn:
+        whether some of the rows are new samples."""
         for ready_index in self.interests.values():
-            if newborn if not ready_index.fields else not names.isdisjoint(ready_index.fields):
+            # In an index without fields, a sample is ready as soon as it exists.
+            affected = newborn if not ready_index.fields else not names.isdisjoint(ready_index.fields)
+            if affected:
                 self.refresh(ready_index, rows)
 
-    def reclaimed(self, task: Task, rows: Int64s) -> None:
+    def update_after_claims(self, task: Task, rows: Int64s) -> None:
         """Update the ready indexes of the task after the claims of the rows changed."""
         for ready_index in self.interests.values():
             if ready_index.task is task:
                 self.refresh(ready_index, rows)
-        self.changed(rows, task)
+        self.notify_watches(rows, task)
 
-    def changed(self, rows: Int64s, task: Task | None = None) -> None:
-        """Notify the watches of waiting claims that cells, tags or claims of these rows changed. With `task`, only that
-        task's claims changed."""
+    def notify_watches(self, rows: Int64s, task: Task | None = None) -> None:
+        """Notify the watches of waiting claims (see `Watch`) that cells, tags or claims of these rows changed. With
+        `task`, only that task's claims changed."""
         for watch in self.watches.values():
             if task is None or watch.ready_index.task is task:
                 watch.note(rows)

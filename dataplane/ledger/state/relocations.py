@@ -8,8 +8,8 @@ from dataplane.ledger.state.sessions import PutReservation
 
 
 class Relocation:
-    """Relocation of values of one field. `command` moves their cells to the copies, `reservation` is the space of the
-    copies, and `pinned` are the extents that stay pinned until then."""
+    """Relocation of values of one field within an arena. `command` moves their cells to the copies, `reservation` is
+    the space of the copies, and `pinned` are the old extents, which stay pinned until the cells have moved."""
 
     def __init__(self, partition: Partition, command: Move, reservation: PutReservation, pinned: Int32s) -> None:
         self.partition = partition

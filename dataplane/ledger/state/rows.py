@@ -15,8 +15,10 @@ SLACK = 1024
 
 
 class Rows:
-    """Table of samples. `generations[row]` is 0 for a free slot. `since[row]` is the ledger time of creation.
-    `order[:end]` holds the rows by age, with -1 for removed rows. `positions[row]` is the index of a live row in it."""
+    """Table of samples. A row is the slot number of a sample: `ids` has the row by sample id, `names` the sample id by
+    row. `generations[row]` is 0 for a free slot; `free` lists the free slots. `since[row]` is the ledger time of
+    creation. `order[:end]` holds the rows by age, with -1 for removed rows; `positions[row]` is the index of a live row
+    in it."""
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {}
@@ -42,12 +44,12 @@ class Rows:
         return np.array([get(name, -1) for name in ids], np.int64)
 
     def holds(self, rows: Int64s, generations: Int64s) -> Bools:
-        """Return which of these handles refer to live samples."""
-        inside = (rows >= 0) & (rows < len(self.names)) & (generations > 0)
+        """Return which of these handles, (rows[i], generations[i]), refer to live samples."""
+        valid = (rows >= 0) & (rows < len(self.names)) & (generations > 0)
         if not len(self.generations):
-            return inside
-        found: Bools = inside & (self.generations[np.where(inside, rows, 0)] == generations)
-        return found
+            return valid  # without rows, none is valid
+        live: Bools = valid & (self.generations[np.where(valid, rows, 0)] == generations)
+        return live
 
     def names_of(self, rows: Int64s) -> tuple[str, ...]:
         names = self.names
@@ -58,17 +60,18 @@ class Rows:
         order = self.order[: self.end]
         return order[order >= 0]
 
-    def bear(self, ids: Sequence[str], first_generation: int, now: float) -> Int64s:
-        """Create rows for `ids` (none of which has a live sample) in this order, with creation time `now`."""
+    def create(self, ids: Sequence[str], first_generation: int, now: float) -> Int64s:
+        """Create rows for `ids` (none of which has a live sample) in this order, with creation time `now` and the
+        generations from `first_generation` on. Return the rows."""
         count = len(ids)
-        fresh = max(count - len(self.free), 0)
+        fresh = max(count - len(self.free), 0)  # slots beyond the free ones
         reused = self.free[len(self.free) - (count - fresh) :]
         del self.free[len(self.free) - (count - fresh) :]
         used = len(self.names)
         self.names.extend([None] * fresh)
         if used + fresh > self.capacity:
             self._grow(used + fresh)
-        slots = [*reused[::-1], *range(used, used + fresh)]
+        slots = [*reused[::-1], *range(used, used + fresh)]  # the slot freed last is reused first
         rows = np.array(slots, np.int64)
         self.ids.update(zip(ids, slots, strict=True))
         for name, row in zip(ids, slots, strict=True):
@@ -82,7 +85,7 @@ class Rows:
         self.end += count
         return rows
 
-    def bury(self, rows: Int64s) -> None:
+    def remove(self, rows: Int64s) -> None:
         """Remove these live rows; their slots may be reused."""
         self.order[self.positions[rows]] = -1
         self.generations[rows] = 0

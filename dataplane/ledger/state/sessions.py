@@ -73,7 +73,8 @@ class Preallocation(ReservedSpace):
 
 
 class Parked:
-    """A waiting call. `since` and `deadline` are ledger times. `place` increases with each call that starts to wait."""
+    """A call of a client that waits in the ledger. `number`: its call number in the session. `since` and `deadline` are
+    ledger times. `place` increases with each call that starts to wait."""
 
     place = 0
 
@@ -89,6 +90,9 @@ class Parked:
 
 
 class ParkedClaim(Parked):
+    """A claim that waits for samples. `watch`: the counts of all claims that wait for the same samples. Both are set
+    after the creation."""
+
     def __init__(self, session: Session, number: int, since: float, command: Claim, partition: Partition) -> None:
         super().__init__(session, number, since, command.timeout_s)
         self.command = command
@@ -199,7 +203,8 @@ class Session:
         """Number, client name and state of the session, for messages."""
         return f"session {self.number} ({self.name or 'unnamed'}, {self.state})"
 
-    def hear(self, now: float) -> None:
+    def record_contact(self, now: float) -> None:
+        """Record that the client was heard from, which clears every suspicion."""
         self.heard = now
         self.silent = False
         self.suspected = None
@@ -209,14 +214,15 @@ class Session:
         """Number of calls whose answers the client may not have received."""
         return len(self.parked) + len(self.answers)
 
-    def settled(self, number: int) -> bool:
+    def is_settled(self, number: int) -> bool:
         """Whether a call with this number will not be executed (again)."""
         return number < self.watermark or number in self.above
 
-    def keep(self, number: int, result: Result | DataPlaneError, limits: Limits) -> None:
+    def keep_answer(self, number: int, result: Result | DataPlaneError, limits: Limits) -> None:
         """Keep an answer for repetitions of its call. An answer beyond the limits is not kept, and repetitions of its
         call are rejected."""
         size = size_of(result)
+        # The first large answer is kept whatever its size.
         fits = not size or not self.large_bytes or self.large_bytes + size <= limits.answer_bytes
         if not fits or len(self.answers) >= 2 * limits.in_flight:
             self.above.add(number, number)
@@ -232,9 +238,9 @@ class Session:
         """Settle all calls below `watermark` and in `confirmed` (pairs of first and last number): the client has their
         answers or no longer needs them. Return the parked calls that this cancels, and the claims that are now final.
         Settled numbers remain settled, in whatever order calls arrive."""
-        given_up: list[Parked] = []
+        cancelled: list[Parked] = []
         final: list[UnconfirmedClaim] = []
-        for number in self._settled_by(watermark, confirmed, limits):
+        for number in self._record_settled(watermark, confirmed, limits):
             self.answers.pop(number, None)
             if number in self.unconfirmed:
                 claimed = self.unconfirmed.pop(number)
@@ -243,40 +249,43 @@ class Session:
             if number in self.large:
                 self.large_bytes -= self.large.pop(number)
             if number in self.parked:
-                given_up.append(self.parked[number])
-        return given_up, final
+                cancelled.append(self.parked[number])
+        return cancelled, final
 
-    def _settled_by(self, watermark: int, confirmed: tuple[int, ...], limits: Limits) -> Iterable[int]:
+    def _record_settled(self, watermark: int, confirmed: tuple[int, ...], limits: Limits) -> Iterable[int]:
         """Record the numbers as settled. Return those that may have an answer, a claim or a parked call."""
         settled: Iterable[int] = ()
         if watermark > self.watermark:
-            settled = self._known(self.watermark, watermark - 1)
+            settled = self._unsettled_between(self.watermark, watermark - 1)
             self.watermark = watermark
             if self.above.bounds:
                 self.above.drop_below(watermark)
         if not confirmed:
             return settled
-        found = list(settled)
+        numbers = list(settled)
         for first, last in zip(confirmed[::2], confirmed[1::2], strict=False):
             first = max(first, self.watermark)
             # Between two ranges is an unanswered call, and their number is limited. A client that confirms more ranges
             # is faulty: the ranges beyond the limit stay unconfirmed.
             if first <= last and self.above.ranges <= 2 * limits.in_flight:
-                found += self._known(first, last)
+                numbers += self._unsettled_between(first, last)
                 self.above.add(first, last)
-        return found
+        return numbers
 
-    def _known(self, first: int, last: int) -> Iterable[int]:
-        """Return the numbers from `first` to `last` that may have an answer, a claim or a parked call, ascending."""
+    def _unsettled_between(self, first: int, last: int) -> Iterable[int]:
+        """Return the numbers from `first` to `last` that may have an answer, a claim or a parked call, ascending. Does
+        not go through a range that is longer than the list of such calls: a client may send any numbers."""
         if last - first <= self.unanswered:
             return range(first, last + 1)
-        known = {*self.answers, *self.unconfirmed, *self.parked}
-        return sorted([number for number in known if first <= number <= last])
+        candidates = {*self.answers, *self.unconfirmed, *self.parked}
+        return sorted([number for number in candidates if first <= number <= last])
 
 
 class Want:
     """Space requested by an Allocate. `ends[c][k]`: sum of the first k value sizes of column c. `whole[c]`: bytes of
-    column c in one piece, in whole granules."""
+    column c in one piece, in whole granules; `total`: their sum. `largest`: the largest value, in whole granules.
+    `update`: the put only rewrites existing samples. `moving`: it is a copy of cells that a unit moves elsewhere.
+    `wish`: number of the unit that the client prefers."""
 
     def __init__(self, session: Session, command: Allocate) -> None:
         self.session = session
@@ -295,17 +304,20 @@ class Want:
         self.total = sum(self.whole)
 
     def values(self, column: int) -> int:
+        """The number of values in the column."""
         return len(self.ends[column]) - 1
 
-    def near(self, unit: Unit) -> bool:
+    def prefers(self, unit: Unit) -> bool:
         """Whether the put should wait for space in this unit instead of using another unit."""
         session = self.session
         return unit.number == self.wish or unit.number in session.attached or unit.host == session.host
 
-    def order(self, units: list[Unit]) -> list[Unit]:
+    def by_preference(self, units: list[Unit]) -> list[Unit]:
         """Return the units in order of preference, best first."""
         session = self.session
 
+        # False sorts before True: the wished unit first, then units that the session has mapped, then its own host,
+        # then those with the most space.
         def rank(unit: Unit) -> tuple[bool, bool, bool, int, int]:
             return (
                 unit.number != self.wish,

@@ -43,14 +43,16 @@ second before its numbers reach those of a later state."""
 class State:
     """Root of all tables.
 
-    `born` is the epoch in which this state was created, `epoch` the current one. `generations` and `serials` only grow.
-    Generations start above those of all earlier states, so that a sample of a lost state is never confused with one of
-    this state. `touched`: partitions whose parked claims must be evaluated again. `claim_waiters`: parked claims, by
-    session and call number. `space_waiters`: puts that wait for space, by `update`; puts that move cells are in
-    `moves`. `resting`: accounts whose budget is exhausted, so that their first put can only be granted after a change
-    of the account. `compactions`: active compactions, by unit. The next compaction for waiting puts starts at
-    `compact_at` at the earliest. `alarms` and `wakes` are heaps by time; outdated entries are skipped. `checksums`: the
-    checksum policy. `several_hosts`: cached result of `spread`, None if it must be computed."""
+    `born` is the epoch in which this state was created, `epoch` the current one; an epoch is one run of the controller.
+    `generations` and `serials` are the last ones given out and only grow. Generations start above those of all earlier
+    states, so that a sample of a lost state is never confused with one of this state. `out`: outputs of the current
+    input. `watermarks`: parts of a limit at which `pressed` ends and begins. `touched`: partitions whose parked claims
+    must be evaluated again. `claim_waiters`: parked claims, by session and call number. `space_waiters`: puts that wait
+    for space, by `update`; puts that move cells are in `moves`. `resting`: accounts whose budget is exhausted, so that
+    their first put can only be granted after a change of the account. `compactions`: active compactions, by unit. The
+    next compaction for waiting puts starts at `compact_at` at the earliest. `alarms` and `wakes` are heaps by time;
+    outdated entries are skipped. `checksums`: the checksum policy. `several_hosts`: cached result of
+    `spans_several_hosts`, None if it must be computed."""
 
     checksums = Checksums.ACROSS_HOSTS
     several_hosts: bool | None = None
@@ -101,24 +103,26 @@ class State:
         return self.serials
 
     def partition(self, name: str) -> Partition:
-        found = self.partitions.get(name)
-        if found is None:
+        """Return the partition with this name, or raise `PartitionNotFoundError`."""
+        partition = self.partitions.get(name)
+        if partition is None:
             raise PartitionNotFoundError(partition=name, known=list(self.partitions))
-        return found
+        return partition
 
     def unit(self, number: int) -> Unit:
-        found = self.units.get(number)
-        if found is None:
+        """Return the storage unit with this number, or raise `InvalidRequestError`."""
+        unit = self.units.get(number)
+        if unit is None:
             known = ", ".join(map(str, list(self.units)[:8])) or "none"
             raise InvalidRequestError(f"no storage unit {number}; registered units are: {known}")
-        return found
+        return unit
 
     def compacting_bytes(self, unit: Unit) -> int:
         """Return the bytes of the unit's free space that an active compaction occupies."""
         compaction = self.compactions.get(unit.number)
         return 0 if compaction is None else compaction.taken_bytes
 
-    def spread(self) -> bool:
+    def spans_several_hosts(self) -> bool:
         """Whether sessions and units are on more than one host."""
         if self.several_hosts is None:
             hosts = {unit.host for unit in self.units.values()} | {s.host for s in self.sessions.values()}
@@ -151,13 +155,13 @@ class State:
 
     def drop_staged(self, session: int) -> None:
         """Drop the partitions that this session staged and did not publish."""
-        for partition in [found for found in self.partitions.values() if found.owner == session]:
+        for partition in [each for each in self.partitions.values() if each.owner == session]:
             self.drop(partition)
 
     def waiting_claims(self, partition: Partition) -> list[ParkedClaim]:
         """Return the partition's parked claims, longest waiting first."""
-        found = [self.claim_waiters[key] for watch in partition.watches.values() for key in watch.waiters]
-        return sorted(found, key=lambda claim: claim.place)
+        claims = [self.claim_waiters[key] for watch in partition.watches.values() for key in watch.waiters]
+        return sorted(claims, key=lambda claim: claim.place)
 
     def waiting_puts(self, partition: Partition) -> list[ParkedAllocate]:
         """Return the partition's puts that wait for space, longest waiting first."""
@@ -166,16 +170,17 @@ class State:
         moves = [put for put in self.moves.values() if put.partition is partition]
         return sorted(chain(*lines, moves), key=lambda put: put.place)
 
-    def look_at_puts(self) -> None:
+    def recheck_all_puts(self) -> None:
         """Mark all puts that wait for space for another evaluation."""
         self.extents.freed = True
         self.extents.loosened.update(*self.space_waiters.values())
 
-    def wants_space(self, account: int) -> bool:
+    def has_waiting_put(self, account: int) -> bool:
         """Whether a put of the account's partition waits for space, other than moves."""
         return any(account in lines for lines in self.space_waiters.values())
 
     def touch(self, partition: Partition) -> None:
+        """Mark the partition's parked claims, if any, for another evaluation at the end of the current input."""
         if partition.watches:
             self.touched[partition.name] = partition
 
@@ -189,45 +194,47 @@ class State:
         """Touch the partitions whose wake time has been reached."""
         while self.wakes and self.wakes[0][0] <= self.now:
             partition = self.partitions.get(heapq.heappop(self.wakes)[2])
+            # The entry is outdated if the partition was dropped, or evaluated and given a later time.
             if partition is not None and partition.wakes_at <= self.now:
                 partition.wakes_at = float("inf")
                 self.touch(partition)
 
-    def loosen(self, partition: Partition, rows: Int64s) -> None:
-        """Mark puts of the partition that wait for eviction for another evaluation, because these samples may now be
-        consumed or stored elsewhere."""
+    def recheck_puts(self, partition: Partition, rows: Int64s) -> None:
+        """Mark the partition's waiting puts for another evaluation, because these samples may now be consumed or stored
+        elsewhere, so that eviction can free more space."""
         number = partition.account.number
-        if self.wants_space(number):
+        if self.has_waiting_put(number):
             self.extents.loosened.add(number)
             if partition.outlook is not None:
                 partition.outlook.note(rows)
 
-    def puts_under_way(self, partition: Partition) -> list[ParkedAllocate | PutReservation]:
+    def unfinished_puts(self, partition: Partition) -> list[ParkedAllocate | PutReservation]:
         """Return the partition's puts that wait for space, and those that have reserved space and are not committed."""
-        held = [
+        reservations = [
             reservation
             for session in self.sessions.values()
             if session.live
             for reservation in session.reservations.values()
         ]
-        mine = [
+        of_partition = [
             reservation
-            for reservation in held
+            for reservation in reservations
             if isinstance(reservation, PutReservation) and reservation.partition is partition
         ]
-        return [*self.waiting_puts(partition), *mine]
+        return [*self.waiting_puts(partition), *of_partition]
 
-    def keep_targets(self, put: ParkedAllocate | PutReservation) -> None:
-        """Protect the samples that the put names from eviction until `let_targets_go`."""
+    def protect_targets(self, put: ParkedAllocate | PutReservation) -> None:
+        """Protect the samples that the put names from eviction until `unprotect_targets`. No effect if they are
+        protected already, or if the partition evicts no samples."""
         partition, samples = put.partition, put.samples
         if samples is None or put.targets or not partition.evicts:
             return
-        named = samples.ids or partition.rows.names_of(partition.living(samples)[1])
-        put.targets = tuple(dict.fromkeys(named))
+        ids = samples.ids or partition.rows.names_of(partition.living(samples)[1])
+        put.targets = tuple(dict.fromkeys(ids))  # without repeats
         for name in put.targets:
             partition.targets[name] = partition.targets.get(name, 0) + 1
 
-    def let_targets_go(self, put: ParkedAllocate | ReservedSpace) -> None:
+    def unprotect_targets(self, put: ParkedAllocate | ReservedSpace) -> None:
         """End the protection of a finished put's samples. Samples named by no other put may be evicted again.
         Preallocated space names no samples."""
         if not isinstance(put, ParkedAllocate | PutReservation):
@@ -239,9 +246,9 @@ class State:
         ended = [name for name in ids if not targets[name]]
         for name in ended:
             del targets[name]
-        if ended and self.wants_space(partition.account.number):
+        if ended and self.has_waiting_put(partition.account.number):
             rows = partition.rows.find(ended)
-            self.loosen(partition, rows[rows >= 0])
+            self.recheck_puts(partition, rows[rows >= 0])
 
     # --- calls that wait
 
@@ -255,9 +262,9 @@ class State:
         if isinstance(parked, ParkedClaim):
             self._park_claim(parked)
         elif isinstance(parked, ParkedAllocate):
-            self._line_of(parked)[parked.key] = parked
+            self._queue_of(parked)[parked.key] = parked
         elif isinstance(parked, ParkedFind):
-            self._watch((*self.finders, parked))
+            self._set_finders((*self.finders, parked))
 
     def unpark(self, parked: Parked, result: Result | DataPlaneError) -> None:
         """Remove the parked call and answer it."""
@@ -270,7 +277,7 @@ class State:
         elif isinstance(parked, ParkedShrink):
             self.shrinkers.pop(parked.key, None)
         elif isinstance(parked, ParkedFind):
-            self._watch(tuple([other for other in self.finders if other is not parked]))
+            self._set_finders(tuple([other for other in self.finders if other is not parked]))
         self.answer(parked.session, parked.number, result)
 
     def _park_claim(self, parked: ParkedClaim) -> None:
@@ -286,6 +293,7 @@ class State:
         parked.watch.join(parked.key, parked.command)
 
     def _unpark_claim(self, parked: ParkedClaim) -> None:
+        """Remove the claim from its watch, and the watch with its last claim."""
         partition, watch = parked.partition, parked.watch
         assert watch is not None, parked.key
         del self.claim_waiters[parked.key]
@@ -294,21 +302,22 @@ class State:
         if not watch.waiters:
             del partition.watches[watch.kind]
 
-    def _line_of(self, parked: ParkedAllocate) -> Line:
+    def _queue_of(self, parked: ParkedAllocate) -> Line:
+        """Return the queue of the put, created if it does not exist: one for all moves, else one for each account."""
         if parked.command.moving:
             return self.moves
         return self.space_waiters[parked.command.update].setdefault(parked.partition.account.number, {})
 
     def _unpark_put(self, parked: ParkedAllocate) -> None:
-        """Remove the put from its line. Puts behind it may now be granted."""
-        self.let_targets_go(parked)
-        line, number = self._line_of(parked), parked.partition.account.number
-        del line[parked.key]
+        """Remove the put from its queue. Puts behind it may now be granted."""
+        self.unprotect_targets(parked)
+        queue, number = self._queue_of(parked), parked.partition.account.number
+        del queue[parked.key]
         if not parked.command.moving:
             self.resting[parked.command.update].discard(number)
-            if not line:
+            if not queue:
                 del self.space_waiters[parked.command.update][number]
-        if not self.wants_space(number):
+        if not self.has_waiting_put(number):
             parked.partition.outlook = None
         self.extents.freed = True
 
@@ -318,22 +327,23 @@ class State:
         self.out.append(Notice(text=what))
         self.unpark(parked, InternalError(what=what))
 
-    def _watch(self, finders: tuple[ParkedFind, ...]) -> None:
-        """Set the calls that wait for a change on their units."""
+    def _set_finders(self, finders: tuple[ParkedFind, ...]) -> None:
+        """Set the `FindCells` calls that wait for a change on their units."""
         self.finders = finders
         self.extents.watched = frozenset([parked.command.unit for parked in finders])
 
     def answer(self, session: Session, number: int, result: Result | DataPlaneError) -> None:
         """Send the only answer to call `number`, and keep it while the client may repeat the call."""
-        if not session.settled(number):
-            session.keep(number, result, self.limits)
+        if not session.is_settled(number):
+            session.keep_answer(number, result, self.limits)
         self.out.append(Answer(session=session.number, number=number, result=result))
 
     # --- what a session holds
 
     def free_reservation(self, session: Session, number: int) -> None:
+        """Free the space that call `number` of the session reserved."""
         reservation = session.reservations.pop(number)
-        self.let_targets_go(reservation)
+        self.unprotect_targets(reservation)
         extents = reservation.extents()
         if len(extents):
             self.extents.free(extents)
@@ -347,10 +357,11 @@ class State:
 
     def return_rows(self, partition: Partition, task: Task, rows: Int64s) -> None:
         """Make these rows unclaimed again for the task, and update waiting calls."""
-        back = task.give_back(rows)
-        self.loosen(partition, rows)
-        if len(back) and not partition.dropped and partition.tasks.get(task.name) is task:
-            partition.reclaimed(task, back)
+        returned = task.give_back(rows)
+        self.recheck_puts(partition, rows)
+        # The task may have been removed from its partition, or the partition dropped.
+        if len(returned) and not partition.dropped and partition.tasks.get(task.name) is task:
+            partition.update_after_claims(task, returned)
             self.touch(partition)
 
     # --- checks
@@ -358,14 +369,14 @@ class State:
     def check_samples(self, samples: Samples) -> None:
         """Raise `InvalidRequestError` for malformed references to samples, and `LimitError` for too many samples."""
         if samples.ids is not None:
-            well = samples.rows is None and samples.generations is None
+            well_formed = samples.rows is None and samples.generations is None
         else:
-            well = (
+            well_formed = (
                 samples.rows is not None
                 and samples.generations is not None
                 and len(samples.rows) == len(samples.generations)
             )
-        if not well:
+        if not well_formed:
             raise InvalidRequestError("expected sample ids, or rows and generations of equal length")
         check_limit("samples in one command", len(samples), self.limits.samples, SPLIT)
 

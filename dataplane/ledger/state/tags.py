@@ -43,7 +43,7 @@ class Tag:
     def set(self, rows: Int64s, values: np.ndarray[Any, Any], *, repeats: bool) -> None:
         """Set the values of these rows. With `repeats`, rows may occur more than once."""
         if values.dtype != self.values.dtype and self.values.dtype != object:
-            self.values = self.values.astype(object)
+            self.values = self.values.astype(object)  # mixed types from now on
         if self.values.dtype == object:
             values = values.astype(object)
         self.values[rows] = values
@@ -67,7 +67,7 @@ def packed(values: tuple[Scalar, ...]) -> np.ndarray[Any, Any]:
         if dtype is not None:
             try:
                 return np.array(values, dtype)
-            except OverflowError:
+            except OverflowError:  # an int beyond 64 bits
                 pass
     objects = np.empty(len(values), object)
     objects[:] = values
@@ -99,23 +99,24 @@ class Tags:
             tag.set(where, values, repeats=column.positions is not None)
 
     def drop(self, rows: Int64s) -> None:
+        """Remove all tags of these rows (no repeats), and the columns that no row has any longer."""
         for tag in self.columns.values():
             tag.unset(rows)
         self.columns = {name: tag for name, tag in self.columns.items() if tag.count}
 
     def of(self, rows: Int64s) -> tuple[TagColumn, ...]:
         """Return the tags of these rows, without tags that none of them has."""
-        found = []
+        columns = []
         for name, tag in self.columns.items():
             present = tag.present[rows]
             if present.all():
                 if len(rows):
-                    found.append(TagColumn(name=name, values=tuple(tag.values[rows].tolist())))
+                    columns.append(TagColumn(name=name, values=tuple(tag.values[rows].tolist())))
             elif present.any():
                 positions = np.flatnonzero(present)
                 values = tuple(tag.values[rows[positions]].tolist())
-                found.append(TagColumn(name=name, values=values, positions=positions))
-        return tuple(found)
+                columns.append(TagColumn(name=name, values=values, positions=positions))
+        return tuple(columns)
 
     def present(self, name: str, rows: Int64s) -> Bools:
         tag = self.columns.get(name)
@@ -136,10 +137,10 @@ class Tags:
         with_tag = np.flatnonzero(tag.present[rows])
         values = tag.values[rows[with_tag]]
         if values.dtype == object:
-            numbers: dict[tuple[type, Scalar], int] = {}
-            found = [numbers.setdefault((type(value), value), len(numbers)) for value in values.tolist()]
-            result[with_tag] = found
+            code_of: dict[tuple[type, Scalar], int] = {}
+            result[with_tag] = [code_of.setdefault((type(value), value), len(code_of)) for value in values.tolist()]
         elif len(values):
+            # `np.unique` numbers the values in ascending order: renumber them by their first positions.
             _, firsts, inverse = np.unique(values, return_index=True, return_inverse=True)
             rank = np.empty(len(firsts), np.int64)
             rank[np.argsort(firsts)] = np.arange(len(firsts))
@@ -147,7 +148,8 @@ class Tags:
         return result
 
     def numbers(self, name: str, rows: Int64s) -> npt.NDArray[np.float64] | None:
-        """Return the tag's values as floats, or None if some row has no value or a value that is not such a number."""
+        """Return the tag's values as floats, or None if some row has no value, or one that is no int or float, or an
+        int beyond the floats."""
         tag = self.columns.get(name)
         if tag is None or not every(tag.present[rows]):
             return None
@@ -178,6 +180,7 @@ class Tags:
         return lacking & ~failing
 
     def _match(self, predicate: Predicate, rows: Int64s) -> Bools:
+        """Return which rows have the predicate's tag and satisfy the predicate."""
         tag = self.columns.get(predicate.tag)
         if tag is None:
             return np.zeros(len(rows), np.bool_)
@@ -188,6 +191,7 @@ class Tags:
 
 
 def _compare(predicate: Predicate, values: np.ndarray[Any, Any]) -> Bools:
+    """Return which of the values satisfy the predicate."""
     if predicate.op == "in":
         options = predicate.value if isinstance(predicate.value, tuple) else (predicate.value,)
         hits = np.zeros(len(values), np.bool_)
@@ -199,6 +203,8 @@ def _compare(predicate: Predicate, values: np.ndarray[Any, Any]) -> Bools:
 
 
 def _compare_one(compare: Callable[[Any, Any], Any], values: np.ndarray[Any, Any], value: Scalar) -> Bools:
+    """Return for which of the values `compare(item, value)` is true: in one vector operation if numpy and Python agree
+    on the result, else item by item."""
     if values.dtype != object and isinstance(value, bool | int | float) and abs(value) <= EXACT:
         return np.asarray(compare(values, value), np.bool_)
     return np.array([_holds(compare, item, value) for item in values.tolist()], np.bool_)

@@ -26,9 +26,10 @@ Terms = dict[str, str]
 
 
 class Selection:
-    """The samples of one step, dealt to its ranks. `rows` and `generations` name the samples in order; `ranks` has the
-    rank of each. Held rows have the claim id `claim_id`. `given`: by rank, the ids of the claims that received its
-    share, or samples of it that were given back."""
+    """The samples of one step, dealt to its ranks: each rank's part is its share. `rows` and `generations` name the
+    samples in order; `ranks` has the rank of each. Held rows, whose rank has not claimed its share yet, have the claim
+    id `claim_id`. `given`: by rank, the ids of the claims that received its share, or samples of it that were given
+    back."""
 
     def __init__(self, terms: Terms, rows: Int64s, generations: Int64s, ranks: Int64s, claim_id: int) -> None:
         self.terms = terms
@@ -94,10 +95,10 @@ class Task:
         self.claim_ids[rows] = -self.claim_ids[rows]
 
     def end_leases(self, rows: Int64s) -> None:
-        """End the leases of these rows, which stay claimed."""
+        """End the leases of these rows, if any. The rows stay claimed."""
         if self.ends is not None:
             rows = rows[self.ends[rows] > 0]
-            self.leases.close(self.claim_ids[rows])
+            self.leases.remove_rows(self.claim_ids[rows])
             self.ends[rows] = 0.0
 
     def end_all_leases(self) -> None:
@@ -118,35 +119,38 @@ class Task:
         """Return which of the rows are on lease or held for a rank."""
         if self.ends is None:
             return np.zeros(len(rows), np.bool_)
-        found: Bools = self.ends[rows] > 0
-        return found
+        leased: Bools = self.ends[rows] > 0
+        return leased
 
     def not_settled(self, rows: Int64s) -> Bools:
-        """Return which of the rows are `unsettled`."""
-        found = self.on_lease(rows)
+        """Return which of the rows count as consumed only after acknowledgement: those on lease, except rows held
+        without `lease_s`."""
+        unsettled = self.on_lease(rows)
         if self.unsettled < self.leased + self.held:
-            found &= self.owners_of(rows) != HELD
-        return found
+            unsettled &= self.owners_of(rows) != HELD
+        return unsettled
 
     def ends_of(self, rows: Int64s) -> Float64s:
         """Return the ends of the leases of these leased rows."""
         assert self.ends is not None
-        found: Float64s = self.ends[rows]
-        return found
+        ends: Float64s = self.ends[rows]
+        return ends
 
     def owners_of(self, rows: Int64s) -> Int64s:
         """Return the session that leases each row; `HELD` or `HELD_ON_LEASE` if held for a rank, 0 without lease."""
         owners = np.zeros(len(rows), np.int64)
-        places = np.flatnonzero(self.on_lease(rows))
-        claims, which = np.unique(self.claim_ids[rows[places]], return_inverse=True)
-        owners[places] = np.array([self.leases.open[claim].owner for claim in claims.tolist()], np.int64)[which]
+        leased = np.flatnonzero(self.on_lease(rows))
+        claims, claim_index = np.unique(self.claim_ids[rows[leased]], return_inverse=True)
+        claim_owners = np.array([self.leases.open[claim].owner for claim in claims.tolist()], np.int64)
+        owners[leased] = claim_owners[claim_index]
         return owners
 
-    def for_good(self, rows: Int64s) -> Bools:
+    def claimed_permanently(self, rows: Int64s) -> Bools:
         """Return which of the rows are claimed permanently: not leased, not held for a rank, and not in an unconfirmed
         claim."""
         claim_ids = self.claim_ids[rows]
         claimed: Bools = (claim_ids != 0) & ~self.on_lease(rows)
+        # The cheaper of two ways to the same result.
         if len(rows) < len(self.unconfirmed):
             claimed &= np.array([claim_id not in self.unconfirmed for claim_id in claim_ids.tolist()], np.bool_)
         elif self.unconfirmed:
@@ -155,7 +159,8 @@ class Task:
 
 
 class ReadyIndex:
-    """Index of the samples that are unclaimed by one task and have all of `fields`: flags by age position.
+    """Index of the samples that are ready: unclaimed by one task, with all of `fields`. `flags` has a flag for each age
+    position (index in `Rows.order`, oldest first).
 
     All set flags are in [low, high); `count` is their number. `waiters` counts the parked claims that use this index.
     """
@@ -176,6 +181,7 @@ class ReadyIndex:
         top = int(positions.max()) + 1
         if top > len(self.flags):
             self.flags = grown(self.flags, next_capacity(len(self.flags), top))
+        # Count these positions as not ready first, then add those that are ready now.
         self.count -= int(np.count_nonzero(self.flags[positions]))
         self.flags[positions] = ready
         added = positions[ready]
@@ -189,9 +195,9 @@ class ReadyIndex:
     def compact(self, remaining: Int64s) -> None:
         """Renumber the remaining positions, which are ascending: `remaining[i]` becomes i."""
         flags = np.zeros(next_capacity(0, len(remaining)), np.bool_)
-        inside = remaining[remaining < len(self.flags)]
-        flags[: len(inside)] = self.flags[inside]
-        self.flags, self.low, self.high = flags, 0, len(inside)
+        with_flag = remaining[remaining < len(self.flags)]
+        flags[: len(with_flag)] = self.flags[with_flag]
+        self.flags, self.low, self.high = flags, 0, len(with_flag)
 
     def ready(self) -> Int64s:
         """Return all set positions, oldest first."""
@@ -200,20 +206,21 @@ class ReadyIndex:
         return np.flatnonzero(self.flags[self.low : self.high]) + self.low
 
     def first(self, wanted: int, order: Order) -> Int64s:
-        """Return the first `wanted` positions (or fewer) in the given order."""
+        """Return the first `wanted` set positions (or fewer) in the given order."""
         if wanted >= self.count:
-            found = self.ready()
-            return found if order is Order.OLDEST else found[::-1]
+            all_ready = self.ready()
+            return all_ready if order is Order.OLDEST else all_ready[::-1]
         return self._oldest(wanted) if order is Order.OLDEST else self._freshest(wanted)
 
     def _oldest(self, wanted: int) -> Int64s:
-        """Return the first `wanted` positions. Scan forward from `low`, and raise it to the first set flag."""
+        """Return the first `wanted` set positions, in chunks from `low` on. Raise `low` to the first set flag, so that
+        the next scan is shorter."""
         parts: list[Int64s] = []
         at, left = self.low, wanted
         while left > 0 and at < self.high:
             stop = min(at + max(CHUNK, 2 * left), self.high)
             found = np.flatnonzero(self.flags[at:stop])[:left] + at
-            if len(found) and left == wanted:
+            if len(found) and left == wanted:  # the first ones of this scan
                 self.low = int(found[0])
             parts.append(found)
             left -= len(found)
@@ -221,14 +228,14 @@ class ReadyIndex:
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     def _freshest(self, wanted: int) -> Int64s:
-        """Return the last `wanted` positions, latest first. Scan backward from `high`, and lower it to the end of the
-        last set flag."""
+        """Return the last `wanted` set positions, latest first, in chunks from `high` down. Lower `high` to the end of
+        the last set flag, so that the next scan is shorter."""
         parts: list[Int64s] = []
         at, left = self.high, wanted
         while left > 0 and at > self.low:
             start = max(at - max(CHUNK, 2 * left), self.low)
             found = (np.flatnonzero(self.flags[start:at]) + start)[::-1][:left]
-            if len(found) and left == wanted:
+            if len(found) and left == wanted:  # the first ones of this scan
                 self.high = int(found[0]) + 1
             parts.append(found)
             left -= len(found)
@@ -251,16 +258,16 @@ class Lease:
         self.count = len(rows)
         self.looked_at = 0.0
 
-    def left(self) -> Int64s:
+    def rows_on_lease(self) -> Int64s:
         """Return the rows that are still on lease."""
-        left: Int64s = self.rows[self.task.claim_ids[self.rows] == self.claim]
-        return left
+        rows: Int64s = self.rows[self.task.claim_ids[self.rows] == self.claim]
+        return rows
 
-    def over(self, now: float) -> Int64s:
+    def ended_rows(self, now: float) -> Int64s:
         """Return the rows whose leases have ended."""
-        left = self.left()
-        over: Int64s = left[self.task.ends_of(left) <= now]
-        return over
+        rows = self.rows_on_lease()
+        ended: Int64s = rows[self.task.ends_of(rows) <= now]
+        return ended
 
 
 class Leases:
@@ -282,21 +289,23 @@ class Leases:
     def begin(self, lease: Lease, end: float) -> None:
         """Add a new lease whose rows all end at `end`."""
         self.open[lease.claim] = lease
-        self._look_at(lease, end)
+        self._schedule_check(lease, end)
 
     def prolong(self, claims: Int64s, lease_s: float, end: float) -> None:
-        """Update the leases of these claims (repeats allowed), some of whose rows now end at `end`."""
+        """Update the leases of these claims (repeats allowed): the leases of some of their rows were set to end at
+        `end`, `lease_s` from now."""
         for claim in np.unique(claims).tolist():
             lease = self.open[claim]
             lease.lease_s = max(lease.lease_s, lease_s)
-            if end < lease.looked_at:
-                self._look_at(lease, end)
+            if end < lease.looked_at:  # an earlier check than this only schedules the next one
+                self._schedule_check(lease, end)
 
-    def close(self, claims: Int64s) -> None:
+    def remove_rows(self, claims: Int64s) -> None:
         """Remove one leased row from each of these claims (a repeated claim loses one row per repeat)."""
         if not len(claims):
             return
-        for claim, count in zip(*[part.tolist() for part in np.unique(claims, return_counts=True)], strict=True):
+        distinct, counts = np.unique(claims, return_counts=True)
+        for claim, count in zip(distinct.tolist(), counts.tolist(), strict=True):
             lease = self.open[claim]
             lease.count -= count
             lease.task.count_leased(lease.owner, -count)
@@ -304,24 +313,25 @@ class Leases:
                 del self.open[claim]
         self._drop_outdated()
 
-    def over(self, now: float) -> Iterator[Lease]:
-        """Yield each lease that may have ended rows. The caller must end these rows before the next iteration."""
+    def pop_ended(self, now: float) -> Iterator[Lease]:
+        """Yield each lease whose check is due, with rows that may have ended. The caller must end these rows before the
+        next iteration. Then the next check is scheduled, if rows of the lease are left."""
         while self.ends and self.ends[0][0] <= now:
             when, claim = heapq.heappop(self.ends)
             lease = self.open.get(claim)
             if lease is not None and lease.looked_at == when:
                 yield lease
                 if claim in self.open:
-                    self._look_at(lease, float(lease.task.ends_of(lease.left()).min()))
+                    self._schedule_check(lease, float(lease.task.ends_of(lease.rows_on_lease()).min()))
 
     def renew(self, now: float) -> None:
         """Restart every lease now with its full duration."""
         for lease in self.open.values():
             lease.looked_at = now + lease.lease_s
-            lease.task.lease(lease.left(), lease.looked_at)
+            lease.task.lease(lease.rows_on_lease(), lease.looked_at)
         self._rebuild()
 
-    def _look_at(self, lease: Lease, when: float) -> None:
+    def _schedule_check(self, lease: Lease, when: float) -> None:
         """Set the time of the next check of the lease."""
         lease.looked_at = when
         heapq.heappush(self.ends, (when, lease.claim))

@@ -15,13 +15,14 @@ NAMED = 3
 
 
 class Tombstones:
-    """The last `REMEMBERED` removed samples. `generations`: their generations by id, latest last. An id is forgotten
-    when a new sample is put under it."""
+    """The last `REMEMBERED` removed samples. `generations`: their generations by sample id, latest last. An id is
+    forgotten when a new sample is put under it. The `names` here are sample ids."""
 
     def __init__(self) -> None:
         self.generations: dict[str, int] = {}
 
     def remember(self, ids: tuple[str, ...], generations: Int64s) -> None:
+        """Add removed samples as the latest ones, and forget the earliest ones beyond `REMEMBERED`."""
         for name, generation in zip(ids[-REMEMBERED:], generations[-REMEMBERED:].tolist(), strict=True):
             self.generations.pop(name, None)
             self.generations[name] = generation
@@ -31,7 +32,8 @@ class Tombstones:
     def forget(self, name: str) -> None:
         self.generations.pop(name, None)
 
-    def born_again(self, ids: Iterable[str]) -> None:
+    def forget_all(self, ids: Iterable[str]) -> None:
+        """Forget these ids, because new samples were put under them."""
         for name in ids if self.generations else ():
             self.forget(name)
 
@@ -41,8 +43,8 @@ class Tombstones:
 
     def among_generations(self, generations: Int64s) -> list[str]:
         """Return the ids of remembered samples with these generations."""
-        known = np.array(list(self.generations.values()), np.int64)
-        return [name for name, found in zip(self.generations, np.isin(known, generations), strict=True) if found]
+        remembered = np.array(list(self.generations.values()), np.int64)
+        return [name for name, hit in zip(self.generations, np.isin(remembered, generations), strict=True) if hit]
 
 
 class Evicted(Tombstones):
@@ -56,6 +58,7 @@ class Evicted(Tombstones):
         self.noticed = float("-inf")
 
     def note(self, ids: tuple[str, ...], generations: Int64s, *, consumed: bool) -> None:
+        """Count and remember evicted samples. consumed: whether all tasks had consumed them."""
         if consumed:
             self.consumed += len(ids)
         else:

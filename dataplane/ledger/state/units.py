@@ -56,8 +56,8 @@ class Unit:
         """Whether puts may get space in this unit now."""
         return self.connected and not self.draining
 
-    def trouble(self, now: float) -> str:
-        """Return why the arena cannot grow now; "" if no reason is known."""
+    def growth_problem(self, now: float) -> str:
+        """Return why the arena cannot grow now, as text for messages; "" if no reason is known."""
         late_s = now - self.ordered_at
         if self.connected and (self.asked or self.shrinking) and late_s >= LATE_S:
             return f"it has not answered for {late_s:.0f} s; its process may be stopped, or its machine too busy"
@@ -69,17 +69,18 @@ class Unit:
 
     def limit(self, *, update: bool) -> int:
         """Return the maximum used bytes after a put of new rows, or after an update."""
-        return self._part_of(self.ceiling, update=update)
+        return self._without_reserve(self.ceiling, update=update)
 
-    def most(self, *, update: bool) -> int:
+    def limit_at_capacity(self, *, update: bool) -> int:
         """Like `limit`, but assuming that the arena can grow to its capacity."""
-        return self._part_of(self.space.capacity_bytes, update=update)
+        return self._without_reserve(self.space.capacity_bytes, update=update)
 
     def space_requested(self, *, update: bool) -> int:
         """Like `available_bytes`, but assuming that the arena grows as ordered."""
-        return self._part_of(max(self.ceiling, self.asked), update=update) - self.used_bytes
+        return self._without_reserve(max(self.ceiling, self.asked), update=update) - self.used_bytes
 
-    def _part_of(self, nbytes: int, *, update: bool) -> int:
+    def _without_reserve(self, nbytes: int, *, update: bool) -> int:
+        """Return the part of `nbytes` that a put may use: all for an update; new rows leave the reserve to updates."""
         return nbytes if update else nbytes - int(nbytes * self.reserve_fraction)
 
     def available_bytes(self, *, update: bool) -> int:
@@ -87,6 +88,7 @@ class Unit:
         return self.limit(update=update) - self.used_bytes
 
     def info(self) -> UnitInfo:
+        """Return the facts that clients and other processes get about the unit."""
         return UnitInfo(
             unit=self.number,
             name=self.offer.name,
@@ -100,7 +102,8 @@ class Unit:
         )
 
     def back(self, backed_bytes: int, problem: str = "") -> None:
-        """Record the backing that the unit reported, and the problem if it could not grow as ordered."""
+        """Record the backing that the unit reported, and the problem if it could not grow as ordered. After failed
+        growth, puts can use only what is backed."""
         self.asked = 0
         self.space.back(backed_bytes)
         self.problem = problem

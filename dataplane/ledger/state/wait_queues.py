@@ -15,7 +15,9 @@ Lines = dict[int, Line]
 
 class WaitQueues:
     """Iterator over the puts of several lines in order of arrival. The current put may be removed from its line during
-    its turn. The cost is proportional to the number of lines and of puts that have a turn."""
+    its turn. The cost is proportional to the number of lines and of puts that have a turn. `_next`: heap with the next
+    put of each line, as (place, put, the line's iterator). `_last`: iterator of the current put's line, which is queued
+    again before the next put is chosen."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self._next: list[tuple[int, ParkedAllocate, Iterator[ParkedAllocate]]] = []
@@ -39,12 +41,14 @@ class WaitQueues:
         self._last = None
 
     def _queue(self, turns: Iterator[ParkedAllocate]) -> None:
+        """Add the line's next put to the heap, if it has one."""
         parked = next(turns, None)
         if parked is not None:
             heapq.heappush(self._next, (parked.place, parked, turns))
 
 
 def _turns(line: Line) -> Iterator[ParkedAllocate]:
+    """Yield the puts of a line (at least one), longest waiting first."""
     first = next(iter(line.values()))
     yield first
     for parked in list(line.values()):  # copied late, because usually only the first put of a line has a turn

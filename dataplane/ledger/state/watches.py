@@ -40,11 +40,13 @@ class Watch:
         self.counts = None if plain else Counts(command)
 
     def join(self, key: tuple[int, int], command: Claim) -> None:
+        """Add a parked claim of this kind."""
         self.waiters[key] = None
         least = least_of(command)
         self.leasts[least] = self.leasts.get(least, 0) + 1
 
     def leave(self, key: tuple[int, int], command: Claim) -> None:
+        """Remove a claim that is no longer parked."""
         del self.waiters[key]
         least = least_of(command)
         self.leasts[least] -= 1
@@ -63,9 +65,9 @@ class Watch:
 
 
 class Counts:
-    """Row counts for claims with conditions or groups. `states[row]` is HIT, OPEN or 0 (neither); `hits` and `open`
-    count the rows in these states. The next recount examines the `noted` rows, or all rows if `stale`. `typed`: dtype
-    of the group tag when the rows were last assigned to groups."""
+    """Row counts for claims with conditions or groups; `waiting.refresh` recounts. `states[row]` is HIT, OPEN or 0
+    (neither); `hits` and `open` count the rows in these states. The next recount examines the `noted` rows, or all rows
+    if `stale`. `typed`: dtype of the group tag when the rows were last assigned to groups."""
 
     def __init__(self, command: Claim) -> None:
         self.command = command
@@ -79,11 +81,12 @@ class Counts:
         self.groups = None if command.group_size is None else Groups(command.group_size)
 
     def note(self, rows: Int64s) -> None:
+        """Note rows for the next recount."""
         if self.stale or not len(rows):
             return
         self.noted.append(rows.copy())
         self.noted_rows += len(rows)
-        if self.noted_rows > len(self.states):
+        if self.noted_rows > len(self.states):  # more than a recount of all rows would examine
             self.stale = True
             self.noted, self.noted_rows = [], 0
 
@@ -104,14 +107,18 @@ class Groups:
         self.hits: Int64s = np.zeros(0, np.int64)
         self.oldest: npt.NDArray[np.float64] = np.zeros(0, np.float64)
 
-    def numbered(self, values: np.ndarray[Any, Any]) -> Int64s:
-        """Return the group number of each value, and create missing groups. Values are equal as in `Tags.codes`."""
+    def numbers_of(self, values: np.ndarray[Any, Any]) -> Int64s:
+        """Return the group number of each value, and create missing groups. Values are equal as in `Tags.codes`: of
+        equal value and type."""
         if values.dtype == object:
-            return np.array([self._number((type(one).__name__, one)) for one in values.tolist()], np.int64)
-        each, inverse = np.unique(values, return_inverse=True)
-        keys: list[Key] = [("nan", None) if one != one else (type(one).__name__, one) for one in each.tolist()]
-        found: Int64s = np.array([self._number(key) for key in keys], np.int64)[inverse]
-        return found
+            return np.array([self._number((type(value).__name__, value)) for value in values.tolist()], np.int64)
+        distinct, inverse = np.unique(values, return_inverse=True)
+        # NaN differs from itself and would never be found by key.
+        keys: list[Key] = [
+            ("nan", None) if value != value else (type(value).__name__, value) for value in distinct.tolist()
+        ]
+        numbers: Int64s = np.array([self._number(key) for key in keys], np.int64)[inverse]
+        return numbers
 
     def _number(self, key: Key) -> int:
         """Return the number of the group with this key, and create the group if it does not exist."""
@@ -133,8 +140,9 @@ class Groups:
         return number
 
     def move(self, rows: Int64s, numbers: Int64s, was: Bools, is_hit: Bools, since: npt.NDArray[np.float64]) -> float:
-        """Assign the rows to the groups `numbers` (-1: no group). Return the earliest creation time in the groups that
-        they left or joined."""
+        """Assign the rows to the groups `numbers` (-1: no group), and remove groups that become empty. was, is_hit:
+        whether each row was a hit before and is one now; since: creation times by row. Return the earliest creation
+        time in the groups that the rows left or joined."""
         if len(self.of) < len(since):
             self.of = grown(self.of, len(since))
         left, joined = self.of[rows] - 1, numbers
