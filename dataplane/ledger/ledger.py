@@ -80,7 +80,7 @@ class Ledger:
         self._commits = Commits(self._state)
         self._reads = Reads(self._state)
         self._inspection = Inspection(self._state)
-        self._partitions = Partitions(self._state, self._claims.task_gone)
+        self._partitions = Partitions(self._state, self._claims.removed_task_error)
         self._saves = Saves(self._state, self._partitions)
         self._shrinks = Shrinks(self._state)
         self._drains = Drains(self._state, self._commits)
@@ -241,11 +241,11 @@ class Ledger:
         and puts that evict samples end claims."""
         state = self._state
         while state.touched or state.extents.freed or state.extents.loosened:
-            self._reservations.judge()
-            self._claims.judge()
+            self._reservations.serve_waiting()
+            self._claims.serve_waiting()
         if state.finders and state.extents.stirred:
             state.extents.stirred = False
-            self._drains.judge()
+            self._drains.serve_waiting()
         self._pressure.look()
 
     # --- numbered calls
@@ -398,11 +398,11 @@ class Ledger:
 
     def _timed_out(self, parked: Parked) -> c.Result | DataPlaneError:
         if isinstance(parked, ParkedClaim):
-            return self._claims.timed_out(parked)
+            return self._claims.timeout_error(parked)
         if isinstance(parked, ParkedShrink):
-            return self._shrinks.timed_out(parked)
+            return self._shrinks.timeout_result(parked)
         if isinstance(parked, ParkedFind):
-            return self._drains.timed_out(parked)
+            return self._drains.timeout_result(parked)
         assert isinstance(parked, ParkedAllocate)
         return self._reservations.out_of_space(parked)
 

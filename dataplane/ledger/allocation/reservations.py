@@ -198,7 +198,7 @@ class Reservations:
             for parked in chain.from_iterable(line.values() for line in (*lines, self.state.moves))
         )
 
-    def judge(self) -> None:
+    def serve_waiting(self) -> None:
         """Serve waiting calls: all of them if bytes were freed, else those of partitions that may evict samples now."""
         state, extents = self.state, self.state.extents
         while extents.freed or extents.loosened:

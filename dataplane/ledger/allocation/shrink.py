@@ -93,7 +93,7 @@ class Shrinks:
                 if not parked.waits_for:
                     self.state.unpark(parked, self._result(parked))
 
-    def timed_out(self, parked: ParkedShrink) -> Shrunken:
+    def timeout_result(self, parked: ParkedShrink) -> Shrunken:
         """Return the result at the deadline."""
         for unit in parked.waits_for:
             error = f"no answer within {self.state.now - parked.since:.1f} s"

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 class _Named(NamedTuple):
-    """The samples that a command after a claim names: which of them live (`live`), the rows of the live ones,
-    and the claim id that the command gives for each row."""
+    """The samples that an ack, nack or extend names: which of them live (`live`), the rows of the live ones, and
+    `claims`, the claim id that the command gives for each row (0: none given)."""
 
     partition: Partition
     task: Task
@@ -47,27 +47,34 @@ class _Named(NamedTuple):
     claims: Int64s
 
     @property
-    def own(self) -> Bools:
-        """Which of the rows belong to that claim and are not acknowledged."""
-        found: Bools = (self.task.claim_ids[self.rows] == self.claims) & (self.claims > 0)
-        return found
+    def held_by_claim(self) -> Bools:
+        """Which of the rows are held by the claim that the command gives, and are not acknowledged."""
+        held: Bools = (self.task.claim_ids[self.rows] == self.claims) & (self.claims > 0)
+        return held
 
     @property
     def leased(self) -> Bools:
-        """Which of the rows are on lease to that claim."""
-        return self.own & self.task.on_lease(self.rows)
+        """Which of the rows are on lease to the claim that the command gives."""
+        return self.held_by_claim & self.task.on_lease(self.rows)
 
-    def settled(self, command: c.Ack | c.Nack | c.Extend, done: Bools) -> c.ClaimsSettled:
-        """Return the answer if the command took effect on rows `done`. StaleSampleError names the others."""
-        places = np.flatnonzero(self.live)[~done].tolist()
-        if places:
+    def result(self, command: c.Ack | c.Nack | c.Extend, affected: Bools) -> c.ClaimsSettled:
+        """Return the result of the command, which took effect on the `affected` rows: the positions of cleared samples
+        in the command. Raises StaleSampleError if some live samples were not affected; it names them."""
+        positions = np.flatnonzero(self.live)[~affected].tolist()
+        if positions:
             ids = command.samples.ids
-            names = [ids[i] if ids is not None else f"sample {i} of the call" for i in places]
-            raise StaleSampleError(partition=command.partition, task=command.task, samples=names, positions=places)
+            names = [ids[i] if ids is not None else f"sample {i} of the call" for i in positions]
+            raise StaleSampleError(partition=command.partition, task=command.task, samples=names, positions=positions)
         return c.ClaimsSettled(cleared=np.flatnonzero(~self.live))
 
 
 class Claims:
+    """The ledger's part for claims: executes the commands Claim, Ack, Nack, Extend, CheckConsumption and WhyBlocked,
+    serves parked claims, and ends leases.
+
+    The methods that take (session, number, command) execute call `number` of that session. A method that returns None
+    has parked the call, which is answered later."""
+
     def __init__(self, state: State) -> None:
         self.state = state
 
@@ -77,9 +84,11 @@ class Claims:
         """Return the claimed samples, or None if the call was parked."""
         partition = self.state.partition(command.partition)
         task = partition.task(command.task)
-        self._check(partition, command)
+        self._check_claim(partition, command)
         if command.samples is not None:
-            return self._named(ParkedClaim(session, number, self.state.now, command, partition), task, command.samples)
+            return self._claim_named(
+                ParkedClaim(session, number, self.state.now, command, partition), task, command.samples
+            )
         parked = ParkedClaim(session, number, self.state.now, command, partition)
         parked.ready_index = partition.ready_index(task, command.fields, self.state.limits.interests)
         result = self._attempt(parked, parked.ready_index)
@@ -87,47 +96,51 @@ class Claims:
             self.state.park(parked)
         return result
 
-    def _named(self, asked: ParkedClaim, task: Task, samples: c.Samples) -> c.Claimed:
-        """Claim all of the named samples, or none."""
-        partition, command = asked.partition, asked.command
+    def _claim_named(self, parked: ParkedClaim, task: Task, samples: c.Samples) -> c.Claimed:
+        """Claim all of the named samples, or none if one does not exist or is not ready. Does not wait."""
+        partition, command = parked.partition, parked.command
         self.state.check_samples(samples)
         rows = partition.resolve_living(samples)
         if len(rows) < len(samples) or not partition.ready(task, command.fields, rows).all():
             rows = rows[:0]
-        return self._take(asked, task, rows)
+        return self._take_rows(parked, task, rows)
 
-    def judge(self) -> None:
-        """Serve parked claims of partitions that changed. Claims whose client was heard from within a heartbeat
-        go first, and among these the oldest."""
+    def serve_waiting(self) -> None:
+        """Serve parked claims of partitions that changed (`State.touched`). Claims whose client was heard from within a
+        heartbeat go first, and among these the oldest. Called at the end of each input of the
+        ledger."""
         state = self.state
         while state.touched:
             partition = state.touched.pop(next(iter(state.touched)))
             watches = list(partition.watches.values())
-            hopeful = self._hopeful(partition, watches)
+            servable = self._servable_watches(partition, watches)
+            # A step was dealt: claims of its other ranks can be served whatever their watches have counted.
             dealt, partition.dealt = partition.dealt, False
-            for parked in self._in_turn(watches if dealt else hopeful):
+            for parked in self._in_service_order(watches if dealt else servable):
                 watch = parked.watch
                 assert watch is not None, parked.key
-                over = parked.key not in watch.waiters
-                if over or (watch not in hopeful and parked.command.step is None):
+                answered = parked.key not in watch.waiters
+                if answered or (watch not in servable and parked.command.step is None):
                     continue
-                if self._judge(parked) and watch in hopeful and not self._hopeful(partition, [watch]):
-                    del hopeful[watch]
-                if not hopeful and not dealt:
+                served = self._try_to_serve(parked)
+                if served and watch in servable and not self._servable_watches(partition, [watch]):
+                    del servable[watch]
+                if not servable and not dealt:
                     break
 
-    def _in_turn(self, watches: Iterable[Watch]) -> Iterator[ParkedClaim]:
+    def _in_service_order(self, watches: Iterable[Watch]) -> Iterator[ParkedClaim]:
         """Yield the claims that wait when the iteration begins: those whose client was heard from within a
         heartbeat first, and among these the oldest."""
-        recent = self.state.now - self.state.heartbeat_s
-        parked = [[self.state.claim_waiters[key] for key in watch.waiters] for watch in watches]
-        for late in (False, True):
-            lines = [[each for each in line if (each.session.heard < recent) is late] for line in parked]
-            yield from heapq.merge(*lines, key=operator.attrgetter("place"))
+        heard_limit = self.state.now - self.state.heartbeat_s
+        queues = [[self.state.claim_waiters[key] for key in watch.waiters] for watch in watches]
+        for silent in (False, True):
+            chosen = [[claim for claim in queue if (claim.session.heard < heard_limit) is silent] for queue in queues]
+            yield from heapq.merge(*chosen, key=operator.attrgetter("place"))
 
-    def _hopeful(self, partition: Partition, watches: list[Watch]) -> dict[Watch, None]:
-        """Return the watches with a claim that may be served now. The others are judged again at their `next_at`."""
-        found: dict[Watch, None] = {}
+    def _servable_watches(self, partition: Partition, watches: list[Watch]) -> dict[Watch, None]:
+        """Return the watches with a claim that may be served now, as an ordered set. The others are evaluated again at
+        their `next_at`."""
+        servable: dict[Watch, None] = {}
         for watch in watches:
             if not watch.waiters:
                 continue
@@ -137,13 +150,13 @@ class Claims:
                 for key in list(watch.waiters):
                     self.state.fail(self.state.claim_waiters[key], error)
                 continue
-            if waiting.hopeful(watch, partition, self.state.now):
-                found[watch] = None
+            if waiting.any_may_be_served(watch, partition, self.state.now):
+                servable[watch] = None
             else:
                 self.state.wake_at(partition, watch.next_at)
-        return found
+        return servable
 
-    def _judge(self, parked: ParkedClaim) -> bool:
+    def _try_to_serve(self, parked: ParkedClaim) -> bool:
         """Serve the parked claim if possible. Return whether its wait is over."""
         ready_index, partition = parked.ready_index, parked.partition
         assert ready_index is not None
@@ -152,8 +165,8 @@ class Claims:
         result: c.Claimed | DataPlaneError | None
         try:
             waiting.refresh(watch, partition)
-            dealt = parked.command.step is not None
-            if not dealt and not waiting.may_serve(watch, partition, parked.command, self.state.now):
+            of_step = parked.command.step is not None  # such a claim may get a share that is already dealt
+            if not of_step and not waiting.may_serve(watch, partition, parked.command, self.state.now):
                 self.state.wake_at(partition, watch.next_at)
                 return False
             result = self._attempt(parked, ready_index)
@@ -173,60 +186,64 @@ class Claims:
         self.state.touch(partition)
 
     def _attempt(self, parked: ParkedClaim, ready_index: ReadyIndex) -> c.Claimed | None:
-        """Return the result of the claim, or None if it must wait."""
+        """Return the result of the claim, or None if it must wait. A claim of a step gets its rank's share of the
+        step's selection, which the first such claim makes."""
         partition, command, task = parked.partition, parked.command, ready_index.task
-        fixed = None if command.step is None else shares.find(task, command)
-        if fixed is None:
-            late = self._overdue(partition, ready_index, command)
-            waits = late.next_at < float("inf")
+        dealt = None if command.step is None else shares.find_selection(task, command)
+        if dealt is None:
+            overdue = self._process_overdue_groups(partition, ready_index, command)
+            more_later = overdue.next_at < float("inf")
             if parked.watch is not None:
-                parked.watch.next_at = self.state.now if len(late.rows) else late.next_at
-            chosen = selection.select(partition, ready_index, command, late.rows, pending=waits)
+                parked.watch.next_at = self.state.now if len(overdue.rows) else overdue.next_at
+            chosen = selection.select(partition, ready_index, command, overdue.rows, pending=more_later)
             if chosen is None:
                 if not command.blocking:
-                    return self._take(parked, task, np.zeros(0, np.int64))
-                self.state.wake_at(partition, late.next_at)
+                    return self._take_rows(parked, task, np.zeros(0, np.int64))
+                self.state.wake_at(partition, overdue.next_at)
                 return None
             if command.step is None:
-                return self._take(parked, task, chosen.rows)
-            fixed = self._fix(partition, task, command, chosen)
-        rows = shares.share(fixed, partition, task, command)
-        task.give_back(rows)
-        result = self._take(parked, task, rows)
+                return self._take_rows(parked, task, chosen.rows)
+            dealt = self._fix_shares(partition, task, command, chosen)
+        rows = shares.claimable_share(dealt, partition, task, command)
+        task.give_back(rows)  # they were held for this rank
+        result = self._take_rows(parked, task, rows)
         if len(rows):
             assert command.dp_rank is not None
-            fixed.given.setdefault(command.dp_rank, []).append(int(task.claim_ids[rows[0]]))
+            dealt.given.setdefault(command.dp_rank, []).append(int(task.claim_ids[rows[0]]))
         return result
 
-    def _overdue(self, partition: Partition, ready_index: ReadyIndex, command: c.Claim) -> selection.Overdue:
-        """Return the overdue partial groups, and when the next group is overdue. With policy DROP, clear their
-        rows instead."""
-        found = selection.overdue(partition, ready_index, command, self.state.now)
-        if command.partial is c.Partial.RELEASE or not len(found.rows):
-            return found
-        names = partition.rows.names_of(found.rows)
+    def _process_overdue_groups(
+        self, partition: Partition, ready_index: ReadyIndex, command: c.Claim
+    ) -> selection.Overdue:
+        """Return the samples of the partial groups that have been partial for too long, and when the next group will
+        be. With policy RELEASE, the claim may take these samples; with DROP, clear them and return none."""
+        overdue = selection.overdue(partition, ready_index, command, self.state.now)
+        if command.partial is c.Partial.RELEASE or not len(overdue.rows):
+            return overdue
+        names = partition.rows.names_of(overdue.rows)
         ready_index.task.dropped = [*ready_index.task.dropped, *names][-REPORTED:]
         partition.dropped_partial += len(names)
-        partition.clear(found.rows)
+        partition.clear(overdue.rows)
         self.state.touch(partition)
-        return selection.Overdue(found.rows[:0], found.next_at)
+        return selection.Overdue(overdue.rows[:0], overdue.next_at)
 
-    def _fix(self, partition: Partition, task: Task, command: c.Claim, chosen: selection.Chosen) -> Selection:
-        """Fix the shares of a step, and hold them for its ranks."""
+    def _fix_shares(self, partition: Partition, task: Task, command: c.Claim, chosen: selection.Chosen) -> Selection:
+        """Deal the chosen samples to the ranks of the command's step, and hold each share for its rank: the samples are
+        claimed, on a lease whose owner is not a session. Return the selection, which is stored for the other ranks."""
         state = self.state
         assert command.step is not None
-        fixed = shares.fix(partition, command, chosen, state.serial())
-        task.take(fixed.rows, fixed.claim_id)
+        dealt = shares.deal_selection(partition, command, chosen, state.serial())
+        task.take(dealt.rows, dealt.claim_id)
         hold_s, owner = (shares.HOLD_S, HELD) if command.lease_s is None else (command.lease_s, HELD_ON_LEASE)
-        self._lease(partition, task, fixed.rows, fixed.claim_id, owner, hold_s)
-        shares.remember(task, command.step, fixed, state.limits.steps)
-        partition.update_after_claims(task, fixed.rows)
+        self._begin_lease(partition, task, dealt.rows, dealt.claim_id, owner, hold_s)
+        shares.store_selection(task, command.step, dealt, state.limits.steps)
+        partition.update_after_claims(task, dealt.rows)
         partition.dealt = True
         state.touch(partition)
-        return fixed
+        return dealt
 
-    def _take(self, parked: ParkedClaim, task: Task, rows: Int64s) -> c.Claimed:
-        """Claim the rows for the task and return the answer. A peek only returns the answer."""
+    def _take_rows(self, parked: ParkedClaim, task: Task, rows: Int64s) -> c.Claimed:
+        """Claim the rows (possibly none) for the task and return the result. A peek only returns the result."""
         state, partition, command, session = self.state, parked.partition, parked.command, parked.session
         claim_id = state.serial() if len(rows) and not command.peek else 0
         result = c.Claimed(
@@ -248,10 +265,12 @@ class Claims:
             state.touch(partition)
             session.unconfirmed[parked.number] = UnconfirmedClaim(partition, task, rows.copy(), claim_id)
             if command.lease_s is not None:
-                self._lease(partition, task, rows, claim_id, session.number, command.lease_s)
+                self._begin_lease(partition, task, rows, claim_id, session.number, command.lease_s)
         return result
 
-    def _lease(self, partition: Partition, task: Task, rows: Int64s, claim_id: int, owner: int, lease_s: float) -> None:
+    def _begin_lease(
+        self, partition: Partition, task: Task, rows: Int64s, claim_id: int, owner: int, lease_s: float
+    ) -> None:
         """Begin the lease of a claim that took these rows."""
         if len(rows):
             end = self.state.now + lease_s
@@ -259,27 +278,26 @@ class Claims:
             task.count_leased(owner, len(rows))
             self.state.leases.begin(Lease(partition.name, task, rows.copy(), claim_id, owner, lease_s), end)
 
-    def _check(self, partition: Partition, command: c.Claim) -> None:
+    def _check_claim(self, partition: Partition, command: c.Claim) -> None:
         """Validate the claim. Raises InvalidRequestError, LimitError or FieldNotFoundError."""
-        least, batch, group = command.min_batch_size, command.batch_size, command.group_size
+        batch, group = command.batch_size, command.group_size
         if batch < 1:
             raise InvalidRequestError(f"batch_size={batch}: must be at least 1")
-        if least is not None and not 1 <= least <= batch:
+        least = batch if command.min_batch_size is None else command.min_batch_size
+        if not 1 <= least <= batch:
             raise InvalidRequestError(f"min_batch_size={least}: must be in [1, batch_size={batch}]")
         check_terms(command)
-        if group is not None and group > (batch if least is None else least):
-            raise InvalidRequestError(
-                f"group_size={group}: larger than the claim, which may take only {least or batch} samples"
-            )
-        if command.partial_after_s is not None and not (group is not None and command.partial_after_s >= 0):
+        if group is not None and group > least:
+            raise InvalidRequestError(f"group_size={group}: larger than the claim, which may take only {least} samples")
+        if command.partial_after_s is not None and (group is None or not command.partial_after_s >= 0):
             raise InvalidRequestError(
                 f"partial_after_s={command.partial_after_s}: must not be negative, and requires group_size"
             )
-        if not command.timeout_s >= 0:
+        if not command.timeout_s >= 0:  # this form also rejects NaN
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         _check_lease(command.lease_s)
         _check_shares(command)
-        _check_plain(command)
+        _check_named_and_peek(command)
         limits = self.state.limits
         check_limit("fields of one claim", len(command.fields), limits.columns, "Require fewer.")
         check_limit("conditions of one claim", len(command.where), limits.columns, "Ask for fewer.")
@@ -295,33 +313,38 @@ class Claims:
     # --- after a claim
 
     def ack(self, session: Session, number: int, command: c.Ack) -> c.ClaimsSettled:
-        named = self._named_claimed(command, command.claims)
-        mine = named.leased
-        named.task.acknowledge(named.rows[mine])
-        self.state.recheck_puts(named.partition, named.rows[mine])
+        """Acknowledge leased samples: end their leases and keep them claimed."""
+        named = self._resolve_named(command, command.claims)
+        leased = named.leased
+        named.task.acknowledge(named.rows[leased])
+        self.state.recheck_puts(named.partition, named.rows[leased])
         if named.partition.complete:
             # Other claims may now take the last, smaller batch.
             self.state.touch(named.partition)
-        return named.settled(command, mine)
+        return named.result(command, leased)
 
     def nack(self, session: Session, number: int, command: c.Nack) -> c.ClaimsSettled:
-        named = self._named_claimed(command, command.claims)
-        free = named.task.claim_ids[named.rows] == 0
-        mine = ~named.task.on_lease(named.rows) if command.claims is None else named.own
-        self.state.return_rows(named.partition, named.task, named.rows[mine & ~free])
-        return named.settled(command, mine | free)
+        """Make claimed samples unclaimed again. Without claim ids, all named samples except those on lease. Samples
+        that are unclaimed already count as returned."""
+        named = self._resolve_named(command, command.claims)
+        unclaimed = named.task.claim_ids[named.rows] == 0
+        returnable = ~named.task.on_lease(named.rows) if command.claims is None else named.held_by_claim
+        self.state.return_rows(named.partition, named.task, named.rows[returnable & ~unclaimed])
+        return named.result(command, returnable | unclaimed)
 
     def extend(self, session: Session, number: int, command: c.Extend) -> c.ClaimsSettled:
+        """Let the leases of leased samples end `lease_s` from now."""
         _check_lease(command.lease_s)
-        named = self._named_claimed(command, command.claims)
-        mine, end = named.leased, self.state.now + command.lease_s
-        rows = named.rows[mine]
+        named = self._resolve_named(command, command.claims)
+        leased, end = named.leased, self.state.now + command.lease_s
+        rows = named.rows[leased]
         if len(rows):
             named.task.lease(rows, end)
             self.state.leases.prolong(named.task.claim_ids[rows], command.lease_s, end)
-        return named.settled(command, mine)
+        return named.result(command, leased)
 
     def consumption(self, session: Session, number: int, command: c.CheckConsumption) -> c.Consumption:
+        """Return whether the partition is complete and all of the tasks have consumed every live sample."""
         partition = self.state.partition(command.partition)
         tasks = [partition.task(name) for name in command.tasks]
         live = partition.rows.live
@@ -330,15 +353,18 @@ class Claims:
         )
 
     def why_blocked(self, session: Session, number: int, command: c.WhyBlocked) -> c.Blocked:
+        """Return the facts about why a claim with the command's terms would wait."""
         partition = self.state.partition(command.partition)
         task = partition.task(command.task)
         for predicate in command.where:
             _check_predicate(predicate)
+        # It only carries the task and the fields: `blocked` counts the ready samples itself.
         ready_index = ReadyIndex(task, tuple(sorted(set(command.fields))), 0)
         return blocked(self.state, partition, ready_index, command)
 
-    def _named_claimed(self, command: c.Ack | c.Nack | c.Extend, claims: Int64s | None) -> _Named:
-        """Resolve the samples and claim ids of a command that follows a claim."""
+    def _resolve_named(self, command: c.Ack | c.Nack | c.Extend, claims: Int64s | None) -> _Named:
+        """Resolve the samples and claim ids of a command that follows a claim. Raises InvalidRequestError if a sample
+        is named twice, or if there is not one claim id for each sample."""
         self.state.check_samples(command.samples)
         partition = self.state.partition(command.partition)
         task = partition.task(command.task)
@@ -354,17 +380,18 @@ class Claims:
     # --- time
 
     def expire_leases(self) -> None:
-        """Return samples whose lease has expired to the pool."""
+        """Make the samples whose lease has expired unclaimed again."""
         state = self.state
         for lease in state.leases.pop_ended(state.now):
             state.return_rows(state.partitions[lease.partition], lease.task, lease.ended_rows(state.now))
 
-    def timed_out(self, parked: ParkedClaim) -> DataPlaneError:
+    def timeout_error(self, parked: ParkedClaim) -> DataPlaneError:
         """Return the error of a claim that reached its deadline, with the facts about why it waited."""
         ready_index, command = parked.ready_index, parked.command
         assert ready_index is not None
         facts = blocked(self.state, parked.partition, ready_index, command)
-        more = {name: getattr(facts, name) for name in facts.__struct_fields__ if name not in ("ready", "writers")}
+        # These two are converted below: the error's `ready` counts the samples that also satisfy the conditions.
+        unchanged = {name: getattr(facts, name) for name in facts.__struct_fields__ if name not in ("ready", "writers")}
         return ClaimTimeoutError(
             partition=command.partition,
             task=command.task,
@@ -372,10 +399,10 @@ class Claims:
             ready=facts.matching,
             waited_s=self.state.now - parked.since,
             writers=[msgspec.structs.asdict(writer) for writer in facts.writers],
-            **more,
+            **unchanged,
         )
 
-    def task_gone(self, parked: ParkedClaim) -> DataPlaneError:
+    def removed_task_error(self, parked: ParkedClaim) -> DataPlaneError:
         command = parked.command
         return TaskNotFoundError(partition=command.partition, task=command.task, known=list(parked.partition.tasks))
 
@@ -385,8 +412,9 @@ def _check_lease(lease_s: float | None) -> None:
         raise InvalidRequestError(f"lease_s={lease_s}: must be positive")
 
 
-def _check_plain(command: c.Claim) -> None:
-    """Check a claim of named samples, which must not select or wait, and a peek, which must not hold anything."""
+def _check_named_and_peek(command: c.Claim) -> None:
+    """Check a claim of named samples, which must not select or wait, and a peek, which must not hold anything. Raises
+    InvalidRequestError."""
     if command.samples is not None and (
         command.blocking or command.where or command.group_size or command.step is not None or command.max_lag
     ):
@@ -398,7 +426,7 @@ def _check_plain(command: c.Claim) -> None:
 
 
 def _check_shares(command: c.Claim) -> None:
-    """Check that sampler, groups and ranks of a claim agree."""
+    """Check that sampler, groups and ranks of a claim agree. Raises InvalidRequestError."""
     group, world, rank, step = command.group_size, command.dp_world, command.dp_rank, command.step
     sampler = SAMPLERS.get(selection.sampler_of(command))
     if sampler is None:
@@ -420,16 +448,18 @@ def _check_shares(command: c.Claim) -> None:
         raise InvalidRequestError(
             f"dp_rank={rank}, dp_world={world}, step={step}: rank must be in [0, dp_world), step at least 0"
         )
-    unit, least = world * (group or 1), command.min_batch_size
-    if command.batch_size % unit or not unit <= (command.batch_size if least is None else least):
-        per = f"dp_world={world}" + (f" times group_size={group}" if group else "")
+    per_round = world * (group or 1)  # one sample, or one group, for each rank
+    least = command.batch_size if command.min_batch_size is None else command.min_batch_size
+    if command.batch_size % per_round or least < per_round:
+        unit = f"dp_world={world}" + (f" times group_size={group}" if group else "")
         raise InvalidRequestError(
-            f"batch_size={command.batch_size}, min_batch_size={least}: both count the whole step; batch_size must be a "
-            f"multiple of {per}, and min_batch_size at least that"
+            f"batch_size={command.batch_size}, min_batch_size={command.min_batch_size}: both count the whole step; "
+            f"batch_size must be a multiple of {unit}, and min_batch_size at least that"
         )
 
 
 def _check_predicate(predicate: c.Predicate) -> None:
+    """Raise InvalidRequestError for an unknown operator, or a value that does not fit the operator."""
     if predicate.op not in OPERATORS:
         raise InvalidRequestError(f"predicate on {predicate.tag!r}: {predicate.op!r} is not one of {OPERATORS}")
     if isinstance(predicate.value, tuple) is not (predicate.op == "in"):

@@ -20,7 +20,8 @@ Float64s = npt.NDArray[np.float64]
 
 
 class Picked(NamedTuple):
-    """`places` are positions among the candidates. `units` is the unit of each: 0, 1, ... ascending."""
+    """Candidates picked for a claim. `places` are positions among the candidates. `units` is the unit of each (a
+    single sample or a group, which is never split): 0, 1, ... ascending."""
 
     places: Int64s
     units: Int64s
@@ -38,8 +39,8 @@ class Picked(NamedTuple):
 
 def single(count: int) -> Picked:
     """Make each of `count` candidates a unit, in their order."""
-    every_one = np.arange(count)
-    return Picked(every_one, every_one)
+    positions = np.arange(count)
+    return Picked(positions, positions)
 
 
 def whole_groups(groups: Int64s, size: int, wanted: int, released: Bools | None = None) -> Picked:
@@ -47,17 +48,17 @@ def whole_groups(groups: Int64s, size: int, wanted: int, released: Bools | None 
     are ordered by their first candidate. `groups[i]` is the group of candidate i, numbered by first appearance
     (-1: no group). A group with `released` candidates counts as whole, with the candidates that it has."""
     order = np.argsort(groups, kind="stable")
-    order = order[np.searchsorted(groups[order], 0) :]
+    order = order[np.searchsorted(groups[order], 0) :]  # without the candidates of no group
     if not len(order):
         return Picked(order, order)
     ordered = groups[order]
     counts = np.bincount(ordered)
     starts = np.cumsum(counts) - counts
-    within = np.arange(len(ordered)) - starts[ordered]
+    within = np.arange(len(ordered)) - starts[ordered]  # number of the candidate within its group
     whole = counts >= size
     if released is not None:
         whole |= np.bincount(ordered[released[order]], minlength=len(counts)) > 0
-    unit_of = np.cumsum(whole) - 1
+    unit_of = np.cumsum(whole) - 1  # by group; valid for whole groups
     taken = whole[ordered] & (within < size) & (unit_of[ordered] < wanted)
     return Picked(order[taken], unit_of[ordered[taken]])
 
@@ -82,25 +83,28 @@ def balanced(units: int, ranks: int, weights: Float64s | None = None) -> Int64s:
     """
     if weights is None:
         return runs(units, ranks)
-    full, over = divmod(units, ranks)
+    # Each rank gets `full` units, and `extras` of the ranks get one more.
+    full, extras = divmod(units, ranks)
     counts = [0] * ranks
     sums = [(0.0, rank) for rank in range(ranks)]
     result = np.zeros(units, np.int64)
     for unit in np.argsort(-weights, kind="stable").tolist():
-        least, rank = heapq.heappop(sums)
-        while counts[rank] >= full + (over > 0):
-            least, rank = heapq.heappop(sums)
-        over -= counts[rank] == full
+        smallest_sum, rank = heapq.heappop(sums)
+        while counts[rank] >= full + (extras > 0):  # the rank is complete: do not put it back
+            smallest_sum, rank = heapq.heappop(sums)
+        if counts[rank] == full:
+            extras -= 1
         counts[rank] += 1
         result[unit] = rank
-        heapq.heappush(sums, (least + float(weights[unit]), rank))
+        heapq.heappush(sums, (smallest_sum + float(weights[unit]), rank))
     return result
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """grouped: it takes whole groups only. alone: it takes no groups. If neither is set, the claim decides.
-    shared: it deals to ranks, so the claim must name them."""
+    """A strategy. deal(units, ranks, weights): returns the rank of each unit. grouped: it takes whole groups only.
+    alone: it takes no groups. If neither is set, the claim decides. shared: it deals to ranks, so the claim must name
+    them."""
 
     deal: Callable[[int, int, Float64s | None], Int64s]
     grouped: bool = False
@@ -126,8 +130,9 @@ def default(*, grouped: bool, shared: bool) -> str:
 def shares(sampler: str, picked: Picked, ranks: int, lengths: Float64s | None) -> Int64s:
     """Return the rank of each picked candidate. `lengths` are those of the picked candidates (None: unknown for some);
     lengths that are not finite count as unknown. The weight of a group is the sum of its members' lengths."""
-    weights: Float64s | None = None
+    weights: Float64s | None = None  # by unit
     if lengths is not None and every(np.isfinite(lengths)):
         weights = np.bincount(picked.units, weights=lengths, minlength=picked.amount).astype(np.float64)
-    dealt: Int64s = SAMPLERS[sampler].deal(picked.amount, ranks, weights)[picked.units]
-    return dealt
+    rank_of_unit = SAMPLERS[sampler].deal(picked.amount, ranks, weights)
+    rank_of_candidate: Int64s = rank_of_unit[picked.units]
+    return rank_of_candidate

@@ -17,7 +17,8 @@ LOOK = 1024
 
 
 class Chosen(NamedTuple):
-    """`rows` to claim, and the group of each, 0, 1, ... ascending (None: every row is a separate unit)."""
+    """The samples chosen for a claim: their `rows`, and the group of each, 0, 1, ... ascending (None: every row is a
+    separate unit)."""
 
     rows: Int64s
     groups: Int64s | None = None
@@ -25,8 +26,8 @@ class Chosen(NamedTuple):
     @property
     def picked(self) -> samplers.Picked:
         """The rows with their units."""
-        alone = samplers.single(len(self.rows)).units
-        return samplers.Picked(self.rows, alone if self.groups is None else self.groups)
+        single_units = samplers.single(len(self.rows)).units
+        return samplers.Picked(self.rows, single_units if self.groups is None else self.groups)
 
     @property
     def amount(self) -> int:
@@ -48,22 +49,26 @@ def select(
     `released` are members of partial groups that count as whole. `pending`: more groups may be released later.
     """
     least = least_of(command)
+    # Cheap test first: with too few ready samples the claim certainly waits.
     if ready_index.count < least and not len(released) and not partition.complete and command.blocking:
         return None
     chosen = _candidates(partition, ready_index, command, released)
     if chosen.amount >= least // (command.group_size or 1):
         if command.dp_world is not None:
-            chosen = Chosen(*chosen.picked.first(chosen.amount // command.dp_world * command.dp_world))
-    elif partition.complete and not pending and not _more_can_come(partition, ready_index, command):
-        pass
-    elif command.blocking or command.dp_world is not None:
+            # The same number of units for each rank.
+            return Chosen(*chosen.picked.first(chosen.amount // command.dp_world * command.dp_world))
+        return chosen
+    if partition.complete and not pending and not _more_can_come(partition, ready_index, command):
+        return chosen  # the last, smaller batch
+    # Too few for now. The shares of a step are not made of too few samples, even for a claim that does not wait.
+    if command.blocking or command.dp_world is not None:
         return None
     return chosen
 
 
 def _candidates(partition: Partition, ready_index: ReadyIndex, command: Claim, released: Int64s) -> Chosen:
-    """Return the ready samples that the claim would take, in its order."""
-    order = partition.rows.order
+    """Return the ready samples that the claim would take, in its order, at most its batch."""
+    order = partition.rows.order  # row by age position
     where = conditions(partition.version, command)
     if command.group_size is not None:
         positions = ready_index.ready() if command.order is Order.OLDEST else ready_index.ready()[::-1]
@@ -76,13 +81,13 @@ def _candidates(partition: Partition, ready_index: ReadyIndex, command: Claim, r
         return Chosen(rows[picked.places], picked.units)
     if not where:
         return Chosen(order[ready_index.first(command.batch_size, command.order)])
-    wanted = max(4 * command.batch_size, LOOK)
+    examined = max(4 * command.batch_size, LOOK)
     while True:
-        rows = order[ready_index.first(wanted, command.order)]
-        found = rows[np.flatnonzero(partition.tags.matches(where, rows))[: command.batch_size]]
-        if len(found) == command.batch_size or len(rows) < wanted:
-            return Chosen(found)
-        wanted *= 8
+        rows = order[ready_index.first(examined, command.order)]
+        matching = rows[np.flatnonzero(partition.tags.matches(where, rows))[: command.batch_size]]
+        if len(matching) == command.batch_size or len(rows) < examined:
+            return Chosen(matching)
+        examined *= 8
 
 
 def _more_can_come(partition: Partition, ready_index: ReadyIndex, command: Claim) -> bool:
@@ -99,6 +104,7 @@ def _more_can_come(partition: Partition, ready_index: ReadyIndex, command: Claim
     matching = tags.matches(where, rows)
     if command.group_size is not None:
         undecided |= matching & ~tags.present(command.group_by, rows)
+    # A sample that matches and is ready now is counted already; one that is not ready may become ready.
     return bool((undecided | (matching & ~partition.ready(task, ready_index.fields, rows))).any())
 
 
@@ -110,7 +116,7 @@ class Overdue(NamedTuple):
     next_at: float
 
 
-NOTHING = Overdue(np.zeros(0, np.int64), float("inf"))
+NONE_OVERDUE = Overdue(np.zeros(0, np.int64), float("inf"))
 
 
 def overdue(partition: Partition, ready_index: ReadyIndex, command: Claim, now: float) -> Overdue:
@@ -118,17 +124,19 @@ def overdue(partition: Partition, ready_index: ReadyIndex, command: Claim, now: 
     members have all fields, and an unclaimed member matches the predicates or may still do so. The age of a
     group is that of its oldest unclaimed member."""
     if command.partial_after_s is None or command.group_size is None:
-        return NOTHING
+        return NONE_OVERDUE
     tags, where = partition.tags, conditions(partition.version, command)
     rows = partition.rows.in_order()
     rows = rows[(ready_index.task.claim_ids[rows] == 0) & tags.present(command.group_by, rows)]
     if not len(rows):
-        return NOTHING
-    groups = tags.codes(command.group_by, rows)
-    firsts = np.unique(groups, return_index=True)[1]
-    ready = np.bincount(groups[partition.ready(ready_index.task, ready_index.fields, rows)], minlength=len(firsts))
-    wanted = tags.matches(where, rows) | tags.undecided(where, rows)
-    partial = (ready < command.group_size) & (np.bincount(groups[wanted], minlength=len(firsts)) > 0)
+        return NONE_OVERDUE
+    groups = tags.codes(command.group_by, rows)  # group of each row: 0, 1, ...
+    firsts = np.unique(groups, return_index=True)[1]  # position of each group's oldest row
+    is_ready = partition.ready(ready_index.task, ready_index.fields, rows)
+    may_match = tags.matches(where, rows) | tags.undecided(where, rows)
+    ready_counts = np.bincount(groups[is_ready], minlength=len(firsts))
+    matching_counts = np.bincount(groups[may_match], minlength=len(firsts))
+    partial = (ready_counts < command.group_size) & (matching_counts > 0)
     ends = partition.rows.since[rows[firsts]] + command.partial_after_s
     over = partial & (ends <= now)
     return Overdue(rows[over[groups]], float(np.min(ends[partial & ~over], initial=np.inf)))

@@ -26,23 +26,24 @@ HOLD_S = 600.0
 for a missing rank."""
 
 
-def share(selection: Selection, partition: Partition, task: Task, command: Claim) -> Int64s:
-    """Return the rows that the rank gets now: the live rows of its share that are held for it or unclaimed.
+def claimable_share(selection: Selection, partition: Partition, task: Task, command: Claim) -> Int64s:
+    """Return the rows that the command's rank gets now: the live rows of its share that are held for it or unclaimed.
 
     Raises: `InvalidRequestError` if the rank got all of them before, `ShareConflictError` if another claim has some.
     """
     rank, step = command.dp_rank, command.step
     assert rank is not None
     assert step is not None
-    mine = np.flatnonzero(selection.ranks == rank)
-    rows = selection.rows[mine]
-    rows = rows[partition.rows.generations[rows] == selection.generations[mine]]
+    in_share = np.flatnonzero(selection.ranks == rank)
+    rows = selection.rows[in_share]
+    rows = rows[partition.rows.generations[rows] == selection.generations[in_share]]
     claim_ids = task.claim_ids[rows]
-    free = (claim_ids == 0) | (claim_ids == selection.claim_id)
-    had = selection.given.get(rank, [])
-    taken = ~free & ~np.isin(np.abs(claim_ids), had)
-    if some(taken):
-        lost = rows[taken]
+    available = (claim_ids == 0) | (claim_ids == selection.claim_id)
+    # Claims of this rank that got the share before. Acknowledged rows have the negated id of their claim.
+    earlier_claims = selection.given.get(rank, [])
+    of_others = ~available & ~np.isin(np.abs(claim_ids), earlier_claims)
+    if some(of_others):
+        lost = rows[of_others]
         raise ShareConflictError(
             partition=partition.name,
             task=task.name,
@@ -51,48 +52,51 @@ def share(selection: Selection, partition: Partition, task: Task, command: Claim
             samples=partition.rows.names_of(lost[:5]),
             total=len(lost),
         )
-    if had and not some(free):
+    if earlier_claims and not some(available):
         raise InvalidRequestError(
             f"rank {rank} of {command.dp_world} already got its share of step {step} of task {task.name!r} "
-            f"({len(mine)} samples); each share is given out once, unless its claim is returned"
+            f"({len(in_share)} samples); each share is given out once, unless its claim is returned"
         )
-    granted: Int64s = rows[free]
+    granted: Int64s = rows[available]
     return granted
 
 
-def fix(partition: Partition, command: Claim, chosen: Chosen, claim_id: int) -> Selection:
-    """Deal the selection of the command's step to its ranks."""
+def deal_selection(partition: Partition, command: Claim, chosen: Chosen, claim_id: int) -> Selection:
+    """Return the chosen samples as the selection of the command's step, dealt to its ranks. claim_id: the claim that
+    will hold the samples until the ranks claim them."""
     assert command.dp_world is not None
     lengths = partition.tags.numbers(INPUT_LENGTHS, chosen.rows)
     ranks = samplers.shares(sampler_of(command), chosen.picked, command.dp_world, lengths)
     return Selection(terms_of(command), chosen.rows.copy(), partition.generations_of(chosen.rows), ranks, claim_id)
 
 
-def find(task: Task, command: Claim) -> Selection | None:
-    """Return the selection of the command's step, or None if it is not fixed. `InvalidRequestError` if it was
-    fixed on other terms, or if the step is too old and its selection was discarded."""
+def find_selection(task: Task, command: Claim) -> Selection | None:
+    """Return the stored selection of the command's step, or None if no rank has claimed yet. Raises
+    `InvalidRequestError` if the first claim had other terms, or if the step is too old and its selection was
+    discarded."""
     step = command.step
     assert step is not None
-    found = task.selections.get(step)
-    if found is None:
+    stored = task.selections.get(step)
+    if stored is None:
         if step <= task.forgotten:
             raise InvalidRequestError(
                 f"step {step} of task {task.name!r} is too old: the service keeps the shares of the last "
                 f"{len(task.selections)} steps only"
             )
         return None
-    asked = terms_of(command)
-    if asked != found.terms:
-        differing = [name for name in asked if asked[name] != found.terms[name]]
-        fixed, wanted = (", ".join(f"{name}={terms[name]}" for name in differing) for terms in (found.terms, asked))
+    terms = terms_of(command)
+    if terms != stored.terms:
+        differing = [name for name in terms if terms[name] != stored.terms[name]]
+        first_terms = ", ".join(f"{name}={stored.terms[name]}" for name in differing)
+        these_terms = ", ".join(f"{name}={terms[name]}" for name in differing)
         raise InvalidRequestError(
-            f"step {step} of task {task.name!r} was fixed with {fixed}; this claim has {wanted}. "
+            f"step {step} of task {task.name!r} was fixed with {first_terms}; this claim has {these_terms}. "
             "All ranks of a step must claim on the same terms."
         )
-    return found
+    return stored
 
 
-def remember(task: Task, step: int, selection: Selection, most: int) -> None:
+def store_selection(task: Task, step: int, selection: Selection, most: int) -> None:
     """Store the selection. Discard that of the lowest step if there are more than `most`."""
     task.selections[step] = selection
     if len(task.selections) > most:
@@ -107,10 +111,11 @@ _RANK_FIELDS = frozenset(
 
 
 def terms_of(command: Claim) -> Terms:
-    """Return the terms that the claims of all ranks of a step have in common."""
-    given = {name: str(getattr(command, name)) for name in command.__struct_fields__ if name not in _RANK_FIELDS}
+    """Return the terms that the claims of all ranks of a step must have in common, as text. Terms without effect on the
+    claim are written in the same way whatever their value."""
+    common = {name: str(getattr(command, name)) for name in command.__struct_fields__ if name not in _RANK_FIELDS}
     return {
-        **given,
+        **common,
         "fields": str(sorted(set(command.fields))),
         "where": " and ".join(f"{p.tag!r} {p.op} {p.value!r}" for p in command.where) or "nothing",
         "version_tag": repr(None if command.max_lag is None else command.version_tag),

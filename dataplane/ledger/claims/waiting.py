@@ -1,4 +1,7 @@
-"""Decide whether parked claims may be served. Watches are first updated with the samples that changed."""
+"""Decide whether parked claims may be served. Watches are first updated with the samples that changed.
+
+A watch (`state.watches.Watch`) stands for all parked claims that wait for the same samples.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from dataplane.ledger.state.watches import HIT, NEVER, OPEN, Counts, Groups, Wat
 
 
 def refresh(watch: Watch, partition: Partition) -> None:
-    """Count the samples that changed since the last call. Returns at once if none did."""
+    """Update the counts of the watch with the samples that changed since the last call, and its `next_at`."""
     if watch.counts is None:
         return
     all_again, earliest = _recount(watch.counts, partition, watch.ready_index)
@@ -25,19 +28,19 @@ def refresh(watch: Watch, partition: Partition) -> None:
         watch.next_at = min(watch.next_at, earliest + after)
 
 
-def hopeful(watch: Watch, partition: Partition, now: float) -> bool:
+def any_may_be_served(watch: Watch, partition: Partition, now: float) -> bool:
     """Return whether any claim of the watch may be served."""
-    return _enough(watch, min(watch.leasts)) or _due(watch, partition, now)
+    return _enough_ready(watch, min(watch.leasts)) or _overdue_or_final(watch, partition, now)
 
 
 def may_serve(watch: Watch, partition: Partition, command: Claim, now: float) -> bool:
     """Return whether this claim may be served."""
-    return _enough(watch, least_of(command)) or _due(watch, partition, now)
+    return _enough_ready(watch, least_of(command)) or _overdue_or_final(watch, partition, now)
 
 
-def _enough(watch: Watch, least: int) -> bool:
-    """Return whether a claim may take at least `least` samples now, which are whole groups if it wants groups. Without
-    conditions and groups, the ready index alone counts."""
+def _enough_ready(watch: Watch, least: int) -> bool:
+    """Return whether at least `least` samples can be taken now; for claims of groups, as many in whole groups. Without
+    conditions and groups, the ready index alone has the count."""
     counts = watch.counts
     if counts is None:
         return watch.ready_index.count >= least
@@ -46,8 +49,9 @@ def _enough(watch: Watch, least: int) -> bool:
     return counts.hits >= least
 
 
-def _due(watch: Watch, partition: Partition, now: float) -> bool:
-    """Return whether a group is overdue, or no more samples can come."""
+def _overdue_or_final(watch: Watch, partition: Partition, now: float) -> bool:
+    """Return whether the claims of the watch may take fewer samples than they want: a partial group is overdue, or the
+    partition is complete and no unclaimed sample can become ready."""
     if watch.next_at <= now:
         return True
     if not partition.complete:
@@ -61,23 +65,27 @@ def _recount(counts: Counts, partition: Partition, ready_index: ReadyIndex) -> t
     """Count the samples that changed. Return whether all samples were counted again, and the earliest creation
     time in a group that changed."""
     tag = partition.tags.columns.get(counts.command.group_by) if counts.groups is not None else None
+    # The dtype of the tag decides whether NaN values form one group (see `Groups.numbers_of`).
     all_again = counts.stale or (tag is not None and tag.values.dtype.str != counts.typed)
-    if not all_again and not counts.noted:
+    if all_again:
+        rows = partition.rows.in_order()
+    elif counts.noted:
+        rows = np.unique(np.concatenate(counts.noted))
+    else:
         return False, NEVER
-    rows = np.unique(np.concatenate(counts.noted)) if counts.noted and not all_again else partition.rows.in_order()
     counts.noted, counts.noted_rows = [], 0
     counts.stale = True  # cleared at the end: after an exception, everything is counted again
     if all_again:
-        _begin(counts, tag)
+        _restart_counts(counts, tag)
     if len(counts.states) < partition.rows.capacity:
         counts.states = grown(counts.states, partition.rows.capacity)
-    earliest = _count(counts, partition, ready_index, rows, tag)
+    earliest = _count_rows(counts, partition, ready_index, rows, tag)
     counts.stale = False
     return all_again, earliest
 
 
-def _begin(counts: Counts, tag: Tag | None) -> None:
-    """Clear the counts, before all samples are counted again. tag: by which samples are grouped, if it exists."""
+def _restart_counts(counts: Counts, tag: Tag | None) -> None:
+    """Clear the counts, before all samples are counted again. tag: the one by which samples are grouped, if any."""
     counts.states[:] = 0
     counts.hits = counts.open = 0
     counts.typed = "" if tag is None else tag.values.dtype.str
@@ -85,19 +93,20 @@ def _begin(counts: Counts, tag: Tag | None) -> None:
         counts.groups = Groups(counts.groups.size)
 
 
-def _count(counts: Counts, partition: Partition, ready_index: ReadyIndex, rows: Int64s, tag: Tag | None) -> float:
+def _count_rows(counts: Counts, partition: Partition, ready_index: ReadyIndex, rows: Int64s, tag: Tag | None) -> float:
     """Update the counts of these rows. Return the earliest creation time in a group that changed."""
     command, tags, task = counts.command, partition.tags, ready_index.task
-    free = (partition.rows.generations[rows] > 0) & (task.claim_ids[rows] == 0)
-    mine = rows[free]
+    unclaimed = (partition.rows.generations[rows] > 0) & (task.claim_ids[rows] == 0)
+    candidates = rows[unclaimed]
     where = conditions(partition.version, command)
-    ready, matching = partition.ready(task, ready_index.fields, mine), tags.matches(where, mine)
-    hit, possible = ready & matching, tags.undecided(where, mine) | (matching & ~ready)
+    ready, matching = partition.ready(task, ready_index.fields, candidates), tags.matches(where, candidates)
+    hit, possible = ready & matching, tags.undecided(where, candidates) | (matching & ~ready)
     if counts.groups is not None:
-        tagged = tags.present(command.group_by, mine)
+        # A sample without the group tag is in no group; the tag may be set later.
+        tagged = tags.present(command.group_by, candidates)
         hit, possible = hit & tagged, possible | (matching & ~tagged)
     old, new = counts.states[rows], np.zeros(len(rows), np.int8)
-    new[free] = np.where(hit, HIT, np.where(possible, OPEN, 0))
+    new[unclaimed] = np.where(hit, HIT, np.where(possible, OPEN, 0))
     counts.hits += int(np.count_nonzero(new == HIT)) - int(np.count_nonzero(old == HIT))
     counts.open += int(np.count_nonzero(new == OPEN)) - int(np.count_nonzero(old == OPEN))
     counts.states[rows] = new
@@ -105,6 +114,6 @@ def _count(counts: Counts, partition: Partition, ready_index: ReadyIndex, rows: 
         return NEVER
     numbers = np.full(len(rows), -1)
     if tag is not None:
-        places = np.flatnonzero(free)[tagged]
-        numbers[places] = counts.groups.numbers_of(tag.values[rows[places]])
+        tagged_positions = np.flatnonzero(unclaimed)[tagged]
+        numbers[tagged_positions] = counts.groups.numbers_of(tag.values[rows[tagged_positions]])
     return counts.groups.move(rows, numbers, old == HIT, new == HIT, partition.rows.since)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from dataplane.errors import first_few
@@ -19,7 +20,8 @@ NAMED = 5
 
 
 def blocked(state: State, partition: Partition, ready_index: ReadyIndex, command: Claim | WhyBlocked) -> Blocked:
-    """Return the current facts about a claim."""
+    """Return the current facts about why the claim gets no samples, with a sentence in `why`. Of `ready_index` only the
+    task and the fields are used."""
     check_terms(command)
     task, fields = ready_index.task, ready_index.fields
     rows = partition.rows.in_order()
@@ -27,7 +29,7 @@ def blocked(state: State, partition: Partition, ready_index: ReadyIndex, command
     has_all = partition.ready(task, fields, rows)
     ready = rows[has_all]
     where = conditions(partition.version, command)
-    whole, partial, shown = _groups(partition, command, rows, has_all)
+    whole_groups, partial_groups, partial = _group_counts(partition, command, rows, has_all)
     puts, known = state.waiting_puts(partition), partition.names()
     facts = Blocked(
         unclaimed=len(rows),
@@ -36,79 +38,83 @@ def blocked(state: State, partition: Partition, ready_index: ReadyIndex, command
         claimed=task.claimed,
         leased=task.leased,
         held=task.held,
-        lacking={name: _lacking(partition, name, rows) for name in fields},
+        lacking={name: _count_lacking(partition, name, rows) for name in fields},
         undeclared=tuple(name for name in fields if name not in known),
         unproduced=tuple(name for name in fields if name in known and not partition.columns_of(name)),
-        filtered={_text(p): int(np.count_nonzero(~partition.tags.matches((p,), ready))) for p in where},
-        groups=whole,
-        partial_groups=partial,
-        partial=shown,
+        filtered={_predicate_text(p): int(np.count_nonzero(~partition.tags.matches((p,), ready))) for p in where},
+        groups=whole_groups,
+        partial_groups=partial_groups,
+        partial=partial,
         dropped=partition.dropped_partial,
         born=partition.born,
         expected=partition.num_samples,
         complete=partition.complete,
         version=partition.version,
-        writers=_writers(state, partition, fields),
+        writers=_last_writers(state, partition, fields),
         waiting_puts=len(puts),
         waiting_puts_s=state.now - puts[0].since if puts else 0.0,
         waiting_writers=tuple(dict.fromkeys(put.session.name for put in puts))[:NAMED],
         why="",
     )
-    return Blocked(**{**{name: getattr(facts, name) for name in facts.__struct_fields__}, "why": sentence(facts)})
+    return msgspec.structs.replace(facts, why=sentence(facts))
 
 
-def _lacking(partition: Partition, name: str, rows: Int64s) -> int:
+def _count_lacking(partition: Partition, name: str, rows: Int64s) -> int:
     return len(rows) - int(np.count_nonzero(partition.has(name, rows)))
 
 
-def _text(predicate: Predicate) -> str:
+def _predicate_text(predicate: Predicate) -> str:
     value = predicate.value
     shown = f"({first_few([*value])})" if isinstance(value, tuple) else repr(value)
     return f"{predicate.tag} {predicate.op} {shown}"
 
 
-def _groups(
+def _group_counts(
     partition: Partition, command: Claim | WhyBlocked, rows: Int64s, has_all: Bools
 ) -> tuple[int | None, int | None, dict[str, int]]:
-    """Return the numbers of whole and partial groups among the unclaimed samples, and the ready members of the
-    first partial groups. A claim without groups has no such numbers."""
+    """Return the numbers of whole and partial groups among the unclaimed samples `rows`, and the number of ready
+    members of the first partial groups, by group. Without groups in the claim: (None, None, {}).
+    has_all: which of the rows have all fields of the claim."""
     if command.group_size is None:
         return None, None, {}
     tags = partition.tags
     tagged = tags.present(command.group_by, rows)
     rows, has_all = rows[tagged], has_all[tagged]
     groups = tags.codes(command.group_by, rows)
-    firsts = np.unique(groups, return_index=True)[1]
-    ready = np.bincount(groups[has_all], minlength=len(firsts))
-    partial = np.flatnonzero(ready < command.group_size)
-    first = partial[:NAMED]
-    names = tags.values(command.group_by, rows[firsts[first]])
-    shown = {str(name): int(count) for name, count in zip(names, ready[first], strict=True)}
-    return len(firsts) - len(partial), len(partial), shown
+    firsts = np.unique(groups, return_index=True)[1]  # position of each group's first member
+    ready_counts = np.bincount(groups[has_all], minlength=len(firsts))
+    partial = np.flatnonzero(ready_counts < command.group_size)
+    named = partial[:NAMED]
+    names = tags.values(command.group_by, rows[firsts[named]])
+    ready_by_group = {str(name): int(count) for name, count in zip(names, ready_counts[named], strict=True)}
+    return len(firsts) - len(partial), len(partial), ready_by_group
 
 
-def _writers(state: State, partition: Partition, fields: Sequence[str]) -> tuple[Writer, ...]:
-    """Return the sessions that wrote last, and the last writer of each field; latest first."""
-    last = dict(list(partition.writers.items())[-NAMED:])
-    wrote: dict[int, list[str]] = {}
+def _last_writers(state: State, partition: Partition, fields: Sequence[str]) -> tuple[Writer, ...]:
+    """Return the sessions that wrote last to the partition, and the last writer of each field; latest first."""
+    last_writes = dict(list(partition.writers.items())[-NAMED:])  # session number -> (client name, time)
+    fields_by_session: dict[int, list[str]] = {}
     for name in fields:
         writers = [field.writer for field in partition.columns_of(name) if field.writer is not None]
         if writers:
-            number, who, when = max(writers, key=lambda writer: writer[2])
-            wrote.setdefault(number, []).append(name)
-            last.setdefault(number, (who, when))
-    found = [
+            number, client, when = max(writers, key=lambda writer: writer[2])
+            fields_by_session.setdefault(number, []).append(name)
+            last_writes.setdefault(number, (client, when))
+    result = [
         Writer(
             session=number,
-            name=who,
+            name=client,
             ago_s=state.now - when,
             live=number in state.sessions and state.sessions[number].live,
-            fields=tuple(wrote.get(number, ())),
+            fields=tuple(fields_by_session.get(number, ())),
         )
-        for number, (who, when) in last.items()
+        for number, (client, when) in last_writes.items()
     ]
-    turn = {number: place for place, number in enumerate(partition.writers)}  # several may have written in one tick
-    return tuple(sorted(found, key=lambda writer: (writer.ago_s, -turn.get(writer.session, -1), writer.session)))
+    # Several may have written at the same ledger time: then the order of `partition.writers` decides.
+    write_order = {number: place for place, number in enumerate(partition.writers)}
+    return tuple(
+        sorted(result, key=lambda writer: (writer.ago_s, -write_order.get(writer.session, -1), writer.session))
+    )
 
 
 def sentence(facts: Blocked) -> str:
@@ -116,17 +122,17 @@ def sentence(facts: Blocked) -> str:
     be theirs."""
     parts = _back_pressure(facts)
     if facts.undeclared:
-        parts.append(f"no client declared or produced {_names(facts.undeclared)}")
+        parts.append(f"no client declared or produced {_fields_text(facts.undeclared)}")
     if facts.unproduced:
-        parts.append(f"no client has produced {_names(facts.unproduced)} for any live sample")
-    late = [
+        parts.append(f"no client has produced {_fields_text(facts.unproduced)} for any live sample")
+    lacking = [
         f"{count} lack {name!r}"
         for name, count in facts.lacking.items()
         if count and name not in facts.undeclared + facts.unproduced
     ]
     if facts.lacking:
-        more = f" ({', '.join(late[:NAMED])})" if late else ""
-        parts.append(f"of {facts.unclaimed} unclaimed live samples {facts.ready} have all fields{more}")
+        details = f" ({', '.join(lacking[:NAMED])})" if lacking else ""
+        parts.append(f"of {facts.unclaimed} unclaimed live samples {facts.ready} have all fields{details}")
     else:
         parts.append(f"{facts.unclaimed} live samples are unclaimed")
     if facts.filtered:
@@ -140,8 +146,9 @@ def sentence(facts: Blocked) -> str:
     if facts.dropped:
         parts.append(f"{facts.dropped} samples of partial groups were dropped")
     if facts.claimed:
-        kept = [f"{count} of them {how}" for count, how in _kept(facts) if count]
-        parts.append(", ".join([f"{facts.claimed} are claimed", *kept]))
+        held = [(facts.leased, "on lease"), (facts.held, "held for their ranks")]
+        held_parts = [f"{count} of them {state}" for count, state in held if count]
+        parts.append(", ".join([f"{facts.claimed} are claimed", *held_parts]))
     if not facts.complete:
         expected = "an unknown number" if facts.expected is None else str(facts.expected)
         parts.append(f"{facts.born} of {expected} samples have been put")
@@ -150,30 +157,27 @@ def sentence(facts: Blocked) -> str:
 
 
 def _back_pressure(facts: Blocked) -> list[str]:
+    """Return the part of the sentence about puts that wait for space, or [] without such puts."""
     if not facts.waiting_puts:
         return []
-    one = facts.waiting_puts == 1
+    puts_wait, longest = ("put waits", "") if facts.waiting_puts == 1 else ("puts wait", "the longest ")
     return [
-        f"{facts.waiting_puts} {'put waits' if one else 'puts wait'} for space ({'' if one else 'the longest '}for "
-        f"{facts.waiting_puts_s:.1f} s, by {first_few(facts.waiting_writers)}): producers continue once "
-        "samples are cleared or memory is added"
+        f"{facts.waiting_puts} {puts_wait} for space ({longest}for {facts.waiting_puts_s:.1f} s, "
+        f"by {first_few(facts.waiting_writers)}): producers continue once samples are cleared or memory is added"
     ]
 
 
-def _kept(facts: Blocked) -> list[tuple[int, str]]:
-    return [(facts.leased, "on lease"), (facts.held, "held for their ranks")]
-
-
 def _last_writes(facts: Blocked) -> str:
+    """Say when the last writers wrote which of the claim's fields."""
     if not facts.writers:
         return "no client has written yet"
     writes = []
     for writer in facts.writers[:NAMED]:
-        what = f" ({_names(writer.fields)})" if writer.fields else ""
+        what = f" ({_fields_text(writer.fields)})" if writer.fields else ""
         gone = "" if writer.live else ", session ended"
         writes.append(f"{writer.name!r} {writer.ago_s:.1f} s ago{what}{gone}")
     return f"last writes: {', '.join(writes)}"
 
 
-def _names(names: Sequence[str]) -> str:
+def _fields_text(names: Sequence[str]) -> str:
     return f"{'fields' if len(names) > 1 else 'field'} {first_few(names)}"

@@ -83,7 +83,7 @@ class Drains:
         self.state.park(ParkedFind(session, number, self.state.now, command))
         return None
 
-    def judge(self) -> None:
+    def serve_waiting(self) -> None:
         """Answer parked calls whose unit has live cells now, or holds nothing."""
         for parked in self.state.finders:
             try:
@@ -103,7 +103,7 @@ class Drains:
             return self._found(parked.session, parked.number, unit, parked.command)
         return None
 
-    def timed_out(self, parked: ParkedFind) -> FoundCells:
+    def timeout_result(self, parked: ParkedFind) -> FoundCells:
         """Return the cells that exist at the deadline."""
         unit = self.state.unit(parked.command.unit)
         return self._found(parked.session, parked.number, unit, parked.command)

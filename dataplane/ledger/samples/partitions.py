@@ -28,11 +28,11 @@ from dataplane.ledger.state.units import Unit
 
 
 class Partitions:
-    """`task_gone` creates the error for a parked claim whose task a `Register` removed."""
+    """`removed_task_error` creates the error for a parked claim whose task a `Register` removed."""
 
-    def __init__(self, state: State, task_gone: Callable[[ParkedClaim], DataPlaneError]) -> None:
+    def __init__(self, state: State, removed_task_error: Callable[[ParkedClaim], DataPlaneError]) -> None:
         self.state = state
-        self.task_gone = task_gone
+        self.removed_task_error = removed_task_error
 
     def register(self, session: Session, number: int, command: c.Register) -> c.Done:
         """Create a partition, or replace the registration of a live one."""
@@ -61,7 +61,7 @@ class Partitions:
             state.budgeted[number] = partition
         for parked in state.waiting_claims(partition):
             if parked.command.task not in partition.tasks:
-                state.unpark(parked, self.task_gone(parked))
+                state.unpark(parked, self.removed_task_error(parked))
         state.touch(partition)
         return c.Done()
 
