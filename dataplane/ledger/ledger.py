@@ -246,7 +246,7 @@ class Ledger:
         if state.finders and state.extents.stirred:
             state.extents.stirred = False
             self._drains.serve_waiting()
-        self._pressure.look()
+        self._pressure.update()
 
     # --- numbered calls
 

@@ -51,14 +51,14 @@ class ClaimChecks(RuleBasedStateMachine):
 
     def watch_selections(self) -> None:
         """From now on `fixed` has every selection that the ledger fixes."""
-        fix = self.ledger._claims._fix
+        fix = self.ledger._claims._fix_shares
 
         def watched(partition: Any, task: Task, command: Claim, chosen: Any) -> shares.Selection:
             selection = fix(partition, task, command, chosen)
             self.fixed[task, command.step or 0] = selection
             return selection
 
-        self.ledger._claims._fix = watched  # type: ignore[method-assign]
+        self.ledger._claims._fix_shares = watched  # type: ignore[method-assign]
 
     def check_claim(self, name: Name, command: Claim, result: Claimed) -> None:
         if command.step is not None:

@@ -20,7 +20,7 @@ def overlooked(ledger: Ledger) -> dict[Name, Result | DataPlaneError]:
         partition.outlook = None
         again._state.extents.loosened.add(partition.account.number)
     again._state.extents.freed = True
-    again._reservations.judge()
+    again._reservations.serve_waiting()
     found.update({(o.session, o.number): o.result for o in again._state.out if isinstance(o, Answer)})
     return found | _claims(again)
 

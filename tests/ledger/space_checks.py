@@ -85,7 +85,7 @@ class SpaceChecks(ClaimChecks):
     def no_put_waits_only_because_nobody_looked_again(self) -> None:
         if any(isinstance(self.model.commands[name], Allocate) for name in self.parked):
             again = Ledger.restored(self.ledger.image())
-            again._reservations.judge()
+            again._reservations.serve_waiting()
             served = [output for output in again._state.out if isinstance(output, Answer)]
             assert not served, f"these could have been answered before: {served}"
 

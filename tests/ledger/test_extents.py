@@ -218,9 +218,9 @@ def test_trimming_keeps_granules_that_two_rows_share() -> None:
     field.write(rows, np.full(3, number, np.int32), np.array([0, 96, 106]), lengths, None)
     account = extents.open_account()
     account.live_bytes = 192
-    extents.enliven(number, 3, Several(field, rows, 186, account))
-    extents.kill(*field.erase(np.array([0])), account)
+    extents.make_live(number, 3, Several(field, rows, 186, account))
+    extents.release_cells(*field.erase(np.array([0])), account)
     assert extents.ranges() == [(1, 64, 128)]
-    extents.kill(*field.erase(np.array([2])), account)
+    extents.release_cells(*field.erase(np.array([2])), account)
     assert extents.ranges() == [(1, 64, 64)]
     assert account.live_bytes == 64

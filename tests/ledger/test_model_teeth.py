@@ -23,7 +23,7 @@ def what_waits_keeps_nothing(patch: pytest.MonkeyPatch) -> None:
 
     def careless(self: State, parked: object) -> None:
         if hasattr(parked, "targets"):
-            self.let_targets_go(parked)  # type: ignore[arg-type]
+            self.unprotect_targets(parked)  # type: ignore[arg-type]
         park(self, parked)  # type: ignore[arg-type]
 
     patch.setattr(State, "park", careless)
@@ -36,7 +36,7 @@ def what_has_space_keeps_nothing(patch: pytest.MonkeyPatch) -> None:
         for session in self.ledger._state.sessions.values():
             for reservation in session.reservations.values():
                 if hasattr(reservation, "targets"):
-                    self.ledger._state.let_targets_go(reservation)  # type: ignore[arg-type]
+                    self.ledger._state.unprotect_targets(reservation)  # type: ignore[arg-type]
         return judge(self, *args)  # type: ignore[arg-type]
 
     patch.setattr(LedgerEvictor, "feed", careless)

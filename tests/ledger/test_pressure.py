@@ -104,13 +104,13 @@ def test_only_budgets_that_are_used_otherwise_now_are_looked_at(monkeypatch: pyt
         client.put(["a"], {"x": [KIB]}, partition=f"p{i}")
     driver.judged = 0
     looked_at: list[str] = []
-    judge = Pressure._judge
+    judge = Pressure._update_gauge
 
     def look(pressure: Pressure, who: Unit | Partition, used: int, limit: int) -> None:
         looked_at.extend([who.name] if isinstance(who, Partition) else [])
         judge(pressure, who, used, limit)
 
-    monkeypatch.setattr(Pressure, "_judge", look)
+    monkeypatch.setattr(Pressure, "_update_gauge", look)
     client.put(["b"], {"x": [64]})
     client.put(["b"], {"x": [64]}, partition="p3")
     client.clear("b")

@@ -31,7 +31,7 @@ class Looks:
             (Tags, "matches", 2),
             (Tags, "codes", 2),
             (Tags, "present", 2),
-            (Evictions, "_standing", 2),
+            (Evictions, "_eviction_status", 2),
         ):
             self.count(monkeypatch, owner, name, at)
 
@@ -412,7 +412,7 @@ def test_a_waiting_put_that_cannot_be_judged_ends_alone(monkeypatch: pytest.Monk
             failing.clear()
             raise OverflowError("of one put")
 
-    monkeypatch.setattr("dataplane.ledger.allocation.reservations.Reservations._refuse_hopeless", refuse)
+    monkeypatch.setattr("dataplane.ledger.allocation.reservations.Reservations._check_can_ever_fit", refuse)
     client.clear("s1", "s3", "s5", "s7", "s9")
     assert isinstance(client.result(bad), InternalError)
     assert isinstance(client.result(good), c.Allocated)

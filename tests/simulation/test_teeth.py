@@ -227,8 +227,8 @@ def one_cleared_sample_holds_up_the_rest(patch: pytest.MonkeyPatch) -> None:
             raise StaleSampleError(partition=command.partition, samples=["?"], total=len(places), positions=places)
         return named(self, command, claims)
 
-    named = Claims._named_claimed
-    patch.setattr(Claims, "_named_claimed", all_or_nothing)
+    named = Claims._resolve_named
+    patch.setattr(Claims, "_resolve_named", all_or_nothing)
 
 
 def of_several_only_the_first_goes_back(patch: pytest.MonkeyPatch) -> None:

@@ -30,18 +30,25 @@ NO_ROWS: Int64s = np.zeros(0, np.int64)
 def limit_of(state: State, partition: Partition, *, update: bool) -> int | None:
     """Return how many bytes the partition may occupy after a put of new rows, or after an update (None: no budget)."""
     budget = partition.budget_bytes
-    return budget if budget is None or update else budget - int(budget * state.reserve_fraction)
+    if budget is None or update:
+        return budget
+    return budget - int(budget * state.reserve_fraction)  # the reserve is for updates
 
 
-def over(state: State, partition: Partition, wanted: int, *, update: bool) -> int:
+def budget_excess(state: State, partition: Partition, wanted: int, *, update: bool) -> int:
     """Return by how many bytes the partition's budget is too small for `wanted` more; 0 or less if it suffices."""
     limit = limit_of(state, partition, update=update)
-    return 0 if limit is None or not wanted else partition.account.used_bytes + wanted - limit
+    if limit is None or not wanted:
+        return 0
+    return partition.account.used_bytes + wanted - limit
 
 
 class Evictions:
-    """A sample may be evicted if no reader pins it, no lease or unconfirmed claim holds it, and no put in progress
-    names it. It is consumed if every task of its partition (at least one) has a final claim on it."""
+    """Evicts samples for waiting puts.
+
+    A sample may be evicted if no reader pins it, no lease or unconfirmed claim holds it, and no put in progress
+    names it. It is consumed if every task of its partition (at least one) has a final claim on it. Bytes are freed in
+    whole extents, or in parts of them: an extent is certainly freed only if all samples in it are evicted."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -56,23 +63,26 @@ class Evictions:
         only (an update may be of these very samples), and only if that certainly suffices.
         """
         goal = _Goal(self.state, partition, excess, short)
-        consumed, count = self._choose(partition, goal, NO_ROWS, spare, consumed=True)
+        consumed, count = self._choose_victims(partition, goal, NO_ROWS, spare, consumed=True)
         if count is not None:
             self._evict(partition, consumed[:count], consumed=True)
             return ()
-        most = self._most(partition, goal, consumed)
-        if goal.within(most):
+        most = self._freed_at_most(partition, goal, consumed)
+        if goal.is_met_by(most):
+            # It may suffice, if extents are freed in part.
             if self._evict_in_steps(partition, goal, consumed):
                 return ()
-            consumed, most = NO_ROWS, (0, 0)
+            consumed, most = NO_ROWS, (0, 0)  # all of them are evicted
+        # An attempt with `spare` says nothing about one without, so its result is not stored.
         if update or partition.when_full is not WhenFull.EVICT_OLDEST:
             if not len(spare):
-                self._remember(partition, most, None)
+                self._store_outlook(partition, most, None)
             return None
-        both, count = self._choose(partition, goal, consumed, spare, consumed=False)
+        # `both`: the consumed samples, followed by unconsumed ones.
+        both, count = self._choose_victims(partition, goal, consumed, spare, consumed=False)
         if count is None:
             if not len(spare):
-                self._remember(partition, most, self._whole(partition, goal, both))
+                self._store_outlook(partition, most, self._freed_at_least(partition, goal, both))
             return None
         self._evict(partition, consumed, consumed=True)
         others = both[len(consumed) : count]
@@ -82,7 +92,7 @@ class Evictions:
 
     # --- failed attempts
 
-    def in_vain(self, partition: Partition, *, excess: int, short: int, update: bool) -> bool:
+    def certainly_fails(self, partition: Partition, *, excess: int, short: int, update: bool) -> bool:
         """Return whether `make_space` for a waiting put certainly fails, because nothing relevant changed since it
         failed. The cost is proportional to the samples that were noted since."""
         outlook = partition.outlook
@@ -93,8 +103,9 @@ class Evictions:
         consumed_only = update or partition.when_full is not WhenFull.EVICT_OLDEST
         return outlook.rules_out(excess, short, consumed_only=consumed_only)
 
-    def _remember(self, partition: Partition, consumed: Gain, every: Gain | None) -> None:
-        """Store the result of a failed attempt. It is kept while puts of the partition wait."""
+    def _store_outlook(self, partition: Partition, consumed: Gain, every: Gain | None) -> None:
+        """Store the result of a failed attempt: what the consumed samples, and all samples that may be evicted, would
+        free at most (see `Outlook`). It is kept while puts of the partition wait."""
         extents = self.state.extents
         extents.outlooks += 1
         outlook = partition.outlook = Outlook(extents.outlooks, self._open_units(), consumed, every)
@@ -103,8 +114,10 @@ class Evictions:
     def _count_potential(self, partition: Partition, outlook: Outlook, rows: Int64s) -> None:
         """Add to `hope_bytes` the extents of those rows that may be evicted, or could be without their readers."""
         extents = self.state.extents
-        may, consumed = self._standing(partition, rows)
-        cells = self._cells(partition, rows[may if partition.when_full is WhenFull.EVICT_OLDEST else may & consumed])
+        evictable, consumed = self._eviction_status(partition, rows)
+        if partition.when_full is not WhenFull.EVICT_OLDEST:
+            evictable &= consumed
+        cells = self._extents_of(partition, rows[evictable])
         if cells:
             numbers = np.unique(np.concatenate(cells))
             fresh = numbers[(numbers > 0) & (extents.hoped[numbers] != outlook.number)]
@@ -116,98 +129,107 @@ class Evictions:
 
     # --- steps
 
-    def _choose(
+    def _choose_victims(
         self, partition: Partition, goal: _Goal, rows: Int64s, spare: Int64s, *, consumed: bool
     ) -> tuple[Int64s, int | None]:
-        """Return `rows` followed by rows that may be evicted, oldest first, and how many of them suffice (None: all
-        are too few)."""
-        for part in _by_age(partition):
-            found = self._evictable(partition, part, spare, consumed=consumed)
-            if len(found):
-                rows = np.concatenate([rows, found])
-                count = self._enough(partition, goal, rows)
+        """Return `rows` followed by rows that may be evicted, oldest first, and how many of them, from the first on,
+        suffice (None: all are too few). `consumed`: look for consumed rows, else for unconsumed ones."""
+        for part in _rows_by_age(partition):
+            evictable = self._evictable(partition, part, spare, consumed=consumed)
+            if len(evictable):
+                rows = np.concatenate([rows, evictable])
+                count = self._count_needed(partition, goal, rows)
                 if count is not None:
                     return rows, count
         return rows, None
 
     def _evict_in_steps(self, partition: Partition, goal: _Goal, rows: Int64s) -> bool:
-        """Evict in steps: if only parts of extents are freed, the required number of samples is unknown."""
-        at, step = 0, FIRST_STEP
-        while at < len(rows) and not goal.reached:
-            self._evict(partition, rows[at : at + step], consumed=True)
-            at, step = at + step, 2 * step
+        """Evict these consumed rows in steps until the goal is reached: if only parts of extents are freed, the
+        required number of samples is unknown. Return whether it was reached."""
+        start, step = 0, FIRST_STEP
+        while start < len(rows) and not goal.reached:
+            self._evict(partition, rows[start : start + step], consumed=True)
+            start, step = start + step, 2 * step
         return goal.reached
 
     # --- selection
 
     def _evictable(self, partition: Partition, rows: Int64s, spare: Int64s, *, consumed: bool) -> Int64s:
-        """Return those of the rows that may be evicted: only consumed ones, or only unconsumed ones."""
-        may, claimed = self._standing(partition, rows)
-        may &= ~np.isin(rows, spare)
-        may &= claimed if consumed else ~claimed
-        for cells in self._cells(partition, rows):
-            may &= (cells == 0) | (self.state.extents.pins[cells] == 0)
-        return rows[may]
+        """Return those of the rows, except `spare`, that may be evicted: with `consumed` only consumed ones, else only
+        unconsumed ones."""
+        evictable, is_consumed = self._eviction_status(partition, rows)
+        evictable &= ~np.isin(rows, spare)
+        evictable &= is_consumed if consumed else ~is_consumed
+        for cells in self._extents_of(partition, rows):
+            evictable &= (cells == 0) | (self.state.extents.pins[cells] == 0)
+        return rows[evictable]
 
-    def _standing(self, partition: Partition, rows: Int64s) -> tuple[Bools, Bools]:
-        """Return which of the rows no put in progress names and no claim may return, and which are consumed."""
-        may, claimed = ~partition.targeted(rows), np.full(len(rows), bool(partition.tasks))
+    def _eviction_status(self, partition: Partition, rows: Int64s) -> tuple[Bools, Bools]:
+        """Return which of the rows may be evicted (ignoring pins), and which are consumed. A row may not be evicted if
+        a put in progress names it, or if a claim that is not permanent holds it."""
+        evictable, consumed = ~partition.targeted(rows), np.full(len(rows), bool(partition.tasks))
         for task in partition.tasks.values():
-            for_good = task.claimed_permanently(rows)
-            may &= for_good | (task.claim_ids[rows] == 0)
-            claimed &= for_good
-        return may, claimed
+            permanent = task.claimed_permanently(rows)
+            evictable &= permanent | (task.claim_ids[rows] == 0)
+            consumed &= permanent
+        return evictable, consumed
 
-    def _cells(self, partition: Partition, rows: Int64s) -> list[Int32s]:
+    def _extents_of(self, partition: Partition, rows: Int64s) -> list[Int32s]:
+        """Return for each field with live cells the extents of the rows' cells (0: no cell)."""
         return [field.extents[rows] for field in partition.fields.values() if field.live]
 
     # --- amounts
 
-    def _most(self, partition: Partition, goal: _Goal, rows: Int64s) -> tuple[int, int]:
-        """Return the most that evicting these rows can free: all extents that they lie in."""
-        cells = self._cells(partition, rows)
+    def _freed_at_most(self, partition: Partition, goal: _Goal, rows: Int64s) -> tuple[int, int]:
+        """Return the most that evicting these rows can free, all extents with their cells: (bytes of the partition,
+        bytes in open units)."""
+        cells = self._extents_of(partition, rows)
         numbers = np.unique(np.concatenate(cells)) if cells else np.zeros(0, np.int32)
         sizes = self.state.extents.sizes[numbers]
-        return int(sizes.sum()), int(sizes[goal.here(numbers)].sum())
+        return int(sizes.sum()), int(sizes[goal.on_open_units(numbers)].sum())
 
-    def _enough(self, partition: Partition, goal: _Goal, rows: Int64s) -> int | None:
+    def _count_needed(self, partition: Partition, goal: _Goal, rows: Int64s) -> int | None:
         """Return how many of the rows, from the first on, must be evicted so that the freed bytes certainly
         suffice. None if all of them are too few."""
-        excess, short = goal.left
-        gained = self._gains(partition, goal, rows)
-        enough = (gained[0] >= excess) & (gained[1] >= short)
+        excess, short = goal.remaining
+        freed = self._freed_bytes_by_count(partition, goal, rows)
+        enough = (freed[0] >= excess) & (freed[1] >= short)
         return int(enough.argmax()) + 1 if some(enough) else None
 
-    def _whole(self, partition: Partition, goal: _Goal, rows: Int64s) -> Gain:
-        """Return the bytes that are certainly freed if all of the rows are evicted."""
-        gained = self._gains(partition, goal, rows)
-        return (int(gained[0, -1]), int(gained[1, -1])) if gained.size else (0, 0)
+    def _freed_at_least(self, partition: Partition, goal: _Goal, rows: Int64s) -> Gain:
+        """Return the bytes, of the partition and in open units, that are certainly freed if all of the rows are
+        evicted."""
+        freed = self._freed_bytes_by_count(partition, goal, rows)
+        return (int(freed[0, -1]), int(freed[1, -1])) if freed.size else (0, 0)
 
-    def _gains(self, partition: Partition, goal: _Goal, rows: Int64s) -> Int64s:
-        """Return the bytes, of the partition and in open units, that are certainly freed if the rows up to each are
-        evicted: those of extents in which nothing else lives."""
+    def _freed_bytes_by_count(self, partition: Partition, goal: _Goal, rows: Int64s) -> Int64s:
+        """Return two rows of numbers: entry i of the first is how many bytes of the partition are certainly freed if
+        the rows up to i are evicted, entry i of the second how many bytes in open units. Freed are the extents whose
+        live cells all belong to these rows."""
         extents = self.state.extents
-        cells = self._cells(partition, rows)
-        gained: Int64s = np.zeros((2, len(rows)), np.int64)
+        cells = self._extents_of(partition, rows)
+        freed: Int64s = np.zeros((2, len(rows)), np.int64)
         if not cells:
-            return gained
-        numbers, places = np.concatenate(cells), np.tile(np.arange(len(rows)), len(cells))
-        places, numbers = places[numbers > 0], numbers[numbers > 0]
+            return freed
+        # For each cell its extent, and the position of its sample in `rows`.
+        numbers, positions = np.concatenate(cells), np.tile(np.arange(len(rows)), len(cells))
+        positions, numbers = positions[numbers > 0], numbers[numbers > 0]
         if not len(numbers):
-            return gained
-        order = np.lexsort((places, numbers))
-        each, counts, _ = tally(numbers[order], places[order])
-        last = places[order][counts.cumsum() - 1]
-        whole = counts == extents.live[each]
-        each, last = each[whole], last[whole]
-        np.add.at(gained[0], last, extents.sizes[each])
-        np.add.at(gained[1], last, extents.sizes[each] * goal.here(each))
-        total: Int64s = gained.cumsum(axis=1)
+            return freed
+        order = np.lexsort((positions, numbers))
+        distinct, counts, _ = tally(numbers[order], positions[order])
+        last = positions[order][counts.cumsum() - 1]  # the extent is freed with its last sample
+        complete = counts == extents.live[distinct]
+        distinct, last = distinct[complete], last[complete]
+        np.add.at(freed[0], last, extents.sizes[distinct])
+        np.add.at(freed[1], last, extents.sizes[distinct] * goal.on_open_units(distinct))
+        total: Int64s = freed.cumsum(axis=1)
         return total
 
     # --- eviction
 
     def _evict(self, partition: Partition, rows: Int64s, *, consumed: bool) -> None:
+        """Evict these samples, which are all consumed or all unconsumed, and log the loss of unconsumed ones."""
         if not len(rows):
             return
         partition.evicted.note(partition.rows.names_of(rows), partition.generations_of(rows), consumed=consumed)
@@ -219,48 +241,51 @@ class Evictions:
 
 
 class _Goal:
-    """The bytes that an eviction must free."""
+    """The bytes that an eviction must free: `excess` of the partition, and `short` in open units. `_wanted`: the used
+    bytes at which the goal is reached."""
 
     def __init__(self, state: State, partition: Partition, excess: int, short: int) -> None:
         self._extents = state.extents
         self._account = partition.account
         self._units = [unit for unit in state.units.values() if unit.open]
         self._numbers = np.array([unit.number for unit in self._units], np.int32)
-        self._wanted = partition.account.used_bytes - excess, _used(self._units) - short
+        self._wanted = partition.account.used_bytes - excess, _used_bytes(self._units) - short
 
     @property
-    def left(self) -> tuple[int, int]:
+    def remaining(self) -> tuple[int, int]:
         """Bytes that must still be freed: of the partition, and in open units."""
-        return self._account.used_bytes - self._wanted[0], _used(self._units) - self._wanted[1]
+        return self._account.used_bytes - self._wanted[0], _used_bytes(self._units) - self._wanted[1]
 
     @property
     def reached(self) -> bool:
-        return self.within((0, 0))
+        return self.is_met_by((0, 0))
 
-    def within(self, gained: tuple[int, int]) -> bool:
-        excess, short = self.left
-        return gained[0] >= excess and gained[1] >= short
+    def is_met_by(self, freed: tuple[int, int]) -> bool:
+        """Whether freeing these bytes more, of the partition and in open units, reaches the goal."""
+        excess, short = self.remaining
+        return freed[0] >= excess and freed[1] >= short
 
-    def here(self, numbers: Int32s) -> Bools:
+    def on_open_units(self, numbers: Int32s) -> Bools:
         """Return which of these extents are on open units."""
-        found: Bools = np.isin(self._extents.units[numbers], self._numbers)
-        return found
+        on_open: Bools = np.isin(self._extents.units[numbers], self._numbers)
+        return on_open
 
 
-def _used(units: list[Unit]) -> int:
+def _used_bytes(units: list[Unit]) -> int:
     return sum(unit.used_bytes for unit in units)
 
 
-def _by_age(partition: Partition) -> Iterator[Int64s]:
-    """Yield all live rows in parts, oldest first."""
-    rows, at, size = partition.rows, 0, FIRST_LOOK
-    while at < rows.end:
-        part = rows.order[at : min(at + size, rows.end)]
-        yield part[part >= 0]
-        at, size = at + size, 2 * size
+def _rows_by_age(partition: Partition) -> Iterator[Int64s]:
+    """Yield all live rows in parts of increasing size, oldest first."""
+    rows, start, size = partition.rows, 0, FIRST_LOOK
+    while start < rows.end:
+        part = rows.order[start : min(start + size, rows.end)]
+        yield part[part >= 0]  # without removed rows
+        start, size = start + size, 2 * size
 
 
 def _eviction_text(partition: Partition) -> str:
+    """Return the log message about the loss of unconsumed samples."""
     return (
         f"partition {partition.name!r} is full: samples evicted so far before all of its tasks had consumed them: "
         f"{partition.evicted.unconsumed} (when_full={partition.when_full.value!r}). Increase its budget, or consume "
@@ -275,7 +300,7 @@ class Pressure:
     def __init__(self, state: State) -> None:
         self.state = state
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Update after an input. Does nothing unless bytes were taken or freed, and examines only the partitions
         that they belong to."""
         state = self.state
@@ -284,29 +309,32 @@ class Pressure:
             return
         for unit in state.units.values():
             unit.peak_bytes = max(unit.peak_bytes, unit.used_bytes)
-            self._judge(unit, unit.used_bytes, unit.limit(update=False))
+            self._update_gauge(unit, unit.used_bytes, unit.limit(update=False))
         for partition in [state.budgeted[number] for number in sorted(moved) if number in state.budgeted]:
             limit = limit_of(state, partition, update=False)
-            self._judge(partition, partition.account.used_bytes, limit or 0)
+            self._update_gauge(partition, partition.account.used_bytes, limit or 0)
 
-    def _judge(self, owner: Unit | Partition, used: int, limit: int) -> None:
+    def _update_gauge(self, owner: Unit | Partition, used: int, limit: int) -> None:
+        """Set `pressed` of the unit, or of the partition's account, and log a change."""
         gauge: Unit | Account = owner.account if isinstance(owner, Partition) else owner
         low, high = self.state.watermarks
+        # Between the watermarks it stays as it is.
         pressed = used > low * limit if gauge.pressed else used >= high * limit > 0
         if pressed != gauge.pressed:
             gauge.pressed = pressed
-            self.state.out.append(Notice(text=_text(owner, used, limit), warning=pressed))
+            self.state.out.append(Notice(text=_pressure_text(owner, used, limit), warning=pressed))
 
 
-def _text(owner: Unit | Partition, used: int, limit: int) -> str:
+def _pressure_text(owner: Unit | Partition, used: int, limit: int) -> str:
+    """Return the log message about a change of `pressed`. Updates may use more than the limit for new rows."""
     if isinstance(owner, Partition):
-        name, what = f"partition {owner.name!r}", "of its budget "
+        name, of_budget = f"partition {owner.name!r}", "of its budget "
     else:
-        name, what = f"storage unit {owner.number} ({owner.offer.name})", ""
-    share, beyond = min(used / max(limit, 1), 1.0), max(used - limit, 0)
-    taken = f"all {limit:,}" if beyond else f"{used:,} of the {limit:,}"
-    more = f", and {beyond:,} more" if beyond else ""
-    return f"{name} is {100 * share:.0f}% full: {taken} bytes {what}for new rows are used{more}"
+        name, of_budget = f"storage unit {owner.number} ({owner.offer.name})", ""
+    fraction, beyond = min(used / max(limit, 1), 1.0), max(used - limit, 0)
+    used_text = f"all {limit:,}" if beyond else f"{used:,} of the {limit:,}"
+    beyond_text = f", and {beyond:,} more" if beyond else ""
+    return f"{name} is {100 * fraction:.0f}% full: {used_text} bytes {of_budget}for new rows are used{beyond_text}"
 
 
 NAMED = 3
@@ -325,28 +353,31 @@ def out_of_space(
 ) -> CapacityTimeoutError:
     """Return the error of a put without space. It describes the budget if that is used up, else the units.
     `earlier` is the put that this one waits for, if any; the error names it if there is space for this one."""
-    short = not moving and over(state, partition, wanted, update=update) > 0
-    enough = is_fragmented(state, wanted, update=update)
-    if short or not enough:
+    over_budget = not moving and budget_excess(state, partition, wanted, update=update) > 0
+    enough_free = is_fragmented(state, wanted, update=update)
+    if over_budget or not enough_free:
         earlier = None
-    behind = "" if earlier is None else _put(earlier)
-    if short or (earlier is not None and not waits_for_memory(state, earlier)):
+    behind = "" if earlier is None else _put_text(earlier)
+    # The earlier put may wait for the budget of the same partition.
+    if over_budget or (earlier is not None and not waits_for_memory(state, earlier)):
         limit = limit_of(state, partition, update=update)
         assert limit is not None
         return CapacityTimeoutError(
             wanted_bytes=wanted,
             free_bytes=max(limit - partition.account.used_bytes, 0),
             waited_s=waited_s,
-            holders=_ranked([(_described(partition), partition.account.live_bytes)], _sessions(state, partition)),
+            holders=_largest_holders(
+                [(_partition_text(partition), partition.account.live_bytes)], _session_holdings(state, partition)
+            ),
             partition=partition.name,
             budget_bytes=partition.budget_bytes,
             behind=behind,
         )
     units = state.units.values()
-    troubles = [(unit, unit.growth_problem(state.now)) for unit in units]
-    holes = [unit.space for unit in units if unit.open]
-    largest = max((space.largest_bytes for space in holes), default=0)
-    lost = [
+    growth_problems = [(unit, unit.growth_problem(state.now)) for unit in units]
+    open_spaces = [unit.space for unit in units if unit.open]
+    largest = max((space.largest_bytes for space in open_spaces), default=0)
+    closed_units = [
         (
             f"storage unit {unit.number} ({unit.offer.name}), which is "
             + ("being drained," if unit.connected else "not connected,"),
@@ -355,15 +386,15 @@ def out_of_space(
         for unit in units
         if not unit.open
     ]
-    partitions = [(_described(other), other.account.live_bytes) for other in _largest(state)]
+    partitions = [(_partition_text(other), other.account.live_bytes) for other in _largest_partitions(state)]
     return CapacityTimeoutError(
         wanted_bytes=wanted,
         free_bytes=sum(max(unit.available_bytes(update=update), 0) for unit in units if unit.open),
         waited_s=waited_s,
-        holders=_ranked(lost, partitions, _sessions(state, None)),
-        fragments=sum(space.fragments for space in holes) if enough and not behind else 0,
+        holders=_largest_holders(closed_units, partitions, _session_holdings(state, None)),
+        fragments=sum(space.fragments for space in open_spaces) if enough_free and not behind else 0,
         largest_free_bytes=largest,
-        arena=" ".join(f"Storage unit {unit.number} cannot grow: {why}" for unit, why in troubles if why),
+        arena=" ".join(f"Storage unit {unit.number} cannot grow: {why}" for unit, why in growth_problems if why),
         behind=behind,
     )
 
@@ -382,7 +413,7 @@ def waits_for_memory(state: State, parked: ParkedAllocate) -> bool:
     """Return whether this call waits for memory of the units, not for its partition's budget. Moves do not count
     against a budget."""
     command = parked.command
-    return command.moving or over(state, parked.partition, parked.total, update=command.update) <= 0
+    return command.moving or budget_excess(state, parked.partition, parked.total, update=command.update) <= 0
 
 
 def waits_for_larger_piece(state: State, parked: ParkedAllocate, *, spare: int = 0) -> bool:
@@ -392,45 +423,51 @@ def waits_for_larger_piece(state: State, parked: ParkedAllocate, *, spare: int =
     return waits_for_memory(state, parked) and is_fragmented(state, wanted, update=parked.command.update)
 
 
-def _ranked(*groups: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the largest of each group, group after group."""
+def _largest_holders(*groups: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return the largest holders of each group, group after group. A holder is (text, bytes)."""
     ranked = [sorted(group, key=lambda holder: -holder[1]) for group in groups]
     return [holder for group in ranked for holder in group[:NAMED] if holder[1]]
 
 
-def _largest(state: State) -> list[Partition]:
+def _largest_partitions(state: State) -> list[Partition]:
     return sorted(state.partitions.values(), key=lambda partition: -partition.account.live_bytes)[:NAMED]
 
 
-def _described(partition: Partition) -> str:
-    """Describe the partition, and the tasks that have not consumed it."""
+def _partition_text(partition: Partition) -> str:
+    """Describe the partition, and how many of its samples each task has not claimed."""
     live = partition.rows.live
-    behind = [f"{live - task.claimed} not claimed by {name!r}" for name, task in partition.tasks.items()]
-    facts = ", ".join([f"{live} samples", *behind[:NAMED], *(["..."] if len(behind) > NAMED else [])])
-    return f"partition {partition.name!r} ({facts})"
+    facts = [f"{live} samples"]
+    facts += [f"{live - task.claimed} not claimed by {name!r}" for name, task in list(partition.tasks.items())[:NAMED]]
+    if len(partition.tasks) > NAMED:
+        facts.append("...")
+    return f"partition {partition.name!r} ({', '.join(facts)})"
 
 
-def _put(parked: ParkedAllocate) -> str:
+def _put_text(parked: ParkedAllocate) -> str:
     return (
         f"an earlier put of {parked.total:,} bytes into partition {parked.partition.name!r} by {parked.session.label}"
     )
 
 
-def _sessions(state: State, partition: Partition | None) -> list[tuple[str, int]]:
-    """Return what each session holds by reservations and pins, of this partition or of all."""
-    found = []
+def _session_holdings(state: State, partition: Partition | None) -> list[tuple[str, int]]:
+    """Return the bytes that each session holds by reservations and by pins, of this partition or (None) of all, as
+    (text, bytes)."""
+    holdings = []
     for session in state.sessions.values():
-        reserved = sum(_bytes(state, reservation.extents(), partition) for reservation in session.reservations.values())
-        pinned = sum(_bytes(state, pins, partition) for pins in session.pins.values())
-        found += [(f"reservations of {session.label}", reserved), (f"readers of {session.label}", pinned)]
-    return found
+        reserved = sum(
+            _bytes_held(state, reservation.extents(), partition) for reservation in session.reservations.values()
+        )
+        pinned = sum(_bytes_held(state, pins, partition) for pins in session.pins.values())
+        holdings += [(f"reservations of {session.label}", reserved), (f"readers of {session.label}", pinned)]
+    return holdings
 
 
-def _bytes(state: State, numbers: Int32s, partition: Partition | None) -> int:
+def _bytes_held(state: State, numbers: Int32s, partition: Partition | None) -> int:
+    """Return the bytes of these extents, or of those among them that belong to the partition."""
     extents = state.extents
     if partition is not None:
-        mine = extents.owners[numbers] == partition.account.number
-        if not some(mine):
+        of_partition = extents.owners[numbers] == partition.account.number
+        if not some(of_partition):
             return 0
-        numbers = numbers[mine]
+        numbers = numbers[of_partition]
     return extents.bytes_of(numbers)

@@ -1,4 +1,7 @@
-"""Choose the window of an arena to empty for a large free piece. Pure arithmetic on the spans of the arena."""
+"""Choose the window of an arena to empty for a large free piece. Pure arithmetic on the spans of the arena.
+
+A window is a range of the arena that holds whole used spans. To empty it, these are moved to free ranges outside.
+"""
 
 from __future__ import annotations
 
@@ -48,35 +51,41 @@ class _Edges(NamedTuple):
 
 def windows(spans: Spans, *, goal: int, least: int, most: int, free: int) -> Iterator[Window]:
     """Yield windows to try: first those of `goal` bytes with the fewest bytes to move, then the longest of at least
-    `least` bytes. At most `most` bytes must be moved, and they fit into the free bytes outside of the window
-    (`free` is the total)."""
+    `least` bytes. Emptying a window moves at most `most` bytes, and they fit into the free bytes outside of it
+    (`free`: all free bytes of the arena)."""
     zero = np.zeros(1, np.int64)
+    # Edge i is the gap before span i; the last edge is the gap behind all spans.
     edges = _Edges(
         begins=np.concatenate((zero, spans.starts + spans.sizes)),
         ends=np.concatenate((spans.starts, np.array([spans.end], np.int64))),
         moved=np.concatenate((zero, np.cumsum(np.where(spans.movable, spans.sizes, FIXED)))),
     )
     for first, last, stop in _cheapest(edges, goal, most, free):
-        yield _window(spans, edges, first, last, stop)
+        yield _make_window(spans, edges, first, last, stop)
     for part in PARTS:
         for first, last, stop in _longest(edges, least, most // part, free):
-            yield _window(spans, edges, first, last, stop)
+            yield _make_window(spans, edges, first, last, stop)
 
 
 def _cheapest(edges: _Edges, goal: int, most: int, free: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first, last, stop) of the windows of `goal` bytes with the fewest bytes to move."""
+    """Yield the windows of `goal` bytes with the fewest bytes to move, as (first edge, last edge, stop): `stop` is the
+    window's end."""
+    # For each edge where a window may begin, the first edge where it has at least `goal` bytes.
     last = np.searchsorted(edges.ends, edges.begins + goal)
     first = np.flatnonzero(last < len(edges.ends))
     last = last[first]
     stops = np.maximum(edges.begins[first] + goal, edges.begins[last])
     moved = edges.moved[last] - edges.moved[first]
+    # A window with more bytes than are free in the arena cannot be emptied.
     fits = np.flatnonzero((moved <= most) & (stops - edges.begins[first] <= free))
-    for place in fits[moved[fits].argsort(kind="stable")][:CHEAPEST].tolist():
-        yield int(first[place]), int(last[place]), int(stops[place])
+    for i in fits[moved[fits].argsort(kind="stable")][:CHEAPEST].tolist():
+        yield int(first[i]), int(last[i]), int(stops[i])
 
 
 def _longest(edges: _Edges, least: int, most: int, free: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first, last, stop) of the longest window with at most `most` bytes to move."""
+    """Yield the longest window with at most `most` bytes to move, if it has at least `least` bytes, as (first edge,
+    last edge, stop)."""
+    # For each first edge, the last edge with at most `most` bytes to move and at most `free` bytes in the window.
     last = np.searchsorted(edges.moved, edges.moved + most, side="right") - 1
     last = np.minimum(last, np.searchsorted(edges.ends, edges.begins + free, side="right") - 1)
     lengths = np.where(last > np.arange(len(last)), edges.ends[last] - edges.begins, 0)
@@ -85,8 +94,9 @@ def _longest(edges: _Edges, least: int, most: int, free: int) -> Iterator[tuple[
         yield first, int(last[first]), int(edges.ends[last[first]])
 
 
-def _window(spans: Spans, edges: _Edges, first: int, last: int, stop: int) -> Window:
+def _make_window(spans: Spans, edges: _Edges, first: int, last: int, stop: int) -> Window:
+    """Return the window from edge `first` to edge `last`, which ends at `stop`."""
     begins, ends = edges.begins[first : last + 1], np.minimum(edges.ends[first : last + 1], stop)
-    holes = np.flatnonzero(ends > begins)
-    free = list(zip(begins[holes].tolist(), (ends - begins)[holes].tolist(), strict=True))
+    nonempty = np.flatnonzero(ends > begins)
+    free = list(zip(begins[nonempty].tolist(), (ends - begins)[nonempty].tolist(), strict=True))
     return Window(int(begins[0]), stop, np.unique(spans.extents[first:last]), free)

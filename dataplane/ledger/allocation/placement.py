@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dataplane.core.types import GRANULE_BYTES
 from dataplane.ledger.commands import Int64s
 from dataplane.ledger.state.free_space import granules_up
 from dataplane.ledger.state.sessions import Want
@@ -38,51 +39,53 @@ def place(want: Want, units: list[Unit]) -> tuple[list[Piece] | None, list[Unit]
     for unit in ordered:
         if unit.available_bytes(update=want.update) < want.total:
             continue
-        pieces = _in_one(want, unit)
+        pieces = _place_in_one_piece(want, unit)
         if pieces is None:
-            pieces = _by_columns(want, [unit])
+            pieces = _place_by_columns(want, [unit])
         if pieces is not None:
             return pieces, []
         if want.prefers(unit) and can_grow(unit):
             return None, [unit]
-    growing = [unit for unit in ordered if can_grow(unit) and unit.available_bytes(update=want.update) > 0]
-    whole = [unit for unit in growing if unit.available_bytes(update=want.update) >= want.total]
-    if whole:
-        return None, whole[:1]
-    return _by_columns(want, ordered, split=True), growing
+    # No unit has all of the put now. One that has it after growth is better than several units.
+    growable = [unit for unit in ordered if can_grow(unit) and unit.available_bytes(update=want.update) > 0]
+    large_enough = [unit for unit in growable if unit.available_bytes(update=want.update) >= want.total]
+    if large_enough:
+        return None, large_enough[:1]
+    return _place_by_columns(want, ordered, split=True), growable
 
 
 def can_grow(unit: Unit) -> bool:
     return unit.space.backed_bytes < unit.ceiling
 
 
-def growth(unit: Unit, need: int) -> int | None:
-    """Return the backing to request so that the unit has `need` more bytes; None if it was requested or is
-    impossible."""
+def growth_target(unit: Unit, need: int) -> int | None:
+    """Return the backing in bytes to order so that the unit has `need` more bytes; None if it was ordered already or
+    is impossible."""
     backed = unit.space.backed_bytes
     if not unit.open or not can_grow(unit) or unit.shrinking:
         return None
-    target = min(backed + max(STEP_BYTES, need, backed // 4), unit.ceiling)
     if unit.asked and unit.asked >= min(backed + need, unit.ceiling):
         return None
-    return target
+    return min(backed + max(STEP_BYTES, need, backed // 4), unit.ceiling)
 
 
-def growth_again(unit: Unit, need: int, now: float) -> int | None:
-    """Return the backing to request from a unit that failed to grow some time ago, or None."""
+def retry_target(unit: Unit, need: int, now: float) -> int | None:
+    """Return the backing in bytes to order from a unit that failed to grow and may be tried again now, or None."""
     if not unit.problem or unit.asked or unit.shrinking or not unit.open or now < unit.retry_at:
         return None
     return min(unit.space.backed_bytes + max(STEP_BYTES, need), unit.space.capacity_bytes)
 
 
-def growth_ahead(unit: Unit) -> int | None:
-    """Return the backing to request because little of it is left, or None."""
+def advance_target(unit: Unit) -> int | None:
+    """Return the backing in bytes to order in advance because little of the present one is free, or None."""
     slack = min(SLACK_BYTES, unit.ceiling // 8)
-    return growth(unit, slack) if not unit.asked and unit.space.free_bytes < slack else None
+    if unit.asked or unit.space.free_bytes >= slack:
+        return None
+    return growth_target(unit, slack)
 
 
-def _in_one(want: Want, unit: Unit) -> list[Piece] | None:
-    """Place all columns in one piece of the unit, or return None."""
+def _place_in_one_piece(want: Want, unit: Unit) -> list[Piece] | None:
+    """Place all columns one after another in one free range of the unit, or return None."""
     offset = 0
     if want.total:
         taken = unit.space.take(want.total)
@@ -97,11 +100,12 @@ def _in_one(want: Want, unit: Unit) -> list[Piece] | None:
     return pieces
 
 
-def _by_columns(want: Want, units: list[Unit], *, split: bool = False) -> list[Piece] | None:
-    """Place each column in one piece where that fits; with `split`, in several pieces elsewhere."""
+def _place_by_columns(want: Want, units: list[Unit], *, split: bool = False) -> list[Piece] | None:
+    """Place each column in one piece of the first of the units where it fits; with `split`, a column that fits nowhere
+    in several pieces. Return None, and take nothing, if a column has no place."""
     pieces: list[Piece] = []
     for column in range(len(want.whole)):
-        if want.values(column) and not _column(want, column, units, pieces, split=split):
+        if want.values(column) and not _place_column(want, column, units, pieces, split=split):
             give_back(pieces)
             return None
     return pieces
@@ -111,8 +115,10 @@ def place_in(unit: Unit, sizes: Int64s, most: int) -> list[Piece] | None:
     """Place the values of one column in at most `most` pieces of one unit. Return None, and take nothing, if that
     is impossible. No value may be empty."""
     pieces: list[Piece] = []
+    # ends[k]: sum of the first k sizes.
     first, ends = 0, np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
     while first < len(sizes):
+        # As many values as the largest free range can hold.
         last = int(np.searchsorted(ends, ends[first] + unit.space.largest_bytes, side="right")) - 1
         if last == first or len(pieces) == most:
             give_back(pieces)
@@ -132,34 +138,37 @@ def give_back(pieces: list[Piece]) -> None:
             piece.unit.space.give(piece.offset, piece.size)
 
 
-def _column(want: Want, column: int, units: list[Unit], pieces: list[Piece], *, split: bool) -> bool:
-    """Add pieces for one column. Return False if it has no place; pieces taken so far stay in `pieces`."""
+def _place_column(want: Want, column: int, units: list[Unit], pieces: list[Piece], *, split: bool) -> bool:
+    """Add pieces for one column to `pieces`. Return False if it has no place; pieces taken so far stay in `pieces`."""
     first, last, ends = 0, want.values(column), want.ends[column]
     while first < last:
-        taken = _take(want, units, granules_up(int(ends[last] - ends[first])))
-        upto = last
+        # All remaining values in one piece, or with `split` as many as the largest available piece can hold.
+        taken = _take_piece(want, units, granules_up(int(ends[last] - ends[first])))
+        stop = last
         if taken is None and split:
-            best = max(units, key=lambda unit: _block(want, unit))
-            block = _block(want, best)
-            upto = int(np.searchsorted(ends, ends[first] + block, side="right")) - 1
-            if upto > first:
-                taken = _take(want, [best], granules_up(int(ends[upto] - ends[first])))
+            best = max(units, key=lambda unit: _largest_usable_piece(want, unit))
+            block = _largest_usable_piece(want, best)
+            stop = int(np.searchsorted(ends, ends[first] + block, side="right")) - 1
+            if stop > first:
+                taken = _take_piece(want, [best], granules_up(int(ends[stop] - ends[first])))
         if taken is None:
             return False
         unit, offset, size = taken
-        pieces.append(Piece(column, first, upto, unit, offset, size))
-        first = upto
+        pieces.append(Piece(column, first, stop, unit, offset, size))
+        first = stop
     return True
 
 
-def _block(want: Want, unit: Unit) -> int:
+def _largest_usable_piece(want: Want, unit: Unit) -> int:
     """Return the largest number of bytes in one piece that the unit has for this put."""
-    return max(min(unit.space.largest_bytes, unit.available_bytes(update=want.update) // 64 * 64), 0)
+    available = unit.available_bytes(update=want.update) // GRANULE_BYTES * GRANULE_BYTES
+    return max(min(unit.space.largest_bytes, available), 0)
 
 
-def _take(want: Want, units: list[Unit], size: int) -> tuple[Unit, int, int] | None:
+def _take_piece(want: Want, units: list[Unit], size: int) -> tuple[Unit, int, int] | None:
+    """Take `size` bytes in the first unit that has them in one piece. Return (unit, offset, size), or None."""
     if not size:
-        return units[0], 0, 0
+        return units[0], 0, 0  # empty values take no space
     for unit in units:
         if unit.available_bytes(update=want.update) >= size:
             offset = unit.space.take(size)

@@ -19,13 +19,13 @@ from dataplane.errors import (
 from dataplane.ledger.allocation.budgets import (
     REPORTED,
     Evictions,
+    budget_excess,
     limit_of,
     out_of_space,
-    over,
     waits_for_larger_piece,
     waits_for_memory,
 )
-from dataplane.ledger.allocation.placement import Piece, give_back, growth, growth_again, growth_ahead, place
+from dataplane.ledger.allocation.placement import Piece, advance_target, give_back, growth_target, place, retry_target
 from dataplane.ledger.commands import (
     Allocate,
     Allocated,
@@ -56,7 +56,9 @@ RETRY_S = 1.0
 
 
 class Reservations:
-    """Waiting puts are served first come, first served among updates and among new rows, updates first. A put that
+    """Reserves space for puts, and serves the puts that wait for it.
+
+    Waiting puts are served first come, first served among updates and among new rows, updates first. A put that
     waits for its partition's budget does not hold up other partitions. Neither does a put that waits for a larger
     piece while enough bytes are free; it does not hold up its own partition either, if that has no budget. Moves
     come last, whatever the budget."""
@@ -71,9 +73,9 @@ class Reservations:
         partition = self.state.partition(command.partition)
         if not self.state.has_waiting_put(partition.account.number):
             partition.outlook = None
-        self._check(partition, command)
+        self._check_command(partition, command)
         want = Want(session, command)
-        self._refuse_hopeless(partition, want)
+        self._check_can_ever_fit(partition, want)
         parked = ParkedAllocate(session, number, self.state.now, command, partition, want)
         self.state.protect_targets(parked)
         try:
@@ -84,93 +86,98 @@ class Reservations:
 
     def _serve_or_park(self, parked: ParkedAllocate) -> Allocated | None:
         """Serve the call unless an earlier one holds it up. Otherwise park it, or raise if it does not wait."""
-        queued, behind = self._line(parked)
-        granted = None if queued else self._serve(parked, behind=behind is not None)
-        if granted is not None:  # a put that waits only for growing arenas may have lost its space
-            if self._more_to_come(self._open_units()):
-                self.state.extents.freed |= any(map(_refuses, self.state.all_puts()))
+        held_up_by_partition, blocker = self._find_blockers(parked)
+        granted = None if held_up_by_partition else self._try_to_reserve(parked, behind=blocker is not None)
+        if granted is not None:
+            # A put that waits only for growing arenas may have lost its space, and must then fail.
+            if self._any_growing(self._open_units()):
+                self.state.extents.freed |= any(map(_waits_for_growth_only, self.state.all_puts()))
             return granted
         self.liveness.probe_silent()
-        if self._rejects(parked):
+        if self._fails_now(parked):
             raise self.out_of_space(parked)
         self.state.park(parked)
-        parked.holds_up = self._holds_up(parked)
+        parked.holds_up = self._holds_up_all(parked)
         return None
 
-    def _line(self, asking: ParkedAllocate) -> tuple[bool, ParkedAllocate | None]:
+    def _find_blockers(self, asking: ParkedAllocate) -> tuple[bool, ParkedAllocate | None]:
         """Return whether a waiting put of the same partition holds up this call, and the first put of any partition
-        that does. Moves hold up only moves."""
+        that does (None: no put). Moves hold up only moves. `asking` is new, or waits itself."""
         if asking.command.moving:
-            return bool(self.state.moves), self._before_moves()
-        behind = None
-        turns = WaitQueues(self._lines(asking.command.update, {asking.partition.account.number}))
+            return bool(self.state.moves), self._update_before_moves()
+        blocker = None
+        turns = WaitQueues(self._active_lines(asking.command.update, {asking.partition.account.number}))
         for parked in turns:
             if parked is asking:
                 break
-            if not self._in_line(parked):
+            if not self._holds_up_partition(parked):
                 continue
-            if behind is None and self._holds_up(parked):
-                behind = parked
+            if blocker is None and self._holds_up_all(parked):
+                blocker = parked
             if parked.partition is asking.partition:
-                return True, behind or parked
-            turns.skip_line()
-        return False, behind
+                return True, blocker or parked
+            turns.skip_line()  # the other puts in this line wait for the same blocker
+        return False, blocker
 
-    def _holds_up(self, parked: ParkedAllocate) -> bool:
+    def _holds_up_all(self, parked: ParkedAllocate) -> bool:
         """Return whether all later puts, also of other partitions, wait for this put."""
         return waits_for_memory(self.state, parked) and not waits_for_larger_piece(self.state, parked)
 
-    def _in_line(self, parked: ParkedAllocate) -> bool:
+    def _holds_up_partition(self, parked: ParkedAllocate) -> bool:
         """Return whether later puts of its partition wait for this put. They do not if enough bytes are free in
         pieces that are too small for it: a put that fits into such a piece takes nothing from it except budget."""
         return parked.partition.budget_bytes is not None or not waits_for_larger_piece(self.state, parked)
 
-    def _serve(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | None:
+    def _try_to_reserve(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | None:
         """Return the reservation if there is space, or if the partition evicts for it. `behind`: earlier puts wait
         for the units' memory, so this one may only use memory that it freed itself."""
         partition, want = parked.partition, parked.want
         if want.moving:
-            return None if behind else self._take(parked)
-        excess = over(self.state, partition, want.total, update=want.update)
+            return None if behind else self._take_space(parked)
+        excess = budget_excess(self.state, partition, want.total, update=want.update)
         if excess <= 0 and not behind:
-            granted = self._take(parked)
-            if granted is not None or self._growing(want):
-                return granted
+            granted = self._take_space(parked)
+            if granted is not None or self._enough_expected(want):
+                return granted  # None: growing arenas will have space, so nothing is evicted
+        # Each round evicts samples, so the loop ends.
         while partition.evicts and any(unit.open for unit in self.state.units.values()):
             short = want.total - self._available_bytes(want)
             if behind or max(excess, short) <= 0:
+                # The free bytes belong to earlier puts, or are in pieces that are too small.
                 short = want.total
-            if self.evictions.in_vain(partition, excess=excess, short=short, update=want.update):
+            if self.evictions.certainly_fails(partition, excess=excess, short=short, update=want.update):
                 return None
             evicted = self.evictions.make_space(partition, excess=excess, short=short, update=want.update)
             if evicted is None:
                 return None
             parked.evicted += evicted
-            granted = self._take(parked)
-            if granted is not None or self._growing(want):
+            granted = self._take_space(parked)
+            if granted is not None or self._enough_expected(want):
                 return granted
-            excess = over(self.state, partition, want.total, update=want.update)
+            excess = budget_excess(self.state, partition, want.total, update=want.update)
         return None
 
-    def _take(self, parked: ParkedAllocate) -> Allocated | None:
+    def _take_space(self, parked: ParkedAllocate) -> Allocated | None:
         """Return the reservation if the units have space and the budget covers the pieces, which may be larger than
         the put."""
         want = parked.want
-        pieces = self._place(want)
+        pieces = self._take_pieces(want)
         if pieces is None:
             return None
         nbytes = sum(piece.size for piece in pieces)
         if (
             not want.moving
             and nbytes > want.total
-            and over(self.state, parked.partition, nbytes, update=want.update) > 0
+            and budget_excess(self.state, parked.partition, nbytes, update=want.update) > 0
         ):
             give_back(pieces)
             return None
-        return self._reserve(parked, pieces)
+        return self._create_reservation(parked, pieces)
 
     def preallocate(self, session: Session, number: int, command: Preallocate) -> Preallocated:
-        """Reserve preallocated space, unless that takes it from a waiting put."""
+        """Reserve preallocated space in a unit for later small puts of the session. Raises CapacityTimeoutError if it
+        is too large a part of the unit's space, if no free range is large enough, or if it would take space from a
+        waiting put."""
         unit = self.state.units.get(command.unit)
         if unit is None or unit.number not in session.attached:
             raise InvalidRequestError(f"session {session.number} is not local to storage unit {command.unit}")
@@ -178,8 +185,8 @@ class Reservations:
             raise InvalidRequestError(f"{command.nbytes} bytes of preallocated space: must be in [1, {MAX_BYTES}]")
         nbytes, limit = granules_up(command.nbytes), unit.limit(update=False)
         plenty = nbytes * self.state.limits.preallocated_part <= limit and unit.used_bytes + nbytes <= limit // 2
-        spare = plenty and unit.open and self._is_spare(nbytes)
-        offset = unit.space.take(nbytes) if spare else None
+        allowed = plenty and unit.open and self._is_spare(nbytes)
+        offset = unit.space.take(nbytes) if allowed else None
         if offset is None:
             raise CapacityTimeoutError(
                 wanted_bytes=nbytes, free_bytes=max(unit.available_bytes(update=False), 0), waited_s=0.0, holders=[]
@@ -192,74 +199,80 @@ class Reservations:
     def _is_spare(self, nbytes: int) -> bool:
         """Return whether `nbytes` can be reserved without taking them from a waiting call. Calls that wait for a
         budget do not wait for memory. Calls that wait for a larger piece must have enough bytes left."""
-        lines = [line for update in (True, False) for line in self._lines(update, set())]
+        lines = [line for update in (True, False) for line in self._active_lines(update, set())]
         return all(
             not waits_for_memory(self.state, parked) or waits_for_larger_piece(self.state, parked, spare=nbytes)
             for parked in chain.from_iterable(line.values() for line in (*lines, self.state.moves))
         )
 
     def serve_waiting(self) -> None:
-        """Serve waiting calls: all of them if bytes were freed, else those of partitions that may evict samples now."""
+        """Serve waiting calls: all of them if bytes were freed, else those of partitions that may evict samples now.
+        Repeats while that frees bytes again."""
         state, extents = self.state, self.state.extents
         while extents.freed or extents.loosened:
-            all_lines, extents.freed = extents.freed, False
+            all_lines, extents.freed = extents.freed, False  # set again below if bytes are freed
             loosened = {account for account in extents.loosened if state.has_waiting_put(account)}
             extents.loosened = set()
             if all_lines or loosened:
                 for update in (True, False):
-                    self._judge_lines(update, loosened, all_lines=all_lines)
-                self._judge_moves()
+                    self._serve_lines(update, loosened, all_lines=all_lines)
+                self._serve_moves()
 
-    def _lines(self, update: bool, accounts: set[int]) -> list[Line]:
-        """Return the lines of these accounts, and all lines that do not rest."""
+    def _active_lines(self, update: bool, accounts: set[int]) -> list[Line]:
+        """Return the lines of puts (updates, or puts of new rows) of these accounts, and all lines that do not rest
+        (see `State.resting`)."""
         resting = self.state.resting[update] - accounts
         return [line for account, line in self.state.space_waiters[update].items() if account not in resting]
 
-    def _judge_lines(self, update: bool, loosened: set[int], *, all_lines: bool) -> None:
-        """Judge puts of the `loosened` accounts, or all puts that may gain from freed bytes, in order. If a put no
-        longer holds up others, these are judged too."""
-        behind, resting = False, self.state.resting[update]
-        turns = WaitQueues(self._lines(update, loosened))
-        resting -= loosened
+    def _serve_lines(self, update: bool, loosened: set[int], *, all_lines: bool) -> None:
+        """Serve puts of the `loosened` accounts, or with `all_lines` all puts that may gain from freed bytes, in order.
+        If a put no longer holds up others, `extents.freed` is set, so that these are served in the next round."""
+        behind, resting = False, self.state.resting[update]  # behind: an earlier put waits for the units' memory
+        turns = WaitQueues(self._active_lines(update, loosened))
+        resting.difference_update(loosened)
         for parked in turns:
             partition = parked.partition
             account = partition.account.number
             if account in loosened and partition.outlook is not None:
                 partition.outlook.changed = True
+            # Behind another put, only eviction can make space for this one.
             if (all_lines or account in loosened) and (not behind or partition.evicts):
-                if not self._judge(parked, behind=behind):
-                    continue
-                if self._rests(parked):
+                if not self._try_to_serve(parked, behind=behind):
+                    continue  # it has its answer
+                if self._needs_account_change(parked):
                     resting.add(account)
-            held_up, parked.holds_up = parked.holds_up, self._holds_up(parked)
-            self.state.extents.freed |= held_up and not parked.holds_up
-            if self._in_line(parked):
+            held_up_before, parked.holds_up = parked.holds_up, self._holds_up_all(parked)
+            self.state.extents.freed |= held_up_before and not parked.holds_up
+            if self._holds_up_partition(parked):
                 turns.skip_line()
             behind = behind or parked.holds_up
 
-    def _rests(self, parked: ParkedAllocate) -> bool:
+    def _needs_account_change(self, parked: ParkedAllocate) -> bool:
         """Return whether only a change of its account can help this put, whatever space the units have."""
         partition, want = parked.partition, parked.want
-        excess = over(self.state, partition, want.total, update=want.update)
+        excess = budget_excess(self.state, partition, want.total, update=want.update)
         return excess > 0 and (
-            not partition.evicts or self.evictions.in_vain(partition, excess=excess, short=0, update=want.update)
+            not partition.evicts
+            or self.evictions.certainly_fails(partition, excess=excess, short=0, update=want.update)
         )
 
-    def _judge_moves(self) -> None:
-        """Serve moves with space that no update waits for."""
+    def _serve_moves(self) -> None:
+        """Serve moves in order, with space that no update waits for, until one must wait."""
         moves = list(self.state.moves.values())
-        behind = bool(moves) and self._before_moves() is not None
+        behind = bool(moves) and self._update_before_moves() is not None
         for parked in moves:
-            if self._judge(parked, behind=behind):
+            still_waits = self._try_to_serve(parked, behind=behind)
+            if still_waits:
                 return
 
-    def _before_moves(self) -> ParkedAllocate | None:
-        """Return an update that moves wait for, or None. It need not be the first of its partition."""
-        return next(filter(self._holds_up, WaitQueues(self.state.space_waiters[True].values())), None)
+    def _update_before_moves(self) -> ParkedAllocate | None:
+        """Return the first update that moves wait for, or None. It need not be the first of its partition."""
+        updates = WaitQueues(self.state.space_waiters[True].values())
+        return next(filter(self._holds_up_all, updates), None)
 
-    def _judge(self, parked: ParkedAllocate, *, behind: bool) -> bool:
+    def _try_to_serve(self, parked: ParkedAllocate, *, behind: bool) -> bool:
         """Serve this waiting call if it can be served now, or end it with its error. Return whether it still waits.
-        `behind`: see `_serve`."""
+        `behind`: see `_try_to_reserve`."""
         try:
             result = self._attempt(parked, behind=behind)
         except DataPlaneError as error:
@@ -273,27 +286,30 @@ class Reservations:
 
     def _attempt(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | DataPlaneError | None:
         """Return the result of the call, or None if it continues to wait."""
-        self._refuse_hopeless(parked.partition, parked.want)
-        granted = self._serve(parked, behind=behind)
-        if granted is None and self._rejects(parked):
+        self._check_can_ever_fit(parked.partition, parked.want)
+        granted = self._try_to_reserve(parked, behind=behind)
+        if granted is None and self._fails_now(parked):
             return self.out_of_space(parked)
         return granted
 
-    def _rejects(self, parked: ParkedAllocate) -> bool:
-        """Return whether the call fails now: it does not wait, and growing arenas will not have space for it."""
-        if not _refuses(parked):
+    def _fails_now(self, parked: ParkedAllocate) -> bool:
+        """Return whether a call that found no space fails now: it waits at most for growing arenas, and these will not
+        have space for it."""
+        if not _waits_for_growth_only(parked):
             return False
         want = parked.want
-        over_budget = not want.moving and over(self.state, parked.partition, want.total, update=want.update) > 0
-        return over_budget or not self._growing(want)
+        over_budget = (
+            not want.moving and budget_excess(self.state, parked.partition, want.total, update=want.update) > 0
+        )
+        return over_budget or not self._enough_expected(want)
 
-    def _growing(self, want: Want) -> bool:
-        """Return whether arenas are growing or being compacted, after which there may be enough bytes for the put."""
+    def _enough_expected(self, want: Want) -> bool:
+        """Return whether arenas are growing or being compacted, and may then have enough bytes for the put."""
         units = self._open_units()
         expected = [unit.space_requested(update=want.update) + self.state.compacting_bytes(unit) for unit in units]
-        return sum(max(nbytes, 0) for nbytes in expected) >= want.total and self._more_to_come(units)
+        return sum(max(nbytes, 0) for nbytes in expected) >= want.total and self._any_growing(units)
 
-    def _more_to_come(self, units: list[Unit]) -> bool:
+    def _any_growing(self, units: list[Unit]) -> bool:
         """Return whether one of these arenas is growing or being compacted."""
         return any(unit.asked or self.state.compacting_bytes(unit) for unit in units)
 
@@ -304,27 +320,29 @@ class Reservations:
         return sum(max(unit.available_bytes(update=want.update), 0) for unit in self._open_units())
 
     def retry_at(self) -> float:
-        """Return when arenas that could not grow must be asked again for waiting puts."""
+        """Return the ledger time at which arenas that could not grow must be ordered again to grow, for waiting puts
+        (infinity: never)."""
         if not self.state.puts_wait:
             return float("inf")
         units = [unit for unit in self.state.units.values() if unit.problem and unit.open and not unit.asked]
         return min((unit.retry_at for unit in units), default=float("inf"))
 
     def grow_ahead(self, unit: Unit) -> None:
-        """Request growth of the arena if little of its backed space is free."""
-        self._ask(unit, growth_ahead(unit))
+        """Order growth of the arena if little of its backed space is free."""
+        self._order_growth(unit, advance_target(unit))
 
     def out_of_space(self, parked: ParkedAllocate) -> DataPlaneError:
         """Return the error that names the holders of the space, or the put that this one waits for."""
         command, waited_s = parked.command, self.state.now - parked.since
-        moving, earlier = command.moving, None
-        if not moving:
-            _, earlier = self._line(parked)
+        moving = command.moving
+        earlier = None if moving else self._find_blockers(parked)[1]
         return out_of_space(
             self.state, parked.partition, parked.total, waited_s, update=command.update, moving=moving, earlier=earlier
         )
 
-    def _check(self, partition: Partition, command: Allocate) -> None:
+    def _check_command(self, partition: Partition, command: Allocate) -> None:
+        """Validate the command. Raises InvalidRequestError or LimitError, or StaleSchemaError if the client encoded a
+        column by a schema that the partition no longer has."""
         check_columns(self.state, [(column.name, column.sizes) for column in command.columns])
         if command.samples is not None:
             self.state.check_samples(command.samples)
@@ -339,9 +357,9 @@ class Reservations:
                 f"{[column.name for column in command.columns[:5]]}"
             )
 
-    def _refuse_hopeless(self, partition: Partition, want: Want) -> None:
-        """RequestTooLargeError if no clearing can help. Without any unit there is no error, because units may still
-        register."""
+    def _check_can_ever_fit(self, partition: Partition, want: Want) -> None:
+        """Raise RequestTooLargeError if the put is too large for its budget or for the units even when all samples are
+        cleared. Without any unit there is no error, because units may still register."""
         budget = None if want.moving else limit_of(self.state, partition, update=want.update)
         if budget is not None and want.total > budget:
             raise RequestTooLargeError(
@@ -360,8 +378,8 @@ class Reservations:
                 wanted_bytes=want.largest, limit_bytes=max(limits), what="the largest value of this put"
             )
 
-    def _place(self, want: Want) -> list[Piece] | None:
-        """Take space for the put, or request growth of arenas and return None."""
+    def _take_pieces(self, want: Want) -> list[Piece] | None:
+        """Take space for the put and return its pieces, or order growth of arenas and return None."""
         if not want.whole:
             return []
         units = self._open_units()
@@ -370,15 +388,15 @@ class Reservations:
         pieces, growing = place(want, units)
         if pieces is None:
             for unit in growing:
-                self._ask(unit, growth(unit, want.total))
+                self._order_growth(unit, growth_target(unit, want.total))
             for unit in units:
-                self._ask(unit, growth_again(unit, want.total, self.state.now))
+                self._order_growth(unit, retry_target(unit, want.total, self.state.now))
             return None
         for unit in {piece.unit.number: piece.unit for piece in pieces}.values():
             self.grow_ahead(unit)
         return pieces
 
-    def _ask(self, unit: Unit, backed_bytes: int | None) -> None:
+    def _order_growth(self, unit: Unit, backed_bytes: int | None) -> None:
         """Order the unit to grow its arena to `backed_bytes` (None: no order)."""
         if backed_bytes is not None:
             if not unit.asked:
@@ -386,8 +404,9 @@ class Reservations:
             unit.asked = backed_bytes
             self.state.out.append(GrowArena(unit=unit.number, backed_bytes=backed_bytes))
 
-    def _reserve(self, parked: ParkedAllocate, pieces: list[Piece]) -> Allocated:
-        """Create the reservation from pieces that were taken."""
+    def _create_reservation(self, parked: ParkedAllocate, pieces: list[Piece]) -> Allocated:
+        """Create the reservation from pieces that were taken, and return the result of the call. The reservation takes
+        over the call's protection of samples from eviction."""
         command = parked.command
         names, sizes = [column.name for column in command.columns], [column.sizes for column in command.columns]
         reservation = PutReservation(parked.partition, names, sizes, update=command.update, moving=command.moving)
@@ -405,18 +424,19 @@ class Reservations:
                 )
             )
         parked.session.reservations[parked.number] = reservation
-        wanted = are_wanted(self.state, parked.session, [piece.unit for piece in pieces])
-        return Allocated(placements=tuple(placements), checksums=wanted, evicted=parked.evicted[:REPORTED])
+        with_checksums = are_wanted(self.state, parked.session, [piece.unit for piece in pieces])
+        return Allocated(placements=tuple(placements), checksums=with_checksums, evicted=parked.evicted[:REPORTED])
 
 
-def _refuses(parked: ParkedAllocate) -> bool:
-    """Return whether the call waits only for arenas that are growing or being compacted."""
+def _waits_for_growth_only(parked: ParkedAllocate) -> bool:
+    """Return whether the call waits only for arenas that are growing or being compacted, but not until samples are
+    cleared: the client or the partition rejects puts without space."""
     rejecting = not parked.command.moving and parked.partition.when_full is WhenFull.REJECT
     return rejecting or parked.command.on_full is OnFull.REJECT
 
 
 def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
-    """InvalidRequestError unless columns of these names and value sizes can be put."""
+    """Check the columns of a put, given as (name, value sizes). Raises InvalidRequestError or LimitError."""
     limits = state.limits
     check_limit("columns of one put", len(columns), limits.columns, "Put fewer fields at a time.")
     if len({name for name, _ in columns}) != len(columns):
@@ -425,6 +445,7 @@ def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
         state.check_name("field", name)
         check_limit(f"values of column {name!r} in one put", len(sizes), limits.samples, "Put fewer rows at a time.")
         most = top(sizes)
+        # The sum is only computed, in floats that do not overflow, if it may be too large.
         if most > MAX_BYTES or (most * len(sizes) > MAX_BYTES and float(sizes.sum(dtype=np.float64)) > MAX_BYTES):
             raise InvalidRequestError(f"column {name!r}: value sizes must be in [0, {MAX_BYTES}]")
 
@@ -446,9 +467,9 @@ class PreallocatedPut(PutReservation):
         self.space = space
         self.offset = command.offset
         self.nbytes = [granules_up(total(column)) for column in sizes]
-        self.place = self._find(state.extents)
+        self.place = self._find_piece(state.extents)
 
-    def _find(self, extents: Extents) -> int | None:
+    def _find_piece(self, extents: Extents) -> int | None:
         """Return the number of the piece that holds all columns, or None if they are empty."""
         nbytes = sum(self.nbytes)
         if not nbytes:
@@ -461,15 +482,16 @@ class PreallocatedPut(PutReservation):
         )
 
     def cut(self, extents: Extents) -> None:
-        """Take the bytes out of the space, as one extent per column."""
+        """Take the bytes out of the space, as one extent per column. The rest of the space's piece stays
+        preallocated."""
         if self.place is not None:
             pieces = self.space.pieces[0]
-            _, _, whole, _ = pieces[self.place]
-            left = extents.cut(whole, self.offset, sum(self.nbytes))
-            pieces[self.place : self.place + 1] = [(0, 0, extent, int(extents.starts[extent])) for extent in left]
+            _, _, piece_extent, _ = pieces[self.place]
+            remaining = extents.cut(piece_extent, self.offset, sum(self.nbytes))
+            pieces[self.place : self.place + 1] = [(0, 0, extent, int(extents.starts[extent])) for extent in remaining]
         offset, account = self.offset, self.partition.account
         for column, sizes, nbytes in zip(self.pieces, self.sizes, self.nbytes, strict=True):
-            start = offset if nbytes else 0
+            start = offset if nbytes else 0  # an extent of empty values holds no bytes
             if len(sizes):
                 column.append((0, len(sizes), extents.reserve(self.space.unit, start, nbytes, account), start))
             offset += nbytes

@@ -19,7 +19,8 @@ PAGE_BYTES = 4096
 
 
 class Shrinks:
-    """A parked `Shrink` waits for the last order of every unit that was connected."""
+    """Executes `Shrink` commands and sends the orders to the units. A parked `Shrink` waits for the last order of every
+    unit that was connected."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -30,12 +31,12 @@ class Shrinks:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         parked = ParkedShrink(session, number, self.state.now, command.timeout_s)
         for unit in self.state.units.values():
-            found = UnitShrunk(unit=unit.number, name=unit.offer.name, given_bytes=0, backed_bytes=0)
+            result = UnitShrunk(unit=unit.number, name=unit.offer.name, given_bytes=0, backed_bytes=0)
             if not unit.connected:
-                parked.found[unit.number] = msgspec.structs.replace(found, error="it is not connected")
+                parked.found[unit.number] = msgspec.structs.replace(result, error="it is not connected")
                 continue
-            given = self._take(unit)
-            parked.found[unit.number] = msgspec.structs.replace(found, given_bytes=given)
+            given = self._take_out_of_use(unit)
+            parked.found[unit.number] = msgspec.structs.replace(result, given_bytes=given)
             if unit.shrinking:
                 parked.waits_for[unit.number] = unit.shrinks
         if not parked.waits_for:
@@ -44,17 +45,18 @@ class Shrinks:
         self.state.shrinkers[parked.key] = parked
         return None
 
-    def _take(self, unit: Unit) -> int:
-        """Take whole free pages above the highest used byte out of use. Return their bytes."""
+    def _take_out_of_use(self, unit: Unit) -> int:
+        """Take whole free pages above the highest used byte out of use, and order the unit to release them. Return
+        their bytes."""
         top = -(-unit.space.highest_used_bytes // PAGE_BYTES) * PAGE_BYTES
         given = unit.space.unback(top)
         if given:
             unit.shrinks += 1
             unit.shrinking, unit.asked = True, 0
-            self._order(unit)
+            self._send_order(unit)
         return given
 
-    def _order(self, unit: Unit) -> None:
+    def _send_order(self, unit: Unit) -> None:
         unit.ordered_at = self.state.now
         self.state.out.append(ShrinkArena(unit=unit.number, number=unit.shrinks, backed_bytes=unit.space.backed_bytes))
 
@@ -67,9 +69,11 @@ class Shrinks:
 
     def order_again(self, unit: Unit) -> None:
         if unit.shrinking:
-            self._order(unit)
+            self._send_order(unit)
 
     def shrunk(self, item: Shrunk) -> None:
+        """Handle a unit's report that it carried out an order to shrink, or failed to. Calls that waited for the order
+        end."""
         unit = self.state.units.get(item.unit)
         if unit is None:
             return
@@ -77,14 +81,15 @@ class Shrinks:
             unit.shrinking = False
             unit.space.back(item.backed_bytes)
             self.state.extents.freed = True
-        self._done(unit.number, item.number, item.error or "")
+        self._end_waits(unit.number, item.number, item.error or "")
 
     def gone(self, unit: int) -> None:
         """Handle the loss or removal of a unit: no call waits for it any longer."""
-        self._done(unit, None, "its connection to the controller was lost")
+        self._end_waits(unit, None, "its connection to the controller was lost")
 
-    def _done(self, unit: int, number: int | None, error: str) -> None:
-        """End the wait of parked calls for the unit's order `number` (None: for all its orders)."""
+    def _end_waits(self, unit: int, number: int | None, error: str) -> None:
+        """End the wait of parked calls for the unit's orders up to `number` (None: for all its orders). error: why the
+        orders were not carried out, or ""."""
         for parked in list(self.state.shrinkers.values()):
             if unit in parked.waits_for and (number is None or number >= parked.waits_for[unit]):
                 del parked.waits_for[unit]
@@ -101,9 +106,10 @@ class Shrinks:
         return self._result(parked)
 
     def _result(self, parked: ParkedShrink) -> Shrunken:
+        """Return the results of all units, with the current backing of each (0: the unit was removed)."""
         units = self.state.units
-        found = [
-            msgspec.structs.replace(one, backed_bytes=units[number].space.backed_bytes if number in units else 0)
-            for number, one in parked.found.items()
+        results = [
+            msgspec.structs.replace(result, backed_bytes=units[number].space.backed_bytes if number in units else 0)
+            for number, result in parked.found.items()
         ]
-        return Shrunken(units=tuple(found))
+        return Shrunken(units=tuple(results))

@@ -20,7 +20,7 @@ from dataplane.errors import (
     StaleSchemaError,
     StorageUnitError,
 )
-from dataplane.ledger.allocation.budgets import Evictions, out_of_space, over
+from dataplane.ledger.allocation.budgets import Evictions, budget_excess, out_of_space
 from dataplane.ledger.allocation.reservations import MAX_BYTES, PreallocatedPut
 from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, Int64s, Mode, TagColumn, UInt32s
 from dataplane.ledger.state.arrays import Bools, every, first_true, some, top, total
@@ -40,25 +40,27 @@ LONGEST = 1 << 53
 
 
 class Named(NamedTuple):
-    """The samples of a commit. `rows` is -1 for samples that do not exist yet; `unborn` are their positions in the
-    command."""
+    """The samples of a commit. `rows` is -1 for new samples, which do not exist yet; `unborn` are their positions in
+    the command."""
 
     rows: Int64s
     unborn: Int64s
 
 
 class Commits:
+    """Executes `Commit`: makes the bytes of a put the values of its samples."""
+
     def __init__(self, state: State) -> None:
         self.state = state
 
     def commit(self, session: Session, number: int, command: Commit) -> Committed:
-        """Commit a put. A fault changes nothing except that the reservation is freed; preallocated space stays
+        """Commit a put. An error changes nothing except that the reservation is freed; preallocated space stays
         reserved."""
         held = None if command.reservation is None else session.reservations.get(command.reservation)
         try:
             partition = self.state.partition(command.partition)
-            reservation = self._reservation(session, command, partition)
-            named = self._names(partition, command, reservation)
+            reservation = self._find_reservation(session, command, partition)
+            named = self._resolve_samples(partition, command, reservation)
             self._check_columns(partition, command, reservation)
             check_tags(self.state, partition, command.tags, len(command.samples))
             if command.located is not None:
@@ -67,7 +69,8 @@ class Commits:
             if held is not None and command.reservation is not None and not isinstance(held, Preallocation):
                 self.state.free_reservation(session, command.reservation)
             raise
-        evicted = self._admit(partition, reservation, named)
+        # Everything is checked now, except whether preallocated space fits the budget.
+        evicted = self._make_budget_space(partition, reservation, named)
         rows = self._create_rows(partition, command, named)
         if isinstance(reservation, PreallocatedPut):
             reservation.cut(self.state.extents)
@@ -75,7 +78,7 @@ class Commits:
             del session.reservations[command.reservation]
             if reservation is not None:
                 self.state.unprotect_targets(reservation)
-        written, overwritten_bytes = self._switch(partition, command, reservation, rows)
+        written, overwritten_bytes = self._write_cells(partition, command, reservation, rows)
         partition.tags.merge(rows, command.tags)
         partition.notify_watches(rows)
         fields = [column.name for column in command.columns] if len(rows) else ()
@@ -96,26 +99,32 @@ class Commits:
 
     # --- checks
 
-    def _admit(self, partition: Partition, reservation: PutReservation | None, named: Named) -> tuple[str, ...]:
-        """Check that preallocated space fits the partition's budget, which counts it from now on. Evict samples if
-        necessary, and return the ids of unconsumed ones. CapacityTimeoutError if a put of the partition already waits
-        for space, or if the budget is used up and eviction does not help."""
+    def _make_budget_space(
+        self, partition: Partition, reservation: PutReservation | None, named: Named
+    ) -> tuple[str, ...]:
+        """Check that a put into preallocated space fits the partition's budget, which counts its bytes from now on.
+        Evict samples if necessary, and return the ids of unconsumed ones. Raises CapacityTimeoutError if a put of the
+        partition already waits for space, or if the budget is used up and eviction does not help. Other puts were
+        checked when their space was reserved."""
         if not isinstance(reservation, PreallocatedPut) or partition.budget_bytes is None:
             return ()
         update, wanted = not len(named.unborn), sum(reservation.nbytes)
-        waits = partition.account.number in self.state.space_waiters[update]
-        excess = over(self.state, partition, wanted, update=update)
-        made: tuple[str, ...] | None = None if waits else ()
-        if excess > 0 and not waits and partition.evicts:
-            spare = named.rows[named.rows >= 0]
-            made = Evictions(self.state).make_space(partition, excess=excess, short=0, update=update, spare=spare)
-        elif excess > 0:
-            made = None
-        if made is None:
+        another_waits = partition.account.number in self.state.space_waiters[update]
+        excess = budget_excess(self.state, partition, wanted, update=update)
+        evicted: tuple[str, ...] | None = None
+        if not another_waits:
+            if excess <= 0:
+                return ()
+            if partition.evicts:
+                spare = named.rows[named.rows >= 0]  # the put's own samples
+                evicted = Evictions(self.state).make_space(
+                    partition, excess=excess, short=0, update=update, spare=spare
+                )
+        if evicted is None:
             raise out_of_space(self.state, partition, wanted, 0.0, update=update)
-        return made
+        return evicted
 
-    def _reservation(self, session: Session, command: Commit, partition: Partition) -> PutReservation | None:
+    def _find_reservation(self, session: Session, command: Commit, partition: Partition) -> PutReservation | None:
         """Return the reservation of the commit, or None for a tags-only put."""
         if command.reservation is None:
             if command.columns:
@@ -153,6 +162,7 @@ class Commits:
             )
 
     def _check_unit(self, number: int, epoch: int) -> None:
+        """Check that the unit is in use, and in the epoch of the reservation: a later epoch lost the bytes."""
         unit = self.state.units.get(number)
         if unit is None:
             raise StorageUnitError(unit=number, endpoint="", why="it was dropped from the service with all its data")
@@ -163,7 +173,7 @@ class Commits:
             endpoint = unit.offer.endpoints[0] if unit.offer.endpoints else unit.offer.name
             raise StorageUnitError(unit=number, endpoint=endpoint, why="its connection to the controller is lost")
 
-    def _names(self, partition: Partition, command: Commit, reservation: PutReservation | None) -> Named:
+    def _resolve_samples(self, partition: Partition, command: Commit, reservation: PutReservation | None) -> Named:
         """Resolve the samples of the commit to rows, and check that its mode allows them."""
         samples = command.samples
         self.state.check_samples(samples)
@@ -186,10 +196,11 @@ class Commits:
             living = [samples.ids[i] for i in first_true(rows >= 0)]
             raise SampleExistsError(partition=partition.name, samples=living, total=len(rows) - len(unborn))
         if len(unborn):
-            self._check_unborn(partition, [samples.ids[i] for i in unborn.tolist()], reservation)
+            self._check_new_ids(partition, [samples.ids[i] for i in unborn.tolist()], reservation)
         return Named(rows, unborn)
 
-    def _check_unborn(self, partition: Partition, ids: list[str], reservation: PutReservation | None) -> None:
+    def _check_new_ids(self, partition: Partition, ids: list[str], reservation: PutReservation | None) -> None:
+        """Check that the partition and the reservation admit new samples, and that their ids are valid."""
         if partition.sealed:
             raise PartitionSealedError(partition=partition.name, samples=ids[:5], total=len(ids))
         if reservation is not None and reservation.update:
@@ -200,6 +211,7 @@ class Commits:
             self.state.check_name("sample id", name)
 
     def _check_columns(self, partition: Partition, command: Commit, reservation: PutReservation | None) -> None:
+        """Check the columns against the reservation, the schema and the limits."""
         if reservation is None:
             return
         names = [column.name for column in command.columns]
@@ -210,12 +222,14 @@ class Commits:
             _check_shape(column, len(command.samples))
             if not isinstance(reservation, PreallocatedPut) and _sizes_differ(column, sizes):
                 raise InvalidRequestError(f"column {column.name!r}: lengths differ from the reserved sizes")
-        fresh = sum(name not in partition.fields for name in names)
-        if fresh:
-            what, count = f"fields of partition {partition.name!r}", len(partition.fields) + fresh
+        new_fields = sum(name not in partition.fields for name in names)
+        if new_fields:
+            what, count = f"fields of partition {partition.name!r}", len(partition.fields) + new_fields
             check_limit(what, count, self.state.limits.columns, "Use several partitions.")
 
     def _check_spec(self, partition: Partition, column: CommitColumn) -> None:
+        """Check that the schema admits the column. Raises SchemaError, or StaleSchemaError if the client encoded the
+        column by a schema that the partition no longer has."""
         field = partition.fields.get(column.name)
         if not column.spec.settled:
             raise InvalidRequestError(f"column {column.name!r}: its spec is open ({column.spec})")
@@ -238,26 +252,27 @@ class Commits:
     def _check_unchanged(
         self, session: Session, partition: Partition, command: Commit, located: int, rows: Int64s
     ) -> None:
-        """Check that the cells that a Locate found are unchanged. Its pin keeps other cells from taking their
-        places."""
+        """Check that the cells that the `Locate` call number `located` found are unchanged: same place and length
+        (cells of length 0 have no place). The call's pins keep other cells from taking their places. Raises
+        RowsChangedError."""
         if located not in session.pins:
             raise InvalidRequestError(
                 f"call {located} holds no pins (released or never made): locate the samples again"
             )
-        for found in command.expected:
-            if not len(found.units) == len(found.offsets) == len(found.lengths) == len(rows):
+        for expected in command.expected:
+            if not len(expected.units) == len(expected.offsets) == len(expected.lengths) == len(rows):
                 raise InvalidRequestError(
-                    f"field {found.name!r}: {len(found.lengths)} locations for {len(rows)} samples"
+                    f"field {expected.name!r}: {len(expected.lengths)} locations for {len(rows)} samples"
                 )
-            extents, offsets, lengths = cells_of(partition.fields.get(found.name), rows)
-            moved = (offsets != found.offsets) | (self.state.extents.units[extents] != found.units)
-            changed = (lengths != found.lengths) | (moved & (lengths > 0))
+            extents, offsets, lengths = cells_of(partition.fields.get(expected.name), rows)
+            moved = (offsets != expected.offsets) | (self.state.extents.units[extents] != expected.units)
+            changed = (lengths != expected.lengths) | (moved & (lengths > 0))
             if some(changed):
                 ids = command.samples.ids
-                places = first_true(changed)
-                names = partition.rows.names_of(rows[places]) if ids is None else [ids[i] for i in places]
-                total = int(np.count_nonzero(changed))
-                raise RowsChangedError(partition=partition.name, field=found.name, samples=names, total=total)
+                positions = first_true(changed)
+                names = partition.rows.names_of(rows[positions]) if ids is None else [ids[i] for i in positions]
+                count = int(np.count_nonzero(changed))
+                raise RowsChangedError(partition=partition.name, field=expected.name, samples=names, total=count)
 
     # --- changes
 
@@ -273,18 +288,18 @@ class Commits:
         self.state.generations += len(new)
         return rows
 
-    def _switch(
+    def _write_cells(
         self, partition: Partition, command: Commit, reservation: PutReservation | None, rows: Int64s
     ) -> tuple[set[str], int]:
-        """Point the cells at the new bytes. Return the names of fields that are new to some of the rows, and the
-        bytes of values that are new to none."""
+        """Point the rows' cells at the new bytes, and free the bytes of the cells that they replace. Return the names
+        of fields that some of the rows did not have, and the bytes of the new values that only replace others."""
         written: set[str] = set()
         overwritten_bytes = 0
         dead: list[tuple[Int32s, Int64s]] = []
         if reservation is None:
             return written, 0
-        unused: list[int] = []
-        own = rows.copy()
+        unused: list[int] = []  # extents without samples
+        rows_copy = rows.copy()  # kept by the extents' records
         for column, sizes, pieces in zip(command.columns, reservation.sizes, reservation.pieces, strict=True):
             if not len(rows):
                 unused += [piece[2] for piece in pieces]
@@ -293,23 +308,24 @@ class Commits:
             if field is None:
                 field = partition.fields[column.name] = Field(None, partition.rows.capacity)
             cells = cells_at(column, sizes, pieces)
-            unused += self.make_live(partition, field, column, pieces, own)
-            old = field.write(rows, *cells)
+            unused += self.make_column_live(partition, field, column, pieces, rows_copy)
+            replaced = field.write(rows, *cells)
+            old_extents, _ = replaced  # 0: no cell
             field.settle(column.spec)
-            superseded = partition.erase_other_column(column.name, rows)
-            if superseded is not None:
-                dead.append(superseded)
-            if not every(old[0]):
+            erased = partition.erase_other_column(column.name, rows)
+            if erased is not None:
+                dead.append(erased)
+            if not every(old_extents):
                 written.add(field_of(column.name))
-            if some(old[0]):
-                dead.append(old)
-                overwritten_bytes += _replaced(column, old[0] == 0) * column.spec.unit_bytes
+            if some(old_extents):
+                dead.append(replaced)
+                overwritten_bytes += _overwritten_length(column, old_extents == 0) * column.spec.unit_bytes
         partition.release_cells(dead)
         if unused:
             self.state.extents.free(np.array(unused, np.int32))
         return written, overwritten_bytes
 
-    def make_live(
+    def make_column_live(
         self,
         partition: Partition,
         field: Field,
@@ -317,8 +333,10 @@ class Commits:
         pieces: list[tuple[int, int, int, int]],
         rows: Int64s,
     ) -> list[int]:
-        """Make the column's extents live. Return those that no sample points at."""
+        """Make the column's extents live: `pieces` are (first value, last value, extent, offset), `rows` the rows of
+        the column's samples. Return the extents that no sample points at."""
         extents, unused = self.state.extents, []
+        # How many samples share each value.
         counts = None if column.index is None else np.bincount(column.index, minlength=len(column.lengths))
         for first, last, extent, _ in pieces:
             cells = last - first if counts is None else int(counts[first:last].sum())
@@ -327,24 +345,25 @@ class Commits:
                 continue
             several = None
             if last - first > 1:
-                used = column.lengths[first:last] if counts is None else (column.lengths * counts)[first:last]
-                mine = rows if len(pieces) == 1 else _pointing(column.index, rows, first, last)
-                several = Several(field, mine, total(used) * column.spec.unit_bytes, partition.account)
+                lengths = column.lengths[first:last] if counts is None else (column.lengths * counts)[first:last]
+                piece_rows = rows if len(pieces) == 1 else _rows_in_piece(column.index, rows, first, last)
+                several = Several(field, piece_rows, total(lengths) * column.spec.unit_bytes, partition.account)
             extents.make_live(extent, cells, several)
             partition.account.live_bytes += int(extents.sizes[extent])
         return unused
 
 
-def _replaced(column: CommitColumn, fresh: Bools) -> int:
-    """Return the total length of the column's values that no `fresh` sample points at."""
+def _overwritten_length(column: CommitColumn, fresh: Bools) -> int:
+    """Return the total length of the column's values that no `fresh` sample points at. fresh: which of the samples had
+    no value before."""
     if column.index is None:
         return total(column.lengths[~fresh])
-    kept = column.lengths.copy()
-    kept[column.index[fresh]] = 0
-    return total(kept)
+    lengths = column.lengths.copy()
+    lengths[column.index[fresh]] = 0
+    return total(lengths)
 
 
-def _pointing(index: Int64s | None, rows: Int64s, first: int, last: int) -> Int64s:
+def _rows_in_piece(index: Int64s | None, rows: Int64s, first: int, last: int) -> Int64s:
     """Return the rows whose value is one of [first, last)."""
     return rows[first:last] if index is None else rows[(index >= first) & (index < last)]
 
@@ -352,7 +371,9 @@ def _pointing(index: Int64s | None, rows: Int64s, first: int, last: int) -> Int6
 def cells_at(
     column: CommitColumn, sizes: Int64s, pieces: list[tuple[int, int, int, int]]
 ) -> tuple[Int32s, Int64s, Int64s, UInt32s | None]:
-    """Return extent, offset, length and checksum of each sample's cell."""
+    """Return extent, offset, length and checksum of each sample's cell. sizes: bytes of each value; pieces: (first
+    value, last value, extent, offset), in which the values lie one after another."""
+    # First by value, then by sample.
     extents = np.zeros(len(sizes), np.int32)
     offsets = np.zeros(len(sizes), np.int64)
     for first, last, extent, offset in pieces:
@@ -361,10 +382,10 @@ def cells_at(
         if last - first > 1:
             np.cumsum(sizes[first : last - 1], out=offsets[first + 1 : last])
             offsets[first + 1 : last] += offset
-    index, sums = column.index, column.checksums
+    index, checksums = column.index, column.checksums
     if index is None:
-        return extents, offsets, column.lengths, sums
-    return extents[index], offsets[index], column.lengths[index], None if sums is None else sums[index]
+        return extents, offsets, column.lengths, checksums
+    return extents[index], offsets[index], column.lengths[index], None if checksums is None else checksums[index]
 
 
 def _sizes_differ(column: CommitColumn, sizes: Int64s) -> bool:
@@ -394,13 +415,14 @@ def _check_shape(column: CommitColumn, samples: int) -> None:
 
 
 def refuse_repeats(rows: Int64s) -> None:
-    """InvalidRequestError if a row is repeated."""
+    """Raise InvalidRequestError if a row is repeated."""
     if len(rows) > 1 and len(np.unique(rows)) != len(rows):
         raise InvalidRequestError("a sample is named twice in one put")
 
 
 def check_tags(state: State, partition: Partition, tags: tuple[TagColumn, ...], samples: int) -> None:
-    """InvalidRequestError unless the columns fit `samples` samples and hold allowed values."""
+    """Check that the tag columns fit `samples` samples and hold allowed values. Raises InvalidRequestError or
+    LimitError."""
     for column in tags:
         state.check_name("tag", column.name)
         if column.positions is None:
@@ -412,14 +434,15 @@ def check_tags(state: State, partition: Partition, tags: tuple[TagColumn, ...], 
             )
         elif len(column.positions) and (column.positions.min() < 0 or column.positions.max() >= samples):
             raise InvalidRequestError(f"tag {column.name!r}: a position lies outside the {samples} samples")
-        _check_values(state, partition, column.name, column.values)
-    fresh = {column.name for column in tags} - partition.tags.columns.keys()
-    if fresh:
-        what, count = f"tags of partition {partition.name!r}", len(partition.tags.columns) + len(fresh)
+        _check_tag_values(state, partition, column.name, column.values)
+    new_names = {column.name for column in tags} - partition.tags.columns.keys()
+    if new_names:
+        what, count = f"tags of partition {partition.name!r}", len(partition.tags.columns) + len(new_names)
         check_limit(what, count, state.limits.columns, "Use fewer tags: store varying data as values of one tag.")
 
 
-def _check_values(state: State, partition: Partition, name: str, values: tuple[Scalar, ...]) -> None:
+def _check_tag_values(state: State, partition: Partition, name: str, values: tuple[Scalar, ...]) -> None:
+    """Check types and sizes of one tag's values, and that they are declared ones if the tag is an enumeration."""
     types = set(map(type, values))
     if not types <= TAG_TYPES:
         wrong = sorted(kind.__name__ for kind in types - TAG_TYPES)
@@ -431,7 +454,7 @@ def _check_values(state: State, partition: Partition, name: str, values: tuple[S
     if int in types and max(value.bit_length() for value in values if isinstance(value, int)) > TAG_BITS:
         raise InvalidRequestError(f"tag {name!r}: an integer of more than {TAG_BITS} bits; store it in a field")
     if name == INPUT_LENGTHS:
-        _check_lengths(values)
+        _check_input_lengths(values)
     allowed = partition.enums.get(name)
     if allowed is not None:
         wrong_value = next((value for value in values if value not in allowed), None)
@@ -441,8 +464,8 @@ def _check_values(state: State, partition: Partition, name: str, values: tuple[S
             )
 
 
-def _check_lengths(values: tuple[Scalar, ...]) -> None:
-    """InvalidRequestError for an invalid number of tokens. Claims, shares and packing rely on these numbers."""
+def _check_input_lengths(values: tuple[Scalar, ...]) -> None:
+    """Raise InvalidRequestError for an invalid number of tokens. Claims, shares and packing rely on these numbers."""
     for value in values:
         if type(value) is not int or not 0 <= value <= LONGEST:
             raise InvalidRequestError(

@@ -319,7 +319,7 @@ class Drains:
             name=command.field, spec=field.spec, lengths=command.lengths, index=command.index[kept], checksums=None
         )
         extent, offsets, lengths, _ = cells_at(column, reservation.sizes[0], pieces)
-        unused = self.commits.make_live(partition, field, column, pieces, rows)
+        unused = self.commits.make_column_live(partition, field, column, pieces, rows)
         sums = None if field.checksums is None else field.checksums[rows]
         partition.release_cells([field.write(rows, extent, offsets, lengths, sums)])
         self.state.recheck_puts(partition, rows)
