@@ -124,7 +124,7 @@ class Ledger:
         """Return when the next `Tick` is due at the latest, or None if nothing can time out."""
         state = self._state
         times = [self._liveness.next_look, self._reservations.retry_at(), state.leases.next_end()]
-        times.append(self._compactions.next_look())
+        times.append(self._compactions.next_search_at())
         times += [heap[0][0] for heap in (state.alarms, state.wakes) if heap]
         if state.sessions:
             times.append(state.now + state.heartbeat_s)
@@ -386,7 +386,7 @@ class Ledger:
             if parked is not None:
                 self._time_out(parked)
         self._settle()
-        self._compactions.look()
+        self._compactions.search()
 
     def _time_out(self, parked: Parked) -> None:
         try:

@@ -184,7 +184,7 @@ def moves_do_not_look_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_found_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
-    found = Drains._found
+    found = Drains._pin_first_cells
 
     def careless(self: Drains, session: Any, number: int, *more: Any) -> Any:
         page = found(self, session, number, *more)
@@ -193,20 +193,20 @@ def what_is_found_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
             session.pins[number] = session.pins[number][:0]
         return page
 
-    patch.setattr(Drains, "_found", careless)
+    patch.setattr(Drains, "_pin_first_cells", careless)
 
 
 def moves_keep_what_was_pinned(patch: pytest.MonkeyPatch) -> None:
-    switch = Drains._switch
+    switch = Drains._repoint_cells
 
     def forgetful(self: Drains, partition: Any, field: Any, command: Any, space: Any, kept: Any, pinned: Any) -> None:
         switch(self, partition, field, command, space, kept, pinned[:0])
 
-    patch.setattr(Drains, "_switch", forgetful)
+    patch.setattr(Drains, "_repoint_cells", forgetful)
 
 
 def what_is_compacted_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
-    relocation = Compactions._relocation
+    relocation = Compactions._prepare_relocation
 
     def careless(self: Compactions, unit: Any, values: Any) -> Any:
         found = relocation(self, unit, values)
@@ -214,7 +214,7 @@ def what_is_compacted_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
         found.pinned = found.pinned[:0]
         return found
 
-    patch.setattr(Compactions, "_relocation", careless)
+    patch.setattr(Compactions, "_prepare_relocation", careless)
 
 
 def one_cleared_sample_holds_up_the_rest(patch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ class Shrinks:
             self.state.extents.freed = True
         self._end_waits(unit.number, item.number, item.error or "")
 
-    def gone(self, unit: int) -> None:
+    def unit_gone(self, unit: int) -> None:
         """Handle the loss or removal of a unit: no call waits for it any longer."""
         self._end_waits(unit, None, "its connection to the controller was lost")
 

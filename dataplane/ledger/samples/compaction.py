@@ -54,34 +54,36 @@ class _Values(NamedTuple):
 
 
 class Compactions:
-    """Starts an order only while no open unit is growing or being compacted."""
+    """Orders storage units to compact their arenas, and handles their reports. Sends an order only while no open unit
+    is growing or being compacted."""
 
     def __init__(self, state: State, drains: Drains) -> None:
         self.state = state
         self.drains = drains
 
-    def next_look(self) -> float:
-        """Return when the next search for a put to help is due."""
+    def next_search_at(self) -> float:
+        """Return the ledger time at which the next search for a put to help is due; infinity if no put waits, or if
+        the free bytes are in one piece already."""
         state = self.state
         in_pieces = state.puts_wait and any(unit.open and unit.space.fragments > 1 for unit in state.units.values())
         return state.compact_at if in_pieces else float("inf")
 
-    def look(self) -> None:
-        """Help the first put that waits for a larger piece and can be helped. Does nothing while a unit is asked to
-        grow, which may make it unnecessary."""
+    def search(self) -> None:
+        """Order a compaction for the first put that waits for a larger piece and can be helped. Does nothing while a
+        unit is ordered to grow, which may make it unnecessary."""
         state = self.state
-        if state.now < self.next_look():
+        if state.now < self.next_search_at():
             return
         state.compact_at = state.now + RETRY_S
         units = [unit for unit in state.units.values() if unit.open]
         if any(unit.asked or unit.number in state.compactions for unit in units):
             return
-        for parked in islice(self._waiting(), PUTS):
+        for parked in islice(self._puts_to_help(), PUTS):
             want = parked.want
-            if any(self._compact(unit, want) for unit in want.by_preference(units) if not unit.checking):
+            if any(self._order_compaction(unit, want) for unit in want.by_preference(units) if not unit.checking):
                 return
 
-    def _waiting(self) -> Iterator[ParkedAllocate]:
+    def _puts_to_help(self) -> Iterator[ParkedAllocate]:
         """Yield the puts that wait for a larger piece, updates first."""
         state = self.state
         puts = chain(*[WaitQueues(lines.values()) for lines in state.space_waiters.values()], state.moves.values())
@@ -89,98 +91,98 @@ class Compactions:
 
     # --- ordering
 
-    def _compact(self, unit: Unit, want: Want) -> bool:
-        """Order the unit to make a piece that is large enough for the put or, if that is impossible at once, one
+    def _order_compaction(self, unit: Unit, want: Want) -> bool:
+        """Order the unit to make a free piece that is large enough for the put or, if that is impossible at once, one
         that is larger than any free piece. Return whether an order was sent."""
         space = unit.space
-        goal = (
-            min(want.total, space.free_bytes, unit.available_bytes(update=want.update)) // GRANULE_BYTES * GRANULE_BYTES
-        )
+        usable = min(want.total, space.free_bytes, unit.available_bytes(update=want.update))
+        goal = usable // GRANULE_BYTES * GRANULE_BYTES
         least = space.largest_bytes + GRANULE_BYTES
         if goal < max(least, want.largest):
             return False
-        for window in windows(self._spans(unit), goal=goal, least=least, most=MOST_BYTES, free=space.free_bytes):
-            found = self._found(window)
-            copies = self._placed(unit, window, found) if found else None
+        for window in windows(self._used_spans(unit), goal=goal, least=least, most=MOST_BYTES, free=space.free_bytes):
+            values = self._values_in(window)
+            copies = self._take_space(unit, window, values) if values else None
             if copies is not None:
-                self._begin(unit, window, found, copies)
+                self._send_order(unit, window, values, copies)
                 return True
         return False
 
-    def _spans(self, unit: Unit) -> Spans:
+    def _used_spans(self, unit: Unit) -> Spans:
         """Return the used spans of the arena. Spans that are not live, or are pinned, cannot be moved."""
         extents = self.state.extents
         starts, sizes, numbers = extents.spans(unit.number)
         movable = (extents.states[numbers] == LIVE) & (extents.pins[numbers] == 0)
         return Spans(starts, sizes, numbers, movable, unit.space.backed_bytes)
 
-    def _found(self, window: Window) -> list[_Values]:
+    def _values_in(self, window: Window) -> list[_Values]:
         """Return all values that lie in the window, without pieces yet; empty if they are too many."""
-        extents, left = self.state.extents, self.state.limits.samples
-        found: list[_Values] = []
-        chosen = np.zeros(extents.high, np.bool_)
-        chosen[window.extents] = True
+        extents, cells_left = self.state.extents, self.state.limits.samples
+        result: list[_Values] = []
+        in_window = np.zeros(extents.high, np.bool_)  # by extent number
+        in_window[window.extents] = True
         owners = set(extents.owners[window.extents].tolist())
         for partition in self.state.partitions.values():
             if partition.account.number not in owners:
                 continue
             for name, field in partition.fields.items():
-                rows = np.flatnonzero(chosen[field.extents]).astype(np.int64)
-                here = (field.offsets[rows] >= window.start) & (field.offsets[rows] < window.stop)
-                rows = rows[here & (field.lengths[rows] > 0)]
-                left -= len(rows)
-                if left < 0:
+                rows = np.flatnonzero(in_window[field.extents]).astype(np.int64)
+                # A trimmed extent may have other parts outside the window.
+                inside = (field.offsets[rows] >= window.start) & (field.offsets[rows] < window.stop)
+                rows = rows[inside & (field.lengths[rows] > 0)]
+                cells_left -= len(rows)
+                if cells_left < 0:
                     return []
                 if len(rows):
-                    found.append(_Values(partition, name, page_of(field, rows, len(rows)), []))
-        return found
+                    result.append(_Values(partition, name, page_of(field, rows, len(rows)), []))
+        return result
 
-    def _placed(self, unit: Unit, window: Window, found: list[_Values]) -> list[Int64s] | None:
+    def _take_space(self, unit: Unit, window: Window, to_copy: list[_Values]) -> list[Int64s] | None:
         """Take the free bytes of the window, so that nothing else is placed there, and space outside the window for
-        the copies of `found`.
+        the copies; add their pieces to `to_copy`.
 
         Returns three arrays with one entry for each range to copy: its source offset, its target offset, its bytes.
         Returns None, and takes nothing, if there is not enough space, or if the copies would be in more than
         `MOST_PIECES` pieces for a field or `MOST_RANGES` ranges in all."""
         for start, nbytes in window.free:
             unit.space.take_at(start, nbytes)
-        for values in found:
-            pieces = place_in(unit, _sizes(values), MOST_PIECES)
+        for values in to_copy:
+            pieces = place_in(unit, _value_sizes(values), MOST_PIECES)
             if pieces is None:
                 break
             values.pieces.extend(pieces)
-        else:
-            copies = [np.concatenate(parts) for parts in zip(*map(_copies, found), strict=True)]
+        else:  # all have space
+            copies = [np.concatenate(parts) for parts in zip(*map(_copy_ranges, to_copy), strict=True)]
             if len(copies[0]) <= MOST_RANGES:
                 return copies
-        for values in found:
+        for values in to_copy:
             give_back(values.pieces)
         for start, nbytes in window.free:
             unit.space.give(start, nbytes)
         return None
 
-    def _begin(self, unit: Unit, window: Window, found: list[_Values], copies: list[Int64s]) -> None:
-        """Pin the values and send the order. All space is already taken."""
+    def _send_order(self, unit: Unit, window: Window, to_copy: list[_Values], copies: list[Int64s]) -> None:
+        """Pin the values and send the order. All space is already taken: `copies` is the result of `_take_space`."""
         extents = self.state.extents
         unit.compactions += 1
         order = CompactArena(
             unit=unit.number, number=unit.compactions, sources=copies[0], targets=copies[1], sizes=copies[2]
         )
-        held = np.array([extents.reserve(unit.number, start, nbytes) for start, nbytes in window.free], np.int32)
-        relocations = [self._relocation(unit, values) for values in found]
-        taken = sum(piece.size for values in found for piece in values.pieces)
-        taken += sum(nbytes for _, nbytes in window.free)
+        free_parts = np.array([extents.reserve(unit.number, start, nbytes) for start, nbytes in window.free], np.int32)
+        relocations = [self._prepare_relocation(unit, values) for values in to_copy]
+        taken_bytes = sum(piece.size for values in to_copy for piece in values.pieces)
+        taken_bytes += sum(nbytes for _, nbytes in window.free)
         nbytes = window.stop - window.start
-        self.state.compactions[unit.number] = Compaction(order, relocations, held, nbytes, taken)
+        self.state.compactions[unit.number] = Compaction(order, relocations, free_parts, nbytes, taken_bytes)
         self.state.out.append(order)
 
-    def _relocation(self, unit: Unit, values: _Values) -> Relocation:
+    def _prepare_relocation(self, unit: Unit, values: _Values) -> Relocation:
         """Pin the values, and create the move that points their cells at the copies."""
         extents, partition, page = self.state.extents, values.partition, values.page
         field = partition.fields[values.name]
         pinned = np.unique(field.extents[page.rows])
         extents.pin(pinned)
-        reservation = PutReservation(partition, [values.name], [_sizes(values)], update=True, moving=True)
+        reservation = PutReservation(partition, [values.name], [_value_sizes(values)], update=True, moving=True)
         for piece in values.pieces:
             number = extents.reserve(unit.number, piece.offset, piece.size)
             reservation.pieces[0].append((piece.first, piece.last, number, piece.offset))
@@ -208,38 +210,41 @@ class Compactions:
             self.state.out.append(compaction.order)
 
     def compacted(self, item: Compacted) -> None:
-        """Handle the report of the unit. Cells stay where they are while the unit compares rows with their
-        checksums."""
+        """Handle the unit's report that it carried out the order, or failed: point the cells at the copies, or free the
+        copies. Cells also stay where they are while the unit compares rows with their checksums."""
         state = self.state
         compaction = state.compactions.get(item.unit)
         if compaction is None or item.number != compaction.order.number:
             return
         unit = state.units[item.unit]
         del state.compactions[item.unit]
-        for each in compaction.relocations:
+        for relocation in compaction.relocations:
             if item.error or unit.checking:
-                self.drains.drop_copies(each.reservation, each.pinned)
+                self.drains.drop_copies(relocation.reservation, relocation.pinned)
             else:
-                state.extents.trim_after_last_pin(each.pinned)
-                self.drains.relocate(each.partition, each.command, each.reservation, each.pinned)
+                state.extents.trim_after_last_pin(relocation.pinned)
+                self.drains.relocate(
+                    relocation.partition, relocation.command, relocation.reservation, relocation.pinned
+                )
         if len(compaction.window):
             state.extents.free(compaction.window)
         if item.error:
             what = f"storage unit {unit.number} ({unit.offer.name}) could not be compacted: {item.error}"
             state.out.append(Notice(text=what))
         elif unit.space.largest_bytes >= compaction.nbytes:
-            state.compact_at = state.now
+            state.compact_at = state.now  # the window is free: the next search need not wait
 
 
-def _sizes(values: _Values) -> Int64s:
+def _value_sizes(values: _Values) -> Int64s:
     """Return the bytes of each value."""
     field, page = values.partition.fields[values.name], values.page
     return field.bytes_of(page.rows[page.firsts])
 
 
-def _copies(values: _Values) -> tuple[Int64s, Int64s, Int64s]:
+def _copy_ranges(values: _Values) -> tuple[Int64s, Int64s, Int64s]:
     """Return source, target and bytes of every range to copy."""
-    field, page, sizes = values.partition.fields[values.name], values.page, _sizes(values)
+    field, page, sizes = values.partition.fields[values.name], values.page, _value_sizes(values)
+    # Offsets as if all values lay back to back from 0, then shifted to where each piece begins.
     targets = np.cumsum(sizes) - sizes
     for piece in values.pieces:
         targets[piece.first : piece.last] += piece.offset - targets[piece.first]

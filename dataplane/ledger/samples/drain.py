@@ -30,7 +30,8 @@ NO_ROWS: Int64s = np.zeros(0, np.int64)
 
 
 class Page(NamedTuple):
-    """Cells of a field by address: `rows`, the number of the value of each row, and the first cell of each value."""
+    """Cells of a field by address: `rows`, the number of the value of each row (rows may share a value), and the
+    position of the first row of each value."""
 
     rows: Int64s
     values: Int64s
@@ -38,25 +39,28 @@ class Page(NamedTuple):
 
 
 class Drains:
+    """Executes `Drain`, `FindCells` and `Move`, and moves the cells of compactions."""
+
     def __init__(self, state: State, commits: Commits) -> None:
         self.state = state
         self.commits = commits
 
     def drain(self, session: Session, number: int, command: Drain) -> Done:
+        """Mark the unit as draining, or with `undo` end that. Waiting puts are evaluated again."""
         unit = self.state.unit(command.unit)
         if not (command.undo or command.force or unit.draining):
-            self._refuse_last(unit)
+            self._check_space_elsewhere(unit)
         unit.draining = not command.undo
         self.state.recheck_all_puts()
         return Done()
 
-    def _refuse_last(self, unit: Unit) -> None:
-        """`DrainError` if no other unit has space for new rows."""
+    def _check_space_elsewhere(self, unit: Unit) -> None:
+        """Raise `DrainError` if no other unit has space for new rows."""
         others = [other for other in self.state.units.values() if other is not unit and other.open]
         if any(other.available_bytes(update=False) > 0 for other in others):
             return
         full = " (the others are full)" if others else ""
-        facts = self._facts(unit)[1]
+        _, facts = self._unit_facts(unit)
         raise DrainError(
             unit=unit.number,
             cells=facts.cells,
@@ -77,8 +81,9 @@ class Drains:
                 "max_cells and max_bytes must be at least 1, timeout_s must not be negative"
             )
         unit = self.state.unit(command.unit)
-        found = self._found(session, number, unit, command)
-        if found.rows.size or not _held(found) or not command.timeout_s:
+        found = self._pin_first_cells(session, number, unit, command)
+        # Without cells, only a unit that is still in use can get some, or become empty.
+        if found.rows.size or not _reports_use(found) or not command.timeout_s:
             return found
         self.state.park(ParkedFind(session, number, self.state.now, command))
         return None
@@ -99,14 +104,14 @@ class Drains:
         unit = self.state.units.get(parked.command.unit)
         if unit is None:
             return InvalidRequestError(f"storage unit {parked.command.unit} was dropped while the call waited")
-        if len(self._live_on(unit)) or not self._anything_held(unit):
-            return self._found(parked.session, parked.number, unit, parked.command)
+        if len(self._live_on(unit)) or not self._is_in_use(unit):
+            return self._pin_first_cells(parked.session, parked.number, unit, parked.command)
         return None
 
     def timeout_result(self, parked: ParkedFind) -> FoundCells:
         """Return the cells that exist at the deadline."""
         unit = self.state.unit(parked.command.unit)
-        return self._found(parked.session, parked.number, unit, parked.command)
+        return self._pin_first_cells(parked.session, parked.number, unit, parked.command)
 
     def _live_on(self, unit: Unit) -> Int32s:
         """Return the unit's extents with live cells."""
@@ -115,18 +120,19 @@ class Drains:
         live: Int32s = numbers[extents.states[numbers] == LIVE]
         return live
 
-    def _anything_held(self, unit: Unit) -> bool:
+    def _is_in_use(self, unit: Unit) -> bool:
+        """Whether the unit has reserved or pinned extents."""
         extents = self.state.extents
         numbers = extents.of_unit(unit.number)
         return some((extents.states[numbers] == RESERVED) | (extents.pins[numbers] > 0))
 
-    def _found(self, session: Session, number: int, unit: Unit, command: FindCells) -> FoundCells:
+    def _pin_first_cells(self, session: Session, number: int, unit: Unit, command: FindCells) -> FoundCells:
         """Pin and return the first cells on the unit, or only the facts about it if it has none."""
         extents = self.state.extents
-        partitions, facts = self._facts(unit)
-        for partition, name in self._fields(partitions, command):
+        partitions, facts = self._unit_facts(unit)
+        for partition, name in self._live_fields(partitions, command):
             field = partition.fields[name]
-            page = self._page(unit, field, command)
+            page = self._first_page(unit, field, command)
             if page is None:
                 continue
             rows, firsts = page.rows, page.rows[page.firsts]
@@ -147,15 +153,16 @@ class Drains:
             )
         return facts
 
-    def _facts(self, unit: Unit) -> tuple[list[Partition], FoundCells]:
-        """Return the partitions that have cells on the unit, and the answer without cells."""
+    def _unit_facts(self, unit: Unit) -> tuple[list[Partition], FoundCells]:
+        """Return the partitions that have cells on the unit, and the result of `FindCells` without cells: how many
+        cells and bytes are live, reserved and pinned on the unit."""
         extents = self.state.extents
         numbers = extents.of_unit(unit.number)
         states, sizes = extents.states[numbers], extents.sizes[numbers]
         live, reserved = numbers[states == LIVE], states == RESERVED
-        owned = {partition.account.number: partition for partition in self.state.partitions.values()}
-        owners, by_owner = extents.owners[live], extents.sizes[live]
-        here = {owned[owner]: int(by_owner[owners == owner].sum()) for owner in np.unique(owners).tolist()}
+        by_account = {partition.account.number: partition for partition in self.state.partitions.values()}
+        owners, live_sizes = extents.owners[live], extents.sizes[live]
+        live_bytes = {by_account[owner]: int(live_sizes[owners == owner].sum()) for owner in np.unique(owners).tolist()}
         facts = FoundCells(
             partition="",
             field="",
@@ -166,78 +173,83 @@ class Drains:
             offsets=NO_ROWS,
             lengths=NO_ROWS,
             cells=int(extents.live[live].sum()),
-            live={partition.name: nbytes for partition, nbytes in here.items()},
+            live={partition.name: nbytes for partition, nbytes in live_bytes.items()},
             reserved=int(np.count_nonzero(reserved)),
             reserved_bytes=int(sizes[reserved].sum()),
             pinned_bytes=int(sizes[extents.pins[numbers] > 0].sum()),
-            holders=self._holders(unit),
+            holders=self._holding_sessions(unit),
         )
-        return list(here), facts
+        return list(live_bytes), facts
 
-    def _fields(self, partitions: list[Partition], command: FindCells) -> Iterator[tuple[Partition, str]]:
+    def _live_fields(self, partitions: list[Partition], command: FindCells) -> Iterator[tuple[Partition, str]]:
         """Yield every live field of the partitions, the requested one first."""
-        asked = command.partition, command.field
-        places = [(each, name) for each in partitions for name, field in each.fields.items() if field.live]
-        yield from sorted(places, key=lambda place: (place[0].name, place[1]) != asked)
+        requested = command.partition, command.field
+        fields = [
+            (partition, name) for partition in partitions for name, field in partition.fields.items() if field.live
+        ]
+        yield from sorted(fields, key=lambda each: (each[0].name, each[1]) != requested)  # False sorts first
 
-    def _page(self, unit: Unit, field: Field, command: FindCells) -> Page | None:
-        """Return the first cells of the field on the unit, by address, or None."""
-        rows = np.flatnonzero(self._on(unit, field.extents) & (field.extents > 0)).astype(np.int64)
+    def _first_page(self, unit: Unit, field: Field, command: FindCells) -> Page | None:
+        """Return the first cells of the field on the unit, by address, within the command's limits on cells and bytes;
+        None if it has none there."""
+        rows = np.flatnonzero(self._are_on(unit, field.extents) & (field.extents > 0)).astype(np.int64)
         if not len(rows):
             return None
         if len(rows) > command.max_cells:
+            # Keep the lowest `max_cells` offsets, and all rows that share the last one.
             offsets = field.offsets[rows]
             last = np.partition(offsets, command.max_cells - 1)[command.max_cells - 1]
             rows = rows[offsets <= last]
-        rows, index, firsts = page_of(field, rows, self.state.limits.samples)
+        rows, values, firsts = page_of(field, rows, self.state.limits.samples)
         ends = np.cumsum(field.bytes_of(rows[firsts]))
-        values = max(int(np.searchsorted(ends, command.max_bytes, side="right")), 1)
-        return Page(rows[index < values], index[index < values], firsts[:values])
+        count = max(int(np.searchsorted(ends, command.max_bytes, side="right")), 1)  # at least one value
+        return Page(rows[values < count], values[values < count], firsts[:count])
 
-    def _on(self, unit: Unit, numbers: Int32s) -> Bools:
-        here: Bools = self.state.extents.units[numbers] == unit.number
-        return here
+    def _are_on(self, unit: Unit, numbers: Int32s) -> Bools:
+        on_unit: Bools = self.state.extents.units[numbers] == unit.number
+        return on_unit
 
-    def _holders(self, unit: Unit) -> tuple[str, ...]:
+    def _holding_sessions(self, unit: Unit) -> tuple[str, ...]:
         """Return the first few sessions that have reservations or pins on the unit."""
-        found = []
+        labels = []
         for session in self.state.sessions.values():
-            held = [*(each.extents() for each in session.reservations.values()), *session.pins.values()]
-            if any(some(self._on(unit, numbers)) for numbers in held):
-                found.append(session.label)
-            if len(found) == HOLDERS:
+            reserved = [reservation.extents() for reservation in session.reservations.values()]
+            if any(some(self._are_on(unit, numbers)) for numbers in (*reserved, *session.pins.values())):
+                labels.append(session.label)
+            if len(labels) == HOLDERS:
                 break
-        return tuple(found)
+        return tuple(labels)
 
     # --- moving
 
     def move(self, session: Session, number: int, command: Move) -> Moved:
-        """Point unchanged cells at their copies, and release the pins and the reservation."""
+        """Point unchanged cells at their copies, and release the pins and the reservation. Cells that changed since
+        they were found are skipped. An error frees the reservation, but not the pins."""
         held = session.reservations.get(command.reservation)
         if not isinstance(held, PutReservation) or not held.moving:
             raise InvalidRequestError(f"session {session.number} has no reservation {command.reservation} for a move")
         try:
-            partition, field = self._check(session, command, held)
+            partition, field = self._check_move(session, command, held)
             kept = self._unchanged(command, partition, field, session.pins[command.located])
             if (
                 field is not None
                 and len(kept)
-                and some(self._sizes(command, field, kept) != self._reserved_sizes(held, command, kept))
+                and some(self._current_sizes(command, field, kept) != self._reserved_sizes(held, command, kept))
             ):
                 raise InvalidRequestError(f"field {command.field!r}: lengths differ from the reserved sizes")
         except Exception:
             self.state.free_reservation(session, command.reservation)
             raise
         del session.reservations[command.reservation]
-        self._finish(partition, field, command, held, kept, session.pins.pop(command.located))
+        self._finish_move(partition, field, command, held, kept, session.pins.pop(command.located))
         return Moved(cells=len(kept), skipped=len(command.rows) - len(kept))
 
     def relocate(self, partition: Partition, command: Move, reservation: PutReservation, pinned: Int32s) -> None:
-        """Point cells at copies that their unit made in `reservation`. `pinned` are the extents in which the cells
-        lay."""
+        """Point cells at copies that their unit made in `reservation`, for a compaction. `pinned`: the extents that the
+        cells had."""
         field = None if partition.dropped else partition.fields.get(command.field)
         kept = self._unchanged(command, partition, field, pinned)
-        self._finish(partition, field, command, reservation, kept, pinned)
+        self._finish_move(partition, field, command, reservation, kept, pinned)
 
     def drop_copies(self, reservation: PutReservation, pinned: Int32s) -> None:
         """Free the copies. The cells stay where they are."""
@@ -245,7 +257,7 @@ class Drains:
         if any(reservation.pieces):
             self.state.extents.free(reservation.extents())
 
-    def _finish(
+    def _finish_move(
         self,
         partition: Partition,
         field: Field | None,
@@ -254,13 +266,17 @@ class Drains:
         kept: Int64s,
         pinned: Int32s,
     ) -> None:
+        """Point the cells at the positions `kept` of the command at their copies, and unpin the old extents."""
         if field is None or not len(kept):
             self.drop_copies(reservation, pinned)
         else:
-            self._switch(partition, field, command, reservation, kept, pinned)
+            self._repoint_cells(partition, field, command, reservation, kept, pinned)
 
-    def _check(self, session: Session, command: Move, reservation: PutReservation) -> tuple[Partition, Field | None]:
-        """Validate a move, and return the partition and field of its cells."""
+    def _check_move(
+        self, session: Session, command: Move, reservation: PutReservation
+    ) -> tuple[Partition, Field | None]:
+        """Validate a move, and return the partition and field of its cells (None: no sample has the field any
+        longer)."""
         cells, values = len(command.rows), len(reservation.sizes[0])
         if len(command.generations) != cells or len(command.index) != cells:
             raise InvalidRequestError(
@@ -290,20 +306,22 @@ class Drains:
         if field is None:
             return NO_ROWS
         alive = np.flatnonzero(partition.rows.holds(command.rows, command.generations))
-        rows, values = command.rows[alive], command.index[alive]
-        same = np.isin(field.extents[rows], pinned) & self._on(self.state.unit(command.unit), field.extents[rows])
+        rows, values = command.rows[alive], command.index[alive]  # row i has the command's value number values[i]
+        same = np.isin(field.extents[rows], pinned) & self._are_on(self.state.unit(command.unit), field.extents[rows])
         same &= (field.offsets[rows] == command.offsets[values]) & (field.lengths[rows] == command.lengths[values])
         return alive[same]
 
-    def _sizes(self, command: Move, field: Field, kept: Int64s) -> Int64s:
+    def _current_sizes(self, command: Move, field: Field, kept: Int64s) -> Int64s:
+        """Return the bytes of the cells at these positions of the command."""
         sizes: Int64s = command.lengths[command.index[kept]] * field.unit_bytes
         return sizes
 
     def _reserved_sizes(self, reservation: PutReservation, command: Move, kept: Int64s) -> Int64s:
+        """Return the bytes that were reserved for the copies of these cells."""
         sizes: Int64s = reservation.sizes[0][command.index[kept]]
         return sizes
 
-    def _switch(
+    def _repoint_cells(
         self,
         partition: Partition,
         field: Field,
@@ -318,12 +336,13 @@ class Drains:
         column = CommitColumn(
             name=command.field, spec=field.spec, lengths=command.lengths, index=command.index[kept], checksums=None
         )
-        extent, offsets, lengths, _ = cells_at(column, reservation.sizes[0], pieces)
+        new_extents, offsets, lengths, _ = cells_at(column, reservation.sizes[0], pieces)
         unused = self.commits.make_column_live(partition, field, column, pieces, rows)
-        sums = None if field.checksums is None else field.checksums[rows]
-        partition.release_cells([field.write(rows, extent, offsets, lengths, sums)])
+        checksums = None if field.checksums is None else field.checksums[rows]
+        partition.release_cells([field.write(rows, new_extents, offsets, lengths, checksums)])
         self.state.recheck_puts(partition, rows)
         extents.unpin(pinned)
+        # Space for moved cells has had no account until now. The values of skipped cells are trimmed.
         for _, _, number, _ in pieces:
             if number not in unused:
                 extents.adopt(number, partition.account)
@@ -333,14 +352,15 @@ class Drains:
 
 
 def page_of(field: Field, rows: Int64s, most: int) -> Page:
-    """Return the first `most` of the cells of these rows, by address. Every row must have a cell."""
+    """Return the first `most` of the cells of these rows, by address. Every row must have a cell. Cells with the same
+    offset and length share a value."""
     offsets, lengths = field.offsets[rows], field.lengths_of(rows)
     order = np.lexsort((lengths, offsets))[:most]
     offsets, lengths = offsets[order], lengths[order]
-    new = np.ones(len(order), np.bool_)
-    new[1:] = (offsets[1:] != offsets[:-1]) | (lengths[1:] != lengths[:-1])
-    return Page(rows[order], np.cumsum(new) - 1, np.flatnonzero(new))
+    is_new_value = np.ones(len(order), np.bool_)
+    is_new_value[1:] = (offsets[1:] != offsets[:-1]) | (lengths[1:] != lengths[:-1])
+    return Page(rows[order], np.cumsum(is_new_value) - 1, np.flatnonzero(is_new_value))
 
 
-def _held(found: FoundCells) -> bool:
+def _reports_use(found: FoundCells) -> bool:
     return bool(found.reserved or found.pinned_bytes)

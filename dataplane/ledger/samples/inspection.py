@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from dataplane.core.schema import WEIGHT_VERSION, field_of
@@ -26,18 +28,22 @@ BEYOND = 1 << 62
 
 
 class Inspection:
+    """Executes the commands Inspect, Show, MapMemory and Waits."""
+
     def __init__(self, state: State) -> None:
         self.state = state
 
     def matrix(self, session: Session, number: int, command: c.Inspect) -> c.Matrix:
-        """Return the partition by age, in equal parts."""
+        """Return how many samples have each field, and are claimed or leased by each task, for equal parts of the
+        partition by age. In a large partition only some samples of each part are examined."""
         partition = self.state.partition(command.partition)
         rows = partition.rows.in_order()
-        edges = _edges(len(rows), _parts("columns", command.columns))
-        chosen, firsts = _spread(rows, edges)
+        edges = _part_edges(len(rows), _check_parts("columns", command.columns))
+        chosen, firsts = _pick_rows(rows, edges)
         generations = partition.generations_of(rows[[0, -1]]).tolist() if len(rows) else (0, 0)
 
         def count(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> c.Int64s:
+            """Return the number of set flags in each part."""
             return np.add.reduceat(flags, firsts, dtype=np.int64) if len(firsts) else np.zeros(0, np.int64)
 
         return c.Matrix(
@@ -61,7 +67,9 @@ class Inspection:
         self.state.check_samples(command.samples)
         if len(command.samples) != 1:
             raise InvalidRequestError(f"expected exactly one sample, got {len(command.samples)}")
-        partition = self.state.partition(command.partition) if command.partition else self._first_with(command.samples)
+        partition = (
+            self.state.partition(command.partition) if command.partition else self._find_partition(command.samples)
+        )
         row = int(partition.resolve(command.samples)[0])
         one = np.array([row])
         return c.Shown(
@@ -71,13 +79,16 @@ class Inspection:
             generation=int(partition.generations_of(one)[0]),
             since=float(partition.rows.since[row]),
             now=self.state.now,
-            cells=tuple(self._cell(name, field, row) for name, field in partition.fields.items() if field.extents[row]),
+            cells=tuple(
+                self._show_cell(name, field, row) for name, field in partition.fields.items() if field.extents[row]
+            ),
             missing=tuple(name for name in partition.names() if not partition.has(name, one).all()),
             tags={column.name: column.values[0] for column in partition.tags.of(one)},
-            tasks=tuple(self._task_state(partition, task, row) for task in partition.tasks.values()),
+            tasks=tuple(self._show_task(partition, task, row) for task in partition.tasks.values()),
         )
 
-    def _first_with(self, samples: c.Samples) -> Partition:
+    def _find_partition(self, samples: c.Samples) -> Partition:
+        """Return the first partition that has the sample, which must be named by id."""
         if samples.ids is None:
             raise InvalidRequestError("a handle requires the name of its partition")
         (sample,) = samples.ids
@@ -86,9 +97,10 @@ class Inspection:
                 return partition
         raise SampleNotFoundError(partition="", samples=[sample])
 
-    def _cell(self, name: str, field: Field, row: int) -> c.ShownCell:
+    def _show_cell(self, name: str, field: Field, row: int) -> c.ShownCell:
+        """Return where the row's cell is, and whether other rows share its value."""
         extents, number = self.state.extents, int(field.extents[row])
-        same = (field.extents == number) & (field.offsets == field.offsets[row]) & (field.lengths > 0)
+        same_value = (field.extents == number) & (field.offsets == field.offsets[row]) & (field.lengths > 0)
         return c.ShownCell(
             field=field_of(name),
             spec=field.spec,
@@ -97,30 +109,33 @@ class Inspection:
             length=int(field.lengths[row]),
             size_bytes=int(field.bytes_of(np.array([row]))[0]),
             pinned=bool(extents.pins[number]),
-            shared=bool(np.count_nonzero(same) > 1),
+            shared=bool(np.count_nonzero(same_value) > 1),
         )
 
-    def _task_state(self, partition: Partition, task: Task, row: int) -> c.ShownTask:
-        wanted = wanted_by(partition, task)
-        lacking = [name for name in wanted if not partition.has(name, np.array([row])).all()]
-        owner = int(task.owners_of(np.array([row]))[0])
+    def _show_task(self, partition: Partition, task: Task, row: int) -> c.ShownTask:
+        """Return the state of the sample for the task. `lacking`: fields of the task's latest claim that the sample
+        does not have."""
+        fields = latest_fields(partition, task)
+        lacking = [name for name in fields if not partition.has(name, np.array([row])).all()]
+        owner = int(task.owners_of(np.array([row]))[0])  # of the lease: a session, negative for a rank, or 0
         state = c.TaskState.CLAIMED if task.claim_ids[row] else c.TaskState.UNCLAIMED
         if owner:
             state = c.TaskState.HELD if owner < 0 else c.TaskState.LEASED
-        found = self.state.sessions.get(owner)
+        session = self.state.sessions.get(owner)
         return c.ShownTask(
             task=task.name,
             state=state,
             lacking=tuple(lacking),
-            client="" if found is None else found.name,
+            client="" if session is None else session.name,
             until=float(task.ends[row]) if owner and task.ends is not None else None,
         )
 
     def memory(self, session: Session, number: int, command: c.MapMemory) -> c.MemoryMap:
-        """Return the arena by address, in equal parts."""
+        """Return how many bytes are live, reserved, retired and pinned in each of equal parts of the arena ("cells" of
+        the view), by address."""
         unit = self.state.unit(command.unit)
         extents, space = self.state.extents, unit.space
-        cell_bytes = max(-(-space.capacity_bytes // _parts("cells", command.cells)), 1)
+        cell_bytes = max(-(-space.capacity_bytes // _check_parts("cells", command.cells)), 1)
         edges = np.arange(-(-space.capacity_bytes // cell_bytes) + 1, dtype=np.int64) * cell_bytes
         numbers = extents.of_unit(unit.number)
         states, pinned = extents.states[numbers], extents.pins[numbers] > 0
@@ -140,37 +155,39 @@ class Inspection:
         )
 
     def waits(self, session: Session, number: int, command: c.Waits) -> c.WaitList:
-        """Return the claims and puts that wait."""
+        """Return the claims and puts that wait, longest waiting first, up to the limit. The command may restrict them
+        to a partition, and to the claims of a task."""
         state = self.state
         if command.limit < 0:
             raise InvalidRequestError(f"limit={command.limit}: must be 0 (for all) or more")
-        asked = [state.partition(command.partition)] if command.partition else state.partitions.values()
-        claims = (parked for partition in asked for parked in self.state.waiting_claims(partition))
-        found: list[ParkedClaim | ParkedAllocate] = [
+        partitions = [state.partition(command.partition)] if command.partition else state.partitions.values()
+        claims = (parked for partition in partitions for parked in self.state.waiting_claims(partition))
+        calls: list[ParkedClaim | ParkedAllocate] = [
             parked for parked in claims if command.task in ("", parked.command.task)
         ]
         if not command.task:
-            found += [parked for parked in state.all_puts() if command.partition in ("", parked.partition.name)]
-        found.sort(key=lambda parked: parked.since)
+            calls += [parked for parked in state.all_puts() if command.partition in ("", parked.partition.name)]
+        calls.sort(key=lambda parked: parked.since)
         free_bytes = sum(unit.space.free_bytes for unit in state.units.values())
         waits = [
-            _claim(parked) if isinstance(parked, ParkedClaim) else _put(parked, free_bytes)
-            for parked in found[: command.limit or None]
+            _claim_wait(parked) if isinstance(parked, ParkedClaim) else _put_wait(parked, free_bytes)
+            for parked in calls[: command.limit or None]
         ]
-        return c.WaitList(now=state.now, waits=tuple(waits), total=len(found))
+        return c.WaitList(now=state.now, waits=tuple(waits), total=len(calls))
 
 
-def wanted_by(partition: Partition, task: Task) -> tuple[str, ...]:
+def latest_fields(partition: Partition, task: Task) -> tuple[str, ...]:
     """Return the fields of the task's latest claim, () if it made none."""
-    latest = _latest(partition, task)
+    latest = _latest_ready_index(partition, task)
     return () if latest is None else latest.fields
 
 
 def task_stats(partition: Partition, task: Task) -> c.TaskStats:
-    """Return the statistics of the task."""
-    ready_index = _latest(partition, task)
+    """Return the statistics of the task. `ready` counts the samples with the fields of its latest claim; if it made
+    none, all unclaimed ones."""
+    ready_index = _latest_ready_index(partition, task)
     ready = partition.rows.live - task.claimed if ready_index is None else ready_index.count
-    stalest = None if ready_index is None else _stalest(partition, ready_index)
+    stalest = None if ready_index is None else _lowest_version(partition, ready_index)
     return c.TaskStats(
         task=task.name,
         fields=() if ready_index is None else ready_index.fields,
@@ -184,61 +201,68 @@ def task_stats(partition: Partition, task: Task) -> c.TaskStats:
     )
 
 
-def _latest(partition: Partition, task: Task) -> ReadyIndex | None:
-    return next((kept for kept in reversed(partition.interests.values()) if kept.task is task), None)
+def _latest_ready_index(partition: Partition, task: Task) -> ReadyIndex | None:
+    """Return the ready index that a claim of the task used last, or None."""
+    return next((index for index in reversed(partition.interests.values()) if index.task is task), None)
 
 
-def _stalest(partition: Partition, ready_index: ReadyIndex) -> int | None:
-    """Return the lowest version of the oldest ready samples, or None if unknown."""
+def _lowest_version(partition: Partition, ready_index: ReadyIndex) -> int | None:
+    """Return the lowest weight version of the oldest ready samples, or None if unknown."""
     rows = partition.rows.order[ready_index.ready()[:STALEST]]
     numbers = partition.tags.numbers(WEIGHT_VERSION, rows[partition.tags.present(WEIGHT_VERSION, rows)])
     known = numbers[np.abs(numbers) < BEYOND] if numbers is not None else np.zeros(0)
     return int(known.min()) if len(known) else None
 
 
-def _parts(what: str, wanted: int) -> int:
+def _check_parts(what: str, wanted: int) -> int:
     if not 1 <= wanted <= PARTS:
         raise InvalidRequestError(f"{what}={wanted}: must be in [1, {PARTS}]")
     return wanted
 
 
-def _edges(count: int, parts: int) -> c.Int64s:
-    """Divide `count` items into equal parts. Return where each begins, and the end of the last. No part is empty."""
+def _part_edges(count: int, parts: int) -> c.Int64s:
+    """Divide `count` items into equal parts (fewer than `parts` rather than empty ones). Return where each begins, and
+    the end of the last."""
     parts = min(parts, count)
     return np.arange(parts + 1, dtype=np.int64) * count // parts if parts else np.zeros(1, np.int64)
 
 
-def _spread(rows: c.Int64s, edges: c.Int64s) -> tuple[c.Int64s, c.Int64s]:
-    """Return some rows of each part, evenly spread, and where each part begins among them."""
+def _pick_rows(rows: c.Int64s, edges: c.Int64s) -> tuple[c.Int64s, c.Int64s]:
+    """Return about `EXAMINED` of the rows (all if there are no more), evenly spread over each part, and where each part
+    begins among them. `edges`: as returned by `_part_edges`."""
     step = -(-len(rows) // EXAMINED)
     if step <= 1:
         return rows, edges[:-1]
-    places = [np.arange(first, last, step) for first, last in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
-    firsts = np.cumsum([0, *(len(part) for part in places[:-1])])
-    return rows[np.concatenate(places)], firsts
+    positions = [np.arange(first, last, step) for first, last in itertools.pairwise(edges.tolist())]
+    firsts = np.cumsum([0, *(len(part) for part in positions[:-1])])
+    return rows[np.concatenate(positions)], firsts
 
 
 def _bytes_between(extents: Extents, numbers: c.Int32s, edges: c.Int64s) -> c.Int64s:
-    """Return how many bytes of these extents lie between each two edges."""
+    """Return how many bytes of these extents lie between each two successive edges, which are addresses."""
     starts, sizes = extents.starts[numbers], extents.sizes[numbers]
-    trimmed = numbers[extents.is_several[numbers]].tolist()
-    pieces = [piece for number in trimmed for piece in extents.several[number].pieces or ()]
+    with_record = numbers[extents.is_several[numbers]].tolist()
+    pieces = [piece for number in with_record for piece in extents.several[number].pieces or ()]
     if pieces:
-        cut = np.isin(numbers, [number for number in trimmed if extents.several[number].pieces is not None])
-        starts = np.concatenate([starts[~cut], [start for start, _ in pieces]])
-        sizes = np.concatenate([sizes[~cut], [size for _, size in pieces]])
+        # A trimmed extent holds only its pieces.
+        is_trimmed = np.isin(numbers, [number for number in with_record if extents.several[number].pieces is not None])
+        starts = np.concatenate([starts[~is_trimmed], [start for start, _ in pieces]])
+        sizes = np.concatenate([sizes[~is_trimmed], [size for _, size in pieces]])
     order = starts.argsort(kind="stable")
     starts, sizes = starts[order], sizes[order]
-    before = np.searchsorted(starts, edges)
-    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    last = np.maximum(before - 1, 0)
-    held: c.Int64s = total[before]
+    # Sum the ranges that start below each edge, and subtract the part of the last one that is beyond the edge.
+    count_below = np.searchsorted(starts, edges)
+    sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    last = np.maximum(count_below - 1, 0)
+    bytes_below: c.Int64s = sums[count_below]
     if len(starts):
-        held = held - np.where(before > 0, np.maximum(starts[last] + sizes[last] - edges, 0), 0)
-    return np.diff(held)
+        beyond = np.where(count_below > 0, np.maximum(starts[last] + sizes[last] - edges, 0), 0)
+        bytes_below = bytes_below - beyond
+    return np.diff(bytes_below)
 
 
-def _claim(parked: ParkedClaim) -> c.Wait:
+def _claim_wait(parked: ParkedClaim) -> c.Wait:
+    """Describe a waiting claim; `wanted` and `ready` count samples."""
     command, ready_index = parked.command, parked.ready_index
     return c.Wait(
         session=parked.session.number,
@@ -254,7 +278,8 @@ def _claim(parked: ParkedClaim) -> c.Wait:
     )
 
 
-def _put(parked: ParkedAllocate, free_bytes: int) -> c.Wait:
+def _put_wait(parked: ParkedAllocate, free_bytes: int) -> c.Wait:
+    """Describe a waiting put; `wanted` and `ready` are bytes."""
     return c.Wait(
         session=parked.session.number,
         client=parked.session.name,

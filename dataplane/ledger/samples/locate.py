@@ -24,16 +24,19 @@ from dataplane.ledger.state.units import Unit
 
 
 class Reads:
+    """Executes the read-only commands: Locate, List, Describe, Units and Stats. `Locate` pins the extents of the cells,
+    so that their bytes stay in place until the session releases the call."""
+
     def __init__(self, state: State) -> None:
         self.state = state
 
     def locate(self, session: Session, number: int, command: c.Locate) -> c.Located:
-        """Locate and pin every cell. If anything is missing, nothing is pinned."""
+        """Locate and pin every cell of the samples and fields. If anything is missing, nothing is pinned."""
         partition = self.state.partition(command.partition)
         self.state.check_samples(command.samples)
         check_limit("fields in one command", len(command.fields), self.state.limits.columns, SPLIT)
         if command.missing_ok:
-            return self._locate_some(session, number, command, partition)
+            return self._locate_existing(session, number, command, partition)
         # Samples before fields: a field that only cleared samples had is unknown, which would hide the cause.
         rows = partition.resolve(command.samples)
         for name in command.fields:
@@ -50,13 +53,14 @@ class Reads:
             generations=partition.generations_of(rows),
         )
 
-    def _locate_some(self, session: Session, number: int, command: c.Locate, partition: Partition) -> c.Located:
-        """Locate the cells that exist: those of the fields, then those of their variants that some of the rows have."""
+    def _locate_existing(self, session: Session, number: int, command: c.Locate, partition: Partition) -> c.Located:
+        """Locate and pin the cells that exist: those of the fields, then those of their hidden columns (`variants_of`)
+        that some of the rows have. A sample that does not exist has row -1."""
         ids = command.samples.ids
         rows = partition.resolve(command.samples).copy() if ids is None else partition.rows.find(ids)
-        found: list[c.FieldLocations] = []
-        cells: list[c.Int32s] = []
-        hidden = [other for other in map(variants_of, command.fields) if other in partition.fields]
+        located: list[c.FieldLocations] = []
+        to_pin: list[c.Int32s] = []
+        hidden = [column for column in map(variants_of, command.fields) if column in partition.fields]
         for name in (*command.fields, *hidden):
             field = partition.fields.get(name)
             extents, offsets, lengths = cells_of(field, rows)
@@ -65,24 +69,27 @@ class Reads:
             spec = FieldSpec() if field is None else field.spec
             units = self.state.extents.units[extents]
             # The caller derives rows with new checksums from these, so it must verify the old ones.
-            sums = checksums_of(field, rows)
-            found.append(
-                c.FieldLocations(name=name, spec=spec, units=units, offsets=offsets, lengths=lengths, checksums=sums)
+            checksums = checksums_of(field, rows)
+            located.append(
+                c.FieldLocations(
+                    name=name, spec=spec, units=units, offsets=offsets, lengths=lengths, checksums=checksums
+                )
             )
-            cells.append(extents[extents > 0])
+            to_pin.append(extents[extents > 0])
         if not command.unpinned:
-            pinned = np.unique(np.concatenate(cells)) if cells else np.zeros(0, np.int32)
+            pinned = np.unique(np.concatenate(to_pin)) if to_pin else np.zeros(0, np.int32)
             self.state.extents.pin(pinned)
             session.pins[number] = pinned
         generations = (
             np.where(rows >= 0, partition.generations_of(rows), 0) if partition.rows.capacity else np.zeros_like(rows)
         )
-        return c.Located(fields=tuple(found), rows=rows, generations=generations)
+        return c.Located(fields=tuple(located), rows=rows, generations=generations)
 
     def _locations(
         self, session: Session, partition: Partition, command: c.Locate, name: str, rows: c.Int64s
     ) -> tuple[c.FieldLocations, c.Int32s]:
-        """Return the locations of a field's cells, and their extents. FieldNotProducedError if any is missing."""
+        """Return the locations of a field's cells, and their extents. Raises FieldNotProducedError if any is
+        missing."""
         field = partition.fields[name]
         extents = field.extents[rows]
         if not every(extents):
@@ -106,6 +113,8 @@ class Reads:
         return locations, extents
 
     def list_samples(self, session: Session, number: int, command: c.List) -> c.Listed:
+        """List the named samples, or the partition's oldest ones up to the limit (None: all), with their tags and the
+        fields that all of them have."""
         partition = self.state.partition(command.partition)
         if command.limit is not None and (command.samples is not None or command.limit < 0):
             raise InvalidRequestError(f"limit={command.limit}: must be 0 or more, and cannot be combined with samples")
@@ -123,7 +132,9 @@ class Reads:
         )
 
     def describe(self, session: Session, number: int, command: c.Describe) -> c.Described:
+        """Return the schema, the tasks and the size of a partition."""
         partition = self.state.partition(command.partition)
+        # A field may exist only in its hidden column.
         known = {name: partition.fields.get(name) or Field(None, 0) for name in partition.names()}
         return c.Described(
             partition=partition.name,
@@ -145,23 +156,25 @@ class Reads:
         return c.UnitList(units=tuple(unit.info() for unit in self.state.units.values()))
 
     def stats(self, session: Session, number: int, command: c.Stats) -> c.StatsReport:
+        """Return the statistics of the units, the sessions, and the named partitions (none named: of all), up to the
+        limit on partitions."""
         state = self.state
         if command.limit < 0:
             raise InvalidRequestError(f"limit={command.limit}: must be 0 (for all) or more")
-        asked = map(state.partition, command.partitions) if command.partitions else state.partitions.values()
+        partitions = map(state.partition, command.partitions) if command.partitions else state.partitions.values()
         return c.StatsReport(
             epoch=state.epoch,
             now=state.now,
-            units=tuple(self._unit(unit) for unit in state.units.values()),
-            partitions=tuple(map(self._partition, itertools.islice(asked, command.limit or None))),
-            sessions=tuple(self._session(other) for other in state.sessions.values()),
+            units=tuple(self._unit_stats(unit) for unit in state.units.values()),
+            partitions=tuple(map(self._partition_stats, itertools.islice(partitions, command.limit or None))),
+            sessions=tuple(self._session_stats(each) for each in state.sessions.values()),
             waiting_allocations=sum(1 for _ in state.all_puts()),
             low_watermark=state.watermarks[0],
             high_watermark=state.watermarks[1],
             partition_count=len(state.partitions),
         )
 
-    def _unit(self, unit: Unit) -> c.UnitStats:
+    def _unit_stats(self, unit: Unit) -> c.UnitStats:
         extents = self.state.extents
         numbers = extents.of_unit(unit.number)
         states, sizes = extents.states[numbers], extents.sizes[numbers]
@@ -188,21 +201,21 @@ class Reads:
             draining=unit.draining,
         )
 
-    def _session(self, session: Session) -> c.SessionStats:
+    def _session_stats(self, session: Session) -> c.SessionStats:
         silent_s = self.state.now - session.heard
-        quiet = session.live and (session.silent or silent_s >= 2 * self.state.heartbeat_s)
+        is_silent = session.live and (session.silent or silent_s >= 2 * self.state.heartbeat_s)
         return c.SessionStats(
             session=session.number,
             name=session.name,
             host=session.host,
-            state="silent" if quiet else str(session.state),
+            state="silent" if is_silent else str(session.state),
             silent_s=silent_s,
             parked=len(session.parked),
             reservations=len(session.reservations),
             pins=len(session.pins),
         )
 
-    def _partition(self, partition: Partition) -> c.PartitionStats:
+    def _partition_stats(self, partition: Partition) -> c.PartitionStats:
         account, evicted = partition.account, partition.evicted
         return c.PartitionStats(
             partition=partition.name,

@@ -28,7 +28,8 @@ from dataplane.ledger.state.units import Unit
 
 
 class Partitions:
-    """`removed_task_error` creates the error for a parked claim whose task a `Register` removed."""
+    """Executes the commands that change a whole partition. `removed_task_error` creates the error for a parked claim
+    whose task a `Register` removed."""
 
     def __init__(self, state: State, removed_task_error: Callable[[ParkedClaim], DataPlaneError]) -> None:
         self.state = state
@@ -49,16 +50,17 @@ class Partitions:
         partition.register(command)
         for put in state.unfinished_puts(partition):
             state.protect_targets(put)
+        # Budget and policy may have changed: evaluate waiting puts, and `pressed`, again.
         partition.outlook = None
-        number = partition.account.number
+        account_number = partition.account.number
         state.extents.freed = True
-        state.extents.loosened.add(number)
-        state.extents.moved.add(number)
+        state.extents.loosened.add(account_number)
+        state.extents.moved.add(account_number)
         if partition.budget_bytes is None:
-            state.budgeted.pop(number, None)
+            state.budgeted.pop(account_number, None)
             partition.account.pressed = False
         else:
-            state.budgeted[number] = partition
+            state.budgeted[account_number] = partition
         for parked in state.waiting_claims(partition):
             if parked.command.task not in partition.tasks:
                 state.unpark(parked, self.removed_task_error(parked))
@@ -67,15 +69,15 @@ class Partitions:
 
     def _extend(self, partition: Partition, command: c.Register) -> c.Done:
         """Add all missing fields and tasks, or none. No call can be waiting for them."""
-        most, of = self.state.limits.columns, f"of partition {partition.name!r}"
+        limit, of_partition = self.state.limits.columns, f"of partition {partition.name!r}"
         fields, tasks = partition.fields.keys() | command.fields.keys(), partition.tasks.keys() | {*command.tasks}
-        check_limit(f"fields {of}", len(fields), most, "Use several partitions.")
-        check_limit(f"tasks {of}", len(tasks), most, "Use several partitions.")
+        check_limit(f"fields {of_partition}", len(fields), limit, "Use several partitions.")
+        check_limit(f"tasks {of_partition}", len(tasks), limit, "Use several partitions.")
         partition.extend(command)
         return c.Done()
 
     def check(self, command: c.Register) -> None:
-        """InvalidRequestError or LimitError for a name, count or size that no partition can have."""
+        """Raise InvalidRequestError or LimitError for a name, count or size that no partition can have."""
         state = self.state
         state.check_name("partition", command.partition)
         for name in command.fields:
@@ -84,10 +86,10 @@ class Partitions:
             state.check_name("task", name)
         if len(set(command.tasks)) != len(command.tasks):
             raise InvalidRequestError(f"a task is named twice: {command.tasks}")
-        most, of = state.limits.columns, f"of partition {command.partition!r}"
-        check_limit(f"fields {of}", len(command.fields), most, "Declare fewer, or use several partitions.")
-        check_limit(f"tasks {of}", len(command.tasks), most, "Declare fewer, or use several partitions.")
-        check_limit(f"enumerations {of}", len(command.enums or ()), most, "Declare fewer.")
+        limit, of_partition = state.limits.columns, f"of partition {command.partition!r}"
+        check_limit(f"fields {of_partition}", len(command.fields), limit, "Declare fewer, or use several partitions.")
+        check_limit(f"tasks {of_partition}", len(command.tasks), limit, "Declare fewer, or use several partitions.")
+        check_limit(f"enumerations {of_partition}", len(command.enums or ()), limit, "Declare fewer.")
         if command.num_samples is not None and command.num_samples < 0:
             raise InvalidRequestError(f"num_samples={command.num_samples}: cannot be negative")
         if command.group_size is not None and command.group_size < 1:
@@ -102,6 +104,7 @@ class Partitions:
         return c.Done()
 
     def clear(self, session: Session, number: int, command: c.Clear) -> c.Cleared:
+        """Clear the named samples, those that still exist, or drop the whole partition if none are named."""
         state = self.state
         partition = state.partitions.get(command.partition)
         if command.samples is not None:
@@ -116,6 +119,7 @@ class Partitions:
         return c.Cleared(count=state.drop(partition))
 
     def set_tags(self, session: Session, number: int, command: c.SetTags) -> c.Done:
+        """Set tags of existing samples."""
         state = self.state
         partition = state.partition(command.partition)
         state.check_samples(command.samples)
@@ -128,6 +132,7 @@ class Partitions:
         return c.Done()
 
     def set_version(self, session: Session, number: int, command: c.SetVersion) -> c.Done:
+        """Set the trainer's version, with which waiting claims with `max_lag` are evaluated again."""
         partition = self.state.partition(command.partition)
         partition.version = command.version
         for watch in partition.watches.values():
@@ -138,6 +143,9 @@ class Partitions:
 
 
 class UnitReports:
+    """Handles what storage units report about themselves: offers of arenas, losses and growth. `cookies`: unit numbers
+    by cookie, with which a unit names its arena; `added`: the last unit number given out."""
+
     def __init__(
         self, state: State, reservations: Reservations, liveness: Liveness, shrinks: Shrinks, compactions: Compactions
     ) -> None:
@@ -156,6 +164,7 @@ class UnitReports:
         if known is not None:
             self._add_again(known, item)
             return
+        # A unit that already has a number comes from an earlier state of this service.
         if item.unit:
             error = ServiceRestartedError(
                 expected_epoch=item.epoch,
@@ -168,7 +177,7 @@ class UnitReports:
         if not self._drop_previous(item):
             return
         try:
-            self._check(item)
+            self._check_limits(item)
         except LimitError as error:
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
             return
@@ -177,9 +186,10 @@ class UnitReports:
         self.state.units[unit.number] = unit
         self.state.several_hosts = None
         self.cookies[item.cookie] = unit.number
-        self._added(unit)
+        self._announce(unit)
 
-    def _check(self, item: c.AddUnit) -> None:
+    def _check_limits(self, item: c.AddUnit) -> None:
+        """Raise LimitError for one unit too many, or an offer with too long texts."""
         limits, what = self.state.limits, "of one storage unit"
         check_limit("storage units", len(self.state.units) + 1, limits.units, "Start fewer units with larger arenas.")
         for name in (item.name, item.host, item.cookie):
@@ -189,10 +199,10 @@ class UnitReports:
             check_limit(f"characters of a path {what}", len(path), limits.path_bytes, "Use a shorter --arena-dir.")
 
     def _add_again(self, unit: Unit, item: c.AddUnit) -> None:
-        """Handle a unit that comes back with the arena that it had."""
+        """Handle a unit that comes back with the arena that it had. A rejected offer changes nothing."""
         refused = None
-        back = not unit.connected or item.unit == unit.number
-        if item.epoch < unit.epoch or (item.epoch == unit.epoch and not back):
+        is_back = not unit.connected or item.unit == unit.number
+        if item.epoch < unit.epoch or (item.epoch == unit.epoch and not is_back):
             refused = f"storage unit {unit.number} already offered this arena in epoch {unit.epoch}"
         elif item.capacity_bytes != unit.offer.capacity_bytes or item.backed_bytes < unit.space.backed_bytes:
             refused = f"storage unit {unit.number} came back with a smaller or larger arena than it had"
@@ -205,10 +215,10 @@ class UnitReports:
             self.liveness.machine_restarted(unit.number, unit.host)
         unit.offer, unit.connected, unit.ceiling = item, True, unit.space.capacity_bytes
         unit.awaited = False
-        counts = self.shrinks.offered(unit, item.shrinks)
-        unit.back(item.backed_bytes if counts else unit.space.backed_bytes)
+        backing_is_current = self.shrinks.offered(unit, item.shrinks)
+        unit.back(item.backed_bytes if backing_is_current else unit.space.backed_bytes)
         unit.compactions = max(item.compactions, unit.compactions)
-        self._added(unit)
+        self._announce(unit)
         self.shrinks.order_again(unit)
         self.compactions.order_again(unit)
         self.liveness.unit_back(unit.number)
@@ -216,42 +226,50 @@ class UnitReports:
             self.recheck.begin(unit)
 
     def _drop_previous(self, item: c.AddUnit) -> bool:
-        """Drop the arena that this unit had before. Return whether that is allowed."""
-        named = self.state.units.get(self.cookies.get(item.instead_of, 0))
-        if named is not None and named.connected:
+        """Drop the arena that this unit had before, with its rows. If that arena is connected, reject the offer and
+        return False."""
+        previous = self.state.units.get(self.cookies.get(item.instead_of, 0))
+        if previous is not None and previous.connected:
             why = (
-                f"AddUnit {item.name!r}: the arena that it reports as lost is connected as storage unit {named.number}"
+                f"AddUnit {item.name!r}: the arena that it reports as lost is connected as storage unit "
+                f"{previous.number}"
             )
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=InvalidRequestError(why)))
             return False
-        for lost in self._previous_units(item) if named is None else [named]:
+        for lost in self._previous_units(item) if previous is None else [previous]:
             self._drop(lost, self._rows_by_partition(lost.number))
         return True
 
     def _previous_units(self, item: c.AddUnit) -> list[Unit]:
-        """Return the lost units that a unit may have been that cannot name its previous arena: those of its name,
-        on its host if any."""
+        """Return the lost units that the offering unit may have been, if it has lost its arena and cannot name it:
+        those of its name, on its host if there are any."""
+        if not item.anew:
+            return []
         units = [unit for unit in self.state.units.values() if unit.offer.name == item.name and not unit.connected]
-        here = [unit for unit in units if unit.host == item.host]
-        return (here or units) if item.anew else []
+        on_host = [unit for unit in units if unit.host == item.host]
+        return on_host or units
 
     def _rows_by_partition(self, unit: int) -> list[tuple[Partition, c.Int64s]]:
         return [(partition, self._rows_on(partition, unit)) for partition in self.state.partitions.values()]
 
-    def _added(self, unit: Unit) -> None:
+    def _announce(self, unit: Unit) -> None:
+        """Confirm the offer to the unit, and give its space to waiting puts."""
         self.state.out.append(c.UnitAdded(cookie=unit.offer.cookie, unit=unit.number))
         self.reservations.grow_ahead(unit)
         self.state.recheck_all_puts()
 
     def lost(self, item: c.UnitLost) -> None:
+        """Handle the loss of the connection to a unit. Its rows are kept, and pending orders no longer count."""
         unit = self.state.units.get(item.unit)
         if unit is not None:
             unit.connected = False
             unit.asked = 0
-            self.shrinks.gone(unit.number)
+            self.shrinks.unit_gone(unit.number)
             self.state.recheck_all_puts()
 
     def grown(self, item: c.Grown) -> None:
+        """Handle a unit's report about its backing after an order to grow. A report from before the last order to
+        shrink is outdated."""
         unit = self.state.units.get(item.unit)
         if unit is not None and item.shrinks == unit.shrinks:
             unit.back(item.backed_bytes, item.error or "")
@@ -263,6 +281,7 @@ class UnitReports:
         self.recheck.checked(item)
 
     def drop(self, item: c.DropUnit) -> None:
+        """Handle the input `DropUnit`: drop the unit and output the result."""
         error = None
         try:
             self._drop_or_refuse(item.unit, force=item.force)
@@ -275,23 +294,23 @@ class UnitReports:
         return c.Done()
 
     def _drop_or_refuse(self, number: int, *, force: bool) -> None:
-        """InvalidRequestError if live rows lie on the unit and `force` is not set."""
+        """Drop the unit. Raises InvalidRequestError if live rows lie on it and `force` is not set."""
         unit = self.state.unit(number)
-        found = self._rows_by_partition(number)
-        count = sum(len(rows) for _, rows in found)
+        rows_on_unit = self._rows_by_partition(number)
+        count = sum(len(rows) for _, rows in rows_on_unit)
         if count and not force:
             raise InvalidRequestError(
                 f"storage unit {number} holds cells of {count} live samples; drain it, clear them or drop it with force"
             )
-        self._drop(unit, found)
+        self._drop(unit, rows_on_unit)
 
-    def _drop(self, unit: Unit, found: list[tuple[Partition, c.Int64s]]) -> None:
+    def _drop(self, unit: Unit, rows_on_unit: list[tuple[Partition, c.Int64s]]) -> None:
         """Drop the unit with its rows, its orders, and everything that sessions hold there."""
         state = self.state
-        for partition, rows in found:
+        for partition, rows in rows_on_unit:
             partition.clear_lost(rows, f"with storage unit {unit.number} ({unit.offer.name})")
             state.touch(partition)
-        self.shrinks.gone(unit.number)
+        self.shrinks.unit_gone(unit.number)
         state.compactions.pop(unit.number, None)
         self.liveness.unit_dropped(unit.number)
         state.extents.drop_unit(unit.number)
@@ -301,16 +320,17 @@ class UnitReports:
         del self.cookies[unit.offer.cookie]
 
     def _rows_on(self, partition: Partition, unit: int) -> c.Int64s:
+        """Return the partition's live rows that have a cell on the unit."""
         rows = partition.rows.in_order()
-        here = np.zeros(len(rows), np.bool_)
+        on_unit = np.zeros(len(rows), np.bool_)
         for field in partition.fields.values():
-            cells = field.extents[rows]
-            here |= (cells > 0) & (self.state.extents.units[cells] == unit)
-        return rows[here]
+            extents = field.extents[rows]
+            on_unit |= (extents > 0) & (self.state.extents.units[extents] == unit)
+        return rows[on_unit]
 
 
 def _check_live_fields(partition: Partition, command: c.Register) -> None:
-    """SchemaError if a new spec does not hold for live rows."""
+    """Raise SchemaError if a new spec does not accept what live rows have."""
     for name, spec in command.fields.items():
         field = partition.fields.get(name)
         if field is not None and field.live and not spec.accepts(field.spec):

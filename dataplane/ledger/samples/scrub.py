@@ -22,32 +22,35 @@ Place = tuple[str, str, int]
 
 
 class Recheck:
+    """Orders a storage unit to compare its rows with their checksums, page by page, and drops damaged samples. It keeps
+    no state of its own: each report names the last row that was checked."""
+
     def __init__(self, state: State) -> None:
         self.state = state
 
     def begin(self, unit: Unit) -> None:
         """Order the check of the first page of a unit's rows, if it has any."""
-        self._order(unit, ("", "", -1))
+        self._order_next_page(unit, ("", "", -1))
 
     def checked(self, item: RowsChecked) -> None:
         """Drop damaged samples, and order the check of the next page."""
         unit = self.state.units.get(item.unit)
         if unit is None:
             return
-        self._drop(unit, item)
-        self._order(unit, (item.partition, item.field, item.last))
+        self._drop_damaged(unit, item)
+        self._order_next_page(unit, (item.partition, item.field, item.last))
 
-    def _drop(self, unit: Unit, item: RowsChecked) -> None:
+    def _drop_damaged(self, unit: Unit, item: RowsChecked) -> None:
         """Drop the damaged samples that still have their damaged cell on the unit."""
         partition = self.state.partitions.get(item.partition)
         field = None if partition is None else partition.fields.get(item.field)
         if partition is None or field is None or not len(item.rows):
             return
-        living = partition.rows.holds(item.rows, item.generations)
-        rows, offsets = item.rows[living], item.offsets[living]
+        exists = partition.rows.holds(item.rows, item.generations)
+        rows, offsets = item.rows[exists], item.offsets[exists]
         # The row may have been rewritten elsewhere in the meantime.
-        here = (self.state.extents.units[field.extents[rows]] == unit.number) & (field.offsets[rows] == offsets)
-        rows = unrepeated(rows[here])
+        unchanged = (self.state.extents.units[field.extents[rows]] == unit.number) & (field.offsets[rows] == offsets)
+        rows = unrepeated(rows[unchanged])
         if not len(rows):
             return
         names = ", ".join(map(repr, partition.rows.names_of(rows[:NAMED]))) + (", ..." if len(rows) > NAMED else "")
@@ -59,15 +62,18 @@ class Recheck:
         )
         self.state.out.append(Notice(text=text))
 
-    def _order(self, unit: Unit, after: Place) -> None:
-        """Order the check of the next rows after `after`. If there are none, the check is complete."""
-        for partition_name in sorted(name for name in self.state.partitions if name >= after[0]):
+    def _order_next_page(self, unit: Unit, after: Place) -> None:
+        """Order the check of the next page of rows after `after`, all of one field: fields are checked in the order of
+        (partition, field) names, and rows in ascending order. If none is left, the check is complete."""
+        last_partition, last_field, last_row = after
+        for partition_name in sorted(name for name in self.state.partitions if name >= last_partition):
             partition = self.state.partitions[partition_name]
             for name in sorted(partition.fields):
-                if (partition_name, name) < after[:2]:
+                if (partition_name, name) < (last_partition, last_field):
                     continue
                 field = partition.fields[name]
-                rows = self._rows(unit, field, after[2] if (partition_name, name) == after[:2] else -1)
+                same_field = (partition_name, name) == (last_partition, last_field)
+                rows = self._next_rows(unit, field, last_row if same_field else -1)
                 if len(rows):
                     assert field.checksums is not None
                     self.state.out.append(
@@ -86,12 +92,14 @@ class Recheck:
                     return
         unit.checking = False
 
-    def _rows(self, unit: Unit, field: Field, after: int) -> Int64s:
-        """Return the next rows after row `after` that have a checksum and lie on the unit, ascending."""
+    def _next_rows(self, unit: Unit, field: Field, after: int) -> Int64s:
+        """Return the next rows after row `after` that have a checksum and lie on the unit, ascending, at most a
+        page."""
         if field.checksums is None:
             return np.zeros(0, np.int64)
-        extents = field.extents[after + 1 :]
-        found = (extents > 0) & (field.checksums[after + 1 :] > 0)
-        found &= self.state.extents.units[extents] == unit.number
-        rows: Int64s = np.flatnonzero(found)[:PAGE_ROWS].astype(np.int64) + (after + 1)
+        first = after + 1
+        extents = field.extents[first:]
+        to_check = (extents > 0) & (field.checksums[first:] > 0)
+        to_check &= self.state.extents.units[extents] == unit.number
+        rows: Int64s = np.flatnonzero(to_check)[:PAGE_ROWS].astype(np.int64) + first
         return rows

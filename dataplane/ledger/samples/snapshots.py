@@ -45,26 +45,27 @@ class Saves:
         names = command.partitions or tuple(published)
         if len(set(names)) != len(names):
             raise InvalidRequestError(f"a partition is named twice: {names[:8]}")
-        found = [self.state.partition(name) for name in names]
-        snapshots = {partition.name: self._snapshot(partition) for partition in found}
-        described = [self._described(partition) for partition in found]
-        in_use = np.zeros(self.state.extents.high, np.bool_)
-        for field in [field for partition in found for field in partition.fields.values()]:
-            in_use[field.extents] = True
+        partitions = [self.state.partition(name) for name in names]
+        snapshots = {partition.name: self._snapshot(partition) for partition in partitions}
+        saved = [self._saved_partition(partition) for partition in partitions]
+        in_use = np.zeros(self.state.extents.high, np.bool_)  # by extent number
+        for partition in partitions:
+            for field in partition.fields.values():
+                in_use[field.extents] = True
         in_use[0] = False  # extent 0 means "no extent"
         pinned = np.flatnonzero(in_use).astype(np.int32)
         self.state.extents.pin(pinned)
         session.pins[number] = pinned
         session.saves[number] = snapshots
-        return c.Saved(partitions=tuple(described))
+        return c.Saved(partitions=tuple(saved))
 
     def _snapshot(self, partition: Partition) -> Snapshot:
         """Copy the tags and the locations of the cells of all live samples, oldest first."""
         rows = partition.rows.in_order()
         tags = Tags(len(rows))
         for name, tag in partition.tags.columns.items():
-            copied = tags.columns[name] = Tag(tag.values.dtype, 0)
-            copied.values, copied.present = tag.values[rows], tag.present[rows]
+            tag_copy = tags.columns[name] = Tag(tag.values.dtype, 0)
+            tag_copy.values, tag_copy.present = tag.values[rows], tag.present[rows]
         fields = {}
         for name, field in partition.fields.items():
             extents, offsets, lengths = cells_of(field, rows)
@@ -73,8 +74,9 @@ class Saves:
             )
         return Snapshot(partition.rows.names_of(rows), tags, fields)
 
-    def _described(self, partition: Partition) -> c.SavedPartition:
-        """Return the state of the partition besides its samples, which `publish` restores."""
+    def _saved_partition(self, partition: Partition) -> c.SavedPartition:
+        """Return the state of the partition besides its samples, which `publish` restores. A task's claims are one bit
+        for each sample, oldest first; claims that are not permanent are not saved."""
         rows = partition.rows.in_order()
         tasks = [
             c.SavedTask(name=name, claimed=np.packbits(task.claimed_permanently(rows)).tobytes())
@@ -97,7 +99,8 @@ class Saves:
         )
 
     def read_saved(self, session: Session, number: int, command: c.ReadSaved) -> c.SavedRows:
-        """Return a range of saved samples."""
+        """Return the saved samples [first, last) of a partition: the locations of their cells, and with `names` their
+        ids and tags."""
         snapshots = session.saves.get(command.saved)
         if snapshots is None:
             raise InvalidRequestError(
@@ -151,22 +154,23 @@ class Saves:
         """Rename staged partitions to the names of the saved ones, replace those of these names, and restore the saved
         state. Everything is checked before the first change."""
         state = self.state
-        staged, wanted = command.staged, command.partitions
-        names = [saved.partition for saved in wanted]
-        if len(staged) != len(wanted) or len(set(staged)) != len(staged) or len(set(names)) != len(names):
+        staged, targets = command.staged, command.partitions
+        names = [saved.partition for saved in targets]
+        if len(staged) != len(targets) or len(set(staged)) != len(staged) or len(set(names)) != len(names):
             raise InvalidRequestError(
-                f"{len(staged)} staged partitions for {len(wanted)} names: expected as many, without repeats"
+                f"{len(staged)} staged partitions for {len(targets)} names: expected as many, without repeats"
             )
-        found = [state.partition(name) for name in staged]
-        for partition, saved in zip(found, wanted, strict=True):
-            self._check(session, partition, saved)
+        partitions = [state.partition(name) for name in staged]
+        for partition, saved in zip(partitions, targets, strict=True):
+            self._check_staged(session, partition, saved)
             existing = state.partitions.get(saved.partition)
-            if existing is not None and existing not in found and not command.replace:
+            # A staged partition may have the name of another one's target: all are renamed at once.
+            if existing is not None and existing not in partitions and not command.replace:
                 raise PartitionExistsError(partition=saved.partition)
         leases = [[lease for lease in state.leases.open.values() if lease.partition == name] for name in staged]
         for name in staged:
             del state.partitions[name]
-        for partition, saved, leased in zip(found, wanted, leases, strict=True):
+        for partition, saved, leased in zip(partitions, targets, leases, strict=True):
             existing = state.partitions.get(saved.partition)
             if existing is not None:
                 state.drop(existing)
@@ -176,15 +180,15 @@ class Saves:
                 lease.partition = saved.partition
             self.partitions.register(session, number, _registration(saved))
             partition.born, partition.sealed, partition.version = saved.born, saved.sealed, saved.version
-            self._claim(partition, saved)
+            self._restore_claims(partition, saved)
             partition.outlook = None
             for watch in partition.watches.values():
                 watch.reset()
             state.touch(partition)
         return c.Done()
 
-    def _check(self, session: Session, partition: Partition, saved: c.SavedPartition) -> None:
-        """Check that the staged partition matches the saved one."""
+    def _check_staged(self, session: Session, partition: Partition, saved: c.SavedPartition) -> None:
+        """Check that the session staged the partition, and that it matches the saved one."""
         if partition.owner != session.number:
             raise InvalidRequestError(f"partition {partition.name!r} was not staged by session {session.number}")
         self.partitions.check(_registration(saved))
@@ -213,18 +217,19 @@ class Saves:
                     expected=f"{field.spec}, as its staged rows are",
                 )
 
-    def _claim(self, partition: Partition, saved: c.SavedPartition) -> None:
+    def _restore_claims(self, partition: Partition, saved: c.SavedPartition) -> None:
         """Restore the claims of the saved tasks."""
         rows = partition.rows.in_order()
         for saved_task in saved.tasks:
             task = partition.tasks[saved_task.name]
-            bits = np.unpackbits(np.frombuffer(saved_task.claimed, np.uint8), count=len(rows)).astype(np.bool_)
-            chosen = rows[bits & (task.claim_ids[rows] == 0)]
-            task.take(chosen, self.state.serial())
-            partition.update_after_claims(task, chosen)
+            claimed = np.unpackbits(np.frombuffer(saved_task.claimed, np.uint8), count=len(rows)).astype(np.bool_)
+            to_claim = rows[claimed & (task.claim_ids[rows] == 0)]
+            task.take(to_claim, self.state.serial())
+            partition.update_after_claims(task, to_claim)
 
 
 def _registration(saved: c.SavedPartition) -> c.Register:
+    """Return the command that registers the partition as it was saved."""
     return c.Register(
         partition=saved.partition,
         fields={field.name: field.declared for field in saved.fields if field.declared is not None},
