@@ -47,8 +47,9 @@ Handler = Callable[[Session, int, Any], c.Result | None]
 
 
 class Ledger:
-    """`apply` processes the next input. `Tick` is the only clock: the shell applies one at short intervals while
-    inputs arrive, and at `next_deadline` at the latest.
+    """The controller's state machine. `apply` processes the next input. `Tick` is the only clock: the shell (the part
+    of the controller that owns the sockets and the journal) applies one at short intervals while inputs arrive, and at
+    `next_deadline` at the latest.
 
     epoch: the current epoch of the service. reserve_fraction: the fraction of every arena that only updates may
     use. heartbeat_s: when a silent session is probed. session_timeout_s: when a silent session ends that no unit
@@ -112,16 +113,16 @@ class Ledger:
         """Process one input and return its outputs, in the order in which they must leave. If an input raises (a
         defect), its outputs leave with those of the next input."""
         if isinstance(item, c.Call):
-            self._call(item)
+            self._handle_call(item)
         else:
             self._reports[type(item)](item)
-        self._settle()
+        self._serve_parked_calls()
         self._drop_idle_alarms()
         out, self._state.out = self._state.out, []
         return out
 
     def next_deadline(self) -> float | None:
-        """Return when the next `Tick` is due at the latest, or None if nothing can time out."""
+        """Return the ledger time at which the next `Tick` is due at the latest, or None if nothing can time out."""
         state = self._state
         times = [self._liveness.next_look, self._reservations.retry_at(), state.leases.next_end()]
         times.append(self._compactions.next_search_at())
@@ -141,20 +142,21 @@ class Ledger:
 
     @classmethod
     def restored(cls, image: bytes) -> Ledger:
-        """Create a ledger from an image. `ImageError` if the bytes are not an image, or one of another version."""
-        ledger = cls(0)
+        """Create a ledger from an image. Raises `ImageError` if the bytes are not an image, or one of another
+        version."""
+        ledger = cls(0)  # its state is replaced below
         roots = load(image)
         if len(roots) != len(ledger._roots()) or not isinstance(roots[0], State):
             raise ImageError(f"the image does not contain a ledger (it has {len(roots)} roots)")
-        ledger._adopt(*roots)
+        ledger._use_roots(*roots)
         return ledger
 
     def _roots(self) -> list[Any]:
-        """Return all objects on which future outputs depend."""
+        """Return all objects on which future outputs depend, as `_use_roots` takes them."""
         live, units = self._liveness, self._units
         return [self._state, live.nonces, live.opened, live.next_look, units.cookies, units.added]
 
-    def _adopt(
+    def _use_roots(
         self,
         state: State,
         nonces: dict[str, int],
@@ -163,6 +165,7 @@ class Ledger:
         cookies: dict[str, int],
         added: int,
     ) -> None:
+        """Continue with these roots, which an image contained."""
         self._use_state(state)
         self._liveness.nonces, self._liveness.opened, self._liveness.next_look = nonces, opened, next_look
         self._units.cookies, self._units.added = cookies, added
@@ -178,6 +181,7 @@ class Ledger:
     # --- inputs
 
     def _report_table(self) -> dict[type[c.Input], Callable[[Any], None]]:
+        """Return the handler of every input except calls."""
         return {
             c.OpenSession: self._liveness.open,
             c.Heartbeat: self._liveness.heartbeat,
@@ -197,6 +201,7 @@ class Ledger:
         }
 
     def _command_table(self) -> dict[type[c.Command], Handler]:
+        """Return the handler of every command of a call."""
         return {
             c.Bye: self._liveness.bye,
             c.Units: self._reads.units,
@@ -236,7 +241,7 @@ class Ledger:
             c.Forget: self._units.forget,
         }
 
-    def _settle(self) -> None:
+    def _serve_parked_calls(self) -> None:
         """Serve all parked calls that can be served now. Repeats, because claims that drop groups free space,
         and puts that evict samples end claims."""
         state = self._state
@@ -250,14 +255,16 @@ class Ledger:
 
     # --- numbered calls
 
-    def _call(self, call: c.Call) -> None:
-        """Execute a call once: repeat its answer if it is kept, refuse it if it is settled."""
+    def _handle_call(self, call: c.Call) -> None:
+        """Execute a call once. For a repeated call: send its answer again if it is kept, reject it if it is settled, do
+        nothing while it is parked."""
         state, number = self._state, call.number
         session = state.sessions.get(call.session)
         if session is None or not session.live:
             self._refuse_expired(call, session)
             return
         session.record_contact(state.now)
+        # A watermark above the call's own number is malformed, and is ignored.
         if call.watermark <= number and (call.watermark > session.watermark or call.confirmed):
             self._confirm(session, call)
         if number in session.parked:
@@ -272,21 +279,22 @@ class Ledger:
             self._execute(session, number, call.command)
 
     def _confirm(self, session: Session, call: c.Call) -> None:
-        """Settle the calls that the watermark and the confirmations of this call cover."""
+        """Settle the calls that the watermark and the confirmations of this call cover: the client has their answers,
+        or no longer needs them. Their claims become final, so that the samples may be evicted."""
         state = self._state
-        given_up, final = session.confirm(call.watermark, call.confirmed, state.limits)
-        for abandoned in given_up:
-            state.unpark(abandoned, CallCancelledError(session=session.number, number=abandoned.number))
-        for claimed in final:
-            state.recheck_puts(claimed.partition, claimed.rows)
+        cancelled, final_claims = session.confirm(call.watermark, call.confirmed, state.limits)
+        for parked in cancelled:
+            state.unpark(parked, CallCancelledError(session=session.number, number=parked.number))
+        for claim in final_claims:
+            state.recheck_puts(claim.partition, claim.rows)
 
     def _execute(self, session: Session, number: int, command: c.Command) -> None:
         """Run a command, and answer it unless it was parked."""
         result: c.Result | DataPlaneError | None
         try:
             if not isinstance(command, _EXEMPT_FROM_LIMIT):
-                most = self._state.limits.in_flight
-                check_limit("calls in flight", session.unanswered + 1, most, "Wait for answers to earlier calls.")
+                limit = self._state.limits.in_flight
+                check_limit("calls in flight", session.unanswered + 1, limit, "Wait for answers to earlier calls.")
             result = self._handlers[type(command)](session, number, command)
         except DataPlaneError as error:
             result = error
@@ -304,12 +312,14 @@ class Ledger:
     # --- withdrawing calls
 
     def _abort(self, session: Session, number: int, command: c.Abort) -> c.Done:
+        """Withdraw an earlier call, and free the space that it reserved."""
         self._withdraw(session, number, command.reservation, c.Allocated | c.Preallocated)
         if command.reservation in session.reservations:
             self._state.free_reservation(session, command.reservation)
         return c.Done()
 
     def _release(self, session: Session, number: int, command: c.Release) -> c.Done:
+        """Withdraw an earlier call, and unpin what it pinned."""
         self._withdraw(session, number, command.located, c.Located | c.Saved | c.FoundCells)
         session.saves.pop(command.located, None)
         pinned = session.pins.pop(command.located, None)
@@ -318,23 +328,26 @@ class Ledger:
         return c.Done()
 
     def _unclaim(self, session: Session, number: int, command: c.Unclaim) -> c.Done:
+        """Withdraw an earlier claim, and return its samples."""
         self._withdraw(session, number, command.claimed, c.Claimed)
         if command.claimed in session.unconfirmed:
             self._state.return_claim(session, command.claimed)
         return c.Done()
 
     def _withdraw(self, session: Session, number: int, target: int, kind: type[c.Result] | UnionType) -> None:
-        """Cancel call `target`: end it if it is parked, and never execute it if it is not yet seen."""
+        """Cancel call `target`, whose result is of type `kind`: end it if it is parked, and never execute it if it has
+        not arrived yet. The caller undoes what it did if it was executed."""
         if not 1 <= target < number:
             raise InvalidRequestError(f"call {number} cannot withdraw call {target}, only earlier calls")
         cancelled = CallCancelledError(session=session.number, number=target)
-        answered = session.answers.get(target)
+        answer = session.answers.get(target)
         if target in session.parked:
             self._state.unpark(session.parked[target], cancelled)
-        elif isinstance(answered, c.Result) and not isinstance(answered, kind):
+        elif isinstance(answer, c.Result) and not isinstance(answer, kind):
             expected = getattr(kind, "__name__", kind)
-            raise InvalidRequestError(f"call {target} was answered {type(answered).__name__}, expected {expected}")
-        elif not session.is_settled(target) and not isinstance(answered, DataPlaneError):
+            raise InvalidRequestError(f"call {target} was answered {type(answer).__name__}, expected {expected}")
+        elif not session.is_settled(target) and not isinstance(answer, DataPlaneError):
+            # If the call arrives or is repeated later, it gets this error.
             session.keep_answer(target, cancelled, self._state.limits)
 
     # --- time
@@ -359,7 +372,7 @@ class Ledger:
         self._recount_everything()
 
     def _recount_everything(self) -> None:
-        """Count again everything that is counted for parked calls."""
+        """Discard the cached counts for parked calls: all of them are evaluated from the beginning."""
         for partition in self._state.partitions.values():
             partition.outlook = None
             self._state.extents.loosened.add(partition.account.number)
@@ -375,28 +388,31 @@ class Ledger:
         state.now = max(state.now, item.now)
         self._claims.expire_leases()
         state.wake()
-        self._liveness.look(gap)
+        self._liveness.check_sessions(gap)
         if self._reservations.retry_at() <= state.now:
             state.extents.freed = True
-        self._settle()
+        # Calls that can be served now must not time out.
+        self._serve_parked_calls()
         while state.alarms and state.alarms[0][0] <= state.now:
-            _, _, number, call = heapq.heappop(state.alarms)
-            session = state.sessions.get(number)
-            parked = None if session is None else session.parked.get(call)
+            _, _, session_number, call_number = heapq.heappop(state.alarms)
+            session = state.sessions.get(session_number)
+            parked = None if session is None else session.parked.get(call_number)
             if parked is not None:
                 self._time_out(parked)
-        self._settle()
+        self._serve_parked_calls()
         self._compactions.search()
 
     def _time_out(self, parked: Parked) -> None:
+        """End a call that reached its deadline."""
         try:
-            late = self._timed_out(parked)
+            result = self._timeout_result(parked)
         except Exception as error:  # one call must not stop the timeouts of later ones
             self._state.fail(parked, error)
         else:
-            self._state.unpark(parked, late)
+            self._state.unpark(parked, result)
 
-    def _timed_out(self, parked: Parked) -> c.Result | DataPlaneError:
+    def _timeout_result(self, parked: Parked) -> c.Result | DataPlaneError:
+        """Return the result or error of a call that reached its deadline."""
         if isinstance(parked, ParkedClaim):
             return self._claims.timeout_error(parked)
         if isinstance(parked, ParkedShrink):
@@ -407,10 +423,11 @@ class Ledger:
         return self._reservations.out_of_space(parked)
 
     def _drop_idle_alarms(self) -> None:
-        """Remove alarms of answered calls, so that they do not wake the shell."""
+        """Remove alarms of answered calls from the top of the heap, so that `next_deadline` does not count them."""
         state = self._state
         while state.alarms:
-            session = state.sessions.get(state.alarms[0][2])
-            if session is not None and state.alarms[0][3] in session.parked:
+            _, _, session_number, call_number = state.alarms[0]
+            session = state.sessions.get(session_number)
+            if session is not None and call_number in session.parked:
                 return
             heapq.heappop(state.alarms)

@@ -33,11 +33,17 @@ numbers of a later state."""
 
 
 class Liveness:
-    """`opened` is the number of the last session. Numbers begin above all that an earlier state can have used, so
+    """Opens sessions, ends them when their clients are gone, and frees what ended sessions held.
+
+    `nonces`: session numbers by nonce, the random text by which a client's repeated `OpenSession` finds its session.
+    `opened` is the number of the last session. Numbers begin above all that an earlier state can have used, so
     that a call of a session of a lost state is never taken for one of this state.
 
-    A session attached to a connected unit stays live while its lock is held, however long it is silent. A session
-    without attachment ends after `session_timeout_s` of silence. `next_look` is when sessions must be checked.
+    A client process keeps a lock file locked while it runs. A session attached to a connected unit (local to it)
+    stays live while its lock is held, however long it is silent. A session without attachment ends after
+    `session_timeout_s` of silence. A unit that fences a session ends its access to the unit's
+    bytes and reports `SessionGone`; if it finds the lock of a local session held, it reports `SessionAlive` instead.
+    To probe a session is to order its units to fence it. `next_look` is when sessions must be checked.
     """
 
     def __init__(self, state: State) -> None:
@@ -49,7 +55,7 @@ class Liveness:
     # --- inputs
 
     def open(self, item: OpenSession) -> None:
-        """Open or continue a session, and put out `Opened` with the session or the error."""
+        """Open or continue a session, and output `Opened` with the session or the error."""
         session, error = None, None
         try:
             session = self._open(item)
@@ -62,7 +68,7 @@ class Liveness:
         )
 
     def _open(self, item: OpenSession) -> Session:
-        """Return the session: known by its nonce, or new."""
+        """Return the session with the client's nonce, or a new one. Raises the error of a rejected client."""
         state = self.state
         if item.epoch > state.epoch:
             lost = f"the latest changes of session {item.session}"
@@ -76,7 +82,7 @@ class Liveness:
         if known is not None:
             raise SessionExpiredError(session=known.number, why=known.why)
         if item.session:
-            raise self._forgotten(item)
+            raise self._unknown_session_error(item)
         limits = state.limits
         check_limit("open sessions", len(state.sessions) + 1, limits.sessions, "Close unused clients.")
         for name in (item.nonce, item.host, item.name):
@@ -87,11 +93,12 @@ class Liveness:
         state.sessions[session.number] = session
         state.several_hosts = None
         self.nonces[item.nonce] = session.number
-        self._look_at(state.now + 2 * state.heartbeat_s)
+        self._schedule_check(state.now + 2 * state.heartbeat_s)
         return session
 
-    def _forgotten(self, item: OpenSession) -> DataPlaneError:
-        """Return the error for a client that wants to continue an unknown session."""
+    def _unknown_session_error(self, item: OpenSession) -> DataPlaneError:
+        """Return the error for a client that wants to continue an unknown session: it ended, or an earlier state of the
+        service was lost with it."""
         state = self.state
         if item.epoch >= state.born:
             return SessionExpiredError(session=item.session, why="it ended while its client was disconnected")
@@ -104,11 +111,12 @@ class Liveness:
             session.record_contact(self.state.now)
 
     def silent(self, item: SessionSilent) -> None:
+        """Handle the end of a client's liveness stream: probe the session at once."""
         session = self.state.sessions.get(item.session)
         if session is not None and session.live:
             session.silent = True
             self._probe(session)
-            self._look_at(self.state.now + self.state.heartbeat_s)
+            self._schedule_check(self.state.now + self.state.heartbeat_s)
 
     def attached(self, item: SessionAttached) -> None:
         """Record that the session is local to the unit. If the session has ended, fence it there."""
@@ -118,7 +126,7 @@ class Liveness:
         if session is None or not session.live:
             if session is not None:
                 session.fencing[item.unit] = item.lock_path
-            self._order(item.session, item.unit, item.lock_path)
+            self._order_fence(item.session, item.unit, item.lock_path)
             return
         session.attached[item.unit] = item.lock_path
 
@@ -140,7 +148,9 @@ class Liveness:
         """Handle a lock that is still held: check the session again one heartbeat after the last probe."""
         session = self.state.sessions.get(item.session)
         if session is not None:
-            self._look_at((self.state.now if session.probed is None else session.probed) + self.state.heartbeat_s)
+            self._schedule_check(
+                (self.state.now if session.probed is None else session.probed) + self.state.heartbeat_s
+            )
 
     def bye(self, session: Session, number: int, command: Bye) -> Done:
         """End the session: parked calls end, unconfirmed claims are returned, and held bytes wait for proof from
@@ -166,44 +176,46 @@ class Liveness:
             state.unprotect_targets(reservation)
         for lease in state.leases.owned_by(session.number):
             state.return_rows(state.partitions[lease.partition], lease.task, lease.rows_on_lease())
-        session.fencing = {**self._holding(session), **session.attached}
+        # These units must report `SessionGone` before the session's bytes there are freed.
+        session.fencing = {**self._units_in_use(session), **session.attached}
         session.attached = {}
         session.probed = None
         self._forget_empty(session)
         self._probe(session)
         self._remove_if_done(session)
-        self._look_at(state.now + state.heartbeat_s)
+        self._schedule_check(state.now + state.heartbeat_s)
 
-    def _holding(self, session: Session) -> dict[int, str]:
+    def _units_in_use(self, session: Session) -> dict[int, str]:
         """Return the units where the session has reservations or pins, each with its lock path if it may be
         local there."""
-        units = self.state.extents.units
-        found: set[int] = set()
+        unit_of = self.state.extents.units
+        units: set[int] = set()
         for reservation in session.reservations.values():
-            found.update(units[reservation.extents()].tolist())
+            units.update(unit_of[reservation.extents()].tolist())
         for pinned in session.pins.values():
-            found.update(units[pinned].tolist())
-        return {unit: self._lock_near(session, unit) for unit in sorted(found)}
+            units.update(unit_of[pinned].tolist())
+        return {unit: self._lock_path_for(session, unit) for unit in sorted(units)}
 
-    def _lock_near(self, session: Session, unit: int) -> str:
+    def _lock_path_for(self, session: Session, unit: int) -> str:
         """Return the lock path of a session that may have attached to this unit, "" if it cannot have."""
         return session.lock_path if self.state.units[unit].host == session.host else ""
 
     def _free_on(self, session: Session, unit: int) -> None:
-        """Free what the session holds on this unit, which it can no longer access."""
+        """Free what the session holds on this unit, which it can no longer access. A piece of a reservation is (first
+        value, last value, extent, offset)."""
         extents = self.state.extents
         for reservation in session.reservations.values():
-            here = [[piece for piece in column if extents.units[piece[2]] == unit] for column in reservation.pieces]
-            if not any(here):
+            on_unit = [[piece for piece in column if extents.units[piece[2]] == unit] for column in reservation.pieces]
+            if not any(on_unit):
                 continue
-            there = [[piece for piece in column if extents.units[piece[2]] != unit] for column in reservation.pieces]
-            reservation.pieces, reservation.broken = here, True
+            others = [[piece for piece in column if extents.units[piece[2]] != unit] for column in reservation.pieces]
+            reservation.pieces, reservation.broken = on_unit, True
             extents.free(reservation.extents())
-            reservation.pieces = there
+            reservation.pieces = others
         for number, pinned in list(session.pins.items()):
-            on_unit = extents.units[pinned] == unit
-            extents.unpin(pinned[on_unit])
-            session.pins[number] = pinned[~on_unit]
+            is_on_unit = extents.units[pinned] == unit
+            extents.unpin(pinned[is_on_unit])
+            session.pins[number] = pinned[~is_on_unit]
         if not session.live:
             self._forget_empty(session)
 
@@ -213,6 +225,7 @@ class Liveness:
         session.pins = {n: pinned for n, pinned in session.pins.items() if len(pinned)}
 
     def _remove_if_done(self, session: Session) -> None:
+        """Remove an ended session that no unit has to fence any longer."""
         if session.live or session.fencing:
             return
         assert not session.reservations, session.reservations
@@ -228,7 +241,7 @@ class Liveness:
         for session in self.state.sessions.values():
             session.record_contact(self.state.now)
             session.probed = None
-        self._look_at(self.state.now + self.state.heartbeat_s)
+        self._schedule_check(self.state.now + self.state.heartbeat_s)
 
     # --- units
 
@@ -245,7 +258,7 @@ class Liveness:
     def machine_restarted(self, unit: int, host: str) -> None:
         """The unit's machine, whose boot id was `host`, rebooted: end all sessions that ran there, and free what they
         held in the unit."""
-        for session in [found for found in self.state.sessions.values() if found.host == host]:
+        for session in [each for each in self.state.sessions.values() if each.host == host]:
             session.attached.pop(unit, None)
             self._free_on(session, unit)
             session.fencing.pop(unit, None)
@@ -255,7 +268,8 @@ class Liveness:
                 self._remove_if_done(session)
 
     def unit_dropped(self, unit: int) -> None:
-        """Forget what sessions held on a unit whose extents are about to be removed."""
+        """Forget what sessions held on a unit whose extents are about to be removed. A piece of a reservation is (first
+        value, last value, extent, offset)."""
         extents = self.state.extents
         for session in list(self.state.sessions.values()):
             session.attached.pop(unit, None)
@@ -270,18 +284,19 @@ class Liveness:
                 self._forget_empty(session)
                 self._remove_if_done(session)
 
-    # --- looking
+    # --- checking sessions
 
     def probe_silent(self) -> None:
         """Probe every session that missed a heartbeat or is ending, because a put needs space."""
         state = self.state
         for session in state.sessions.values():
-            quiet = session.silent or state.now - session.heard > state.heartbeat_s
-            if (quiet or not session.live) and self._probe_due(session):
+            is_silent = session.silent or state.now - session.heard > state.heartbeat_s
+            if (is_silent or not session.live) and self._probe_due(session):
                 self._probe(session)
 
-    def look(self, gap: float) -> None:
-        """Probe silent sessions, and end those that timed out. `gap` is the time between the last two ticks."""
+    def check_sessions(self, gap: float) -> None:
+        """Probe silent and ending sessions, and end those that timed out, if a check is due. `gap` is the time between
+        the last two ticks. Sets the time of the next check."""
         state = self.state
         if state.now < self.next_look:
             return
@@ -291,34 +306,34 @@ class Liveness:
                 if self._probe_due(session):
                     self._probe(session)
                 if session.probed is not None:
-                    self._look_at(session.probed + state.heartbeat_s)
+                    self._schedule_check(session.probed + state.heartbeat_s)
             elif session.silent or state.now - session.heard >= 2 * state.heartbeat_s:
-                self._look_into(session, gap)
+                self._check_silent(session, gap)
             else:
-                self._look_at(session.heard + 2 * state.heartbeat_s)
+                self._schedule_check(session.heard + 2 * state.heartbeat_s)
         if self.next_look <= state.now:
             self.next_look = state.now + state.heartbeat_s
 
-    def _look_into(self, session: Session, gap: float) -> None:
+    def _check_silent(self, session: Session, gap: float) -> None:
         """Probe a silent session. End it if no unit can prove it alive and its timeout is over."""
         state = self.state
         if self._reachable(session):
             if self._probe_due(session):
                 self._probe(session)
             assert session.probed is not None
-            self._look_at(session.probed + state.heartbeat_s)
+            self._schedule_check(session.probed + state.heartbeat_s)
             return
         overdue = session.heard + state.session_timeout_s
         if state.now < overdue:
-            self._look_at(overdue)
+            self._schedule_check(overdue)
         elif gap > state.heartbeat_s and session.suspected is None:
             # The ledger was paused too, and messages of the client may still be in transit.
             session.suspected = state.now
-            self._look_at(state.now + state.heartbeat_s)
+            self._schedule_check(state.now + state.heartbeat_s)
         elif session.suspected is None or state.now >= session.suspected + state.heartbeat_s:
             self.end(session, f"its client was silent for {state.now - session.heard:.1f} s")
         else:
-            self._look_at(session.suspected + state.heartbeat_s)
+            self._schedule_check(session.suspected + state.heartbeat_s)
 
     def _reachable(self, session: Session) -> dict[int, str]:
         """Return the connected units that can check the session (if it is live) or owe proof of its end, with
@@ -331,6 +346,8 @@ class Liveness:
         return session.probed is None or self.state.now >= session.probed + self.state.heartbeat_s
 
     def _probe(self, session: Session) -> None:
+        """Order the connected units that can prove the session's state to fence it. A unit does not fence a live
+        session, whose lock is held."""
         reachable = self._reachable(session)
         if reachable:
             session.probed = self.state.now
@@ -338,16 +355,16 @@ class Liveness:
             self._fence(session, unit, path)
 
     def _fence(self, session: Session, unit: int, lock_path: str) -> None:
-        self._order(session.number, unit, lock_path)
+        self._order_fence(session.number, unit, lock_path)
 
-    def _order(self, session: int, unit: int, lock_path: str) -> None:
+    def _order_fence(self, session: int, unit: int, lock_path: str) -> None:
         """Order the unit to fence the session, together with all ended sessions numbered between its neighbours
         that still exist. The unit then remembers no more ranges of numbers than there are sessions."""
-        there = sorted(self.state.sessions)
-        before, after = bisect_left(there, session), bisect_right(there, session)
-        first = there[before - 1] + 1 if before else 1
-        last = there[after] - 1 if after < len(there) else max(self.opened, session)
+        existing = sorted(self.state.sessions)
+        before, after = bisect_left(existing, session), bisect_right(existing, session)
+        first = existing[before - 1] + 1 if before else 1
+        last = existing[after] - 1 if after < len(existing) else max(self.opened, session)
         self.state.out.append(FenceSession(unit=unit, session=session, lock_path=lock_path, first=first, last=last))
 
-    def _look_at(self, when: float) -> None:
+    def _schedule_check(self, when: float) -> None:
         self.next_look = min(self.next_look, when)

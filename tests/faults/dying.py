@@ -67,7 +67,7 @@ def give_up(server: Server) -> None:
         live = [each for each in ledger._state.sessions.values() if each.live and each.name == "victim"]
         for session in live:
             session.heard = ledger._state.now - SESSION_TIMEOUT_S
-            ledger._liveness._look_at(ledger._state.now)
+            ledger._liveness._schedule_check(ledger._state.now)
         found.put(not live)
 
     def is_given_up() -> bool:

@@ -22,22 +22,24 @@ def size_of(result: Result | DataPlaneError) -> int:
     if isinstance(result, DataPlaneError):
         return 0
     rows = result.placements if type(result) is Allocated else getattr(result, "rows", None)
-    if rows is not None and len(rows) < FEW_ROWS:
+    if rows is not None and len(rows) < FEW_ROWS:  # small without a look at its fields
         return 0
-    size = _bytes(result)
+    size = _approximate_bytes(result)
     return size if size >= SMALL_BYTES else 0
 
 
-def _bytes(value: Any) -> int:
+def _approximate_bytes(value: Any) -> int:
+    """Return about how many bytes the value takes. Of a tuple, the first item decides whether its items are examined
+    one by one."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, msgspec.Struct):
-        return sum([_bytes(getattr(value, name)) for name in value.__struct_fields__])
+        return sum([_approximate_bytes(getattr(value, name)) for name in value.__struct_fields__])
     if isinstance(value, tuple):
         if value and isinstance(value[0], msgspec.Struct | tuple):
-            return sum(map(_bytes, value))
+            return sum(map(_approximate_bytes, value))
         return _ITEM_BYTES * len(value)
     if isinstance(value, dict):
         return _ITEM_BYTES * len(value)
