@@ -358,7 +358,7 @@ def out_of_space(
     if over_budget or not enough_free:
         earlier = None
     behind = "" if earlier is None else _put_text(earlier)
-    # The earlier put may wait for the budget of the same partition.
+    # Describe the budget also if the earlier put of this partition waits for it.
     if over_budget or (earlier is not None and not waits_for_memory(state, earlier)):
         limit = limit_of(state, partition, update=update)
         assert limit is not None

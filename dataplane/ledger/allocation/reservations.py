@@ -40,7 +40,7 @@ from dataplane.ledger.commands import (
 )
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.state.arrays import top, total
-from dataplane.ledger.state.checksum_policy import are_wanted
+from dataplane.ledger.state.checksum_policy import checksums_are_wanted
 from dataplane.ledger.state.extents import Extents
 from dataplane.ledger.state.free_space import granules_up
 from dataplane.ledger.state.limits import check_limit
@@ -72,7 +72,7 @@ class Reservations:
         """Return the reservation, or None if the call was parked."""
         partition = self.state.partition(command.partition)
         if not self.state.has_waiting_put(partition.account.number):
-            partition.outlook = None
+            partition.outlook = None  # it is kept up to date only while puts wait
         self._check_command(partition, command)
         want = Want(session, command)
         self._check_can_ever_fit(partition, want)
@@ -130,7 +130,8 @@ class Reservations:
 
     def _try_to_reserve(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | None:
         """Return the reservation if there is space, or if the partition evicts for it. `behind`: earlier puts wait
-        for the units' memory, so this one may only use memory that it freed itself."""
+        for the units' memory, so this one may only use memory that it freed itself. `excess`: by how many bytes the
+        budget is too small; `short`: how many bytes the open units lack."""
         partition, want = parked.partition, parked.want
         if want.moving:
             return None if behind else self._take_space(parked)
@@ -184,6 +185,7 @@ class Reservations:
         if not 0 < command.nbytes <= MAX_BYTES:
             raise InvalidRequestError(f"{command.nbytes} bytes of preallocated space: must be in [1, {MAX_BYTES}]")
         nbytes, limit = granules_up(command.nbytes), unit.limit(update=False)
+        # The request is small compared to the space for new rows, and at most half of that is used then.
         plenty = nbytes * self.state.limits.preallocated_part <= limit and unit.used_bytes + nbytes <= limit // 2
         allowed = plenty and unit.open and self._is_spare(nbytes)
         offset = unit.space.take(nbytes) if allowed else None
@@ -194,7 +196,7 @@ class Reservations:
         extent = self.state.extents.reserve(unit.number, offset, nbytes)
         session.reservations[number] = Preallocation(unit.number, unit.epoch, extent, offset)
         self.grow_ahead(unit)
-        return Preallocated(offset=offset, checksums=are_wanted(self.state, session, [unit]))
+        return Preallocated(offset=offset, checksums=checksums_are_wanted(self.state, session, [unit]))
 
     def _is_spare(self, nbytes: int) -> bool:
         """Return whether `nbytes` can be reserved without taking them from a waiting call. Calls that wait for a
@@ -347,7 +349,7 @@ class Reservations:
         if command.samples is not None:
             self.state.check_samples(command.samples)
         for column in command.columns:
-            if column.by_schema and not partition.names_kind(column.name):
+            if column.by_schema and not partition.determines_kind(column.name):
                 raise StaleSchemaError(partition=partition.name, field=column.name)
         if not command.timeout_s >= 0:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
@@ -424,7 +426,7 @@ class Reservations:
                 )
             )
         parked.session.reservations[parked.number] = reservation
-        with_checksums = are_wanted(self.state, parked.session, [piece.unit for piece in pieces])
+        with_checksums = checksums_are_wanted(self.state, parked.session, [piece.unit for piece in pieces])
         return Allocated(placements=tuple(placements), checksums=with_checksums, evicted=parked.evicted[:REPORTED])
 
 

@@ -60,9 +60,9 @@ class Shrinks:
         unit.ordered_at = self.state.now
         self.state.out.append(ShrinkArena(unit=unit.number, number=unit.shrinks, backed_bytes=unit.space.backed_bytes))
 
-    def offered(self, unit: Unit, shrinks: int) -> bool:
-        """Handle a unit that comes back after it carried out `shrinks` orders. Return whether the backing that it
-        reports counts; if not, the last order must be sent again."""
+    def handle_offer(self, unit: Unit, shrinks: int) -> bool:
+        """Handle the offer of a unit that comes back after it carried out the first `shrinks` orders. Return whether
+        the backing that it reports is current; if not, the last order must be sent again (`order_again`)."""
         unit.shrinking = shrinks < unit.shrinks
         unit.shrinks = max(shrinks, unit.shrinks)
         return not unit.shrinking

@@ -76,11 +76,12 @@ def _candidates(partition: Partition, ready_index: ReadyIndex, command: Claim, r
         rows = rows[partition.tags.matches(where, rows)]
         groups = partition.tags.codes(command.group_by, rows)
         wanted = command.batch_size // command.group_size
-        early = np.isin(rows, released) if len(released) else None
-        picked = samplers.whole_groups(groups, command.group_size, wanted, early)
+        is_released = np.isin(rows, released) if len(released) else None
+        picked = samplers.whole_groups(groups, command.group_size, wanted, is_released)
         return Chosen(rows[picked.places], picked.units)
     if not where:
         return Chosen(order[ready_index.first(command.batch_size, command.order)])
+    # Examine more and more ready samples, until enough match or none is left.
     examined = max(4 * command.batch_size, LOOK)
     while True:
         rows = order[ready_index.first(examined, command.order)]

@@ -58,7 +58,7 @@ def _overdue_or_final(watch: Watch, partition: Partition, now: float) -> bool:
         return False
     if watch.counts is not None:
         return not watch.counts.open
-    return watch.ready_index.count >= partition.rows.live - watch.ready_index.task.claimed
+    return watch.ready_index.count >= partition.rows.live - watch.ready_index.task.claimed  # all unclaimed are ready
 
 
 def _recount(counts: Counts, partition: Partition, ready_index: ReadyIndex) -> tuple[bool, float]:

@@ -3,6 +3,9 @@
 Objects, dicts, lists, sets and arrays are entries of a table and refer to each other by table index. This preserves
 shared references and cycles, and allows graphs of any depth. All other values (numbers, strings, tuples, enums,
 commands, specs, errors) are encoded inline. An image stores classes by name, and only those in `_STORED`.
+
+A letter says how a value or an entry is encoded. Inline: i large int, t tuple, f frozenset, e enum member, s struct
+(command), x error, c dataclass. Entries: a array, A array of objects, l list, d dict, S set, o object of another class.
 """
 
 from __future__ import annotations
@@ -122,7 +125,7 @@ class _Writer:
             self._written += 1
 
     def _entry(self, value: Any) -> list[Any]:
-        """Encode the content of an object with an identity."""
+        """Encode the content of an object with an identity. The letters are explained in the module's docstring."""
         if isinstance(value, np.ndarray):
             if value.dtype == object:
                 return ["A", [self.value(item) for item in value.tolist()]]
@@ -203,7 +206,8 @@ class _Reader:
                 fill(self, target, entry)
 
     def value(self, encoded: Any) -> Any:
-        """Decode an inline value or a reference: the inverse of `_Writer.value`."""
+        """Decode an inline value (letters: see the module's docstring) or a reference [place]: the inverse of
+        `_Writer.value`."""
         if type(encoded) is not list:
             return encoded
         match encoded:
@@ -236,8 +240,8 @@ class _Reader:
         return kind
 
     def _create_empty(self, entry: list[Any]) -> Any:
-        """Create the object of an entry. Containers and instances are empty until all objects exist; then the function
-        in `_FILL` fills them."""
+        """Create the object of an entry, which begins with its letter (see the module's docstring). Containers and
+        instances are empty until all objects exist; then the function in `_FILL` fills them."""
         match entry[0]:
             case "a":
                 return np.frombuffer(entry[2], np.dtype(entry[1])).copy()

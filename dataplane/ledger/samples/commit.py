@@ -125,7 +125,8 @@ class Commits:
         return evicted
 
     def _find_reservation(self, session: Session, command: Commit, partition: Partition) -> PutReservation | None:
-        """Return the reservation of the commit, or None for a tags-only put."""
+        """Return the reservation of the commit, or None for a tags-only put. Raises the error of a reservation that
+        does not exist, was lost, or is not for this commit."""
         if command.reservation is None:
             if command.columns:
                 raise InvalidRequestError(f"a commit of {len(command.columns)} columns requires a reservation")
@@ -169,7 +170,7 @@ class Commits:
         if unit.epoch != epoch:
             what = f"the space reserved in storage unit {number}"
             raise ServiceRestartedError(expected_epoch=unit.epoch, got_epoch=epoch, what=what)
-        if not (unit.connected or unit.awaited):
+        if not (unit.connected or unit.awaited):  # an awaited unit may still be running
             endpoint = unit.offer.endpoints[0] if unit.offer.endpoints else unit.offer.name
             raise StorageUnitError(unit=number, endpoint=endpoint, why="its connection to the controller is lost")
 
@@ -246,7 +247,7 @@ class Commits:
             raise SchemaError(
                 partition=partition.name, field=column.name, got=str(column.spec), expected=str(field.spec)
             )
-        if column.by_schema and not partition.names_kind(column.name):
+        if column.by_schema and not partition.determines_kind(column.name):
             raise StaleSchemaError(partition=partition.name, field=column.name)
 
     def _check_unchanged(
@@ -373,7 +374,7 @@ def cells_at(
 ) -> tuple[Int32s, Int64s, Int64s, UInt32s | None]:
     """Return extent, offset, length and checksum of each sample's cell. sizes: bytes of each value; pieces: (first
     value, last value, extent, offset), in which the values lie one after another."""
-    # First by value, then by sample.
+    # Locate the values first; the index then assigns values to samples.
     extents = np.zeros(len(sizes), np.int32)
     offsets = np.zeros(len(sizes), np.int64)
     for first, last, extent, offset in pieces:

@@ -78,6 +78,7 @@ class Compactions:
         units = [unit for unit in state.units.values() if unit.open]
         if any(unit.asked or unit.number in state.compactions for unit in units):
             return
+        # While a unit compares its rows with their checksums, copies would not be used (see `compacted`).
         for parked in islice(self._puts_to_help(), PUTS):
             want = parked.want
             if any(self._order_compaction(unit, want) for unit in want.by_preference(units) if not unit.checking):

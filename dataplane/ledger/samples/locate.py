@@ -80,6 +80,7 @@ class Reads:
             pinned = np.unique(np.concatenate(to_pin)) if to_pin else np.zeros(0, np.int32)
             self.state.extents.pin(pinned)
             session.pins[number] = pinned
+        # Generation 0 for samples that do not exist.
         generations = (
             np.where(rows >= 0, partition.generations_of(rows), 0) if partition.rows.capacity else np.zeros_like(rows)
         )
@@ -94,20 +95,20 @@ class Reads:
         extents = field.extents[rows]
         if not every(extents):
             missing = extents == 0
-            places = first_true(missing)
-            names = partition.rows.names_of(rows[places])
+            positions = first_true(missing)
+            names = partition.rows.names_of(rows[positions])
             raise FieldNotProducedError(
-                field=name, partition=partition.name, samples=names, total=int(missing.sum()), positions=places
+                field=name, partition=partition.name, samples=names, total=int(missing.sum()), positions=positions
             )
         units = self.state.extents.units[extents]
-        sums = checksums_of(field, rows)
+        checksums = checksums_of(field, rows)
         locations = c.FieldLocations(
             name=name,
             spec=field.spec,
             units=units,
             offsets=field.offsets[rows],
             lengths=field.lengths_of(rows),
-            checksums=None if sums is None else to_compare(self.state, session, sums, units),
+            checksums=None if checksums is None else to_compare(self.state, session, checksums, units),
             serials=self.state.extents.serials_of(extents) if command.serials else None,
         )
         return locations, extents

@@ -215,8 +215,8 @@ class UnitReports:
             self.liveness.machine_restarted(unit.number, unit.host)
         unit.offer, unit.connected, unit.ceiling = item, True, unit.space.capacity_bytes
         unit.awaited = False
-        backing_is_current = self.shrinks.offered(unit, item.shrinks)
-        unit.back(item.backed_bytes if backing_is_current else unit.space.backed_bytes)
+        backing_is_current = self.shrinks.handle_offer(unit, item.shrinks)
+        unit.record_backing(item.backed_bytes if backing_is_current else unit.space.backed_bytes)
         unit.compactions = max(item.compactions, unit.compactions)
         self._announce(unit)
         self.shrinks.order_again(unit)
@@ -259,7 +259,8 @@ class UnitReports:
         self.state.recheck_all_puts()
 
     def lost(self, item: c.UnitLost) -> None:
-        """Handle the loss of the connection to a unit. Its rows are kept, and pending orders no longer count."""
+        """Handle the loss of the connection to a unit. Its rows are kept. A pending order to grow is void, and calls no
+        longer wait for it to shrink."""
         unit = self.state.units.get(item.unit)
         if unit is not None:
             unit.connected = False
@@ -272,7 +273,7 @@ class UnitReports:
         shrink is outdated."""
         unit = self.state.units.get(item.unit)
         if unit is not None and item.shrinks == unit.shrinks:
-            unit.back(item.backed_bytes, item.error or "")
+            unit.record_backing(item.backed_bytes, item.error or "")
             unit.retry_at = self.state.now + RETRY_S
             self.reservations.grow_ahead(unit)
             self.state.extents.freed = True

@@ -15,13 +15,14 @@ from dataplane.ledger.state.state import State
 from dataplane.ledger.state.units import Unit
 
 
-def are_wanted(state: State, session: Session, units: Iterable[Unit]) -> bool:
+def checksums_are_wanted(state: State, session: Session, units: Iterable[Unit]) -> bool:
     """Whether rows that the session writes to these units get checksums."""
-    match state.checksums:  # with ACROSS_HOSTS it depends on the hosts
+    match state.checksums:
         case Checksums.ALWAYS:
             return True
         case Checksums.NEVER:
             return False
+    # ACROSS_HOSTS
     return state.spans_several_hosts() or any(not _near(session, unit) for unit in units)
 
 

@@ -116,13 +116,13 @@ class FreeSpace:
         assert offset >= 0, offset
         assert offset + size <= self.backed_bytes, (offset, nbytes, self.backed_bytes)
         if self._firsts:
-            self._put(offset, size)
+            self._merge_or_insert(offset, size)
         else:
             self._insert_block(0, [offset], [size])
             self.fragments += 1
         self.free_bytes += granules_up(nbytes)
 
-    def _put(self, offset: int, size: int) -> None:
+    def _merge_or_insert(self, offset: int, size: int) -> None:
         """Merge the range with adjacent fragments, or insert it as a new fragment."""
         block = max(bisect_right(self._firsts, offset) - 1, 0)
         position = bisect_left(self._starts[block], offset)

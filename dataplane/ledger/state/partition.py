@@ -87,7 +87,8 @@ class Partition:
 
     def register(self, command: Register) -> None:
         """Replace schema, size and tasks. Live rows, their tags and the claims of remaining tasks are kept. Fields that
-        the command drops are kept, undeclared, while live rows have them."""
+        the command drops are kept, undeclared, while live rows have them. The count of samples begins again with the
+        live rows, and a seal is lifted."""
         fields: dict[str, Field] = {}
         for name, spec in command.fields.items():
             field = fields[name] = self.fields.get(name) or Field(spec, self.rows.capacity)
@@ -137,7 +138,7 @@ class Partition:
             raise FieldNotFoundError(partition=self.name, field=name, known=list(self.fields))
         return field
 
-    def names_kind(self, name: str) -> bool:
+    def determines_kind(self, name: str) -> bool:
         """Whether the schema or a live row determines the field's kind, so that a writer's kind can be compared."""
         field = self.fields.get(name)
         return field is not None and field.spec.kind is not None
@@ -183,15 +184,15 @@ class Partition:
             rows = self.rows.find(samples.ids)
             missing = rows < 0
             if some(missing):
-                places = first_true(missing)
+                positions = first_true(missing)
                 names = [samples.ids[i] for i in np.flatnonzero(missing).tolist()]
                 lost = self.lost or Lost()
                 lost_ids = lost.among_ids(names)
                 raise SampleNotFoundError(
                     partition=self.name,
-                    samples=[samples.ids[i] for i in places],
+                    samples=[samples.ids[i] for i in positions],
                     total=len(names),
-                    positions=places,
+                    positions=positions,
                     evicted=len(self.evicted.among_ids(names)),
                     lost=len(lost_ids),
                     causes=lost.causes_of(lost_ids),
@@ -201,14 +202,14 @@ class Partition:
         assert samples.generations is not None
         stale = ~self.rows.holds(samples.rows, samples.generations)
         if some(stale):
-            places, generations = first_true(stale), samples.generations[stale]
+            positions, generations = first_true(stale), samples.generations[stale]
             lost = self.lost or Lost()
             lost_ids = lost.among_generations(generations)
             raise StaleSampleError(
                 partition=self.name,
-                samples=[f"row {samples.rows[i]}, generation {samples.generations[i]}" for i in places],
+                samples=[f"row {samples.rows[i]}, generation {samples.generations[i]}" for i in positions],
                 total=int(stale.sum()),
-                positions=places,
+                positions=positions,
                 evicted=len(self.evicted.among_generations(generations)),
                 lost=len(lost_ids),
                 causes=lost.causes_of(lost_ids),

@@ -253,7 +253,8 @@ class Session:
         return cancelled, final
 
     def _record_settled(self, watermark: int, confirmed: tuple[int, ...], limits: Limits) -> Iterable[int]:
-        """Record the numbers as settled. Return those that may have an answer, a claim or a parked call."""
+        """Record the numbers as settled (see `confirm`). Return those among them that may have an answer, a claim or a
+        parked call."""
         settled: Iterable[int] = ()
         if watermark > self.watermark:
             settled = self._unsettled_between(self.watermark, watermark - 1)

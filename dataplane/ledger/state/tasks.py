@@ -107,8 +107,8 @@ class Task:
             self.end_leases(np.flatnonzero(self.ends))
 
     def count_leased(self, owner: int, change: int) -> None:
-        """Add `change` to the count of rows on lease to this owner."""
-        if owner < 0:
+        """Add `change` to the counts of rows on lease to this owner."""
+        if owner < 0:  # HELD or HELD_ON_LEASE
             self.held += change
         else:
             self.leased += change
@@ -178,9 +178,9 @@ class ReadyIndex:
         """Set the flags of these positions (no repeats)."""
         if not len(positions):
             return
-        top = int(positions.max()) + 1
-        if top > len(self.flags):
-            self.flags = grown(self.flags, next_capacity(len(self.flags), top))
+        end = int(positions.max()) + 1
+        if end > len(self.flags):
+            self.flags = grown(self.flags, next_capacity(len(self.flags), end))
         # Count these positions as not ready first, then add those that are ready now.
         self.count -= int(np.count_nonzero(self.flags[positions]))
         self.flags[positions] = ready
@@ -193,7 +193,8 @@ class ReadyIndex:
         self.count += len(added)
 
     def compact(self, remaining: Int64s) -> None:
-        """Renumber the remaining positions, which are ascending: `remaining[i]` becomes i."""
+        """Renumber the remaining positions, which are ascending: `remaining[i]` becomes i. No other position has a set
+        flag."""
         flags = np.zeros(next_capacity(0, len(remaining)), np.bool_)
         with_flag = remaining[remaining < len(self.flags)]
         flags[: len(with_flag)] = self.flags[with_flag]
@@ -216,14 +217,14 @@ class ReadyIndex:
         """Return the first `wanted` set positions, in chunks from `low` on. Raise `low` to the first set flag, so that
         the next scan is shorter."""
         parts: list[Int64s] = []
-        at, left = self.low, wanted
-        while left > 0 and at < self.high:
-            stop = min(at + max(CHUNK, 2 * left), self.high)
-            found = np.flatnonzero(self.flags[at:stop])[:left] + at
-            if len(found) and left == wanted:  # the first ones of this scan
+        at, missing = self.low, wanted
+        while missing > 0 and at < self.high:
+            stop = min(at + max(CHUNK, 2 * missing), self.high)
+            found = np.flatnonzero(self.flags[at:stop])[:missing] + at
+            if len(found) and missing == wanted:  # the first ones of this scan
                 self.low = int(found[0])
             parts.append(found)
-            left -= len(found)
+            missing -= len(found)
             at = stop
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
@@ -231,14 +232,14 @@ class ReadyIndex:
         """Return the last `wanted` set positions, latest first, in chunks from `high` down. Lower `high` to the end of
         the last set flag, so that the next scan is shorter."""
         parts: list[Int64s] = []
-        at, left = self.high, wanted
-        while left > 0 and at > self.low:
-            start = max(at - max(CHUNK, 2 * left), self.low)
-            found = (np.flatnonzero(self.flags[start:at]) + start)[::-1][:left]
-            if len(found) and left == wanted:  # the first ones of this scan
+        at, missing = self.high, wanted
+        while missing > 0 and at > self.low:
+            start = max(at - max(CHUNK, 2 * missing), self.low)
+            found = (np.flatnonzero(self.flags[start:at]) + start)[::-1][:missing]
+            if len(found) and missing == wanted:  # the first ones of this scan
                 self.high = int(found[0]) + 1
             parts.append(found)
-            left -= len(found)
+            missing -= len(found)
             at = start
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
@@ -297,7 +298,8 @@ class Leases:
         for claim in np.unique(claims).tolist():
             lease = self.open[claim]
             lease.lease_s = max(lease.lease_s, lease_s)
-            if end < lease.looked_at:  # an earlier check than this only schedules the next one
+            # A check that is due before `end` anyway schedules the next one.
+            if end < lease.looked_at:
                 self._schedule_check(lease, end)
 
     def remove_rows(self, claims: Int64s) -> None:

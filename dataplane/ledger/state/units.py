@@ -101,7 +101,7 @@ class Unit:
             curve_key=self.offer.curve_key,
         )
 
-    def back(self, backed_bytes: int, problem: str = "") -> None:
+    def record_backing(self, backed_bytes: int, problem: str = "") -> None:
         """Record the backing that the unit reported, and the problem if it could not grow as ordered. After failed
         growth, puts can use only what is backed."""
         self.asked = 0

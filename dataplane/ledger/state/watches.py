@@ -145,12 +145,13 @@ class Groups:
         time in the groups that the rows left or joined."""
         if len(self.of) < len(since):
             self.of = grown(self.of, len(since))
+        # The group that each row leaves, and the one that it joins; -1: none.
         left, joined = self.of[rows] - 1, numbers
         touched = np.unique(np.concatenate([left, joined]))
         touched = touched[touched >= 0]
         if not len(touched):
             return NEVER
-        before = int(np.count_nonzero(self.hits[touched] >= self.size))
+        whole_before = int(np.count_nonzero(self.hits[touched] >= self.size))
         np.subtract.at(self.members, left[left >= 0], 1)
         np.subtract.at(self.hits, left[was & (left >= 0)], 1)
         inside = joined >= 0
@@ -158,7 +159,7 @@ class Groups:
         np.add.at(self.hits, joined[is_hit], 1)
         np.minimum.at(self.oldest, joined[inside], since[rows[inside]])
         self.of[rows] = joined + 1
-        self.whole += int(np.count_nonzero(self.hits[touched] >= self.size)) - before
+        self.whole += int(np.count_nonzero(self.hits[touched] >= self.size)) - whole_before
         for number in touched[self.members[touched] == 0].tolist():
             key, self.keys[number] = self.keys[number], None
             assert key is not None, number
