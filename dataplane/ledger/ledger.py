@@ -366,7 +366,7 @@ class Ledger:
         for unit in state.units.values():
             unit.reserve_fraction = item.reserve_fraction
             unit.awaited = unit.awaited or unit.connected
-            self._units.lost(c.UnitLost(unit=unit.number))
+            self._units.lost(c.UnitLost(unit=unit.number))  # until it offers its arena again
         self._liveness.restarted()
         state.leases.renew(state.now)
         self._recount_everything()

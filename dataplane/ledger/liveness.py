@@ -210,7 +210,7 @@ class Liveness:
                 continue
             others = [[piece for piece in column if extents.units[piece[2]] != unit] for column in reservation.pieces]
             reservation.pieces, reservation.broken = on_unit, True
-            extents.free(reservation.extents())
+            extents.free(reservation.extents())  # those of `pieces`
             reservation.pieces = others
         for number, pinned in list(session.pins.items()):
             is_on_unit = extents.units[pinned] == unit

@@ -318,7 +318,7 @@ class Pressure:
         """Set `pressed` of the unit, or of the partition's account, and log a change."""
         gauge: Unit | Account = owner.account if isinstance(owner, Partition) else owner
         low, high = self.state.watermarks
-        # Between the watermarks it stays as it is.
+        # Between the watermarks it stays as it is. With a limit of 0 it is never set.
         pressed = used > low * limit if gauge.pressed else used >= high * limit > 0
         if pressed != gauge.pressed:
             gauge.pressed = pressed

@@ -96,6 +96,7 @@ def _longest(edges: _Edges, least: int, most: int, free: int) -> Iterator[tuple[
 
 def _make_window(spans: Spans, edges: _Edges, first: int, last: int, stop: int) -> Window:
     """Return the window from edge `first` to edge `last`, which ends at `stop`."""
+    # The gaps before, between and behind the window's spans, cut off at its end.
     begins, ends = edges.begins[first : last + 1], np.minimum(edges.ends[first : last + 1], stop)
     nonempty = np.flatnonzero(ends > begins)
     free = list(zip(begins[nonempty].tolist(), (ends - begins)[nonempty].tolist(), strict=True))

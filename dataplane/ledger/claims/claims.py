@@ -107,8 +107,7 @@ class Claims:
 
     def serve_waiting(self) -> None:
         """Serve parked claims of partitions that changed (`State.touched`). Claims whose client was heard from within a
-        heartbeat go first, and among these the oldest. Called at the end of each input of the
-        ledger."""
+        heartbeat go first, and among these the oldest. Called at the end of each input of the ledger."""
         state = self.state
         while state.touched:
             partition = state.touched.pop(next(iter(state.touched)))

@@ -63,8 +63,8 @@ class Answered(Command, Generic[R], frozen=True, kw_only=True):
     @classmethod
     def answer(cls) -> type[Result]:
         """Return the type of its result."""
-        (found,) = get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]
-        return found  # type: ignore[no-any-return]
+        (result_type,) = get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]
+        return result_type  # type: ignore[no-any-return]
 
 
 class Bye(Answered[Done], frozen=True, kw_only=True):
@@ -225,12 +225,12 @@ class Claim(Answered[Claimed], frozen=True, kw_only=True):
     `blocking=False`, returns at once with the ready samples, possibly none. With `group_size`, takes whole groups only:
     samples with equal tag `group_by`, `group_size` of them ready. With `lease_s`, samples that are not acknowledged in
     time return to the pool. With `max_lag`, takes only samples whose tag `version_tag` is at least the partition's
-    version (`SetVersion`) when the claim is judged, less `max_lag`. `sampler` names a strategy of
+    version (`SetVersion`) when the claim is evaluated, less `max_lag`. `sampler` names a strategy of
     `ledger.claims.samplers`.
 
     With `partial_after_s`, a group is overdue if, that long after its oldest unclaimed member was born, fewer than
     `group_size` unclaimed members have all fields. It then counts as whole with the members it has (`partial` RELEASE),
-    or its unclaimed members are cleared when a claim with this policy is judged, and listed in `Claimed.dropped`
+    or its unclaimed members are cleared when a claim with this policy is evaluated, and listed in `Claimed.dropped`
     (DROP). The last, smaller batch waits until then.
 
     With `dp_rank`, `dp_world` and `step`, `batch_size` is that of the whole step. The first rank to claim fixes the

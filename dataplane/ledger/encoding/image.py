@@ -90,7 +90,7 @@ class _Writer:
 
     def value(self, value: Any) -> Any:
         """Encode a value inline, or as a reference [place] to its entry in the table. Other inline values than plain
-        ones are lists that begin with a letter for the kind of value."""
+        ones are lists that begin with a letter (see the module's docstring)."""
         kind = type(value)
         if kind is int and value.bit_length() > _INT_BITS:
             return ["i", str(value)]

@@ -154,7 +154,7 @@ class Commits:
         return reservation
 
     def check_units(self, reservation: ReservedSpace) -> None:
-        """Check that all bytes of the space still exist. StorageUnitError or ServiceRestartedError otherwise."""
+        """Check that all bytes of the space still exist. Raises StorageUnitError or ServiceRestartedError."""
         for number, epoch in reservation.epochs.items():
             self._check_unit(number, epoch)
         if reservation.broken:
@@ -344,7 +344,7 @@ class Commits:
             if not cells:
                 unused.append(extent)
                 continue
-            several = None
+            several = None  # else the record for trimming an extent with several values
             if last - first > 1:
                 lengths = column.lengths[first:last] if counts is None else (column.lengths * counts)[first:last]
                 piece_rows = rows if len(pieces) == 1 else _rows_in_piece(column.index, rows, first, last)

@@ -99,7 +99,7 @@ class Compactions:
         usable = min(want.total, space.free_bytes, unit.available_bytes(update=want.update))
         goal = usable // GRANULE_BYTES * GRANULE_BYTES
         least = space.largest_bytes + GRANULE_BYTES
-        if goal < max(least, want.largest):
+        if goal < max(least, want.largest):  # such a piece would not help
             return False
         for window in windows(self._used_spans(unit), goal=goal, least=least, most=MOST_BYTES, free=space.free_bytes):
             values = self._values_in(window)

@@ -40,7 +40,7 @@ class Inspection:
         rows = partition.rows.in_order()
         edges = _part_edges(len(rows), _check_parts("columns", command.columns))
         chosen, firsts = _pick_rows(rows, edges)
-        generations = partition.generations_of(rows[[0, -1]]).tolist() if len(rows) else (0, 0)
+        oldest, newest = partition.generations_of(rows[[0, -1]]).tolist() if len(rows) else (0, 0)
 
         def count(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> c.Int64s:
             """Return the number of set flags in each part."""
@@ -49,8 +49,8 @@ class Inspection:
         return c.Matrix(
             partition=partition.name,
             live=len(rows),
-            first_generation=generations[0],
-            last_generation=generations[1],
+            first_generation=oldest,
+            last_generation=newest,
             samples=np.diff(edges),
             examined=np.diff(np.append(firsts, len(chosen))),
             produced={name: count(partition.has(name, chosen)) for name in partition.names()},

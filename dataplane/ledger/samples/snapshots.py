@@ -174,6 +174,7 @@ class Saves:
             existing = state.partitions.get(saved.partition)
             if existing is not None:
                 state.drop(existing)
+            # Wake times and leases refer to the partition by its name.
             partition.name, partition.owner, partition.wakes_at = saved.partition, None, float("inf")
             state.partitions[saved.partition] = partition
             for lease in leased:

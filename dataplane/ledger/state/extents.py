@@ -178,15 +178,15 @@ class Extents:
             return
         self.loosened.add(account.number)
         numbers, counts, lost = tally(cells[held], nbytes[held])
-        left = self.live[numbers] - counts.astype(np.int32)
-        self.live[numbers] = left
-        dead = numbers[left == 0]
+        cells_left = self.live[numbers] - counts.astype(np.int32)
+        self.live[numbers] = cells_left
+        dead = numbers[cells_left == 0]
         self.states[dead] = RETIRED
         account.live_bytes -= int(self.sizes[dead].sum())
         unpinned = dead[self.pins[dead] == 0]
         if len(unpinned):
             self.free(unpinned)
-        partly = (left > 0) & self.is_several[numbers]
+        partly = (cells_left > 0) & self.is_several[numbers]
         if some(partly):
             for number, dead_bytes in zip(numbers[partly].tolist(), lost[partly].tolist(), strict=True):
                 several = self.several[number]
@@ -234,9 +234,9 @@ class Extents:
 
     def unpin(self, numbers: Int32s) -> None:
         """Undo one `pin`. Extents without pins are freed if retired, and trimmed if due."""
-        left = self.pins[numbers] - 1
-        self.pins[numbers] = left
-        unpinned = numbers[left == 0]
+        pins_left = self.pins[numbers] - 1
+        self.pins[numbers] = pins_left
+        unpinned = numbers[pins_left == 0]
         if not len(unpinned):
             return
         self.loosened.update(self.owners[unpinned].tolist())

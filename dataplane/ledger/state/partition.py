@@ -337,8 +337,8 @@ class Partition:
         return ready
 
     def update_after_write(self, rows: Int64s, names: set[str], *, newborn: bool) -> None:
-        """Update the ready indexes after the fields `names` were written for the rows for the first time. newborn:
-        whether some of the rows are new samples."""
+        """Update the ready indexes after a put of these rows. names: fields that some of the rows did not have before;
+        newborn: whether some of the rows are new samples."""
         for ready_index in self.interests.values():
             # In an index without fields, a sample is ready as soon as it exists.
             affected = newborn if not ready_index.fields else not names.isdisjoint(ready_index.fields)
