@@ -18,7 +18,6 @@ from dataplane.errors import StaleSampleError
 from dataplane.ledger.claims.claims import Claims
 from dataplane.ledger.ledger import Ledger
 from dataplane.ledger.liveness import Liveness
-from dataplane.ledger.samples import snapshots
 from dataplane.ledger.samples.compaction import Compactions
 from dataplane.ledger.samples.drain import Drains
 from dataplane.ledger.samples.partitions import UnitReports
@@ -173,7 +172,14 @@ def restarts_forget_saves(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_published_over_is_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(snapshots, "drop", lambda state, partition: 0)
+    publish = Saves.publish
+
+    def sparing(self: Saves, session: Any, number: int, command: Any) -> Any:
+        with pytest.MonkeyPatch.context() as during_publish:
+            during_publish.setattr(State, "drop", lambda state, partition: 0)
+            return publish(self, session, number, command)
+
+    patch.setattr(Saves, "publish", sparing)
 
 
 def moves_do_not_look_again(patch: pytest.MonkeyPatch) -> None:
