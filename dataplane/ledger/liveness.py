@@ -137,7 +137,7 @@ class Liveness:
         if session is None:
             return
         session.attached.pop(item.unit, None)
-        self._free_on(session, item.unit)
+        self._free_held_on(session, item.unit)
         session.fencing.pop(item.unit, None)
         if session.live:
             self.end(session, f"its client process exited (proof by storage unit {item.unit})")
@@ -200,7 +200,7 @@ class Liveness:
         """Return the lock path of a session that may have attached to this unit, "" if it cannot have."""
         return session.lock_path if self.state.units[unit].host == session.host else ""
 
-    def _free_on(self, session: Session, unit: int) -> None:
+    def _free_held_on(self, session: Session, unit: int) -> None:
         """Free what the session holds on this unit, which it can no longer access. A piece of a reservation is (first
         value, last value, extent, offset)."""
         extents = self.state.extents
@@ -260,7 +260,7 @@ class Liveness:
         held in the unit."""
         for session in [each for each in self.state.sessions.values() if each.host == host]:
             session.attached.pop(unit, None)
-            self._free_on(session, unit)
+            self._free_held_on(session, unit)
             session.fencing.pop(unit, None)
             if session.live:
                 self.end(session, "its machine was rebooted")
@@ -317,7 +317,7 @@ class Liveness:
     def _check_silent(self, session: Session, gap: float) -> None:
         """Probe a silent session. End it if no unit can prove it alive and its timeout is over."""
         state = self.state
-        if self._reachable(session):
+        if self._reachable_units(session):
             if self._probe_due(session):
                 self._probe(session)
             assert session.probed is not None
@@ -335,7 +335,7 @@ class Liveness:
         else:
             self._schedule_check(session.suspected + state.heartbeat_s)
 
-    def _reachable(self, session: Session) -> dict[int, str]:
+    def _reachable_units(self, session: Session) -> dict[int, str]:
         """Return the connected units that can check the session (if it is live) or owe proof of its end, with
         its lock path."""
         units = self.state.units
@@ -348,7 +348,7 @@ class Liveness:
     def _probe(self, session: Session) -> None:
         """Order the connected units that can prove the session's state to fence it. A unit does not fence a live
         session, whose lock is held."""
-        reachable = self._reachable(session)
+        reachable = self._reachable_units(session)
         if reachable:
             session.probed = self.state.now
         for unit, path in reachable.items():

@@ -444,8 +444,8 @@ def test_who_waits_for_a_unit_is_not_looked_after_when_something_happens_elsewhe
     looks = []
     monkeypatch.setattr(
         Drains,
-        "_live_on",
-        lambda drains, unit, honest=Drains._live_on: looks.append(unit.number) or honest(drains, unit),
+        "_live_extents_on",
+        lambda drains, unit, honest=Drains._live_extents_on: looks.append(unit.number) or honest(drains, unit),
     )
     number = client.waits(c.FindCells(unit=1, timeout_s=5.0))
     for name in ("a", "b", "a"):

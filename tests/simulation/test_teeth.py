@@ -45,7 +45,7 @@ def the_end_of_a_session_frees_without_proof(patch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: Liveness, session: Any, why: str) -> None:
         for unit in self.state.units:
-            self._free_on(session, unit)
+            self._free_held_on(session, unit)
         end(self, session, why)
 
     patch.setattr(Liveness, "end", hasty)
@@ -90,7 +90,7 @@ def a_new_epoch_of_a_unit_frees_what_remote_sessions_hold(patch: pytest.MonkeyPa
         if item.epoch > unit.epoch:
             for session in self.state.sessions.values():
                 if session.host != unit.host:
-                    self.liveness._free_on(session, unit.number)
+                    self.liveness._free_held_on(session, unit.number)
         add_again(self, unit, item)
 
     patch.setattr(UnitReports, "_add_again", hasty)
@@ -186,7 +186,7 @@ def moves_do_not_look_again(patch: pytest.MonkeyPatch) -> None:
     def credulous(self: Drains, command: Any, partition: Any, field: Any, pinned: Any) -> Any:
         return np.flatnonzero(partition.rows.holds(command.rows, command.generations))
 
-    patch.setattr(Drains, "_unchanged", credulous)
+    patch.setattr(Drains, "_unchanged_positions", credulous)
 
 
 def what_is_found_is_not_pinned(patch: pytest.MonkeyPatch) -> None:

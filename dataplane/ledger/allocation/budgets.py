@@ -27,7 +27,7 @@ NOTICE_S = 10.0
 NO_ROWS: Int64s = np.zeros(0, np.int64)
 
 
-def limit_of(state: State, partition: Partition, *, update: bool) -> int | None:
+def budget_limit(state: State, partition: Partition, *, update: bool) -> int | None:
     """Return how many bytes the partition may occupy after a put of new rows, or after an update (None: no budget)."""
     budget = partition.budget_bytes
     if budget is None or update:
@@ -37,7 +37,7 @@ def limit_of(state: State, partition: Partition, *, update: bool) -> int | None:
 
 def budget_excess(state: State, partition: Partition, wanted: int, *, update: bool) -> int:
     """Return by how many bytes the partition's budget is too small for `wanted` more; 0 or less if it suffices."""
-    limit = limit_of(state, partition, update=update)
+    limit = budget_limit(state, partition, update=update)
     if limit is None or not wanted:
         return 0
     return partition.account.used_bytes + wanted - limit
@@ -311,7 +311,7 @@ class Pressure:
             unit.peak_bytes = max(unit.peak_bytes, unit.used_bytes)
             self._update_gauge(unit, unit.used_bytes, unit.limit(update=False))
         for partition in [state.budgeted[number] for number in sorted(moved) if number in state.budgeted]:
-            limit = limit_of(state, partition, update=False)
+            limit = budget_limit(state, partition, update=False)
             self._update_gauge(partition, partition.account.used_bytes, limit or 0)
 
     def _update_gauge(self, owner: Unit | Partition, used: int, limit: int) -> None:
@@ -360,7 +360,7 @@ def out_of_space(
     behind = "" if earlier is None else _put_text(earlier)
     # Describe the budget also if the earlier put of this partition waits for it.
     if over_budget or (earlier is not None and not waits_for_memory(state, earlier)):
-        limit = limit_of(state, partition, update=update)
+        limit = budget_limit(state, partition, update=update)
         assert limit is not None
         return CapacityTimeoutError(
             wanted_bytes=wanted,

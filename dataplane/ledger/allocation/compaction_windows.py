@@ -60,14 +60,14 @@ def windows(spans: Spans, *, goal: int, least: int, most: int, free: int) -> Ite
         ends=np.concatenate((spans.starts, np.array([spans.end], np.int64))),
         moved=np.concatenate((zero, np.cumsum(np.where(spans.movable, spans.sizes, FIXED)))),
     )
-    for first, last, stop in _cheapest(edges, goal, most, free):
+    for first, last, stop in _cheapest_windows(edges, goal, most, free):
         yield _make_window(spans, edges, first, last, stop)
     for part in PARTS:
-        for first, last, stop in _longest(edges, least, most // part, free):
+        for first, last, stop in _longest_window(edges, least, most // part, free):
             yield _make_window(spans, edges, first, last, stop)
 
 
-def _cheapest(edges: _Edges, goal: int, most: int, free: int) -> Iterator[tuple[int, int, int]]:
+def _cheapest_windows(edges: _Edges, goal: int, most: int, free: int) -> Iterator[tuple[int, int, int]]:
     """Yield the windows of `goal` bytes with the fewest bytes to move, as (first edge, last edge, stop): `stop` is the
     window's end."""
     # For each edge where a window may begin, the first edge where it has at least `goal` bytes.
@@ -82,7 +82,7 @@ def _cheapest(edges: _Edges, goal: int, most: int, free: int) -> Iterator[tuple[
         yield int(first[i]), int(last[i]), int(stops[i])
 
 
-def _longest(edges: _Edges, least: int, most: int, free: int) -> Iterator[tuple[int, int, int]]:
+def _longest_window(edges: _Edges, least: int, most: int, free: int) -> Iterator[tuple[int, int, int]]:
     """Yield the longest window with at most `most` bytes to move, if it has at least `least` bytes, as (first edge,
     last edge, stop)."""
     # For each first edge, the last edge with at most `most` bytes to move and at most `free` bytes in the window.

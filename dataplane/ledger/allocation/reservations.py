@@ -20,7 +20,7 @@ from dataplane.ledger.allocation.budgets import (
     REPORTED,
     Evictions,
     budget_excess,
-    limit_of,
+    budget_limit,
     out_of_space,
     waits_for_larger_piece,
     waits_for_memory,
@@ -362,7 +362,7 @@ class Reservations:
     def _check_can_ever_fit(self, partition: Partition, want: Want) -> None:
         """Raise RequestTooLargeError if the put is too large for its budget or for the units even when all samples are
         cleared. Without any unit there is no error, because units may still register."""
-        budget = None if want.moving else limit_of(self.state, partition, update=want.update)
+        budget = None if want.moving else budget_limit(self.state, partition, update=want.update)
         if budget is not None and want.total > budget:
             raise RequestTooLargeError(
                 wanted_bytes=want.total,

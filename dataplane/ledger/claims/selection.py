@@ -52,7 +52,7 @@ def select(
     # Cheap test first: with too few ready samples the claim certainly waits.
     if ready_index.count < least and not len(released) and not partition.complete and command.blocking:
         return None
-    chosen = _candidates(partition, ready_index, command, released)
+    chosen = _find_candidates(partition, ready_index, command, released)
     if chosen.amount >= least // (command.group_size or 1):
         if command.dp_world is not None:
             # The same number of units for each rank.
@@ -66,7 +66,7 @@ def select(
     return chosen
 
 
-def _candidates(partition: Partition, ready_index: ReadyIndex, command: Claim, released: Int64s) -> Chosen:
+def _find_candidates(partition: Partition, ready_index: ReadyIndex, command: Claim, released: Int64s) -> Chosen:
     """Return the ready samples that the claim would take, in its order, at most its batch."""
     order = partition.rows.order  # row by age position
     where = conditions(partition.version, command)

@@ -22,66 +22,66 @@ class _Walk:
         self.seen: dict[int, int] = {}
         self.alive: list[Any] = []
 
-    def text(self, *parts: object) -> None:
+    def add_text(self, *parts: object) -> None:
         self.sum.update("\0".join(map(str, parts)).encode("utf-8", "surrogatepass") + b"\1")
 
-    def visit(self, value: Any) -> None:
+    def add(self, value: Any) -> None:
         """Add the value, and everything reachable from it, to the hash. Only values that can be part of a cycle get a
         number; the others are added each time they occur."""
         if value is None or isinstance(value, str | bool | int | float | bytes | enum.Enum):
-            self.text(type(value).__name__, repr(value))
+            self.add_text(type(value).__name__, repr(value))
         elif isinstance(value, np.ndarray):
-            self.array(value)
+            self.add_array(value)
         elif isinstance(value, list | tuple):
-            self.text("sequence", len(value))
+            self.add_text("sequence", len(value))
             for item in value:
-                self.visit(item)
+                self.add(item)
         elif isinstance(value, msgspec.Struct):
-            self.pairs(type(value).__name__, [(name, getattr(value, name)) for name in value.__struct_fields__])
+            self.add_pairs(type(value).__name__, [(name, getattr(value, name)) for name in value.__struct_fields__])
         elif isinstance(value, DataPlaneError):
-            self.pairs(type(value).__name__, sorted(value.facts.items()))
+            self.add_pairs(type(value).__name__, sorted(value.facts.items()))
         elif dataclasses.is_dataclass(value):
             fields = dataclasses.fields(value)
-            self.pairs(type(value).__name__, [(field.name, getattr(value, field.name)) for field in fields])
+            self.add_pairs(type(value).__name__, [(field.name, getattr(value, field.name)) for field in fields])
         elif id(value) in self.seen:
-            self.text("again", self.seen[id(value)])
+            self.add_text("again", self.seen[id(value)])
         else:
             self.seen[id(value)] = len(self.seen)
             self.alive.append(value)
-            self.compound(value)
+            self.add_compound(value)
 
-    def array(self, value: np.ndarray[Any, Any]) -> None:
+    def add_array(self, value: np.ndarray[Any, Any]) -> None:
         """Add dtype, shape and elements."""
-        self.text("array", value.dtype, value.shape)
+        self.add_text("array", value.dtype, value.shape)
         if value.dtype == object:
             for item in value.flat:
-                self.visit(item)
+                self.add(item)
         else:
             self.sum.update(np.ascontiguousarray(value).tobytes())
 
-    def compound(self, value: Any) -> None:
+    def add_compound(self, value: Any) -> None:
         """Add the content of a dict, a set or a plain object. Raises TypeError for other objects."""
         if isinstance(value, dict):
-            self.pairs("dict", list(value.items()))
+            self.add_pairs("dict", list(value.items()))
         elif isinstance(value, set | frozenset):
-            self.text("set", len(value))
+            self.add_text("set", len(value))
             for item in sorted(value):
-                self.visit(item)
+                self.add(item)
         elif hasattr(value, "__dict__"):
-            self.pairs(type(value).__name__, sorted(vars(value).items()))
+            self.add_pairs(type(value).__name__, sorted(vars(value).items()))
         else:
             raise TypeError(f"cannot compute a digest of a {type(value).__name__}")
 
-    def pairs(self, name: str, items: list[tuple[Any, Any]]) -> None:
+    def add_pairs(self, name: str, items: list[tuple[Any, Any]]) -> None:
         """Add the type name, then keys and values in this order."""
-        self.text(name, len(items))
+        self.add_text(name, len(items))
         for key, item in items:
-            self.visit(key)
-            self.visit(item)
+            self.add(key)
+            self.add(item)
 
 
 def digest(value: Any) -> bytes:
     """Return a 16-byte digest of everything reachable from `value`, including the order of dicts."""
     walk = _Walk()
-    walk.visit(value)
+    walk.add(value)
     return walk.sum.digest()

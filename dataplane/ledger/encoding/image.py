@@ -55,7 +55,7 @@ class ImageError(ValueError):
 def dump(roots: list[Any]) -> bytes:
     """Encode everything reachable from `roots`. Raises TypeError for a value of an unsupported type."""
     writer = _Writer()
-    top = [writer.value(root) for root in roots]
+    top = [writer.encode(root) for root in roots]
     writer.drain()
     return msgspec.msgpack.encode([FORMAT, top, writer.table])
 
@@ -69,7 +69,7 @@ def load(image: bytes) -> list[Any]:
             raise ImageError(f"image has format {image_format}, expected {FORMAT}")
         _, top, table = content
         reader = _Reader(table)
-        return [reader.value(item) for item in top]
+        return [reader.decode(item) for item in top]
     except ImageError:
         raise
     except Exception as error:
@@ -88,7 +88,7 @@ class _Writer:
         self._alive: list[Any] = []
         self._written = 0
 
-    def value(self, value: Any) -> Any:
+    def encode(self, value: Any) -> Any:
         """Encode a value inline, or as a reference [place] to its entry in the table. Other inline values than plain
         ones are lists that begin with a letter (see the module's docstring)."""
         kind = type(value)
@@ -97,20 +97,24 @@ class _Writer:
         if kind in _PLAIN:
             return value
         if kind is tuple:
-            return ["t", [self.value(item) for item in value]]
+            return ["t", [self.encode(item) for item in value]]
         if kind is frozenset:
-            return ["f", [self.value(item) for item in sorted(value)]]
+            return ["f", [self.encode(item) for item in sorted(value)]]
         if isinstance(value, enum.Enum):
-            return ["e", _name(kind), value.value]
+            return ["e", _class_name(kind), value.value]
         if isinstance(value, msgspec.Struct):
-            return ["s", _name(kind), [self.value(getattr(value, name)) for name in value.__struct_fields__]]
+            return ["s", _class_name(kind), [self.encode(getattr(value, name)) for name in value.__struct_fields__]]
         if isinstance(value, DataPlaneError):
             return ["x", *to_wire(value)]
         if dataclasses.is_dataclass(kind):
-            return ["c", _name(kind), [self.value(getattr(value, field.name)) for field in dataclasses.fields(kind)]]
-        return [self._place(value)]
+            return [
+                "c",
+                _class_name(kind),
+                [self.encode(getattr(value, field.name)) for field in dataclasses.fields(kind)],
+            ]
+        return [self._place_of(value)]
 
-    def _place(self, value: Any) -> int:
+    def _place_of(self, value: Any) -> int:
         """Return the index of the object's entry in the table, assigned at the first call."""
         place = self._places.get(id(value))
         if place is None:
@@ -121,29 +125,29 @@ class _Writer:
     def drain(self) -> None:
         """Write the entries of all referenced objects, including those that the entries refer to."""
         while self._written < len(self._alive):
-            self.table.append(self._entry(self._alive[self._written]))
+            self.table.append(self._encode_entry(self._alive[self._written]))
             self._written += 1
 
-    def _entry(self, value: Any) -> list[Any]:
+    def _encode_entry(self, value: Any) -> list[Any]:
         """Encode the content of an object with an identity. The letters are explained in the module's docstring."""
         if isinstance(value, np.ndarray):
             if value.dtype == object:
-                return ["A", [self.value(item) for item in value.tolist()]]
+                return ["A", [self.encode(item) for item in value.tolist()]]
             return ["a", value.dtype.str, value.tobytes()]
         if type(value) is list:
-            return ["l", value if _all_plain(value) else [self.value(item) for item in value]]
+            return ["l", value if _all_plain(value) else [self.encode(item) for item in value]]
         if type(value) is dict:
             keys = list(value)
-            encoded_keys = keys if _all_plain(keys) else [self.value(key) for key in keys]
-            return ["d", encoded_keys, [self.value(item) for item in value.values()]]
+            encoded_keys = keys if _all_plain(keys) else [self.encode(key) for key in keys]
+            return ["d", encoded_keys, [self.encode(item) for item in value.values()]]
         if type(value) is set:
-            return ["S", [self.value(item) for item in sorted(value)]]
+            return ["S", [self.encode(item) for item in sorted(value)]]
         attributes = vars(value)
-        return ["o", _name(type(value)), list(attributes), [self.value(item) for item in attributes.values()]]
+        return ["o", _class_name(type(value)), list(attributes), [self.encode(item) for item in attributes.values()]]
 
 
 def _all_plain(values: list[Any]) -> bool:
-    """Whether msgpack can encode all of the values as they are. Faster than a call of `_Writer.value` for each."""
+    """Whether msgpack can encode all of the values as they are. Faster than a call of `_Writer.encode` for each."""
     kinds = set(map(type, values))
     if not kinds <= _PLAIN:
         return False
@@ -188,7 +192,7 @@ _STORED = _by_name(
 """The classes that an image may contain."""
 
 
-def _name(kind: type) -> str:
+def _class_name(kind: type) -> str:
     if _STORED.get(kind.__name__) is not kind:
         raise TypeError(f"an image cannot contain a {kind.__module__}.{kind.__qualname__}")
     return kind.__name__
@@ -205,34 +209,34 @@ class _Reader:
             if fill is not None:
                 fill(self, target, entry)
 
-    def value(self, encoded: Any) -> Any:
+    def decode(self, encoded: Any) -> Any:
         """Decode an inline value (letters: see the module's docstring) or a reference [place]: the inverse of
-        `_Writer.value`."""
+        `_Writer.encode`."""
         if type(encoded) is not list:
             return encoded
         match encoded:
             case [int(place)]:
                 return self._objects[place]
             case ["t", items]:
-                return tuple([self.value(item) for item in items])
+                return tuple([self.decode(item) for item in items])
             case ["i", text]:
                 return int(text)
             case ["f", items]:
-                return frozenset([self.value(item) for item in items])
+                return frozenset([self.decode(item) for item in items])
             case ["e", name, value]:
-                return self._class(name)(value)
+                return self._find_class(name)(value)
             case ["x", name, facts]:
                 return from_wire(name, facts)
             case ["s", name, values]:
-                kind = self._class(name)
-                return kind(**dict(zip(kind.__struct_fields__, map(self.value, values), strict=True)))
+                kind = self._find_class(name)
+                return kind(**dict(zip(kind.__struct_fields__, map(self.decode, values), strict=True)))
             case ["c", name, values]:
-                kind = self._class(name)
+                kind = self._find_class(name)
                 names = [field.name for field in dataclasses.fields(kind)]
-                return kind(**dict(zip(names, map(self.value, values), strict=True)))
+                return kind(**dict(zip(names, map(self.decode, values), strict=True)))
         raise ImageError(f"unknown value {encoded[:1]}")
 
-    def _class(self, name: str) -> Any:
+    def _find_class(self, name: str) -> Any:
         """Return the class that an image names, or raise `ImageError`."""
         kind = _STORED.get(name)
         if kind is None:
@@ -254,24 +258,24 @@ class _Reader:
             case "S":
                 return set()
             case "o":
-                kind = self._class(entry[1])
+                kind = self._find_class(entry[1])
                 return kind.__new__(kind)
         raise ImageError(f"unknown entry {entry[0]!r}")
 
     def _fill_array(self, target: Any, entry: list[Any]) -> None:
-        target[:] = [self.value(item) for item in entry[1]]
+        target[:] = [self.decode(item) for item in entry[1]]
 
     def _fill_list(self, target: list[Any], entry: list[Any]) -> None:
-        target.extend(map(self.value, entry[1]))
+        target.extend(map(self.decode, entry[1]))
 
     def _fill_set(self, target: set[Any], entry: list[Any]) -> None:
-        target.update(map(self.value, entry[1]))
+        target.update(map(self.decode, entry[1]))
 
     def _fill_dict(self, target: dict[Any, Any], entry: list[Any]) -> None:
-        target.update(zip(map(self.value, entry[1]), map(self.value, entry[2]), strict=True))
+        target.update(zip(map(self.decode, entry[1]), map(self.decode, entry[2]), strict=True))
 
     def _fill_object(self, target: Any, entry: list[Any]) -> None:
-        vars(target).update(zip(entry[2], map(self.value, entry[3]), strict=True))
+        vars(target).update(zip(entry[2], map(self.decode, entry[3]), strict=True))
 
 
 _FILL: dict[str, Callable[[_Reader, Any, list[Any]], None]] = {

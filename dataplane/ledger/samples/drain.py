@@ -104,7 +104,7 @@ class Drains:
         unit = self.state.units.get(parked.command.unit)
         if unit is None:
             return InvalidRequestError(f"storage unit {parked.command.unit} was dropped while the call waited")
-        if len(self._live_on(unit)) or not self._is_in_use(unit):
+        if len(self._live_extents_on(unit)) or not self._is_in_use(unit):
             return self._pin_first_cells(parked.session, parked.number, unit, parked.command)
         return None
 
@@ -113,7 +113,7 @@ class Drains:
         unit = self.state.unit(parked.command.unit)
         return self._pin_first_cells(parked.session, parked.number, unit, parked.command)
 
-    def _live_on(self, unit: Unit) -> Int32s:
+    def _live_extents_on(self, unit: Unit) -> Int32s:
         """Return the unit's extents with live cells."""
         extents = self.state.extents
         numbers = extents.of_unit(unit.number)
@@ -230,7 +230,7 @@ class Drains:
             raise InvalidRequestError(f"session {session.number} has no reservation {command.reservation} for a move")
         try:
             partition, field = self._check_move(session, command, held)
-            kept = self._unchanged(command, partition, field, session.pins[command.located])
+            kept = self._unchanged_positions(command, partition, field, session.pins[command.located])
             if (
                 field is not None
                 and len(kept)
@@ -248,7 +248,7 @@ class Drains:
         """Point cells at copies that their unit made in `reservation`, for a compaction. `pinned`: the extents that the
         cells had."""
         field = None if partition.dropped else partition.fields.get(command.field)
-        kept = self._unchanged(command, partition, field, pinned)
+        kept = self._unchanged_positions(command, partition, field, pinned)
         self._finish_move(partition, field, command, reservation, kept, pinned)
 
     def drop_copies(self, reservation: PutReservation, pinned: Int32s) -> None:
@@ -299,7 +299,7 @@ class Drains:
             raise PartitionDroppedError(partition=partition.name, waiting="a move")
         return partition, partition.fields.get(command.field)
 
-    def _unchanged(self, command: Move, partition: Partition, field: Field | None, pinned: Int32s) -> Int64s:
+    def _unchanged_positions(self, command: Move, partition: Partition, field: Field | None, pinned: Int32s) -> Int64s:
         """Return the positions in `command.rows` of the cells that were neither moved, rewritten nor cleared since
         they were found: the sample is live, its extent is pinned and on the unit, offset and length are the same
         (see `Move`)."""

@@ -10,10 +10,10 @@ from dataplane.core.schema import variants_of
 from dataplane.core.types import FieldSpec
 from dataplane.errors import FieldNotProducedError, InvalidRequestError
 from dataplane.ledger import commands as c
-from dataplane.ledger.allocation.budgets import limit_of
+from dataplane.ledger.allocation.budgets import budget_limit
 from dataplane.ledger.samples.inspection import task_stats
 from dataplane.ledger.state.arrays import every, first_true
-from dataplane.ledger.state.checksum_policy import checksums_of, to_compare
+from dataplane.ledger.state.checksum_policy import checksums_of, checksums_to_compare
 from dataplane.ledger.state.extents import LIVE, RESERVED, RETIRED
 from dataplane.ledger.state.fields import Field, cells_of
 from dataplane.ledger.state.limits import SPLIT, check_limit
@@ -108,7 +108,7 @@ class Reads:
             units=units,
             offsets=field.offsets[rows],
             lengths=field.lengths_of(rows),
-            checksums=None if checksums is None else to_compare(self.state, session, checksums, units),
+            checksums=None if checksums is None else checksums_to_compare(self.state, session, checksums, units),
             serials=self.state.extents.serials_of(extents) if command.serials else None,
         )
         return locations, extents
@@ -233,7 +233,7 @@ class Reads:
             used_bytes=account.used_bytes,
             peak_used_bytes=account.peak_bytes,
             budget_bytes=partition.budget_bytes,
-            limit_bytes=limit_of(self.state, partition, update=False),
+            limit_bytes=budget_limit(self.state, partition, update=False),
             when_full=partition.when_full,
             evicted=evicted.consumed,
             evicted_unconsumed=evicted.unconsumed,

@@ -32,7 +32,7 @@ def _near(session: Session, unit: Unit) -> bool:
     return unit.number in session.attached or (bool(session.lock_path) and session.host == unit.host)
 
 
-def to_compare(state: State, session: Session, checksums: UInt32s, units: Int32s) -> UInt32s | None:
+def checksums_to_compare(state: State, session: Session, checksums: UInt32s, units: Int32s) -> UInt32s | None:
     """Return the checksums that the session must compare when it reads rows on these units: all of them, or None.
     None with policy NEVER, and with ACROSS_HOSTS if the session maps all of the units' arenas."""
     if state.checksums is Checksums.NEVER:

@@ -362,11 +362,11 @@ class Extents:
         several.rows = several.rows[cells.extents[several.rows] == number]
         several.whole_bytes = several.live_bytes
         starts = cells.offsets[several.rows]
-        kept = _granules(starts, starts + cells.bytes_of(several.rows))
+        kept = _touched_granules(starts, starts + cells.bytes_of(several.rows))
         held = several.pieces
         if held is None:
             held = [(int(self.starts[number]), int(self.sizes[number]))]
-        dead = _without(held, kept)
+        dead = _subtract_pieces(held, kept)
         if not dead:
             return
         self._free_pieces(int(self.units[number]), dead)
@@ -385,7 +385,7 @@ class Extents:
             setattr(self, name, grown(getattr(self, name), size))
 
 
-def _granules(starts: Int64s, ends: Int64s) -> Pieces:
+def _touched_granules(starts: Int64s, ends: Int64s) -> Pieces:
     """Return the granules that the [start, end) ranges touch, as disjoint pieces by address."""
     nonempty = ends > starts
     starts = starts[nonempty] // GRANULE_BYTES * GRANULE_BYTES
@@ -401,7 +401,7 @@ def _granules(starts: Int64s, ends: Int64s) -> Pieces:
     return [(start, end - start) for start, end in zip(starts[firsts].tolist(), ends[lasts].tolist(), strict=True)]
 
 
-def _without(held: Pieces, kept: Pieces) -> Pieces:
+def _subtract_pieces(held: Pieces, kept: Pieces) -> Pieces:
     """Return `held` minus `kept`. Every piece of `kept` lies within one piece of `held`."""
     difference: Pieces = []
     next_kept = 0

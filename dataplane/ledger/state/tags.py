@@ -207,10 +207,10 @@ def _compare_one(compare: Callable[[Any, Any], Any], values: np.ndarray[Any, Any
     on the result, else item by item."""
     if values.dtype != object and isinstance(value, bool | int | float) and abs(value) <= EXACT:
         return np.asarray(compare(values, value), np.bool_)
-    return np.array([_holds(compare, item, value) for item in values.tolist()], np.bool_)
+    return np.array([_compares(compare, item, value) for item in values.tolist()], np.bool_)
 
 
-def _holds(compare: Callable[[Any, Any], Any], item: Scalar, value: Scalar) -> bool:
+def _compares(compare: Callable[[Any, Any], Any], item: Scalar, value: Scalar) -> bool:
     """Whether `item` compares to `value` as required. False for types that cannot be ordered."""
     try:
         return bool(compare(item, value))

@@ -211,9 +211,9 @@ class ReadyIndex:
         if wanted >= self.count:
             all_ready = self.ready()
             return all_ready if order is Order.OLDEST else all_ready[::-1]
-        return self._oldest(wanted) if order is Order.OLDEST else self._freshest(wanted)
+        return self._oldest_ready(wanted) if order is Order.OLDEST else self._freshest_ready(wanted)
 
-    def _oldest(self, wanted: int) -> Int64s:
+    def _oldest_ready(self, wanted: int) -> Int64s:
         """Return the first `wanted` set positions, in chunks from `low` on. Raise `low` to the first set flag, so that
         the next scan is shorter."""
         parts: list[Int64s] = []
@@ -228,7 +228,7 @@ class ReadyIndex:
             at = stop
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
-    def _freshest(self, wanted: int) -> Int64s:
+    def _freshest_ready(self, wanted: int) -> Int64s:
         """Return the last `wanted` set positions, latest first, in chunks from `high` down. Lower `high` to the end of
         the last set flag, so that the next scan is shorter."""
         parts: list[Int64s] = []

@@ -23,7 +23,7 @@ class WaitQueues:
         self._next: list[tuple[int, ParkedAllocate, Iterator[ParkedAllocate]]] = []
         self._last: Iterator[ParkedAllocate] | None = None
         for line in lines:
-            self._queue(_turns(line))
+            self._queue(_iterate_line(line))
 
     def __iter__(self) -> WaitQueues:
         return self
@@ -47,7 +47,7 @@ class WaitQueues:
             heapq.heappush(self._next, (parked.place, parked, turns))
 
 
-def _turns(line: Line) -> Iterator[ParkedAllocate]:
+def _iterate_line(line: Line) -> Iterator[ParkedAllocate]:
     """Yield the puts of a line (at least one), longest waiting first."""
     first = next(iter(line.values()))
     yield first
