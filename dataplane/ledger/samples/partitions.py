@@ -135,6 +135,7 @@ class Partitions:
         """Set the trainer's version, with which waiting claims with `max_lag` are evaluated again."""
         partition = self.state.partition(command.partition)
         partition.version = command.version
+        # The conditions of claims with `max_lag` depend on the version: all samples must be counted again.
         for watch in partition.watches.values():
             if watch.command.max_lag is not None:
                 watch.reset()

@@ -219,7 +219,7 @@ class Saves:
                 )
 
     def _restore_claims(self, partition: Partition, saved: c.SavedPartition) -> None:
-        """Restore the claims of the saved tasks."""
+        """Restore the claims of the saved tasks. Samples that a task claimed while they were staged keep that claim."""
         rows = partition.rows.in_order()
         for saved_task in saved.tasks:
             task = partition.tasks[saved_task.name]

@@ -40,6 +40,7 @@ class Field:
         self.unit_bytes = spec.unit_bytes if spec.settled else 0
 
     def grow(self, capacity: int) -> None:
+        """Enlarge the columns to `capacity` rows."""
         self.extents = grown(self.extents, capacity)
         self.offsets = grown(self.offsets, capacity)
         self.lengths = grown(self.lengths, capacity)

@@ -90,8 +90,8 @@ class Parked:
 
 
 class ParkedClaim(Parked):
-    """A claim that waits for samples. `watch`: the counts of all claims that wait for the same samples. Both are set
-    after the creation."""
+    """A claim that waits for samples. `ready_index`: the ready samples of its task and fields. `watch`: the counts of
+    all claims that wait for the same samples. Both are set after the creation."""
 
     def __init__(self, session: Session, number: int, since: float, command: Claim, partition: Partition) -> None:
         super().__init__(session, number, since, command.timeout_s)
