@@ -12,6 +12,8 @@ class Output(Value, frozen=True, kw_only=True):
 
 
 class Opened(Output, frozen=True, kw_only=True):
+    """The result of the `OpenSession` with this nonce: the number of the session and the storage units, or `error`."""
+
     nonce: str
     session: int = 0
     epoch: int = 0
@@ -20,12 +22,16 @@ class Opened(Output, frozen=True, kw_only=True):
 
 
 class UnitAdded(Output, frozen=True, kw_only=True):
+    """The result of the `AddUnit` with this cookie: the number of the unit, or `error`."""
+
     cookie: str
     unit: int = 0
     error: DataPlaneError | None = None
 
 
 class UnitDropped(Output, frozen=True, kw_only=True):
+    """The result of a `DropUnit`. `error`: why the unit was not dropped."""
+
     unit: int
     error: DataPlaneError | None = None
 

@@ -76,6 +76,8 @@ class Committed(Result, frozen=True, kw_only=True):
 
 
 class Located(Result, frozen=True, kw_only=True):
+    """Locations of the cells of each field, and row and generation of each sample."""
+
     fields: tuple[FieldLocations, ...]
     rows: Int64s
     generations: Int64s
@@ -102,10 +104,14 @@ class ClaimsSettled(Result, frozen=True, kw_only=True):
 
 
 class Consumption(Result, frozen=True, kw_only=True):
+    """The result of `CheckConsumption`."""
+
     consumed: bool
 
 
 class Cleared(Result, frozen=True, kw_only=True):
+    """`count`: number of samples that were removed."""
+
     count: int
 
 
@@ -202,6 +208,9 @@ class PartitionStats(Value, frozen=True, kw_only=True):
 
 
 class SessionStats(Value, frozen=True, kw_only=True):
+    """State of a session. `parked`: number of its waiting calls. `reservations` and `pins`: number of calls that
+    reserved space, or pinned cells, and have not released them."""
+
     session: int
     name: str
     host: str
@@ -242,6 +251,8 @@ class UnitShrunk(Value, frozen=True, kw_only=True):
 
 
 class Shrunken(Result, frozen=True, kw_only=True):
+    """The result of `Shrink` for each storage unit."""
+
     units: tuple[UnitShrunk, ...]
 
     @property
