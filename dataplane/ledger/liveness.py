@@ -201,8 +201,8 @@ class Liveness:
         return session.lock_path if self.state.units[unit].host == session.host else ""
 
     def _free_held_on(self, session: Session, unit: int) -> None:
-        """Free what the session holds on this unit, which it can no longer access. A piece of a reservation is (first
-        value, last value, extent, offset)."""
+        """Free what the session holds on this unit, which it can no longer access. A piece of a reservation is (first,
+        last, extent, offset)."""
         extents = self.state.extents
         for reservation in session.reservations.values():
             on_unit = [[piece for piece in column if extents.units[piece[2]] == unit] for column in reservation.pieces]
@@ -268,8 +268,8 @@ class Liveness:
                 self._remove_if_done(session)
 
     def unit_dropped(self, unit: int) -> None:
-        """Forget what sessions held on a unit whose extents are about to be removed. A piece of a reservation is (first
-        value, last value, extent, offset)."""
+        """Forget what sessions held on a unit whose extents are about to be removed. A piece of a reservation is
+        (first, last, extent, offset)."""
         extents = self.state.extents
         for session in list(self.state.sessions.values()):
             session.attached.pop(unit, None)

@@ -334,8 +334,8 @@ class Commits:
         pieces: list[tuple[int, int, int, int]],
         rows: Int64s,
     ) -> list[int]:
-        """Make the column's extents live: `pieces` are (first value, last value, extent, offset), `rows` the rows of
-        the column's samples. Return the extents that no sample points at."""
+        """Make the column's extents live. `pieces`: (first, last, extent, offset), the place of the values [first,
+        last); `rows`: the rows of the column's samples. Return the extents that no sample points at."""
         extents, unused = self.state.extents, []
         # How many samples share each value.
         counts = None if column.index is None else np.bincount(column.index, minlength=len(column.lengths))
@@ -372,8 +372,8 @@ def _rows_in_piece(index: Int64s | None, rows: Int64s, first: int, last: int) ->
 def cells_at(
     column: CommitColumn, sizes: Int64s, pieces: list[tuple[int, int, int, int]]
 ) -> tuple[Int32s, Int64s, Int64s, UInt32s | None]:
-    """Return extent, offset, length and checksum of each sample's cell. sizes: bytes of each value; pieces: (first
-    value, last value, extent, offset), in which the values lie one after another."""
+    """Return extent, offset, length and checksum of each sample's cell. sizes: bytes of each value; pieces:
+    (first, last, extent, offset), where the values [first, last) lie one after another."""
     # Locate the values first; the index then assigns values to samples.
     extents = np.zeros(len(sizes), np.int32)
     offsets = np.zeros(len(sizes), np.int64)

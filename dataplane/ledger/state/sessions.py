@@ -32,8 +32,9 @@ class SessionStatus(enum.StrEnum):
 
 
 class ReservedSpace:
-    """Reserved bytes. `pieces` lists them by column, each as (first value, last value, extent, offset). `epochs`: the
-    epochs of the units at the time of the reservation. `broken`: some of the bytes were lost with a unit."""
+    """Reserved bytes. `pieces` lists them by column, each as (first, last, extent, offset): values [first, last) of the
+    column, back to back from this offset of the arena. `epochs`: the epochs of the units at the time of the
+    reservation. `broken`: some of the bytes were lost with a unit."""
 
     def __init__(self, columns: int) -> None:
         self.pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in range(columns)]
