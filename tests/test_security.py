@@ -420,7 +420,7 @@ def test_no_secret_is_in_a_log_a_repr_or_an_error(
         put_and_get(client, "p")
         channel = client._connections.get()._channel
         session = channel._calls.session
-        told += [repr(part) for part in (server, client, channel, session, channel.shown, client.stats())]
+        told += [repr(part) for part in (server, client, channel, session, channel.unit_config, client.stats())]
         for wrong in ("open-sesame", TOKEN + "x"):
             with pytest.raises(AuthenticationError) as refused:
                 connect(server.address, token=wrong, **tls())

@@ -24,7 +24,7 @@ WAIT_S = 60.0
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """The network to a service, which clients look for often."""
     monkeypatch.setattr(handshake, "boot_id", lambda: "another host")
-    monkeypatch.setattr(handshake, "GO_ON_S", 0.05)
+    monkeypatch.setattr(handshake, "RESUME_STEP_S", 0.05)
     with Controller(DataPlaneConfig(session_timeout_s=60.0)) as controller:
         port = int(controller.address.rpartition(":")[2])
         made = Proxy(port, port + 1)

@@ -31,13 +31,13 @@ class AsyncConnection:
         self._detached: set[asyncio.Task[None]] = set()
         self._config = config
         self.session_state = SessionState(
-            channel.shown,
+            channel.unit_config,
             session=channel.session,
             lock=lock,
             durable=channel.durable,
             put_timeout_s=channel.put_timeout_s,
         )
-        channel.learned = self.session_state.connections.learn
+        channel.on_units = self.session_state.connections.learn
         self.session_state.connections.learn(channel.units)
         session_states().add(self.session_state)
         self._channel.leftovers = self.session_state.idle_leftovers

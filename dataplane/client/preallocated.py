@@ -19,18 +19,20 @@ from dataplane.ledger.commands import Placement, Preallocate
 SMALL_BYTES = 256 << 10
 """Larger puts allocate their own space: their copy takes longer than the request."""
 PUTS_AHEAD = 16
+"""A request asks for the space of this many puts of the current size, within the two limits below."""
 LEAST_BYTES = 64 << 10
 MOST_BYTES = 2 << 20
 SOON_S = 1.0
 """Small puts further apart than this allocate their own space. A rejected request blocks new ones for this time."""
-ASKS = 4
+MOST_REQUESTS = 4
 """Maximum number of concurrent requests for preallocated space; other puts allocate their own space."""
 
 
 @dataclass(eq=False, slots=True)
 class PreallocatedSpace:
     """Space allocated by call `number`: bytes [offset, end) of the unit's arena are unused, `parts` are in use.
-    `checksums`: commits into the space must have checksums."""
+    `checksums`: commits into the space must have checksums. `touched`: used since the last `give_up_idle`.
+    `given_up`: no further put takes a part; the space is released after its last part is finished."""
 
     number: int
     unit: int
@@ -50,11 +52,11 @@ class PreallocatedPart:
     offset: int
 
     def placements(self, columns: Sequence[EncodedColumn]) -> list[Placement]:
-        """Return the placements of the columns."""
+        """Return the placements of the columns, in order, one after another."""
         placements, offset = [], self.offset
         for number, column in enumerate(columns):
-            last = len(column.sizes)
-            placements.append(Placement(column=number, first=0, last=last, unit=self.space.unit, offset=offset))
+            count = len(column.sizes)
+            placements.append(Placement(column=number, first=0, last=count, unit=self.space.unit, offset=offset))
             offset += _granules(column.nbytes)
         return placements
 
@@ -69,49 +71,53 @@ class PreallocatedBuffer:
         self._lock = threading.Lock()
         self._open: list[PreallocatedSpace] = []
         self._spaces: dict[int, PreallocatedSpace] = {}
-        self._asks = 0
+        self._requests = 0
         self.returned: collections.deque[int] = collections.deque()
-        self._last_put = self._refused = -SOON_S
+        self._last_put_at = self._rejected_at = -SOON_S
 
     def take(self, nbytes: int, taken: list[PreallocatedPart]) -> bool:
-        """Add space for a put of `nbytes` (see `bytes_of`) to `taken`; it is in use until `finish`. Return False if
-        there is not enough."""
+        """Append the part for a put of `nbytes` (see `bytes_of`) to `taken`; it is in use until `finish`. Return
+        False if no space has enough left."""
         with self._lock:
             space = next((space for space in self._open if space.end - space.offset >= nbytes), None)
             if space is None:
                 return False
             part = PreallocatedPart(space, space.offset)
-            self._last_put = self._clock()
+            self._last_put_at = self._clock()
             space.offset += nbytes
             space.touched = True
-            taken.append(part)
+            taken.append(part)  # first: after an interrupt here, the caller finishes the part
             space.parts.add(part)
             return True
 
-    def wish(self, nbytes: int, unit: int | None) -> Preallocate | None:
-        """Return the command that requests space in `unit` after `take` failed for a put of `nbytes`, or None if
-        the put must allocate its own. Spaces that are too small for the put are given up."""
+    def next_request(self, nbytes: int, unit: int | None) -> Preallocate | None:
+        """Return the command that requests space in `unit` after `take` failed for a put of `nbytes`, or None if the
+        put must allocate its own. The caller calls `end_request` after the command. Spaces that are too small for
+        the put are given up. unit: a unit whose arena is mapped; None if there is none."""
         if not 0 < nbytes <= SMALL_BYTES:
             return None
         with self._lock:
             now = self._clock()
-            soon, self._last_put = now - self._last_put < SOON_S, now
-            if unit is None or not soon or now - self._refused < SOON_S or self._asks >= ASKS:
+            soon = now - self._last_put_at < SOON_S
+            self._last_put_at = now
+            if unit is None or not soon:
                 return None
-            self._asks += 1
+            if now - self._rejected_at < SOON_S or self._requests >= MOST_REQUESTS:
+                return None
+            self._requests += 1
             for space in [space for space in self._open if space.end - space.offset < nbytes]:
                 self._give_up(space)
         return Preallocate(unit=unit, nbytes=min(max(PUTS_AHEAD * nbytes, LEAST_BYTES), MOST_BYTES))
 
-    def refused(self) -> None:
+    def record_rejection(self) -> None:
         """Record that the service had no space to preallocate."""
         with self._lock:
-            self._refused = self._clock()
+            self._rejected_at = self._clock()
 
-    def answered(self) -> None:
-        """Record that the command of `wish` was answered or abandoned."""
+    def end_request(self) -> None:
+        """Record that the command of `next_request` was answered or abandoned."""
         with self._lock:
-            self._asks = max(self._asks - 1, 0)
+            self._requests = max(self._requests - 1, 0)
 
     def add(self, number: int, granted: Preallocate, offset: int, *, checksums: bool = False) -> None:
         """Add space at `offset`, allocated by call `number`."""
@@ -120,8 +126,8 @@ class PreallocatedBuffer:
             self._spaces[number] = space
             self._open.append(space)
 
-    def forsake(self, number: int) -> None:
-        """Release the space that call `number` may have allocated, even if an interrupt prevented `add`."""
+    def give_up(self, number: int) -> None:
+        """Release the space that call `number` may have allocated, after an interrupt that may have prevented `add`."""
         with self._lock:
             if number in self._spaces:
                 self._give_up(self._spaces[number])
@@ -136,17 +142,18 @@ class PreallocatedBuffer:
             if failed or part.space.given_up:
                 self._give_up(part.space)
 
-    def idle(self) -> None:
+    def give_up_idle(self) -> None:
         """Give up spaces that were unused since the last heartbeat. Also reset the count of pending requests,
-        because an interrupt may have prevented `answered`."""
+        because an interrupt may have prevented `end_request`."""
         with self._lock:
-            self._asks = 0
+            self._requests = 0
             for space in tuple(self._spaces.values()):  # an interrupt may have prevented an earlier give-up
                 if not space.touched:
                     self._give_up(space)
                 space.touched = False
 
     def _give_up(self, space: PreallocatedSpace) -> None:
+        """Let no further put use the space, and release it unless puts still write to it. Idempotent."""
         if space in self._open:
             self._open.remove(space)
         space.given_up = True
@@ -161,4 +168,5 @@ def bytes_of(columns: Sequence[EncodedColumn]) -> int:
 
 
 def _granules(nbytes: int) -> int:
+    """Round up to whole granules."""
     return -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES

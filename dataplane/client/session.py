@@ -143,13 +143,13 @@ class Connection:
         self._copies = InFlight()
         self._config = config
         self.session_state = SessionState(
-            self._channel.shown,
+            self._channel.unit_config,
             session=self._channel.session,
             lock=lock,
             durable=self._channel.durable,
             put_timeout_s=self._channel.put_timeout_s,
         )
-        self._channel.learned = self.session_state.connections.learn
+        self._channel.on_units = self.session_state.connections.learn
         self.session_state.connections.learn(self._channel.units)
         session_states().add(self.session_state)
         self._channel.leftovers = self.session_state.idle_leftovers
@@ -211,7 +211,7 @@ class Connection:
             with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
                 for number, command in given:
                     if isinstance(command, Preallocate):
-                        self.session_state.preallocated.forsake(number)
+                        self.session_state.preallocated.give_up(number)
                     elif (undo := undo_of(number, command)) is not None:
                         self._channel.post(undo)
                 self._post_leftovers()

@@ -226,12 +226,12 @@ class SessionState:
             yield Release(located=number)
         for number in taken_one_by_one(self.preallocated.returned):
             yield Abort(reservation=number)
-        for number in self.connections.settled():
+        for number in self.connections.take_settled():
             yield Abort(reservation=number)
 
     def idle_leftovers(self) -> Iterator[Command]:
         """Yield the same commands for a heartbeat, after giving up idle preallocated space."""
-        self.preallocated.idle()
+        self.preallocated.give_up_idle()
         return self.leftovers()
 
     def forked(self) -> None:

@@ -68,8 +68,11 @@ class UnitConnections:
         self._infos: dict[int, c.UnitInfo] = {}
         self._connections: dict[int, UnitConnection] = {}
         self._replaced: dict[int, int] = {}
+        """Unit -> its earlier epoch, whose connection was closed because the unit restarted."""
         self._suspects: set[int] = set()
+        """Units of which a read or write failed since they were last listed."""
         self._unstopped: dict[int, dict[int, int]] = {}
+        """Reservation -> unit -> epoch, for units that did not confirm to `stop` that they reject its writes."""
         self._stopping_again = False
         self._guard = threading.Lock()
         self._handshake = threading.Lock()
@@ -137,23 +140,25 @@ class UnitConnections:
     def connection(self, unit: int) -> UnitConnection:
         """Return the connection to `unit`. The first call performs the handshake and blocks up to the connect
         timeout."""
-        found = self._connections.get(unit)
-        if found is not None:
-            return found
+        connection = self._connections.get(unit)
+        if connection is not None:
+            return connection
         with self._handshake:
-            while (found := self._connections.get(unit)) is None:
+            # `_connect` stores nothing if the unit restarted during the handshake.
+            while (connection := self._connections.get(unit)) is None:
                 self._connect(unit)
-            return found
+            return connection
 
     def _connect(self, unit: int) -> None:
-        """Perform the handshake. Discard the connection if another epoch of the unit was learned in the meantime."""
+        """Perform the handshake and store the connection. Discard it if another epoch of the unit was learned in the
+        meantime."""
         if self._closed:
             raise ClientClosedError()
         info = self._infos.get(unit)
         if info is None:
             raise _unlisted(unit)
         with enough_for(info.name, least=OF_A_CONTEXT):
-            made = UnitConnection(
+            connection = UnitConnection(
                 info,
                 session=self._session,
                 lock=self._lock,
@@ -164,22 +169,22 @@ class UnitConnections:
                 transport=self._transport,
             )
         with self._guard:
-            wanted = not self._closed and self._is_current(unit, info.epoch)
-            if wanted:
-                self._connections[unit] = made
-        if not wanted:
-            made.close()
+            usable = not self._closed and self._is_current(unit, info.epoch)
+            if usable:
+                self._connections[unit] = connection
+        if not usable:
+            connection.close()
         if self._closed:
             raise ClientClosedError()
 
     def local_unit(self) -> int | None:
         """Return a unit whose arena is mapped by this process; None before the first read or write of such a unit."""
-        return next((unit for unit, found in list(self._connections.items()) if found.local), None)
+        return next((unit for unit, connection in list(self._connections.items()) if connection.local), None)
 
     def mapped(self, units: Iterable[int]) -> bool:
         """Return whether the arenas of these units are mapped and need no fsync, so that copies do not block."""
-        found = [self._connections.get(unit) for unit in units]
-        return all(each is not None and each.local and not each.info.fsynced for each in found)
+        connections = [self._connections.get(unit) for unit in units]
+        return all(each is not None and each.local and not each.info.fsynced for each in connections)
 
     def write(
         self,
@@ -196,7 +201,7 @@ class UnitConnections:
         Return when every byte is in its arena. Raise `StorageUnitError`, `ServiceRestartedError` (a unit has
         another epoch), `SessionExpiredError`, `CallTimeoutError`.
         """
-        with self._watching({placement.unit for placement in placements}):
+        with self._handling_errors({placement.unit for placement in placements}):
             self._write(placements, columns, reservation, unfinished)
 
     def _write(
@@ -206,8 +211,11 @@ class UnitConnections:
         reservation: int,
         unfinished: set[int],
     ) -> None:
+        """Copy the values for mapped arenas directly and send all others."""
+        # remote: unit -> offsets and, for each offset, the buffers to send. written: unit -> (offset, size) of copies.
         remote: dict[int, tuple[list[int], list[list[Any]]]] = {}
         written: dict[int, list[tuple[int, int]]] = {}
+        # Long runs, which `column.write` does not copy itself: the copier may copy them in parallel.
         later: list[Run] = []
         for placement in placements:
             column = columns[placement.column]
@@ -230,7 +238,7 @@ class UnitConnections:
     def _send(
         self, remote: dict[int, tuple[list[int], list[list[Any]]]], reservation: int, unfinished: set[int]
     ) -> None:
-        """Write to all of these units in parallel."""
+        """Write to all of these units in parallel. remote: unit -> offsets and, for each offset, its buffers."""
 
         def send(unit: int) -> None:
             offsets, buffers = remote[unit]
@@ -242,7 +250,7 @@ class UnitConnections:
         self._together.run([partial(send, unit) for unit in remote])
 
     def _fsync(self, unit: int, ranges: list[tuple[int, int]]) -> None:
-        """Fsync the ranges written to the mapped arena, if rows must survive a machine failure."""
+        """Fsync the ranges (offset, size) of the mapped arena, if rows must survive a machine failure."""
         connection = self.connection(unit)
         if not connection.info.fsynced or connection.arena is None:
             return
@@ -257,65 +265,69 @@ class UnitConnections:
         the set.
 
         Block up to the connect timeout for each unit. A unit that does not confirm stays in the set and a warning
-        is logged: the space must then stay reserved until `settled` returns the reservation.
+        is logged: the space must then stay reserved until `take_settled` returns the reservation.
         """
         epochs = self.epochs(unfinished)
         try:
             self._stop(reservation, unfinished)
-        finally:
+        finally:  # also after an interrupt
             if unfinished:
                 with self._guard:
                     self._unstopped[reservation] = {unit: epochs.get(unit, 0) for unit in unfinished}
 
-    def settled(self) -> list[int]:
-        """Return, once each, the reservations that `stop` could not stop but that no put can write to now: every
-        unit has since confirmed, or has another epoch and thus rejects frames for an earlier one. Remaining units
-        are asked again in a background thread."""
+    def take_settled(self) -> list[int]:
+        """Remove and return the reservations that `stop` could not stop but that no put can write to now: every
+        unit has since confirmed, or has another epoch and thus rejects frames for an earlier one. A background
+        thread asks the remaining units again."""
         if not self._unstopped:
             return []
         with self._guard:
-            over = [
+            settled = [
                 reservation
                 for reservation, epochs in self._unstopped.items()
                 if not any(self._is_current(unit, epoch) for unit, epoch in epochs.items())
             ]
-            for reservation in over:
+            for reservation in settled:
                 del self._unstopped[reservation]
-            ask = bool(self._unstopped) and not self._stopping_again and not self._closed
-            self._stopping_again = self._stopping_again or ask
-        if ask:
+            start_thread = bool(self._unstopped) and not self._stopping_again and not self._closed
+            if start_thread:
+                self._stopping_again = True
+        if start_thread:
             threading.Thread(target=self._stop_again, name="tq-stop-again", daemon=True).start()
-        return over
+        return settled
 
     def _stop_again(self) -> None:
-        """Ask the units again. A unit that does not respond is retried at the next call of `settled`."""
+        """Ask the units of `_unstopped` again and remove those that confirm. A unit that does not respond is asked
+        again after the next call of `take_settled`."""
         silent: set[int] = set()
         try:
             with self._guard:
-                waiting = [(number, unit) for number, epochs in self._unstopped.items() for unit in epochs]
-            for reservation, unit in waiting:
-                if unit not in silent and not self._confirms(unit, reservation):
-                    silent.add(unit)
-                elif unit not in silent:
+                unconfirmed = [(number, unit) for number, epochs in self._unstopped.items() for unit in epochs]
+            for reservation, unit in unconfirmed:
+                if unit in silent:  # waiting for it again would only take another timeout
+                    continue
+                if self._confirms_stop(unit, reservation):
                     with self._guard:
                         self._unstopped.get(reservation, {}).pop(unit, None)
+                else:
+                    silent.add(unit)
         finally:
             with self._guard:
                 self._stopping_again = False
 
-    def _confirms(self, unit: int, reservation: int) -> bool:
-        """Return whether the unit confirms that it rejects writes of the reservation."""
+    def _confirms_stop(self, unit: int, reservation: int) -> bool:
+        """Ask the unit to stop the put. Return whether it confirms that it rejects writes of the reservation."""
         try:
             self.connection(unit).stop_put(reservation, self._config.connect_timeout_s)
         except (SessionExpiredError, ServiceRestartedError):
-            return True
+            return True  # it rejects all writes of this session
         except Exception as error:
             log.debug("Storage unit %d has not confirmed yet that put %d is stopped: %s", unit, reservation, error)
             return False
         return True
 
     def _stop(self, reservation: int, unfinished: set[int]) -> None:
-        """Ask each unit to stop the put; log and keep the units that do not confirm."""
+        """Ask each unit to stop the put, and remove it from `unfinished` if it confirms. Log the others."""
         for unit in sorted(unfinished):
             try:
                 self.connection(unit).stop_put(reservation, self._config.connect_timeout_s)
@@ -331,7 +343,7 @@ class UnitConnections:
                     str(error) or type(error).__name__,
                 )
                 if not isinstance(error, Exception):
-                    raise
+                    raise  # KeyboardInterrupt and the like
                 continue
             unfinished.discard(unit)
 
@@ -343,48 +355,52 @@ class UnitConnections:
         units: `units_of(located)`. With `guard`, local buffers keep it alive while any view of them exists. Raise
         as `write`.
         """
-        with self._watching(units):
+        with self._handling_errors(units):
             return self._gather(located, units, guard)
 
     def _gather(
         self, located: Sequence[c.FieldLocations], units: set[int], guard: object | None
     ) -> dict[str, RowSource]:
+        """Return one `RowSource` per field: in the mapped arenas, and in buffers read from the other units."""
         arena = self._arena(min(units)) if len(units) == 1 else None
-        if arena is not None:
+        if arena is not None:  # one arena holds all rows: their offsets are valid as they are
             whole = [_readable(arena, guard)]
             return {field.name: RowSource(field.spec, whole, None, field.offsets, field.lengths) for field in located}
+        # All fields share `buffers`. For each field: the buffer index and offset of each row (`which`, `offsets`), and
+        # whether its buffer holds nothing else (`owned`).
         buffers: list[Bytes] = []
         which = [np.zeros(len(field.units), np.int32) for field in located]
-        ours = [False] * len(located)
+        owned = [False] * len(located)
         offsets = [field.offsets.copy() for field in located]
         remote: list[int] = []
         for unit in sorted(units):
             arena = self._arena(unit)
             if arena is not None:
-                for field, places in zip(located, which, strict=True):
-                    places[field.units == unit] = len(buffers)
+                for field, field_which in zip(located, which, strict=True):
+                    field_which[field.units == unit] = len(buffers)
                 buffers.append(_readable(arena, guard))
             else:
                 remote.append(unit)
         if remote:
             fetched = self._together.run([partial(self._fetch, unit, located) for unit in remote])
             for rows, received in fetched:
-                _enter(rows, received, buffers, which, offsets, ours)
+                _add_received(rows, received, buffers, which, offsets, owned)
         return {
-            field.name: RowSource(field.spec, buffers, places, starts, field.lengths, received)
-            for field, places, starts, received in zip(located, which, offsets, ours, strict=True)
+            field.name: RowSource(field.spec, buffers, field_which, field_offsets, field.lengths, field_owned)
+            for field, field_which, field_offsets, field_owned in zip(located, which, offsets, owned, strict=True)
         }
 
     @contextlib.contextmanager
-    def _watching(self, units: set[int]) -> Iterator[None]:
-        """Mark the units as suspect if one of them fails. Convert the loss of a connection that `learn` closed to
-        an error that names the restarted or removed unit."""
+    def _handling_errors(self, units: set[int]) -> Iterator[None]:
+        """Mark all of `units` as suspect if one of them fails. Convert the loss of a connection that `learn` closed
+        to an error that names the restarted or removed unit."""
         try:
             yield
         except (StorageUnitError, ServiceRestartedError):
             self._suspects.update(units)
             raise
         except ClientClosedError:
+            # Either `learn` closed the connection of one of these units, or this client was closed.
             for unit in units & self._replaced.keys():
                 raise ServiceRestartedError(
                     expected_epoch=self._replaced[unit], got_epoch=self._infos[unit].epoch, what=f"storage unit {unit}"
@@ -399,13 +415,15 @@ class UnitConnections:
         return connection.arena if connection.local else None
 
     def _fetch(self, unit: int, located: Sequence[c.FieldLocations]) -> tuple[list[npt.NDArray[np.intp]], Received]:
-        """Return the rows of each field that `unit` holds. One read receives all of them, each field in its own
-        buffer."""
+        """Read all values that `unit` holds in one call, each field into its own buffer. Return, for each field, the
+        rows that were read; and the result: the rows of the first field, then those of the second, ..."""
         rows = [np.flatnonzero(field.units == unit) for field in located]
+        offsets = [field.offsets[mine] for field, mine in zip(located, rows, strict=True)]
+        sizes = [field.lengths[mine] * field.spec.unit_bytes for field, mine in zip(located, rows, strict=True)]
         received = self.connection(unit).read(
-            np.concatenate([field.offsets[chosen] for field, chosen in zip(located, rows, strict=True)]),
-            np.concatenate([field.lengths[r] * field.spec.unit_bytes for field, r in zip(located, rows, strict=True)]),
-            columns=[len(chosen) for chosen in rows],
+            np.concatenate(offsets),
+            np.concatenate(sizes),
+            columns=[len(mine) for mine in rows],
             timeout_s=self._config.call_timeout_s,
         )
         return rows, received
@@ -424,37 +442,40 @@ class UnitConnections:
 
 
 def _unlisted(unit: int) -> StorageUnitError:
+    """Return the error for a unit that is missing in the service's list."""
     return StorageUnitError(unit=unit, endpoint="?", why="the service does not list it; it may have been removed")
 
 
-def _enter(
+def _add_received(
     rows: Sequence[npt.NDArray[np.intp]],
     received: Received,
     buffers: list[Bytes],
     which: list[npt.NDArray[np.int32]],
     offsets: list[c.Int64s],
-    ours: list[bool],
+    owned: list[bool],
 ) -> None:
-    """Record the received buffers, the location of each row in them, and which fields own their buffer."""
+    """Append the received buffers to `buffers`. Enter the location of each received row in `which` and `offsets`, and
+    in `owned` whether the field has its buffer for itself. `rows` is what `_fetch` returns with `received`."""
     first = 0
-    for column, chosen in enumerate(rows):
-        last = first + len(chosen)
-        which[column][chosen] = received.which[first:last] + len(buffers)
-        offsets[column][chosen] = received.offsets[first:last]
-        ours[column] = not received.shared and len(chosen) == len(which[column])
+    for column, column_rows in enumerate(rows):
+        last = first + len(column_rows)
+        which[column][column_rows] = received.which[first:last] + len(buffers)
+        offsets[column][column_rows] = received.offsets[first:last]
+        # True only if this one unit sent every row of the field, in a buffer that is no slice of a common frame.
+        owned[column] = not received.shared and len(column_rows) == len(which[column])
         first = last
     buffers.extend(received.buffers)
 
 
-def chosen(located: c.FieldLocations, which: npt.NDArray[Any] | slice) -> c.FieldLocations:
-    """Return a subset of the values."""
+def select_values(located: c.FieldLocations, selection: npt.NDArray[Any] | slice) -> c.FieldLocations:
+    """Return the locations at these positions (indexes, booleans or a slice)."""
     return c.FieldLocations(
         name=located.name,
         spec=located.spec,
-        units=located.units[which],
-        offsets=located.offsets[which],
-        lengths=located.lengths[which],
-        checksums=None if located.checksums is None else located.checksums[which],
+        units=located.units[selection],
+        offsets=located.offsets[selection],
+        lengths=located.lengths[selection],
+        checksums=None if located.checksums is None else located.checksums[selection],
     )
 
 

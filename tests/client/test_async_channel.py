@@ -180,7 +180,7 @@ def test_too_few_open_files_are_a_named_error_and_lose_no_post(
             channel.post(c.Release(located=1))
             assert not ledger.of(c.Release)
         await channel.call(c.Seal(partition="p"))
-        channel._look_again()
+        channel._reconnect()
         await seen(ledger, c.Release)
 
     run(scripted, script)
@@ -196,11 +196,11 @@ def test_too_few_open_files_when_the_session_moved(
         waiting = asyncio.create_task(channel.call(CLAIM))
         await seen(ledger, c.Claim)
         with exhausted(monkeypatch, async_channel, "dealer_socket", zmq.ZMQError):
-            channel._look_again()
+            channel._reconnect()
             with pytest.raises(ServiceUnavailableError, match="cannot open more files"):
                 await waiting
         await channel.call(c.Seal(partition="p"))
-        channel._look_again()
+        channel._reconnect()
         await seen(ledger, c.Unclaim)
 
     run(scripted, script)

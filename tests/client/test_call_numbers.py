@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dataplane.client.rpc.call_numbers import MOST_NAMED, CallNumbers, undo_of
+from dataplane.client.rpc.call_numbers import MOST_RANGES, CallNumbers, undo_of
 from dataplane.ledger import commands as c
 
 ALLOCATE = c.Allocate(partition="p", columns=())
@@ -24,10 +24,10 @@ def test_numbers_count_up_and_carry_the_lowest_unanswered() -> None:
     first, second = numbering.issue(c.Units(), now=0.0), numbering.issue(c.Stats(), now=0.0)
     assert (first.session, first.number, first.watermark) == (5, 1, 1)
     assert (second.number, second.watermark) == (2, 1)
-    numbering.answered(1)
+    numbering.record_answer(1)
     assert numbering.issue(c.Units(), now=0.0).watermark == 2
-    numbering.answered(3)
-    numbering.answered(2)
+    numbering.record_answer(3)
+    numbering.record_answer(2)
     assert numbering.watermark == 4
     assert numbering.unanswered == 0
 
@@ -36,7 +36,7 @@ def test_answers_may_come_twice_and_for_numbers_never_issued() -> None:
     numbering = CallNumbers(1)
     numbering.issue(c.Units(), now=0.0)
     for number in (1, 1, 99):
-        numbering.answered(number)
+        numbering.record_answer(number)
     assert numbering.watermark == 2
 
 
@@ -44,7 +44,7 @@ def test_a_repeat_is_the_same_command_with_the_watermark_of_now() -> None:
     numbering = CallNumbers(1)
     numbering.issue(c.Units(), now=0.0)
     numbering.issue(c.Stats(), now=0.0)
-    numbering.answered(1)
+    numbering.record_answer(1)
     again = numbering.repeat(2, now=1.0)
     assert (again.number, again.watermark, type(again.command)) == (2, 2, c.Stats)
 
@@ -67,10 +67,10 @@ def test_the_watermark_waits_for_the_undo_of_an_abandoned_call(command: c.Comman
     assert type(call.command) is type(undo)
     assert repr(call.command) == repr(undo)
     assert (call.number, call.watermark) == (2, 1)
-    numbering.answered(1)  # the late answer of the abandoned call settles nothing
+    numbering.record_answer(1)  # the late answer of the abandoned call settles nothing
     assert numbering.watermark == 1
     assert numbering.issue(c.Stats(), now=1.0).watermark == 1
-    numbering.answered(2)
+    numbering.record_answer(2)
     assert numbering.watermark == 3
 
 
@@ -88,7 +88,7 @@ def test_abandoning_twice_or_after_the_answer_undoes_nothing_more() -> None:
     assert numbering.abandon(1, now=0.0) is not None
     assert numbering.abandon(1, now=0.0) is None
     numbering.issue(CLAIM, now=0.0)
-    numbering.answered(3)
+    numbering.record_answer(3)
     assert numbering.abandon(3, now=0.0) is None
 
 
@@ -101,7 +101,7 @@ def test_posted_calls_come_due_until_they_are_answered() -> None:
     numbering.repeat(1, now=1.0)
     assert numbering.due(0.5) == []
     assert numbering.due(2.0) == [1]
-    numbering.answered(1)
+    numbering.record_answer(1)
     assert numbering.due(2.0) == []
 
 
@@ -111,11 +111,11 @@ def test_what_is_answered_above_a_waiting_call_is_named_until_a_call_that_named_
     for number in (2, 3):
         call = numbering.issue(c.Units(), now=0.0)
         assert (call.number, call.watermark, call.confirmed) == (number, 1, (2, 2) if number == 3 else ())
-        numbering.answered(number)
+        numbering.record_answer(number)
     lost = numbering.issue(c.Units(), now=0.0)
     later = numbering.issue(c.Units(), now=0.0)
     assert lost.confirmed == later.confirmed == (3, 3)
-    numbering.answered(later.number)
+    numbering.record_answer(later.number)
     assert numbering.issue(c.Units(), now=0.0).confirmed == (5, 5)
     assert numbering.repeat(lost.number, now=1.0).confirmed == (5, 5)
 
@@ -124,9 +124,9 @@ def test_what_a_call_named_when_it_is_repeated_may_not_have_arrived_with_it() ->
     numbering = CallNumbers(1)
     for _ in range(3):
         numbering.issue(CLAIM, now=0.0)
-    numbering.answered(2)
+    numbering.record_answer(2)
     assert numbering.repeat(3, now=1.0).confirmed == (2, 2)
-    numbering.answered(3)
+    numbering.record_answer(3)
     assert numbering.issue(c.Units(), now=2.0).confirmed == (2, 3)
 
 
@@ -134,9 +134,9 @@ def test_an_answer_that_the_ledger_did_not_give_leaves_what_its_call_named() -> 
     numbering = CallNumbers(1)
     for _ in range(2):
         numbering.issue(CLAIM, now=0.0)
-    numbering.answered(2)
+    numbering.record_answer(2)
     assert numbering.issue(c.Units(), now=0.0).confirmed == (2, 2)
-    numbering.answered(3, heard=False)
+    numbering.record_answer(3, processed=False)
     assert numbering.issue(c.Units(), now=0.0).confirmed == (2, 3)
 
 
@@ -144,22 +144,22 @@ def test_what_the_watermark_passes_is_not_named() -> None:
     numbering = CallNumbers(1)
     for _ in range(3):
         numbering.issue(CLAIM, now=0.0)
-    numbering.answered(2)
-    numbering.answered(1)
+    numbering.record_answer(2)
+    numbering.record_answer(1)
     call = numbering.issue(c.Units(), now=0.0)
     assert (call.watermark, call.confirmed) == (3, ())
 
 
 def test_one_call_names_a_bounded_number() -> None:
     numbering = CallNumbers(1)
-    for _ in range(2 * MOST_NAMED + 9):
+    for _ in range(2 * MOST_RANGES + 9):
         numbering.issue(CLAIM, now=0.0)
-    for number in range(2, 2 * MOST_NAMED + 9, 2):
-        numbering.answered(number)
+    for number in range(2, 2 * MOST_RANGES + 9, 2):
+        numbering.record_answer(number)
     first = numbering.issue(c.Units(), now=0.0)
-    assert first.confirmed[::2] == first.confirmed[1::2] == tuple(range(2, 2 * MOST_NAMED + 2, 2))
-    numbering.answered(first.number)
-    rest = (*range(2 * MOST_NAMED + 2, 2 * MOST_NAMED + 9, 2), first.number)
+    assert first.confirmed[::2] == first.confirmed[1::2] == tuple(range(2, 2 * MOST_RANGES + 2, 2))
+    numbering.record_answer(first.number)
+    rest = (*range(2 * MOST_RANGES + 2, 2 * MOST_RANGES + 9, 2), first.number)
     assert numbering.issue(c.Units(), now=0.0).confirmed[::2] == rest
 
 
@@ -168,13 +168,13 @@ def test_what_is_known_of_a_range_is_not_named_again() -> None:
     for _ in range(9):
         numbering.issue(CLAIM, now=0.0)
     for number in (2, 3, 4):
-        numbering.answered(number)
+        numbering.record_answer(number)
     early = numbering.issue(c.Units(), now=0.0)
     assert early.confirmed == (2, 4)
     for number in (5, 6):
-        numbering.answered(number)
+        numbering.record_answer(number)
     assert numbering.issue(c.Units(), now=0.0).confirmed == (2, 6)
-    numbering.answered(early.number)
+    numbering.record_answer(early.number)
     assert numbering.issue(c.Units(), now=0.0).confirmed == (5, 6, early.number, early.number)
 
 
@@ -185,5 +185,5 @@ def test_abandoned_calls_are_named_once_their_undo_is_answered() -> None:
     undo = numbering.abandon(2, now=0.0)
     assert undo is not None
     assert numbering.issue(c.Units(), now=0.0).confirmed == ()
-    numbering.answered(undo.number)
+    numbering.record_answer(undo.number)
     assert numbering.issue(c.Units(), now=0.0).confirmed == (undo.number, undo.number, 2, 2)

@@ -48,7 +48,7 @@ def test_after_the_window_calls_fail_and_a_late_return_is_found(
     with pytest.raises(ServiceUnavailableError):
         client.claim_meta("p", "train", FIELDS, 1)
     restartable.start()
-    wait_until(lambda: not calls_of(client).pointless, "the service")
+    wait_until(lambda: not calls_of(client).unreachable, "the service")
     check(client, 1)
     put(client, 2)
     assert sorted(client.claim_meta("p", "train", FIELDS, 2).sample_ids) == ["s1", "s2"]

@@ -34,7 +34,7 @@ def calls_of(**settings: Any) -> tuple[Calls, list[int]]:
     durable = settings.pop("durable", True)
     calls = Calls(replace(SESSION, durable=durable), DataPlaneConfig(**settings))
     doubts: list[int] = []
-    calls.doubt = lambda: doubts.append(1)
+    calls.on_doubt = lambda: doubts.append(1)
     return calls, doubts
 
 
@@ -49,48 +49,48 @@ def done(number: int) -> zmq_frames.Reply:
 def test_a_lost_service_is_waited_for_only_if_it_keeps_its_state() -> None:
     durable, plain = calls_of()[0], calls_of(durable=False)[0]
     for calls in (durable, plain):
-        calls.lose("no route")
+        calls.record_loss("no route")
     durable.check()
     assert durable.waiting
     with pytest.raises(ServiceUnavailableError, match=r"at here:1: no route\.$"):
         plain.check()
     for calls in (durable, plain):
-        assert calls.pointless
+        assert calls.unreachable
         calls.check_open()
-        calls.adopt(replace(SESSION, address="there:2", epoch=2))
+        calls.resume(replace(SESSION, address="there:2", epoch=2))
         calls.check()
-        assert not calls.pointless
+        assert not calls.unreachable
 
 
 def test_it_is_not_waited_for_beyond_the_window() -> None:
     calls, _ = calls_of(reconnect_s=0.0)
-    calls.lose("no route")
+    calls.record_loss("no route")
     assert not calls.waiting
     with pytest.raises(ServiceUnavailableError, match="no route; it has not restarted within 0 s"):
         calls.check()
-    calls.heard(done(0))
+    calls.process_reply(done(0))
     calls.check()
 
 
 def test_a_service_that_stops_answers_nothing_if_it_keeps_its_state() -> None:
     calls, doubts = calls_of()
     call, posted = calls.begin(c.Units()), calls.begin_post(c.Release(located=1))
-    assert not calls.answers(call, refusal(call.number, STOPPING))
-    calls.heard(refusal(posted.number, STOPPING))
+    assert not calls.ends_call(call, refusal(call.number, STOPPING))
+    calls.process_reply(refusal(posted.number, STOPPING))
     assert len(doubts) == 2
     assert calls.waiting
     assert [again.number for again in calls.due(all_of_them=True)] == [posted.number]
-    calls.heard(done(posted.number))
+    calls.process_reply(done(posted.number))
     assert calls.due(all_of_them=True) == []
 
 
 def test_a_service_that_stops_for_good_says_so_to_its_calls() -> None:
     calls, doubts = calls_of(durable=False)
     call, posted = calls.begin(c.Units()), calls.begin_post(c.Release(located=1))
-    assert calls.answers(call, refusal(call.number, STOPPING))
+    assert calls.ends_call(call, refusal(call.number, STOPPING))
     with pytest.raises(ServiceUnavailableError, match="stopping"):
         calls.settle(call, refusal(call.number, STOPPING))
-    calls.heard(refusal(posted.number, STOPPING))
+    calls.process_reply(refusal(posted.number, STOPPING))
     assert calls.due(all_of_them=True) == []
     assert not doubts
 
@@ -98,11 +98,11 @@ def test_a_service_that_stops_for_good_says_so_to_its_calls() -> None:
 def test_the_end_of_the_session_is_believed_when_it_was_looked_into() -> None:
     calls, doubts = calls_of()
     call, posted = calls.begin(c.Units()), calls.begin_post(c.Release(located=1))
-    calls.heard(refusal(posted.number, EXPIRED))
-    assert not calls.answers(call, refusal(call.number, EXPIRED))
+    calls.process_reply(refusal(posted.number, EXPIRED))
+    assert not calls.ends_call(call, refusal(call.number, EXPIRED))
     assert len(doubts) == 2
     assert not calls.over
-    assert calls.answers(call, refusal(call.number, EXPIRED))
+    assert calls.ends_call(call, refusal(call.number, EXPIRED))
     with pytest.raises(SessionExpiredError, match="gone"):
         calls.settle(call, refusal(call.number, EXPIRED))
     with pytest.raises(SessionExpiredError, match="gone"):
@@ -115,8 +115,8 @@ def test_the_end_of_the_session_is_believed_when_it_was_looked_into() -> None:
 def test_what_could_not_be_written_down_was_not_done_and_is_posted_again() -> None:
     calls, _ = calls_of()
     call, posted = calls.begin(c.Units()), calls.begin_post(c.Release(located=1))
-    calls.heard(refusal(posted.number, FULL))
+    calls.process_reply(refusal(posted.number, FULL))
     assert [again.number for again in calls.due(all_of_them=True)] == [posted.number]
-    assert calls.answers(call, refusal(call.number, FULL))
+    assert calls.ends_call(call, refusal(call.number, FULL))
     with pytest.raises(StateDirError, match="disk full"):
         calls.settle(call, refusal(call.number, FULL))

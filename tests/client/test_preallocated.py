@@ -4,9 +4,9 @@ import pytest
 
 from dataplane.client import preallocated
 from dataplane.client.preallocated import (
-    ASKS,
     LEAST_BYTES,
     MOST_BYTES,
+    MOST_REQUESTS,
     PUTS_AHEAD,
     SMALL_BYTES,
     SOON_S,
@@ -35,7 +35,7 @@ def clock() -> Clock:
 @pytest.fixture
 def buffer(clock: Clock) -> PreallocatedBuffer:
     buffer = PreallocatedBuffer(clock)
-    buffer.wish(64, UNIT)
+    buffer.next_request(64, UNIT)
     return buffer
 
 
@@ -51,32 +51,32 @@ def take(buffer: PreallocatedBuffer, nbytes: int) -> PreallocatedPart | None:
 
 def test_the_first_small_put_asks_for_nothing_ahead_and_one_soon_after_does(clock: Clock) -> None:
     buffer = PreallocatedBuffer(clock)
-    assert buffer.wish(64, UNIT) is None
-    wish = buffer.wish(64, UNIT)
-    assert (wish.unit, wish.nbytes) == (UNIT, LEAST_BYTES)
+    assert buffer.next_request(64, UNIT) is None
+    next_request = buffer.next_request(64, UNIT)
+    assert (next_request.unit, next_request.nbytes) == (UNIT, LEAST_BYTES)
     clock.now += SOON_S
-    assert buffer.wish(64, UNIT) is None
+    assert buffer.next_request(64, UNIT) is None
 
 
 def test_space_is_for_several_puts_within_bounds(buffer: PreallocatedBuffer) -> None:
-    assert buffer.wish(64_000, UNIT).nbytes == PUTS_AHEAD * 64_000
-    assert buffer.wish(SMALL_BYTES, UNIT).nbytes == MOST_BYTES
+    assert buffer.next_request(64_000, UNIT).nbytes == PUTS_AHEAD * 64_000
+    assert buffer.next_request(SMALL_BYTES, UNIT).nbytes == MOST_BYTES
 
 
 @pytest.mark.parametrize(("nbytes", "unit"), [(SMALL_BYTES + 1, UNIT), (0, UNIT), (64, None)])
 def test_nothing_is_asked_for_large_or_empty_puts_or_without_a_mapped_arena(
     buffer: PreallocatedBuffer, nbytes: int, unit: int | None
 ) -> None:
-    assert buffer.wish(nbytes, unit) is None
+    assert buffer.next_request(nbytes, unit) is None
 
 
 def test_a_refusal_stands_for_a_while(buffer: PreallocatedBuffer, clock: Clock) -> None:
-    buffer.refused()
-    assert buffer.wish(64, UNIT) is None
+    buffer.record_rejection()
+    assert buffer.next_request(64, UNIT) is None
     clock.now += SOON_S / 2
-    assert buffer.wish(64, UNIT) is None
+    assert buffer.next_request(64, UNIT) is None
     clock.now += SOON_S / 2
-    assert buffer.wish(64, UNIT) is not None
+    assert buffer.next_request(64, UNIT) is not None
 
 
 def test_parts_follow_one_another_until_the_space_is_used_up(buffer: PreallocatedBuffer) -> None:
@@ -89,7 +89,7 @@ def test_space_goes_back_once_replaced_and_no_longer_in_use(buffer: Preallocated
     add(buffer, number=7)
     first, second = take(buffer, 64), take(buffer, 64)
     assert take(buffer, 256) is None
-    buffer.wish(256, UNIT)
+    buffer.next_request(256, UNIT)
     add(buffer, number=8)
     assert list(buffer.returned) == []
     buffer.finish(first, failed=False)
@@ -108,12 +108,14 @@ def test_space_that_several_puts_asked_for_is_used_by_the_next_ones(buffer: Prea
 
 
 def test_of_puts_that_begin_at_once_some_ask_for_preallocated_space(buffer: PreallocatedBuffer) -> None:
-    assert [buffer.wish(64, UNIT) is not None for _ in range(ASKS + 1)] == [True] * ASKS + [False]
-    buffer.answered()
-    assert buffer.wish(64, UNIT) is not None
-    assert buffer.wish(64, UNIT) is None
-    buffer.idle()
-    assert buffer.wish(64, UNIT) is not None, "as many as there were before an interrupt lost count"
+    assert [buffer.next_request(64, UNIT) is not None for _ in range(MOST_REQUESTS + 1)] == [True] * MOST_REQUESTS + [
+        False
+    ]
+    buffer.end_request()
+    assert buffer.next_request(64, UNIT) is not None
+    assert buffer.next_request(64, UNIT) is None
+    buffer.give_up_idle()
+    assert buffer.next_request(64, UNIT) is not None, "as many as there were before an interrupt lost count"
 
 
 def test_after_a_failure_the_space_is_given_up_once_nobody_writes_to_it(buffer: PreallocatedBuffer) -> None:
@@ -147,11 +149,11 @@ def test_a_part_may_be_finished_twice(buffer: PreallocatedBuffer) -> None:
 def test_space_that_was_never_added_goes_back_at_once_and_other_when_nobody_writes_to_it(
     buffer: PreallocatedBuffer,
 ) -> None:
-    buffer.forsake(6)
+    buffer.give_up(6)
     assert list(buffer.returned) == [6]
     add(buffer, number=7)
     part = take(buffer, 64)
-    buffer.forsake(7)
+    buffer.give_up(7)
     assert take(buffer, 64) is None
     assert list(buffer.returned) == [6]
     buffer.finish(part, failed=False)
@@ -160,11 +162,11 @@ def test_space_that_was_never_added_goes_back_at_once_and_other_when_nobody_writ
 
 def test_space_unused_for_a_heartbeat_goes_back(buffer: PreallocatedBuffer) -> None:
     add(buffer)
-    buffer.idle()
+    buffer.give_up_idle()
     buffer.finish(take(buffer, 64), failed=False)
-    buffer.idle()
+    buffer.give_up_idle()
     assert list(buffer.returned) == []
-    buffer.idle()
+    buffer.give_up_idle()
     assert list(buffer.returned) == [7]
     assert take(buffer, 64) is None
 
@@ -172,8 +174,8 @@ def test_space_unused_for_a_heartbeat_goes_back(buffer: PreallocatedBuffer) -> N
 def test_idle_space_that_is_written_to_goes_back_afterwards(buffer: PreallocatedBuffer) -> None:
     add(buffer)
     part = take(buffer, 64)
-    buffer.idle()
-    buffer.idle()
+    buffer.give_up_idle()
+    buffer.give_up_idle()
     assert list(buffer.returned) == []
     buffer.finish(part, failed=False)
     assert list(buffer.returned) == [7]

@@ -239,7 +239,7 @@ def test_a_network_that_heals_is_no_end(
     put(client, 1)
     waiting = claim_two(pool, client, other)
     with monkeypatch.context() as impatient:
-        impatient.setattr(handshake, "GO_ON_S", 0.2)  # only while nothing can answer
+        impatient.setattr(handshake, "RESUME_STEP_S", 0.2)  # only while nothing can answer
         getattr(proxy, failure)()
         wait_until(lambda: calls_of(client).waiting, "a lost service")
     more = pool.submit(put, client, 2)

@@ -36,7 +36,7 @@ def test_a_pin_is_dropped_once_nothing_refers_to_it() -> None:
 def test_leftovers_that_an_interrupt_kept_from_being_posted_come_again() -> None:
     session_state = SessionState(DataPlaneConfig(address="nowhere:1"), session=1, lock=None)
     session_state.pin(5)
-    session_state.preallocated.forsake(6)
+    session_state.preallocated.give_up(6)
     posted: list[int] = []
 
     def post(command: Command) -> None:

@@ -118,7 +118,7 @@ def test_too_few_open_files_when_the_session_moved_or_to_say_goodbye(
     channel = open_channel(scripted)
     channel.call(c.Seal(partition="p"))
     with exhausted(monkeypatch, socket_pool, "Waker"):
-        channel._look_again()
+        channel._replace_pool()
         with pytest.raises(ServiceUnavailableError, match="cannot open more files"):
             channel.call(c.Seal(partition="p"))
     channel.call(c.Seal(partition="p"))
@@ -132,7 +132,7 @@ def test_too_few_open_files_to_look_for_the_service(
     """It is looked for again; calls go on, as they have their sockets."""
     channel = open_channel(scripted)
     asked = threading.Event()
-    real = heartbeat.go_on
+    real = heartbeat.resume_session
     left = [2]
 
     def none_left_at_first(*arguments: Any) -> Any:
@@ -142,7 +142,7 @@ def test_too_few_open_files_to_look_for_the_service(
             raise zmq.ZMQError(errno.EMFILE)
         return real(*arguments)
 
-    monkeypatch.setattr(heartbeat, "go_on", none_left_at_first)
+    monkeypatch.setattr(heartbeat, "resume_session", none_left_at_first)
     channel._heartbeat.check()
     assert asked.wait(60)
     channel.call(c.Seal(partition="p"))

@@ -161,12 +161,12 @@ def test_space_that_could_not_be_given_back_is_once_the_unit_has_another_epoch(
     unfinished = {UNIT}
     unit_connections.stop(5, unfinished)
     assert unfinished == {UNIT}
-    assert unit_connections.settled() == []
+    assert unit_connections.take_settled() == []
     unit_connections.learn([unit.info])
-    assert unit_connections.settled() == []
+    assert unit_connections.take_settled() == []
     unit_connections.learn([changed(unit.info, epoch=EPOCH + 1)])
-    assert unit_connections.settled() == [5]
-    assert unit_connections.settled() == []
+    assert unit_connections.take_settled() == [5]
+    assert unit_connections.take_settled() == []
 
 
 def test_a_session_gives_such_space_back(unit: Unit) -> None:
@@ -197,8 +197,8 @@ def test_a_unit_that_did_not_confirm_is_asked_again(
     unfinished = {UNIT}
     unit_connections.stop(5, unfinished)
     assert unfinished == {UNIT}
-    wait_until(lambda: unit_connections.settled() == [5])
-    assert unit_connections.settled() == []
+    wait_until(lambda: unit_connections.take_settled() == [5])
+    assert unit_connections.take_settled() == []
 
 
 def test_a_unit_that_the_service_has_no_more_is_let_go_of(unit: Unit, unit_connections: UnitConnections) -> None:
@@ -212,7 +212,7 @@ def test_a_unit_that_the_service_has_no_more_is_let_go_of(unit: Unit, unit_conne
     unit_connections.learn([other, later])
     assert unit_connections.unknown({UNIT, UNIT - 1})
     assert not unit_connections.unknown({UNIT + 1, UNIT + 2})
-    assert unit_connections.settled() == [5]
+    assert unit_connections.take_settled() == [5]
     with pytest.raises(ClientClosedError):
         connection.read([0], [8], timeout_s=1.0)
     with pytest.raises(StorageUnitError, match="does not list it"):

@@ -50,14 +50,14 @@ def test_a_client_whose_threads_call_while_its_heart_beats_has_few_sockets(monke
     ):
         client.register_partition("p", ["x"], None, ["t"])
         channel = client._connections.get()._channel
-        take_in = channel._take_in
+        process_replies = channel._process_replies
 
         def call_meanwhile(dealer: Any) -> None:
             for call in [pool.submit(client.list_samples, "p") for _ in range(threads)]:
                 call.result(WAIT_S)
-            take_in(dealer)
+            process_replies(dealer)
 
-        monkeypatch.setattr(channel, "_take_in", call_meanwhile)
+        monkeypatch.setattr(channel, "_process_replies", call_meanwhile)
         for _ in range(8):
             channel._maintain()  # what each heartbeat does
     # One for each thread, one that is being served, and one to post with.

@@ -40,7 +40,7 @@ class Numbered:
         self.driver.apply(call)
         answers = self.driver.answers.get((self.session, call.number), [None])
         if answers[-1] is not None:
-            self.numbering.answered(call.number)
+            self.numbering.record_answer(call.number)
         return answers[-1]
 
     @property

@@ -308,7 +308,7 @@ class Client:
             return
         if not self.numbering.is_open(answer.number):
             return
-        self.numbering.answered(answer.number)
+        self.numbering.record_answer(answer.number)
         self.check_claims(answer)
         if self.state == "closing" and answer.number == self.bye:
             self.end()

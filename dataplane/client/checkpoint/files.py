@@ -20,7 +20,7 @@ import numpy.typing as npt
 import safetensors
 
 from dataplane.client.checkpoint.manifest import FileEntry
-from dataplane.client.unit_connections import chosen
+from dataplane.client.unit_connections import select_values
 from dataplane.core import failpoints
 from dataplane.core.checksums import damaged
 from dataplane.core.private_dir import private
@@ -172,14 +172,14 @@ def _header(parts: Sequence[FilePart]) -> bytes:
 
 def _stored(partition: str, located: c.FieldLocations, bring: Gather, scratch: UInt8s) -> Iterator[memoryview]:
     """Yield the values' bytes. Empty values are skipped: their location may refer to a removed unit."""
-    located = chosen(located, np.flatnonzero(located.lengths * located.spec.unit_bytes))
+    located = select_values(located, np.flatnonzero(located.lengths * located.spec.unit_bytes))
     sizes = located.lengths * located.spec.unit_bytes
     ends = np.cumsum(sizes)
     first = 0
     while first < len(sizes):
         before = int(ends[first - 1]) if first else 0
         last = max(int(np.searchsorted(ends, before + len(scratch), "right")), first + 1)
-        these = chosen(located, slice(first, last))
+        these = select_values(located, slice(first, last))
         source = bring(these)
         nbytes = int(ends[last - 1]) - before
         if nbytes <= len(scratch):
@@ -202,7 +202,7 @@ def _check(partition: str, located: c.FieldLocations, memory: UInt8s) -> None:
     sizes = located.lengths * located.spec.unit_bytes
     wrong, got = damaged(memory, np.cumsum(sizes) - sizes, sizes, located.checksums)
     if len(wrong):
-        raise DamagedValueError(partition, chosen(located, wrong[:1]), int(got[0]))
+        raise DamagedValueError(partition, select_values(located, wrong[:1]), int(got[0]))
 
 
 # --- reading ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import name_tuple
 from dataplane.client.operations.steps import Operation, Post, Send, Sent, Work
 from dataplane.client.session_state import SessionState
-from dataplane.client.unit_connections import chosen, units_of
+from dataplane.client.unit_connections import select_values, units_of
 from dataplane.core import failpoints
 from dataplane.core.types import FieldKind
 from dataplane.data.columns import RowSource
@@ -107,7 +107,9 @@ class _Writer:
             return
         parts, name = self._parts, f"{self._place.data}/{len(self.entries):05}.safetensors"
         stored = [part.content for part in parts if isinstance(part.content, c.FieldLocations)]
-        yield from ensure_known(self.session_state, units_of([chosen(found, found.lengths > 0) for found in stored]))
+        yield from ensure_known(
+            self.session_state, units_of([select_values(found, found.lengths > 0) for found in stored])
+        )
         try:
             self.entries.append((yield Work(lambda: files.write(self._place.directory, name, parts, self._bring))))
         except DamagedValueError as error:
@@ -268,9 +270,9 @@ def _pieces(located: c.FieldLocations) -> Iterator[Piece]:
     rows = np.flatnonzero(located.lengths >= 0)
     if not len(rows):
         return
-    cells = chosen(located, rows)
+    cells = select_values(located, rows)
     firsts, index = _distinct(cells)
-    values = chosen(cells, firsts)
+    values = select_values(cells, firsts)
     order = np.argsort(index, kind="stable")
     counts = np.bincount(index, minlength=len(firsts))
     row_ends, byte_ends = np.cumsum(counts), np.cumsum(values.lengths * values.spec.unit_bytes)
@@ -282,7 +284,7 @@ def _pieces(located: c.FieldLocations) -> Iterator[Piece]:
         last = max(min(by_rows, by_bytes), first + 1)
         mine = np.sort(order[rows_before : int(row_ends[last - 1])])
         shared = len(mine) != last - first
-        yield chosen(values, slice(first, last)), rows[mine], index[mine] - first if shared else None
+        yield select_values(values, slice(first, last)), rows[mine], index[mine] - first if shared else None
         first = last
 
 

@@ -20,7 +20,7 @@ from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, naming, samples_of
 from dataplane.client.operations.steps import Operation, Post, Send, Work
 from dataplane.client.session_state import SessionState
-from dataplane.client.unit_connections import chosen, units_of
+from dataplane.client.unit_connections import select_values, units_of
 from dataplane.core import failpoints
 from dataplane.core.schema import VARIANTS, Layout, field_of, variants_of
 from dataplane.core.types import FieldKind
@@ -42,6 +42,7 @@ def get(
     if copy:
 
         def build(sources: Mapping[str, RowSource]) -> TensorDict:
+            """Copy the rows out of the storage units' memory."""
             return assemble(
                 sources,
                 empty=session_state.empty,
@@ -58,25 +59,26 @@ def get_present(
     session_state: SessionState, names: Names, partition: str, select_fields: Sequence[str]
 ) -> Operation[tuple[list[int], TensorDict]]:
     """Return the positions of the samples that exist, and copies of the fields that all of these samples have. A
-    field with rows in its hidden column is returned as a stack of rows."""
+    field with rows in its hidden column (see `schema.variants_of`) is returned as a stack of rows."""
     ids = ids_of(names)
 
     def attempt(failed: StorageUnitError | None) -> Operation[tuple[list[int], TensorDict]]:
+        """Read once. failed: the error of the attempt before, see `_retry_relocated`."""
         located = yield from _locate(session_state, names, ids, partition, select_fields, missing_ok=True)
         try:
-            there = np.flatnonzero(located.result.rows >= 0)
-            parts = parts_of(located.result.fields, there)
-            units = _without(units_of([part.located for each in parts.values() for part in each]), failed)
+            existing = np.flatnonzero(located.result.rows >= 0)  # row -1: the sample does not exist
+            parts = parts_of(located.result.fields, existing)
+            units = _refuse_failed(units_of([part.located for each in parts.values() for part in each]), failed)
             yield from ensure_known(session_state, units)
-            living = [ids[place] for place in there.tolist()]
+            existing_ids = [ids[position] for position in existing.tolist()]
 
             def work() -> TensorDict:
                 failpoints.hit("get.mid_copy")
-                return _joined(session_state, parts, units, partition, living)
+                return _copy_parts(session_state, parts, units, partition, existing_ids)
 
             built: TensorDict = yield Work(work)
-            yield from _pinned_until_now(session_state)
-            return there.tolist(), built
+            yield from _check_pins_lasted(session_state)
+            return existing.tolist(), built
         finally:
             failpoints.hit("get.before_release")
             yield Post(c.Release(located=located.number))
@@ -85,61 +87,64 @@ def get_present(
 
 
 class ReadPart(NamedTuple):
-    """Rows of a field in one of its columns; `places` are their positions in the result."""
+    """The rows of a field that are stored in one of its columns; `places` are their positions in the result."""
 
     located: c.FieldLocations
     places: np.ndarray[Any, Any]
 
 
-def parts_of(located: Sequence[c.FieldLocations], there: np.ndarray[Any, Any]) -> dict[str, list[ReadPart]]:
-    """Return the locations of those samples by field, for the fields that all of them have."""
+def parts_of(located: Sequence[c.FieldLocations], existing: np.ndarray[Any, Any]) -> dict[str, list[ReadPart]]:
+    """Return the locations of the samples at positions `existing` by field, for the fields that all of them have.
+
+    located: locations by column; a field has one column with its name, and may have a hidden one for other values."""
     columns = {found.name: found for found in located}
     parts: dict[str, list[ReadPart]] = {}
     for name in dict.fromkeys(map(field_of, columns)):
-        mine = []
+        field_parts = []
         for column in (name, variants_of(name)):
             found = columns.get(column)
             if found is None:
                 continue
-            places = np.flatnonzero(found.lengths[there] >= 0)
+            places = np.flatnonzero(found.lengths[existing] >= 0)  # length -1: the sample has no value in this column
             if len(places) == len(found.lengths):
-                mine.append(ReadPart(found, places))
+                field_parts.append(ReadPart(found, places))
             elif len(places):
-                mine.append(ReadPart(chosen(found, there[places]), places))
-        if mine and sum(len(part.places) for part in mine) == len(there):
-            parts[name] = mine
+                field_parts.append(ReadPart(select_values(found, existing[places]), places))
+        if field_parts and sum(len(part.places) for part in field_parts) == len(existing):
+            parts[name] = field_parts
     return parts
 
 
-def _joined(
+def _copy_parts(
     session_state: SessionState,
     parts: Mapping[str, Sequence[ReadPart]],
     units: set[int],
     partition: str,
     ids: Sequence[str],
 ) -> TensorDict:
-    """Copy the fields into a TensorDict."""
+    """Copy the fields into a TensorDict. parts: result of `parts_of`. ids: the samples, for checksum errors."""
     located = [part.located for each in parts.values() for part in each]
     sources = session_state.connections.gather(located, units)
     for part in (part for each in parts.values() for part in each):
-        mine = [ids[place] for place in part.places.tolist()] if len(part.places) < len(ids) else ids
+        part_ids = [ids[place] for place in part.places.tolist()] if len(part.places) < len(ids) else ids
         name = part.located.name
-        sources |= checked({name: sources[name]}, [part.located], partition, mine)
+        sources |= checked({name: sources[name]}, [part.located], partition, part_ids)
+    # A field without rows in its hidden column is read whole; the columns of the others are decoded and interleaved.
     plain = {name: sources[name] for name in parts if [part.located.name for part in parts[name]] == [name]}
-    several = {name: source for name, source in sources.items() if name not in plain}
+    mixed = {name: source for name, source in sources.items() if name not in plain}
     empty, copier, pickles = session_state.empty, session_state.copier.copy, session_state.config.pickles
     data = assemble(plain, empty=empty, copier=copier, pickles=pickles)
-    columns = decode_columns(several, empty=empty, copier=copier, pickles=pickles)
+    columns = decode_columns(mixed, empty=empty, copier=copier, pickles=pickles)
     fields = {
         name: data.get(name) if name in plain else _stacked(each, columns, len(ids)) for name, each in parts.items()
     }
-    made: TensorDict = TensorDict._new_unsafe(fields, batch_size=torch.Size([len(ids)]))
-    return made
+    copied: TensorDict = TensorDict._new_unsafe(fields, batch_size=torch.Size([len(ids)]))
+    return copied
 
 
 def _stacked(parts: Sequence[ReadPart], columns: Mapping[str, Column], count: int) -> NonTensorStack:
-    """Stack the rows of a field that is spread over several columns. Each row of a hidden column is wrapped in a
-    1-tuple."""
+    """Stack the `count` rows of a field that is spread over several columns. Values in a hidden column are stored as
+    1-tuples and are unwrapped."""
     rows: list[Any] = [None] * count
     for part in parts:
         name = part.located.name
@@ -163,6 +168,7 @@ def get_batch(
     """Gather the fields of the samples directly into padded tensors."""
 
     def build(sources: Mapping[str, RowSource]) -> BatchedDataDict[Any]:
+        """Copy the rows into a batch that knows which of its columns do not have one element per token."""
         jagged = {name: each.lengths for name, each in sources.items() if each.spec.kind is FieldKind.JAGGED}
         others = not_per_token(jagged, meta.sequence_lengths)
         columns = decode_batch(
@@ -184,18 +190,19 @@ def get_batch(
 
 
 def chosen_fields(meta: KVBatchMeta, select_fields: Sequence[str] | None) -> Sequence[str]:
-    """Return `select_fields`, or else the fields of the meta. Raise ValueError if both are empty,
+    """Return `select_fields`, or the fields of the meta if it is None. Raise ValueError if there are none,
     `UnsupportedValueError` if `meta` is not a KVBatchMeta."""
     if not isinstance(meta, KVBatchMeta):
         raise UnsupportedValueError(field="meta", row=None, got=type(meta).__name__, hint="Pass a KVBatchMeta.")
-    chosen = meta.fields if select_fields is None else select_fields
-    if not chosen:
+    fields = meta.fields if select_fields is None else select_fields
+    if not fields:
         raise InvalidRequestError("no fields to read: select_fields and meta.fields are both empty; pass select_fields")
-    return chosen
+    return fields
 
 
 def locate(session_state: SessionState, meta: KVBatchMeta, select_fields: Sequence[str]) -> Operation[KVBatchMeta]:
-    """Return the meta with the current locations of its samples' fields."""
+    """Return the meta with the current locations of its samples' fields. They are not pinned: `_read` may copy from
+    them, but has the service confirm them before it uses the copy."""
     ids = ids_of(meta)
     located = yield from _locate(
         session_state, meta, ids, meta.partition_id, select_fields, serials=True, unpinned=True
@@ -227,7 +234,8 @@ def _locate(
     meanwhile: Callable[[], Any] | None = None,
     **more: bool,
 ) -> Operation[Any]:
-    """Look up and pin the fields of the samples."""
+    """Look up the fields of the samples, and pin them unless `more` has `unpinned`. Outcome: `Sent` with `Located`.
+    meanwhile: see `Send`. more: options of `Locate`."""
     if isinstance(select_fields, str) or not select_fields:
         raise InvalidRequestError(f"select_fields={select_fields!r}: expected a list of at least one field name")
     locate = c.Locate(partition=partition, samples=samples_of(names, ids), fields=tuple(select_fields), **more)
@@ -242,10 +250,9 @@ def _cached_locations(
     excluded, because their decoder cannot handle bytes that change."""
     if not isinstance(names, KVBatchMeta) or isinstance(select_fields, str) or not names.size:
         return None
-    known = names.places
-    if not select_fields or not all(name in known for name in select_fields):
+    if not select_fields or not all(name in names.places for name in select_fields):
         return None
-    places = {name: known[name] for name in select_fields}
+    places = {name: names.places[name] for name in select_fields}
     if any(
         cells.spec.kind is FieldKind.OBJECT or not session_state.connections.connected(cells.epochs)
         for cells in places.values()
@@ -268,11 +275,12 @@ def _cached_locations(
 def _unchanged(remembered: Sequence[c.FieldLocations], found: Sequence[c.FieldLocations]) -> bool:
     """Return whether the remembered locations are still valid, and therefore were valid all the time, with
     checksums if required."""
-    return all(map(_same, remembered, found))
+    return all(map(_is_same_location, remembered, found))
 
 
-def _same(before: c.FieldLocations, now: c.FieldLocations) -> bool:
-    """Return whether two lookups of a field found the same values at the same places."""
+def _is_same_location(before: c.FieldLocations, now: c.FieldLocations) -> bool:
+    """Return whether two lookups of a field found the same values at the same places. A lookup without serials is
+    never the same: only serials show that no value was replaced in between."""
     pairs: list[tuple[np.ndarray[Any, Any] | None, np.ndarray[Any, Any] | None]] = [
         (before.serials, now.serials),
         (before.offsets, now.offsets),
@@ -281,8 +289,8 @@ def _same(before: c.FieldLocations, now: c.FieldLocations) -> bool:
     ]
     if now.checksums is not None:
         pairs.append((before.checksums, now.checksums))
-    alike = all(one is not None and other is not None and np.array_equal(one, other) for one, other in pairs)
-    return alike and before.spec == now.spec
+    equal = all(one is not None and other is not None and np.array_equal(one, other) for one, other in pairs)
+    return equal and before.spec == now.spec
 
 
 def _read(
@@ -292,9 +300,10 @@ def _read(
     select_fields: Sequence[str],
     build: Callable[[Mapping[str, RowSource]], Any],
 ) -> Operation[Any]:
-    """Locate and pin, copy, release. If the meta has locations, copy from there while the lookup is pending. This
-    copy is used only if the lookup returns the same locations: then each cell was present from before the copy
-    until it was pinned. Otherwise the copy is discarded and the located rows are copied."""
+    """Locate and pin, copy, release; return what `build` makes of the located rows. If the meta has locations, copy
+    from there while the lookup is pending. This copy is used only if the lookup returns the same locations: then each
+    cell was present from before the copy until it was pinned. Otherwise the copy is discarded and the located rows
+    are copied."""
     ids = ids_of(names)
 
     def work(fields: tuple[c.FieldLocations, ...], units: set[int]) -> Any:
@@ -302,21 +311,22 @@ def _read(
         return build(checked(session_state.connections.gather(fields, units), fields, partition, ids))
 
     def attempt(failed: StorageUnitError | None) -> Operation[Any]:
+        """Read once. failed: the error of the attempt before, see `_retry_relocated`."""
         remembered = _cached_locations(session_state, names, select_fields) if failed is None else None
         if remembered is None:
             located = yield from _locate(session_state, names, ids, partition, select_fields)
         else:
-            guess = partial(_guess, session_state, work, remembered)
-            located = yield from _locate(session_state, names, ids, partition, select_fields, guess, serials=True)
+            early_copy = partial(_try_work, session_state, work, remembered)
+            located = yield from _locate(session_state, names, ids, partition, select_fields, early_copy, serials=True)
         try:
             fields: tuple[c.FieldLocations, ...] = located.result.fields
             if remembered is not None and located.meanwhile is not None and _unchanged(remembered, fields):
                 built = located.meanwhile
             else:
-                units = _without(units_of(fields), failed)
+                units = _refuse_failed(units_of(fields), failed)
                 yield from ensure_known(session_state, units)
                 built = yield Work(partial(work, fields, units))
-            yield from _pinned_until_now(session_state)
+            yield from _check_pins_lasted(session_state)
             return built
         finally:
             failpoints.hit("get.before_release")
@@ -326,34 +336,34 @@ def _read(
 
 
 def _retry_relocated(attempt: Callable[[StorageUnitError | None], Operation[Any]]) -> Operation[Any]:
-    """Run the attempt. If a unit fails, run it again with the error: the rows may have moved to other units, for
-    example because the failed unit was drained."""
+    """Run `attempt(None)`. If a unit fails, run the attempt once more with the error: the rows may have moved to other
+    units, for example because the failed unit was drained."""
     try:
         return (yield from attempt(None))
     except StorageUnitError as error:
-        failed = error
+        failed = error  # Python deletes `error` at the end of this block
         log.debug("Read failed; locating the rows again: %s", failed, exc_info=True)
         _drop_frames(failed)
     return (yield from attempt(failed))
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Drop the traceback frames of the error and the pins that they hold. The error and its frames refer to each
-    other, so they would otherwise live until the next garbage collection."""
+    """Drop the traceback frames of the error and of its causes, and the pins that they hold. The error and its frames
+    refer to each other, so they would otherwise live until the next garbage collection."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
-def _without(units: set[int], failed: StorageUnitError | None) -> set[int]:
-    """Return the units; raise `failed` again if its unit is among them."""
+def _refuse_failed(units: set[int], failed: StorageUnitError | None) -> set[int]:
+    """Return the units; raise the error `failed` again if its unit is among them."""
     if failed is not None and failed.facts["unit"] in units:
         raise failed
     return units
 
 
-def _guess(session_state: SessionState, work: Callable[..., Any], remembered: tuple[c.FieldLocations, ...]) -> Any:
-    """Read the rows at the remembered locations. Return None if they cannot be read."""
+def _try_work(session_state: SessionState, work: Callable[..., Any], remembered: tuple[c.FieldLocations, ...]) -> Any:
+    """Run `work`, which reads the rows, with the remembered locations. Return None if they cannot be read."""
     try:
         return work(remembered, units_of(remembered)) if session_state.connections.backed(remembered) else None
     except Exception as error:
@@ -368,14 +378,17 @@ def _read_views(
     ids = ids_of(names)
 
     def attempt(failed: StorageUnitError | None) -> Operation[Any]:
+        """Read once. failed: the error of the attempt before, see `_retry_relocated`."""
         located = yield from _locate(session_state, names, ids, partition, select_fields)
+        # A list, so that `pins.clear()` drops the last reference of this frame and of `work`: only views keep the pin.
         pins = [session_state.pin(located.number)]
         try:
             fields: tuple[c.FieldLocations, ...] = located.result.fields
-            units = _without(units_of(fields), failed)
+            units = _refuse_failed(units_of(fields), failed)
             yield from ensure_known(session_state, units)
 
             def work() -> TensorDict:
+                """Return views of mapped arenas; `pins[0]` lives as long as any of them."""
                 failpoints.hit("get.mid_copy")
                 sources = checked(
                     session_state.connections.gather(fields, units, guard=pins[0]), fields, partition, ids
@@ -389,10 +402,11 @@ def _read_views(
                 )
 
             views: TensorDict = yield Work(work)
-            yield from _pinned_until_now(session_state)
+            yield from _check_pins_lasted(session_state)
             return views
         finally:
             pins.clear()
+            # If there is no view, the pin has ended: its release is among the commands to send.
             for command in session_state.leftovers():
                 yield Post(command)
 
@@ -400,7 +414,7 @@ def _read_views(
     return views
 
 
-def _pinned_until_now(session_state: SessionState) -> Operation[None]:
+def _check_pins_lasted(session_state: SessionState) -> Operation[None]:
     """Raise `SessionExpiredError` unless all pins on the copied bytes lasted until now; the copy must then be
     discarded.
 

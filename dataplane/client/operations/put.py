@@ -20,7 +20,7 @@ from dataplane.client.operations.sample_names import Names, ids_of, naming, samp
 from dataplane.client.operations.steps import Operation, Post, Send, Work
 from dataplane.client.preallocated import PreallocatedPart, bytes_of
 from dataplane.client.session_state import Schema, SessionState
-from dataplane.client.unit_connections import chosen, units_of
+from dataplane.client.unit_connections import select_values, units_of
 from dataplane.core import failpoints
 from dataplane.core.schema import EVICTED_SAMPLES
 from dataplane.core.types import FieldKind, Scalar
@@ -78,12 +78,12 @@ def put_rows(
     *,
     listed: bool = False,
 ) -> Operation[Stored]:
-    """Execute `put` for callers that need no meta. ids: the result of `ids_of(names)`. declare: makes the step that
-    declares the fields again if the schema has lost them. listed: as in `Commit`."""
+    """Execute `put` for callers that need no meta. ids: the result of `ids_of(names)`. declare: returns the step that
+    declares the fields again; it is sent if the schema has lost them. listed: as in `Commit`."""
     commit = c.Commit(partition=partition, samples=samples_of(names, ids), mode=_mode(mode), tags=tags, listed=listed)
     if fields is not None:
         require_fields(fields)
-    if fields is None or not len(fields.keys()):
+    if fields is None or not len(fields.keys()):  # a put of tags, or only of the samples
         return (), (yield from naming(ids, commit)).result
     if mode == APPEND:
         return (yield from _append(session_state, commit, ids, fields))
@@ -95,7 +95,7 @@ def put_rows(
         except (SchemaError, StaleSchemaError) as error:
             if declare is not None and isinstance(error, StaleSchemaError):
                 yield declare()
-            if turn + 1 == PUT_TRIES or not (yield from _outdated(session_state, partition, schema, error)):
+            if turn + 1 == PUT_TRIES or not (yield from _refresh_schema(session_state, partition, schema, error)):
                 raise
     raise AssertionError("the last turn returns or raises")
 
@@ -112,16 +112,16 @@ def _append(
         locate = c.Locate(partition=partition, samples=samples, fields=jagged, missing_ok=True)
         located = yield from naming(ids, locate)
         try:
-            whole = yield from _joined(session_state, encoded, located.result, partition, ids)
-            mode = c.Mode.UPDATE if bool((located.result.rows >= 0).all()) else c.Mode.UPSERT
-            found = tuple(replace(each, checksums=None) for each in located.result.fields)
-            upon = replace(commit, mode=mode, located=located.number, expected=found)
-            return whole, (yield from store(session_state, upon, ids, whole))
-        except RowsChangedError:
+            extended = yield from _extend_stored(session_state, encoded, located.result, partition, ids)
+            mode = c.Mode.UPDATE if bool((located.result.rows >= 0).all()) else c.Mode.UPSERT  # row -1: not there yet
+            read_from = tuple(replace(each, checksums=None) for each in located.result.fields)
+            conditional = replace(commit, mode=mode, located=located.number, expected=read_from)
+            return extended, (yield from store(session_state, conditional, ids, extended))
+        except RowsChangedError:  # another client wrote the rows: read them again
             if turn + 1 == PUT_TRIES:
                 raise
         except (SchemaError, StaleSchemaError) as error:
-            if turn + 1 == PUT_TRIES or not (yield from _outdated(session_state, partition, schema, error)):
+            if turn + 1 == PUT_TRIES or not (yield from _refresh_schema(session_state, partition, schema, error)):
                 raise
             encoded, schema = yield from _encode(session_state, partition, fields, len(ids), None)
         finally:
@@ -129,26 +129,29 @@ def _append(
     raise AssertionError("the last turn returns or raises")
 
 
-def _joined(
+def _extend_stored(
     session_state: SessionState,
     encoded: Sequence[EncodedColumn],
     located: c.Located,
     partition: str,
     ids: Sequence[str],
 ) -> Operation[list[EncodedColumn]]:
-    """Return the columns to put: the new values of jagged columns follow the stored values of their rows."""
+    """Read the stored values and return the columns to put, in which the new values of jagged columns follow the
+    stored values of their rows. Other columns are returned unchanged."""
+    # Field name -> positions of the samples that have a stored value (length -1: none).
     places = {found.name: np.flatnonzero(found.lengths >= 0) for found in located.fields}
-    stored = [chosen(found, places[found.name]) for found in located.fields if len(places[found.name])]
+    stored = [select_values(found, places[found.name]) for found in located.fields if len(places[found.name])]
     if not stored:
         return list(encoded)
     units, lengths = units_of(stored), {found.name: found.lengths for found in stored}
     yield from ensure_known(session_state, units)
 
     def work() -> list[EncodedColumn]:
+        """Read the stored values, with a check of their checksums, and join them with the new ones."""
         sources = session_state.connections.gather(stored, units)
         for found in stored:
-            mine = [ids[place] for place in places[found.name].tolist()]
-            sources |= checked({found.name: sources[found.name]}, [found], partition, mine)
+            stored_ids = [ids[place] for place in places[found.name].tolist()]
+            sources |= checked({found.name: sources[found.name]}, [found], partition, stored_ids)
         return [
             appended(column, sources[column.name], lengths[column.name], places[column.name])
             if column.name in sources
@@ -160,7 +163,8 @@ def _joined(
 
 
 def _mode(mode: str) -> c.Mode:
-    """Return the mode of a commit. An append without fields also creates missing samples."""
+    """Return the mode of a commit for the mode of a put. An append becomes an upsert: without fields, it also creates
+    missing samples; with fields, `_append` sets the mode."""
     try:
         return c.Mode.UPSERT if mode == APPEND else c.Mode(mode)
     except ValueError:
@@ -180,6 +184,7 @@ def _encode(
     again once. warn: log undeclared field names."""
 
     def encode(specs: Schema) -> tuple[list[EncodedColumn], Schema]:
+        """Return the encoded columns and `specs`. Raise `SchemaError` if values do not match."""
         columns = encode_fields(
             fields,
             rows=rows,
@@ -195,17 +200,18 @@ def _encode(
         return encode(known)
     except SchemaError:
         fresh = yield from describe(session_state, partition)
-        if fresh == known:
+        if fresh == known:  # the cached schema was up to date: the values are wrong
             raise
     return encode(fresh)
 
 
-def _outdated(
-    session_state: SessionState, partition: str, schema: Schema, refused: SchemaError | StaleSchemaError
+def _refresh_schema(
+    session_state: SessionState, partition: str, schema: Schema, rejection: SchemaError | StaleSchemaError
 ) -> Operation[bool]:
-    """Fetch the schema again after a put was rejected; return whether to encode the put again."""
+    """Fetch and cache the schema again after the service rejected a put that was encoded for `schema`. Return whether
+    to encode the put again."""
     fresh = yield from describe(session_state, partition)
-    return isinstance(refused, StaleSchemaError) or fresh != schema
+    return isinstance(rejection, StaleSchemaError) or fresh != schema
 
 
 def store(
@@ -215,6 +221,7 @@ def store(
     preallocated space of the client, if there is any, instead of its own reservation. ids: the caller's ids of the
     samples."""
     committed: c.Committed
+    # Holds the part of preallocated space, if any. A list, so that an interrupt during `take` cannot lose the part.
     taken: list[PreallocatedPart] = []
     try:
         yield from _take_preallocated(session_state, bytes_of(encoded), taken)
@@ -226,6 +233,7 @@ def store(
     except (ServiceRestartedError, StorageUnitError) as error:
         log.info("Preallocated space was lost (%s); allocating new space", error)
     except CapacityTimeoutError:
+        # A commit into preallocated space cannot wait for space; the `Allocate` below can.
         log.debug("Partition %r is full; applying its when_full policy", commit.partition)
     finally:
         for part in taken:
@@ -267,7 +275,8 @@ def _write(
     unfinished: set[int],
     checksums: bool,
 ) -> Sequence[EncodedColumn]:
-    """Copy the columns to their places. Return the copied columns, with checksums if these are required."""
+    """Copy the columns to their places, in a `Work` step. Return the copied columns; with `checksums`, they have
+    these. reservation, unfinished: see `UnitConnections.write`."""
     columns = [column.with_checksums() for column in encoded] if checksums else encoded
     session_state.connections.write(placements, columns, reservation, unfinished)
     return columns
@@ -276,7 +285,8 @@ def _write(
 def _with_columns(
     commit: c.Commit, encoded: Sequence[EncodedColumn], reservation: int, offset: int | None = None
 ) -> c.Commit:
-    """Return the commit with the columns and the place of their values."""
+    """Return the commit with the columns and the place of their values: the space of a reservation, or (with
+    `offset`) the part of preallocated space that begins there."""
     columns = tuple(
         c.CommitColumn(
             name=column.name,
@@ -296,18 +306,19 @@ def _take_preallocated(session_state: SessionState, nbytes: int, taken: list[Pre
     stays empty if no space is available."""
     if session_state.preallocated.take(nbytes, taken):
         return
-    wish = session_state.preallocated.wish(nbytes, session_state.connections.local_unit())
-    if wish is None:
+    buffer = session_state.preallocated
+    request = buffer.next_request(nbytes, session_state.connections.local_unit())
+    if request is None:
         return
     try:
-        granted = yield Send(wish)
-        session_state.preallocated.add(granted.number, wish, granted.result.offset, checksums=granted.result.checksums)
+        granted = yield Send(request)
+        buffer.add(granted.number, request, granted.result.offset, checksums=granted.result.checksums)
     except (CapacityTimeoutError, InvalidRequestError):
-        session_state.preallocated.refused()
+        buffer.record_rejection()
         return
     finally:
-        session_state.preallocated.answered()
-    session_state.preallocated.take(nbytes, taken)
+        buffer.end_request()
+    buffer.take(nbytes, taken)
 
 
 def _store_preallocated(
@@ -321,6 +332,7 @@ def _store_preallocated(
     space = part.space
     write = partial(_write, session_state, part.placements(encoded), encoded, space.number, set(), space.checksums)
 
+    # A small copy into a mapped arena does not block: the async client makes it on its event loop (see `Work`).
     def brief() -> bool:
         return session_state.connections.mapped([space.unit]) and all(column.values.on_host for column in encoded)
 
@@ -331,7 +343,8 @@ def _store_preallocated(
 
 def give_back(session_state: SessionState, reservation: int, unfinished: set[int]) -> Operation[None]:
     """Free the space of a failed put, unless one of the `unfinished` units may still write to it. Such space stays
-    reserved until these units have another epoch or the session ends: then the service has the unit fence it first."""
+    reserved until these units have confirmed the stop or have another epoch, or until the session ends (see
+    `UnitConnections.take_settled`)."""
     try:
         if unfinished:
             yield Work(lambda: session_state.connections.stop(reservation, unfinished))
@@ -348,6 +361,7 @@ def _put_meta(
     committed: c.Committed,
 ) -> KVBatchMeta:
     """Return the meta of a put, with sequence lengths if all jagged columns agree on them."""
+    # The row lengths of each jagged column. index: number of each row's value, where rows share values.
     lengths = [
         column.lengths if column.index is None else column.lengths[column.index]
         for column in encoded

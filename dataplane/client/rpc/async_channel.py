@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from dataplane.client.rpc.channel import CLOSE_S, arrived, send
+from dataplane.client.rpc.channel import CLOSE_S, arrived_replies, send
 from dataplane.client.rpc.handshake import OpenedSession, Socket, dealer_socket, open_session
 from dataplane.client.rpc.heartbeat import HeartbeatThread
 from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCall
@@ -34,6 +34,7 @@ class _Waiting:
     answered: asyncio.Future[zmq_frames.Reply]
 
     def fail(self, error: BaseException) -> None:
+        """Raise this error in the caller, unless the reply has arrived."""
         if not self.answered.done():
             self.answered.set_exception(error)
 
@@ -61,7 +62,7 @@ class AsyncChannel(OpenChannel):
         self._none_pending.set()
         self._closing = False
         self._heartbeat = HeartbeatThread(
-            self._calls, config, context, dealer, maintain=self._schedule_maintain, moved=self._ask_to_look_again
+            self._calls, config, context, dealer, maintain=self._schedule_maintain, moved=self._schedule_reconnect
         )
 
     @classmethod
@@ -74,6 +75,7 @@ class AsyncChannel(OpenChannel):
             try:
                 session, dealer = await asyncio.shield(opening)
             except BaseException:
+                # After a cancellation, the thread still opens the session.
                 opening.add_done_callback(lambda done: _discard(done, context))
                 raise
             try:
@@ -115,7 +117,7 @@ class AsyncChannel(OpenChannel):
                 return answered.result()
             self._calls.check()
             if time.monotonic() >= outgoing.wake_at:
-                self._send(self._calls.again(outgoing))
+                self._send(self._calls.prepare_resend(outgoing))
 
     def _send_once(self, outgoing: OutgoingCall) -> None:
         try:
@@ -145,7 +147,7 @@ class AsyncChannel(OpenChannel):
         if self._dealer is None:
             return
         try:
-            for reply in arrived(self._dealer):
+            for reply in arrived_replies(self._dealer):
                 self._dispatch(reply)
         except DataPlaneError as error:
             # The call of this response is unknown, so all pending calls fail; more responses may follow.
@@ -154,17 +156,19 @@ class AsyncChannel(OpenChannel):
             self._loop.call_soon(self._receive)
 
     def _dispatch(self, reply: zmq_frames.Reply) -> None:
+        """Pass a reply to its pending call; if there is none, only record it."""
         if reply.number == 0:
             # The controller could not parse a message: each pending call may have sent it.
             for waiting in self._waiting.values():
-                self._offer(waiting, reply)
+                self._complete(waiting, reply)
         elif reply.number in self._waiting:
-            self._offer(self._waiting[reply.number], reply)
+            self._complete(self._waiting[reply.number], reply)
         else:
-            self._calls.heard(reply)
+            self._calls.process_reply(reply)
 
-    def _offer(self, waiting: _Waiting, reply: zmq_frames.Reply) -> None:
-        if not waiting.answered.done() and self._calls.answers(waiting.outgoing, reply):
+    def _complete(self, waiting: _Waiting, reply: zmq_frames.Reply) -> None:
+        """Set the reply of a pending call, unless the call continues to wait (see `Calls.ends_call`)."""
+        if not waiting.answered.done() and self._calls.ends_call(waiting.outgoing, reply):
             waiting.answered.set_result(reply)
 
     def _schedule_maintain(self) -> None:
@@ -173,32 +177,34 @@ class AsyncChannel(OpenChannel):
             self._loop.call_soon_threadsafe(self._maintain)
 
     def _maintain(self) -> None:
+        """Resend unanswered posted calls, and post the commands of `leftovers`."""
         if not self._closing and not self._calls.over:
             for outgoing in self._calls.due():
                 self._send_once(outgoing)
-            for command in [] if self._calls.pointless else self.leftovers():
+            for command in [] if self._calls.unreachable else self.leftovers():
                 self.post(command)
 
-    def _ask_to_look_again(self) -> None:
-        """Schedule `_look_again` in the loop. The heartbeat thread calls this after the session moved, ended or was
+    def _schedule_reconnect(self) -> None:
+        """Schedule `_reconnect` in the loop. The heartbeat thread calls this after the session moved, ended or was
         given up."""
         session = self._calls.session
-        if not self._calls.pointless:
-            self.learned(session.units)
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._look_again)
+        if not self._calls.unreachable:
+            self.on_units(session.units)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._reconnect)
 
-    def _look_again(self) -> None:
-        """Reconnect the socket and resend pending and posted calls."""
+    def _reconnect(self) -> None:
+        """Resend pending and posted calls over a new socket to the session's endpoint. Calls that are impossible now
+        fail."""
         if self._closing:
             return
-        self._close_socket()
+        self._close_socket()  # `_send` opens another one
         for waiting in list(self._waiting.values()):
             try:
-                self._send(self._calls.again(waiting.outgoing))
+                self._send(self._calls.prepare_resend(waiting.outgoing))
             except DataPlaneError as error:
                 waiting.fail(error)
-        for outgoing in [] if self._calls.pointless else self._calls.due(all_of_them=True):
+        for outgoing in [] if self._calls.unreachable else self._calls.due(all_of_them=True):
             self._send_once(outgoing)
 
     # --- closing
@@ -232,14 +238,14 @@ class AsyncChannel(OpenChannel):
         if self._closing or self._pid != os.getpid():
             return
         self._closing = True
-        silent = self._calls.pointless
+        unreachable = self._calls.unreachable  # read before `end`, after which it is always True
         self._calls.end(ClientClosedError())
         for waiting in self._waiting.values():
             waiting.fail(ClientClosedError())
         await self._none_pending.wait()
         try:
-            if not silent:
-                await self._say_bye()
+            if not unreachable:
+                await self._send_bye()
         finally:
             self._close_socket()
             await self._loop.run_in_executor(None, self._end)
@@ -248,7 +254,8 @@ class AsyncChannel(OpenChannel):
         if self._heartbeat.close(CLOSE_S):
             self._context.term()
 
-    async def _say_bye(self) -> None:
+    async def _send_bye(self) -> None:
+        """Report the end of the session to the service. Wait up to `CLOSE_S` for its confirmation; log a failure."""
         bye = self._calls.begin(c.Bye(), CLOSE_S)
         answered: asyncio.Future[zmq_frames.Reply] = self._loop.create_future()
         self._waiting[bye.number] = _Waiting(bye, answered)
@@ -263,7 +270,7 @@ class AsyncChannel(OpenChannel):
 
 
 def _discard(opening: asyncio.Future[tuple[OpenedSession, Socket]], context: zmq.Context[Socket]) -> None:
-    """Drop a session that was being opened; the service detects the closed socket."""
+    """Drop a session whose opening has ended after its caller was cancelled. The service detects the closed socket."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result()[1].close()
     context.destroy(linger=0)

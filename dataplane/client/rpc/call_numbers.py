@@ -28,18 +28,18 @@ from dataplane.ledger.commands import (
 
 @dataclass(slots=True)
 class _Open:
-    """An unanswered number. `settles`: the abandoned number that the response to this call settles. `named`: count
-    of settled numbers of the session, up to the last one that this call listed in `confirmed`."""
+    """A call whose number is not settled. `settles`: the abandoned number that the response to this call settles, too.
+    `listed`: count of settled numbers of the session, up to the last one that this call listed in `confirmed`."""
 
     command: Command
     posted: bool
     sent_at: float
-    named: int
+    listed: int
     settles: int | None = None
     abandoned: bool = False
 
 
-MOST_NAMED = 1024
+MOST_RANGES = 1024
 """Maximum number of ranges of settled numbers in one call; later calls list the rest."""
 
 
@@ -57,9 +57,10 @@ class CallNumbers:
         self._next = 1
         self._open: dict[int, _Open] = {}
         self._settled: deque[list[int]] = deque()
-        """Ranges (first and last) in the order of their settlement, after the first `_known` of `_count`."""
-        self._count = 0
-        self._known = 0
+        """Ranges [first, last] of settled numbers in the order of their settlement, without the first
+        `_forgotten_count` of all `_settled_count` settled numbers."""
+        self._settled_count = 0
+        self._forgotten_count = 0
 
     @property
     def watermark(self) -> int:
@@ -73,7 +74,8 @@ class CallNumbers:
         if not self._settled:
             return ()
         watermark = self.watermark
-        return tuple(chain.from_iterable([run for run in islice(self._settled, MOST_NAMED) if run[1] > watermark]))
+        ranges = islice(self._settled, MOST_RANGES)
+        return tuple(chain.from_iterable([each for each in ranges if each[1] > watermark]))
 
     @property
     def unanswered(self) -> int:
@@ -85,7 +87,7 @@ class CallNumbers:
         returns it for resending."""
         number = self._next
         self._next += 1
-        self._open[number] = _Open(command, posted, now, self._named())
+        self._open[number] = _Open(command, posted, now, self._count_listed())
         return self._call(number)
 
     def repeat(self, number: int, *, now: float) -> Call:
@@ -97,14 +99,15 @@ class CallNumbers:
         """Return whether the number was issued and is not settled yet."""
         return number in self._open
 
-    def answered(self, number: int, *, heard: bool = True) -> None:
-        """Record a response (duplicate and late responses included). An abandoned number stays open until its undo
-        is answered. `heard`: the response proves that the service processed the numbers that the call confirmed."""
+    def record_answer(self, number: int, *, processed: bool = True) -> None:
+        """Settle a number after its response (duplicate and late responses included). An abandoned number stays open
+        until its undo is answered. `processed`: the response proves that the service processed the numbers that the
+        call confirmed; they are not listed again."""
         entry = self._open.get(number)
         if entry is None or entry.abandoned:
             return
-        if heard:
-            self._forget(entry.named - self._known)
+        if processed:
+            self._forget(entry.listed - self._forgotten_count)
         self._settle(number)
         if entry.settles is not None:
             self._settle(entry.settles)
@@ -132,35 +135,39 @@ class CallNumbers:
         return [number for number, entry in self._open.items() if entry.posted and entry.sent_at < sent_before]
 
     def _settle(self, number: int) -> None:
+        """Move an open number to the settled ones. Idempotent."""
         if self._open.pop(number, None) is None:
             return
         if self._settled and self._settled[-1][1] == number - 1:
             self._settled[-1][1] = number
         else:
             self._settled.append([number, number])
-        self._count += 1
+        self._settled_count += 1
 
-    def _named(self) -> int:
-        """Return the count of settled numbers up to the last one that a call lists now."""
+    def _count_listed(self) -> int:
+        """Return the count of settled numbers up to the last one that a call lists now (see `confirmed`). First forget
+        the oldest ranges that the watermark covers."""
         watermark = self.watermark
         while self._settled and self._settled[0][1] < watermark:
             self._forget(self._settled[0][1] - self._settled[0][0] + 1)
-        if len(self._settled) <= MOST_NAMED:
-            return self._count
-        return self._known + sum([last - first + 1 for first, last in islice(self._settled, MOST_NAMED)])
+        if len(self._settled) <= MOST_RANGES:
+            return self._settled_count
+        return self._forgotten_count + sum([last - first + 1 for first, last in islice(self._settled, MOST_RANGES)])
 
     def _forget(self, count: int) -> None:
-        """Drop the first `count` settled numbers: the service has them, or derives them from the watermark."""
-        self._known += max(0, count)
+        """Drop the oldest `count` numbers of `_settled`: the service has them, or derives them from the watermark. Do
+        nothing if `count` is negative."""
+        self._forgotten_count += max(0, count)
         while count > 0:
-            first, last = run = self._settled[0]
+            first, last = oldest = self._settled[0]
             if last - first >= count:
-                run[0] += count
+                oldest[0] += count  # only a part of this range
                 return
             self._settled.popleft()
             count -= last - first + 1
 
     def _call(self, number: int) -> Call:
+        """Return the open call with the confirmations as of now."""
         return Call(
             session=self.session,
             number=number,
@@ -177,6 +184,7 @@ def undo_of(number: int, command: Command) -> Command | None:
             return Abort(reservation=number)
         case Commit(reservation=int(reservation), offset=None):
             # If the commit was executed, the abort has no effect; if it was lost, its reservation must be released.
+            # With an offset, the space is preallocated, and `PreallocatedBuffer` releases it.
             return Abort(reservation=reservation)
         case Move(reservation=int(reservation)):
             return Abort(reservation=reservation)

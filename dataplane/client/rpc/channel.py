@@ -53,7 +53,7 @@ class ControllerChannel(OpenChannel):
         self._guard = threading.Lock()
         self._closing = False
         self._heartbeat = HeartbeatThread(
-            self._calls, config, context, dealer, maintain=self._maintain, moved=self._look_again
+            self._calls, config, context, dealer, maintain=self._maintain, moved=self._replace_pool
         )
 
     @classmethod
@@ -80,9 +80,9 @@ class ControllerChannel(OpenChannel):
         meanwhile: Callable[[], None] = lambda: None,
         given: list[tuple[int, c.Command]] | None = None,
     ) -> tuple[int, c.Result]:
-        """Send a command, wait for its response and return its number and result. `meanwhile` is called after the
-        command was sent. The number and the command are appended to `given` before that, because an interrupt may
-        occur after the response arrived.
+        """Send a command, wait for its response and return its number and result. `meanwhile` is called once, after
+        the command was sent. The number and the command are appended to `given` before the command is sent, because
+        an interrupt may occur after the response arrived.
 
         Resend the call under its number while no response arrives. Block for the command's own `timeout_s`
         (Allocate, FindCells, Shrink, blocking Claim) plus `timeout_s` (default: config.call_timeout_s), then raise
@@ -107,7 +107,7 @@ class ControllerChannel(OpenChannel):
     def _exchange(self, outgoing: OutgoingCall, meanwhile: Callable[[], None]) -> zmq_frames.Reply:
         """Send the call and return its reply; resend it after silence and after a reconnection."""
         sent = answered = False
-        while True:
+        while True:  # once per socket pool: a reconnection replaces the pool
             with (using := threading.Lock()):
                 pool, dealer = self._take(using)
                 try:
@@ -122,23 +122,25 @@ class ControllerChannel(OpenChannel):
                             return reply
                         self._calls.check()
                         if time.monotonic() >= outgoing.wake_at:
-                            send(dealer, self._calls.again(outgoing))
+                            send(dealer, self._calls.prepare_resend(outgoing))
                 finally:
                     pool.put_back(dealer, using, sound=answered)
-            outgoing.frames = self._calls.again(outgoing)
+            outgoing.frames = self._calls.prepare_resend(outgoing)
 
     def _poll_reply(self, pool: SocketPool, dealer: Socket, outgoing: OutgoingCall) -> zmq_frames.Reply | None:
-        """Return the call's reply, or None if none arrives before the call must be checked."""
+        """Wait for the call's reply and return it. Return None if none arrives before the call must be checked, or
+        when the pool is shut."""
         timeout_ms = max(0, int((outgoing.wake_at - time.monotonic()) * 1000) + 1)
         zmq.zmq_poll([(dealer, zmq.POLLIN), (pool.waker.fd, zmq.POLLIN)], timeout_ms)
-        for reply in arrived(dealer):
-            if reply.number not in (outgoing.number, 0):
-                self._calls.heard(reply)
-            elif self._calls.answers(outgoing, reply):
+        for reply in arrived_replies(dealer):
+            if reply.number not in (outgoing.number, 0):  # 0: the service could not parse the message
+                self._calls.process_reply(reply)  # a late reply to an earlier call on this socket
+            elif self._calls.ends_call(outgoing, reply):
                 return reply
         return None
 
     def _send_once(self, outgoing: OutgoingCall) -> None:
+        """See `OpenChannel`. The reply is read later, by `_maintain` or by the next call on this socket."""
         with (using := threading.Lock()):
             try:
                 pool, dealer = self._take(using)
@@ -153,16 +155,17 @@ class ControllerChannel(OpenChannel):
                 pool.put_back(dealer, using, sound=sent)
 
     def _maintain(self) -> None:
-        """With every heartbeat, process responses to posted calls and resend the unanswered ones."""
-        self._pool.serve_idle(self._take_in)
+        """Process responses to posted calls, resend the unanswered ones, and post the commands of `leftovers`. The
+        heartbeat thread calls this with every heartbeat."""
+        self._pool.serve_idle(self._process_replies)
         self._repeat_posted(self._calls.due())
         with contextlib.suppress(ClientClosedError):
-            for command in [] if self._calls.pointless else self.leftovers():
+            for command in [] if self._calls.unreachable else self.leftovers():
                 self.post(command)
 
-    def _take_in(self, dealer: Socket) -> None:
-        for reply in arrived(dealer):
-            self._calls.heard(reply)
+    def _process_replies(self, dealer: Socket) -> None:
+        for reply in arrived_replies(dealer):
+            self._calls.process_reply(reply)
 
     def _repeat_posted(self, due: list[OutgoingCall]) -> None:
         with contextlib.suppress(ClientClosedError):
@@ -172,27 +175,30 @@ class ControllerChannel(OpenChannel):
     # --- sockets
 
     def _take(self, using: threading.Lock) -> tuple[SocketPool, Socket]:
-        """Return a socket of the current pool, and the pool to return it to."""
+        """Return the current pool and a socket of it, which the caller puts back into this pool. using: lock that the
+        caller holds in the meantime (see `SocketPool.take`)."""
         while True:
             pool = self._pool
             dealer = pool.take(using)
             if dealer is not None:
                 return pool, dealer
+            # The pool is shut: either the channel is closing, or `_replace_pool` has set another one.
             if self._closing:
                 raise ClientClosedError()
 
-    def _look_again(self) -> None:
+    def _replace_pool(self) -> None:
         """Replace the socket pool after the session moved, ended or was given up; pending calls switch to the new
-        pool."""
+        pool. Resend all posted calls. The heartbeat thread calls this."""
         session = self._calls.session
         with self._guard:
             if self._closing:
                 return
-            left, self._pool = self._pool, SocketPool(self._context, session.endpoint, session.keys)
-            left.close()
-            self._replaced_pools = [pool for pool in [*self._replaced_pools, left] if pool.wait(0.0)]
-        if not self._calls.pointless:
-            self.learned(session.units)
+            replaced, self._pool = self._pool, SocketPool(self._context, session.endpoint, session.keys)
+            replaced.close()
+            # Keep the pools that still have sockets in use: `close` waits for these.
+            self._replaced_pools = [pool for pool in [*self._replaced_pools, replaced] if pool.wait(0.0)]
+        if not self._calls.unreachable:
+            self.on_units(session.units)
             self._repeat_posted(self._calls.due(all_of_them=True))
 
     # --- closing
@@ -214,20 +220,21 @@ class ControllerChannel(OpenChannel):
             if self._closing:
                 return
             self._closing = True
-        silent = self._calls.pointless
+        unreachable = self._calls.unreachable  # read before `end`, after which it is always True
         self._calls.end(ClientClosedError())
         self._pool.close()
         end = time.monotonic() + CLOSE_S
         in_flight = sum(pool.wait(max(0.0, end - time.monotonic())) for pool in [self._pool, *self._replaced_pools])
-        if not silent:
-            self._say_bye()
-        ended = self._heartbeat.close(CLOSE_S)
+        if not unreachable:
+            self._send_bye()
+        thread_ended = self._heartbeat.close(CLOSE_S)
         if in_flight:
             log.error("Channel closed with %d pending calls that did not end within %.1f s", in_flight, CLOSE_S)
-        elif ended:
+        elif thread_ended:  # destroying the context while another thread uses its sockets would be unsafe
             self._context.destroy()  # closes sockets that an interrupt left open, too
 
-    def _say_bye(self) -> None:
+    def _send_bye(self) -> None:
+        """Report the end of the session to the service. Wait up to `CLOSE_S` for its confirmation; log a failure."""
         try:
             with enough_for(self.endpoint):
                 dealer = dealer_socket(self._context, self.endpoint, self._calls.session.keys)
@@ -240,7 +247,7 @@ class ControllerChannel(OpenChannel):
             while (left_s := bye.deadline - time.monotonic()) > 0:
                 if not dealer.poll(int(left_s * 1000) + 1):
                     break
-                if any(reply.number == bye.number for reply in arrived(dealer)):
+                if any(reply.number == bye.number for reply in arrived_replies(dealer)):
                     return
         finally:
             dealer.close()
@@ -255,8 +262,8 @@ def send(dealer: Socket, frames: list[bytes]) -> None:
         log.debug("Send queue to the controller is full")
 
 
-def arrived(dealer: Socket) -> Iterator[zmq_frames.Reply]:
-    """Yield the replies that have arrived."""
+def arrived_replies(dealer: Socket) -> Iterator[zmq_frames.Reply]:
+    """Yield the replies that have arrived on the socket. Do not block. Raise a `DataPlaneError` for a malformed one."""
     while True:
         try:
             frames = zmq_io.receive(dealer, zmq_io.NOBLOCK)

@@ -50,7 +50,8 @@ log = logging.getLogger(__name__)
 IPC_WAIT_S = 1.0
 """An ipc endpoint that does not respond in this time is unreachable (another network namespace)."""
 REPEAT_S = 0.5
-GO_ON_S = 2.0
+"""Interval at which an unanswered request to open a session is resent."""
+RESUME_STEP_S = 2.0
 """Timeout of each step of a reconnection attempt."""
 LOOK_S = 0.1
 """Interval of the checks whether a pending connection attempt is still wanted."""
@@ -61,7 +62,8 @@ Socket = zmq.Socket[bytes]
 
 
 class _KeysChangedError(Exception):
-    """The ZMQ server rejects the keys that the service has just issued: the service restarted in between."""
+    """The ZMQ server rejects the keys that the service has just issued: the service restarted in between. Only within
+    this module."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,7 @@ def dealer_socket(context: zmq.Context[Socket], endpoint: str, keys: ConnectionK
 
 
 def _dealer(context: zmq.Context[Socket], endpoint: str, keys: ConnectionKeys) -> Socket:
+    """Return a socket that is prepared for `endpoint`, not yet connected."""
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.set(zmq.MAXMSGSIZE, zmq_frames.MAX_FRAME_BYTES)
@@ -110,33 +113,35 @@ def open_session(
     """
     if not config.address:
         raise ValueError("no address of a data plane service: pass an address, or set config.address or TQ_ADDRESS")
-    wanted = msgspec.structs.replace(_open_command(config, secrets.token_hex(16)), lock_path=lock_path)
+    command = msgspec.structs.replace(_open_command(config, secrets.token_hex(16)), lock_path=lock_path)
     hit("session.before_open")
-    opened = _connect(config, context, resolve(config.address), wanted, config.connect_timeout_s, lambda: False)
+    opened = _connect(config, context, resolve(config.address), command, config.connect_timeout_s, lambda: False)
     hit("session.opened")
     return opened
 
 
-def go_on(
+def resume_session(
     config: DataPlaneConfig, context: zmq.Context[Socket], session: OpenedSession, given_up: Callable[[], bool]
 ) -> tuple[OpenedSession, Socket]:
     """Resume the session at the service that currently responds at `config.address`. Return it with a socket, as
-    `open_session` does. Block for at most a few times `GO_ON_S`; after `given_up()`, no longer than the resolution
-    of the address takes.
+    `open_session` does. Block for at most a few times `RESUME_STEP_S`; once `given_up()` returns True, no longer than
+    the resolution of the address takes.
 
     Raise `ServiceUnavailableError` if no service responds or another program uses the address,
     `ServiceRestartedError` if the service does not have the session's state, `SessionExpiredError`,
-    `ClientClosedError` after `given_up()`.
+    `ClientClosedError` once `given_up()` returns True.
     """
     assert config.address is not None
-    wanted = _open_command(config, session.nonce, session.number, session.epoch)
+    command = _open_command(config, session.nonce, session.number, session.epoch)
     address = _resolve_again(config.address)
     try:
-        found, dealer = _connect(config, context, address, wanted, GO_ON_S, given_up)
+        found, dealer = _connect(config, context, address, command, RESUME_STEP_S, given_up)
     except ServiceRestartedError as error:
         raise ServiceRestartedError(**{**error.facts, "what": f"the service at {address}"}) from None
     except (AuthenticationError, ProtocolVersionError, TlsError) as error:
+        # Not the service of this session: another one uses its address for now.
         raise ServiceUnavailableError(address=address, why=str(error)) from error
+    # Epochs of a service only grow: a lower one means that it was started from an older state.
     if found.number != session.number or found.epoch < session.epoch:
         dealer.close()
         raise ServiceRestartedError(
@@ -162,6 +167,7 @@ def _open_command(config: DataPlaneConfig, nonce: str, session: int = 0, epoch: 
 
 
 def _resolve_again(address: str) -> str:
+    """Resolve the address. Raise `ServiceUnavailableError` for every failure, so that the client retries."""
     try:
         return resolve(address)
     except ServiceUnavailableError:
@@ -174,15 +180,16 @@ def _connect(
     config: DataPlaneConfig,
     context: zmq.Context[Socket],
     address: str,
-    wanted: c.OpenSession,
+    command: c.OpenSession,
     timeout_s: float,
     given_up: Callable[[], bool],
 ) -> tuple[OpenedSession, Socket]:
-    """Open or resume a session until the deadline; start over if the service restarts in between."""
+    """Send `command` to open or resume a session, for up to `timeout_s`. Start over if the service restarts in
+    between. given_up: returns True once the result is not wanted any longer."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return _connect_once(config, context, address, wanted, deadline, given_up)
+            return _connect_once(config, context, address, command, deadline, given_up)
         except _KeysChangedError:
             log.info("Service at %s restarted during a connection attempt; retrying", address)
 
@@ -191,11 +198,12 @@ def _connect_once(
     config: DataPlaneConfig,
     context: zmq.Context[Socket],
     address: str,
-    wanted: c.OpenSession,
+    command: c.OpenSession,
     deadline: float,
     given_up: Callable[[], bool],
 ) -> tuple[OpenedSession, Socket]:
-    """Fetch the keys, connect to the ZMQ server and open or resume the session."""
+    """Fetch the keys, connect to the ZMQ server and open or resume the session. Raise `_KeysChangedError` if that
+    server rejects the keys."""
 
     def check() -> None:
         if given_up():
@@ -206,22 +214,22 @@ def _connect_once(
     probe(address, zmq_address, max(deadline - time.monotonic(), LOOK_S))
     dealer = _dealer(context, f"tcp://{zmq_address}", keys)
     try:
-        with _refusals(dealer) as refused:
+        with _rejection_monitor(dealer) as monitor:
             dealer.connect(f"tcp://{zmq_address}")
-            reply = _ask(dealer, refused, zmq_frames.request(wanted), address, zmq_address, deadline, check)
-        opened, value = _opened(reply.good_body(), address)
-        endpoint, dealer = _nearest(dealer, opened, keys, context, zmq_address)
+            reply = _request_reply(dealer, monitor, zmq_frames.request(command), address, zmq_address, deadline, check)
+        opened, result = _parse_opened(reply.good_body(), address)
+        endpoint, dealer = _choose_endpoint(dealer, opened, keys, context, zmq_address)
     except BaseException:
         dealer.close()
         raise
     session = OpenedSession(
-        number=value.session,
-        epoch=value.epoch,
-        units=value.units,
+        number=result.session,
+        epoch=result.epoch,
+        units=result.units,
         address=address,
         endpoint=endpoint,
         heartbeat_s=min(opened.heartbeat_s or config.heartbeat_s, config.heartbeat_s),
-        nonce=wanted.nonce,
+        nonce=command.nonce,
         durable=opened.durable,
         keys=keys,
         put_timeout_s=opened.put_timeout_s,
@@ -229,7 +237,8 @@ def _connect_once(
     return session, dealer
 
 
-def _opened(body: bytes, address: str) -> tuple[pb.Opened, c.Opened]:
+def _parse_opened(body: bytes, address: str) -> tuple[pb.Opened, c.Opened]:
+    """Return the message, which also says how to reach the service, and the ledger's part of it."""
     try:
         opened = pb.Opened.FromString(body)
         return opened, codec.from_pb(c.Opened, opened)
@@ -258,7 +267,7 @@ def probe(address: str, zmq_address: str, timeout_s: float) -> None:
 
 
 @contextlib.contextmanager
-def _refusals(dealer: Socket) -> Iterator[Socket]:
+def _rejection_monitor(dealer: Socket) -> Iterator[Socket]:
     """Return a socket that becomes readable when the server of `dealer` rejects its keys."""
     event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     monitor = dealer.get_monitor_socket(event, f"inproc://tq-refused-{secrets.token_hex(8)}")
@@ -269,64 +278,65 @@ def _refusals(dealer: Socket) -> Iterator[Socket]:
         monitor.close(linger=0)
 
 
-def _ask(
+def _request_reply(
     dealer: Socket,
-    refused: Socket,
+    monitor: Socket,
     frames: list[bytes],
     address: str,
     zmq_address: str,
     deadline: float,
     check: Callable[[], None],
 ) -> zmq_frames.Reply:
-    """Send the request and return the reply; resend it every `REPEAT_S` while a server listens."""
+    """Send the request and return the reply; resend it every `REPEAT_S` while a server listens. monitor: see
+    `_rejection_monitor`. check: called often; may raise an error to end the wait."""
     began = time.monotonic()
     repeat_at = began
     while (now := time.monotonic()) < deadline:
         check()
         if now >= repeat_at:
-            if now > began:
+            if now > began:  # before the first request, the caller has probed
                 probe(address, zmq_address, deadline - now)
             # A server that rejects the keys may have disconnected already; then the message cannot be sent.
             with contextlib.suppress(zmq.Again):
                 dealer.send_multipart(frames, zmq.NOBLOCK)
             repeat_at = now + REPEAT_S
         timeout_ms = int(min(deadline - now, repeat_at - now, LOOK_S) * 1000) + 1
-        ready = dict(zmq.zmq_poll([(dealer, zmq.POLLIN), (refused, zmq.POLLIN)], timeout_ms))
+        ready = dict(zmq.zmq_poll([(dealer, zmq.POLLIN), (monitor, zmq.POLLIN)], timeout_ms))
         if dealer in ready:
-            return _reply(dealer, address)
-        if refused in ready:
+            return _receive_reply(dealer, address)
+        if monitor in ready:
             raise _KeysChangedError
     why = f"a server listens, but it does not answer in time; {SILENT}"
-    raise ServiceUnavailableError(address=address, why=why) from TimeoutError(why)
+    raise ServiceUnavailableError(address=address, why=why) from TimeoutError(why)  # the cause: see `is_slow`
 
 
-def _reply(dealer: Socket, address: str) -> zmq_frames.Reply:
+def _receive_reply(dealer: Socket, address: str) -> zmq_frames.Reply:
     try:
         return zmq_frames.Reply.parse(dealer.recv_multipart())
     except DataPlaneError as error:
         raise ServiceUnavailableError(address=address, why=_NO_SERVICE) from error
 
 
-def _nearest(
+def _choose_endpoint(
     dealer: Socket, opened: pb.Opened, keys: ConnectionKeys, context: zmq.Context[Socket], zmq_address: str
 ) -> tuple[str, Socket]:
     """Return the best endpoint that works from this process, and a socket to it on which a heartbeat of the session was
-    sent. An ipc endpoint is used only if it answers the heartbeat."""
-    beat = zmq_frames.request(c.Heartbeat(session=opened.session))
+    sent. An ipc endpoint is used only if it answers the heartbeat; `dealer`, the TCP socket, is then closed."""
+    heartbeat = zmq_frames.request(c.Heartbeat(session=opened.session))
     if opened.host == boot_id():
         for endpoint in (each for each in opened.endpoints if each.startswith("ipc://")):
-            near = dealer_socket(context, endpoint, keys)
-            _beat_once(near, beat)
-            if near.poll(int(IPC_WAIT_S * 1000)):
-                near.recv_multipart()
+            ipc_dealer = dealer_socket(context, endpoint, keys)
+            _send_heartbeat(ipc_dealer, heartbeat)
+            if ipc_dealer.poll(int(IPC_WAIT_S * 1000)):
+                ipc_dealer.recv_multipart()
                 dealer.close()
-                return endpoint, near
-            near.close()
-    _beat_once(dealer, beat)
+                return endpoint, ipc_dealer
+            ipc_dealer.close()
+    _send_heartbeat(dealer, heartbeat)
     return f"tcp://{zmq_address}", dealer
 
 
-def _beat_once(dealer: Socket, beat: list[bytes]) -> None:
+def _send_heartbeat(dealer: Socket, heartbeat: list[bytes]) -> None:
     """Send one heartbeat. If the connection was rejected, nothing is sent; later heartbeats detect that."""
     with contextlib.suppress(zmq.Again):
-        dealer.send_multipart(beat, zmq.NOBLOCK)
+        dealer.send_multipart(heartbeat, zmq.NOBLOCK)

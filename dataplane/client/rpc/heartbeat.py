@@ -13,7 +13,7 @@ import zmq
 from google.protobuf.message import DecodeError
 from zmq.utils.monitor import recv_monitor_message
 
-from dataplane.client.rpc.handshake import Socket, go_on, is_slow
+from dataplane.client.rpc.handshake import Socket, is_slow, resume_session
 from dataplane.client.rpc.pending_calls import Calls
 from dataplane.config import DataPlaneConfig
 from dataplane.core.backoff import Backoff
@@ -37,8 +37,9 @@ class HeartbeatThread:
     """One thread per session that sends a heartbeat every `session.heartbeat_s` and calls `maintain` each time.
 
     It reconnects when heartbeats remain unanswered, another epoch of the service responds, the connection to a
-    durable service breaks, or `calls` reports a doubt. It resolves the address again, requests the session and
-    reports the outcome to `calls`: the session and its current endpoint, a lost service, or the end of the session.
+    durable service breaks, or `calls` requests a check (`on_doubt`). It resolves the address again, requests the
+    session and reports the outcome to `calls`: the session and its current endpoint, a lost service, or the end of the
+    session.
     It calls `moved` when the session was found or has ended, and when calls no longer wait for a lost service:
     waiting callers must check again.
 
@@ -68,13 +69,13 @@ class HeartbeatThread:
         self._closing = False
         self._end_callback: Callable[[], None] | None = None
         self._check_requested = False
-        self._missed = False
+        self._missed = False  # the last reconnection attempt failed and no response has arrived since
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        self._reported_loss = False
+        self._reported_loss = False  # `moved` was called for the current loss of the service
         self._last_response = time.monotonic()
         self._next_beat_at = self._last_response + calls.session.heartbeat_s
         self._thread = threading.Thread(target=self._run, name="tq-heartbeat", daemon=True)
-        calls.doubt = self.check
+        calls.on_doubt = self.check
         self._thread.start()
 
     def check(self) -> None:
@@ -101,6 +102,7 @@ class HeartbeatThread:
         return True
 
     def _run(self) -> None:
+        """Run the thread until `close`, or until an unexpected error."""
         try:
             while not self._closing:
                 self._run_once()
@@ -131,6 +133,8 @@ class HeartbeatThread:
         self._dealer.close(linger=0)
 
     def _notice_disconnects(self) -> None:
+        """Read the events of the socket's monitor, and request a check if the connection to a durable service broke or
+        a server rejected the socket's keys."""
         while readable(self._monitor):
             event = recv_monitor_message(self._monitor)["event"]
             # A server that rejects the ticket is another instance; ZMQ does not reconnect to it.
@@ -157,6 +161,7 @@ class HeartbeatThread:
             log.debug("Heartbeat of session %d dropped: the send queue is full", self._calls.session.number)
 
     def _receive_replies(self) -> None:
+        """Handle the replies to heartbeats that have arrived. An error in a reply ends the session."""
         while True:
             try:
                 frames = self._dealer.recv_multipart(zmq.NOBLOCK)
@@ -171,8 +176,10 @@ class HeartbeatThread:
                 self._check_requested = True
 
     def _handle_reply(self, reply: zmq_frames.Reply) -> None:
+        """Record a response, and request a check if another epoch of the service sent it. Raise the errors that end
+        the session."""
         self._record_response()
-        self._calls.heard(reply)
+        self._calls.process_reply(reply)
         if isinstance(reply.error, AuthenticationError):
             raise reply.error
         if pb.HeartbeatReply.FromString(reply.good_body()).epoch != self._calls.session.epoch:
@@ -194,7 +201,7 @@ class HeartbeatThread:
         before = self._calls.session
         try:
             with enough_for(self._config.address or ""):
-                session, dealer = go_on(self._config, self._context, before, lambda: self._closing)
+                session, dealer = resume_session(self._config, self._context, before, lambda: self._closing)
                 monitor = _monitor(dealer)
         except ServiceUnavailableError as error:
             self._miss(str(error.why), lost=before.durable or not self._may_be_slow(error))
@@ -207,7 +214,7 @@ class HeartbeatThread:
             if session.epoch != before.epoch:
                 log.info("Session %d resumed in epoch %d of the service", session.number, session.epoch)
             hit("session.found")
-            self._calls.adopt(session)
+            self._calls.resume(session)
             self._moved()
 
     def _may_be_slow(self, error: ServiceUnavailableError) -> bool:
@@ -219,23 +226,25 @@ class HeartbeatThread:
         ) and time.monotonic() - self._last_response < self._config.call_timeout_s
 
     def _miss(self, why: str, *, lost: bool) -> None:
-        """Record that the service did not respond, and schedule the next attempt."""
+        """Record that the service did not respond, and schedule the next attempt. lost: calls fail, or wait for the
+        service's restart; otherwise they continue to wait for responses."""
         if lost:
-            self._calls.lose(why)
+            self._calls.record_loss(why)
         self._missed = True
         self._check_requested = False
         self._next_beat_at = time.monotonic() + self._backoff.take(self._calls.session.heartbeat_s)
         if lost and not self._calls.waiting and not self._reported_loss:
             self._reported_loss = True
-            self._moved()
+            self._moved()  # callers that wait for responses now fail
 
     def _end(self, error: DataPlaneError) -> None:
+        """End the session with this error and wake up the callers."""
         self._calls.end(error)
         self._moved()
 
 
 def _monitor(dealer: Socket) -> Socket:
-    """Monitor the connection events of `dealer`. Close `dealer` if that fails."""
+    """Return a socket that receives the disconnections and rejections of `dealer`. Close `dealer` if that fails."""
     events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     try:
         return dealer.get_monitor_socket(events, f"inproc://tq-{secrets.token_hex(8)}")

@@ -36,16 +36,17 @@ RESEND_S = 2.0
 RESEND_GROWTH = 1.5
 RESEND_MAX_S = 10.0
 _EXPIRED = SessionExpiredError.__name__
-_NOT_DONE = frozenset({StateDirError.__name__})
-"""Errors that mean that a posted call was not executed and must be resent."""
-_UNHEARD = _NOT_DONE | {ServiceUnavailableError.__name__, InternalError.__name__}
+_NOT_EXECUTED = frozenset({StateDirError.__name__})
+"""Errors that mean that a posted call was not executed and must be resent (names as in `Reply.outcome`)."""
+_NOT_PROCESSED = _NOT_EXECUTED | {ServiceUnavailableError.__name__, InternalError.__name__}
 """Errors after which the ledger may not have seen the call or its confirmed numbers."""
 
 
 @dataclass(slots=True)
 class OutgoingCall:
-    """A pending call: its frames, and the times of its first sending, of its next resend and of its deadline
-    (`time.monotonic`). doubted: a reply reported the end of the session, which is being checked or was checked."""
+    """A pending call: its frames, and the times of its first sending (`since`), of its next resend and of its
+    deadline (`time.monotonic`). resend_s: the current interval of resends. doubted: a reply reported the end of the
+    session, which is being checked or was checked."""
 
     number: int
     method: str
@@ -63,23 +64,26 @@ class OutgoingCall:
 
 
 class Calls:
-    """Thread-safe. No method blocks. `session` is the session as of the last connection.
+    """The calls of one session, and whether calls are possible: the state that a channel and its heartbeat thread
+    share. Thread-safe. No method blocks. `session` is the session as of the last connection.
 
-    doubt: called when a response reports that the service or the session ended; it must check this and return at
+    on_doubt: called when a response reports that the service or the session ended; it must check this and return at
     once. It may run in any thread. Until the check is done, such responses are ignored: the service may restart
     with all of its state.
     """
 
     def __init__(self, session: OpenedSession, config: DataPlaneConfig) -> None:
         self.session = session
-        self.doubt: Callable[[], None] = lambda: None
+        self.on_doubt: Callable[[], None] = lambda: None
         self._reconnect_s = config.reconnect_s
         self._timeout_s = config.call_timeout_s
         self._numbering = CallNumbers(session.number)
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._over: DataPlaneError | None = None
+        """Why the session ended; None while it is open."""
         self._lost = ""
+        """Why the service is considered lost; empty while it responds."""
         self._lost_at = 0.0
 
     # --- whether calls can be made
@@ -108,7 +112,7 @@ class Calls:
         return self._over is not None or self._pid != os.getpid()
 
     @property
-    def pointless(self) -> bool:
+    def unreachable(self) -> bool:
         """Whether a message sent now would get no response."""
         return self.over or bool(self._lost)
 
@@ -118,21 +122,23 @@ class Calls:
         return bool(self._lost) and self._within_reconnect()
 
     def _within_reconnect(self) -> bool:
+        """Whether the service is durable and was lost less than `reconnect_s` ago."""
         return self.session.durable and time.monotonic() - self._lost_at < self._reconnect_s
 
     def end(self, error: DataPlaneError) -> None:
         """End the session: `check` raises this error from now on."""
+        # The first reason stays, unless the client itself was closed.
         if self._over is None or isinstance(error, ClientClosedError):
             self._over = error
 
-    def lose(self, why: str) -> None:
+    def record_loss(self, why: str) -> None:
         """Record that the service does not respond. Until it does, `check` raises `ServiceUnavailableError`:
         immediately, or for a durable service after `reconnect_s`."""
         if not self._lost:
             self._lost_at = time.monotonic()
         self._lost = why
 
-    def adopt(self, session: OpenedSession) -> None:
+    def resume(self, session: OpenedSession) -> None:
         """Continue with the reconnected session, possibly at another endpoint and in another epoch of the service."""
         self.session = session
         self._lost = ""
@@ -140,8 +146,9 @@ class Calls:
     # --- calls
 
     def begin(self, command: c.Command, timeout_s: float | None = None) -> OutgoingCall:
-        """Return a call to send. The deadline of a command that can wait is its own timeout plus that of ordinary
-        commands, so that the ledger's response arrives first. `timeout_s` replaces the latter."""
+        """Number a command and return the call to send. The deadline of a command that can wait at the service is its
+        own timeout plus that of ordinary commands (`timeout_s`, default: `config.call_timeout_s`), so that the
+        service's response arrives first."""
         now = time.monotonic()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         if isinstance(command, c.Allocate | c.Shrink | c.FindCells) or (
@@ -159,7 +166,7 @@ class Calls:
             call = self._numbering.issue(command, now=now, posted=True)
         return self._outgoing(call, now, now + self._timeout_s)
 
-    def again(self, outgoing: OutgoingCall) -> list[bytes]:
+    def prepare_resend(self, outgoing: OutgoingCall) -> list[bytes]:
         """Return the frames for resending an unanswered call. Raise `CallTimeoutError` after its deadline, and the
         errors of `check`."""
         now = time.monotonic()
@@ -172,32 +179,34 @@ class Calls:
         outgoing.resend_at = now + outgoing.resend_s
         with self._lock:
             if not self._numbering.is_open(outgoing.number):
-                return outgoing.frames
+                return outgoing.frames  # settled already: the numbering has forgotten its command
             call = self._numbering.repeat(outgoing.number, now=now)
         return zmq_frames.request(call)
 
-    def answers(self, outgoing: OutgoingCall, reply: zmq_frames.Reply) -> bool:
-        """Return whether this reply ends the call. Otherwise the call continues to wait."""
+    def ends_call(self, outgoing: OutgoingCall, reply: zmq_frames.Reply) -> bool:
+        """Return whether this reply ends the call. Otherwise the call continues to wait: the reply only reported that
+        a durable service shuts down, or it was the first one to report the end of the session, which `on_doubt`
+        checks first."""
         if self._is_shutdown_notice(reply):
             return False
         if reply.outcome == _EXPIRED and not outgoing.doubted:
             outgoing.doubted = True
-            self.doubt()
+            self.on_doubt()
             return False
         return True
 
-    def heard(self, reply: zmq_frames.Reply) -> None:
-        """Process a reply that no caller waits for."""
+    def process_reply(self, reply: zmq_frames.Reply) -> None:
+        """Process a reply that no caller waits for: to a posted, abandoned or resent call, or to a heartbeat."""
         if self._is_shutdown_notice(reply):
             return
         self._lost = ""
         if reply.outcome == _EXPIRED:
-            self.doubt()
-        elif reply.outcome not in _NOT_DONE:
-            self._answered(reply)
+            self.on_doubt()
+        elif reply.outcome not in _NOT_EXECUTED:
+            self._record_answer(reply)
 
     def settle(self, outgoing: OutgoingCall, reply: zmq_frames.Reply) -> c.Result:
-        """Return the result of the call, or raise its error."""
+        """Return the result of the call, or raise its error. Record that its number is answered."""
         self._lost = ""
         error = reply.error
         if isinstance(error, SessionExpiredError):
@@ -206,24 +215,25 @@ class Calls:
             # After these two errors the command may have been executed: its reply was too large to send, or was not
             # kept. The call stays open, so that `abandon` can undo it. Every other error settles the call.
             if not isinstance(error, RequestTooLargeError | StaleCallError):
-                self._answered(reply)
+                self._record_answer(reply)
             raise error
         result = codec.decode_result(outgoing.method, reply.body)
-        self._answered(reply)
+        self._record_answer(reply)
         return result
 
     def _is_shutdown_notice(self, reply: zmq_frames.Reply) -> bool:
-        """Return whether the reply only reports that a durable service is shutting down."""
+        """Return whether the reply only reports that a durable service is shutting down. If so, record the loss of the
+        service and have it checked."""
         if reply.outcome != ServiceUnavailableError.__name__ or not self.session.durable:
             return False
-        self.lose(str(getattr(reply.error, "why", reply.error)))
-        self.doubt()
+        self.record_loss(str(getattr(reply.error, "why", reply.error)))
+        self.on_doubt()
         return True
 
-    def _answered(self, reply: zmq_frames.Reply) -> None:
-        if reply.number:
+    def _record_answer(self, reply: zmq_frames.Reply) -> None:
+        if reply.number:  # 0: the reply to a heartbeat, or to a message that the service could not parse
             with self._lock:
-                self._numbering.answered(reply.number, heard=reply.outcome not in _UNHEARD)
+                self._numbering.record_answer(reply.number, processed=reply.outcome not in _NOT_PROCESSED)
 
     def abandon(self, number: int) -> OutgoingCall | None:
         """Abandon a call. Return the posted call that undoes it, or None."""
@@ -236,17 +246,18 @@ class Calls:
         """Return the posted calls to resend: those unanswered for `RESEND_S`, or all of them."""
         now = time.monotonic()
         with self._lock:
+            # A time in the future includes every posted call.
             numbers = self._numbering.due(now + 1.0 if all_of_them else now - RESEND_S)
             calls = [self._numbering.repeat(number, now=now) for number in numbers]
         return [self._outgoing(call, now, now + self._timeout_s) for call in calls]
 
     def _outgoing(self, call: c.Call, now: float, deadline: float) -> OutgoingCall:
-        """Encode a call. If that fails, settle its number."""
+        """Encode a call. If that fails, settle its number and raise the error."""
         try:
             frames = zmq_frames.request(call)
         except BaseException:
             with self._lock:
-                self._numbering.answered(call.number, heard=False)
+                self._numbering.record_answer(call.number, processed=False)
             raise
         name = type(call.command).__name__
         return OutgoingCall(call.number, name, frames, now, deadline, now + RESEND_S)
@@ -254,14 +265,14 @@ class Calls:
 
 class OpenChannel:
     """Common parts of both channels. The properties are as of the last connection. `leftovers` returns commands to
-    post with every heartbeat. `shown` are the settings, with the token that storage units require. `learned` is
+    post with every heartbeat. `unit_config` are the settings, with the token that storage units require. `on_units` is
     called, in any thread, with the storage units after every reconnection."""
 
     def __init__(self, session: OpenedSession, config: DataPlaneConfig) -> None:
         self._calls = Calls(session, config)
-        self.shown = replace(config, token=session.keys.secret or None, token_file=None)
+        self.unit_config = replace(config, token=session.keys.secret or None, token_file=None)
         self.leftovers: Callable[[], Iterable[c.Command]] = list
-        self.learned: Callable[[Iterable[c.UnitInfo]], None] = lambda units: None
+        self.on_units: Callable[[Iterable[c.UnitInfo]], None] = lambda units: None
 
     @property
     def session(self) -> int:
@@ -308,7 +319,7 @@ class OpenChannel:
         hit(f"call.{name}.after")
 
     def _abandon(self, outgoing: OutgoingCall) -> None:
-        """Release the resources that an abandoned call may have acquired."""
+        """Abandon a call and post the command that releases the resources that it may have acquired."""
         undo = self._calls.abandon(outgoing.number)
         if undo is not None and not self._calls.over:
             self._send_once(undo)

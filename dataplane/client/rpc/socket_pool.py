@@ -22,11 +22,11 @@ IDLE_S = 30.0
 
 
 class SocketPool:
-    """Each call takes its own socket and returns it. The pool grows only to the number of sockets in use at one
-    time and closes sockets that are no longer needed. When the pool is shut (its service is lost or the client is
-    closing), all callers that poll `waker` with their socket wake up, and returned sockets are closed. Thread-safe,
-    and consistent after an interrupt at any point: a socket that was not returned is closed with the pool at the
-    latest."""
+    """The sockets of one client to one endpoint of the controller. Each call takes its own socket and returns it. The
+    pool grows only to the number of sockets in use at one time and closes sockets that are no longer needed. When the
+    pool is shut (its service is lost or the client is closing), all callers that poll `waker` with their socket wake
+    up, and returned sockets are closed. Thread-safe, and consistent after an interrupt at any point: a socket that was
+    not returned is closed with the pool at the latest."""
 
     def __init__(self, context: zmq.Context[Socket], endpoint: str, keys: ConnectionKeys) -> None:
         self.endpoint = endpoint
@@ -35,6 +35,7 @@ class SocketPool:
         self.shut = False
         self._context = context
         self._idle: list[tuple[Socket, float]] = []
+        """Returned sockets and the times of their return, oldest first."""
         self._sockets: weakref.WeakSet[Socket] = weakref.WeakSet()
         self._using = InFlight()
         self._guard = threading.Lock()
@@ -91,7 +92,7 @@ class SocketPool:
         for dealer, since in idle:
             with (call := threading.Lock()):
                 with self._guard:
-                    if (dealer, since) not in self._idle:
+                    if (dealer, since) not in self._idle:  # a caller has taken it
                         continue
                     self._idle.remove((dealer, since))
                     self._using.enter(call)
@@ -103,6 +104,7 @@ class SocketPool:
                     with self._guard:
                         needed = not self._idle or time.monotonic() - since < idle_s
                         if sound and needed and not self.shut:
+                            # With its old time: serving a socket does not count as a use.
                             bisect.insort(self._idle, (dealer, since), key=operator.itemgetter(1))
                         else:
                             dealer.close()
