@@ -85,11 +85,11 @@ class AsyncDataPlaneClient(AsyncCalls):
         call retries."""
         if self._closed:
             raise ClientClosedError()
-        here = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         if self._opening is None or self._pid != os.getpid() or _failed(self._opening):
-            self._pid, self._loop = os.getpid(), here
-            self._opening = here.create_task(AsyncConnection.open(self._config))
-        if self._loop is not here:
+            self._pid, self._loop = os.getpid(), loop
+            self._opening = loop.create_task(AsyncConnection.open(self._config))
+        if self._loop is not loop:
             raise ClientClosedError(why="it is bound to another event loop; create one client per event loop")
         return await asyncio.shield(self._opening)
 

@@ -61,20 +61,22 @@ class AsyncConnection:
         """Execute the operation's steps until it returns. A cancelled call returns immediately; if its copy is in
         progress, the copy and the clean-up of the operation finish in the background."""
         self._post_leftovers()
-        with (lock := threading.Lock()):
+        with (call := threading.Lock()):
             try:
-                return await self._resume(operation, lock)
+                return await self._resume(operation, call)
             finally:
-                self._copies.leave(lock)
+                self._copies.leave(call)
 
-    async def _resume(self, operation: Operation[T], lock: threading.Lock, thrown: BaseException | None = None) -> T:
-        """Execute the remaining steps of the operation, after throwing `thrown` into it."""
+    async def _resume(self, operation: Operation[T], call: threading.Lock, thrown: BaseException | None = None) -> T:
+        """Execute the remaining steps of the operation, after throwing `thrown` into it, and return its result. call:
+        see `begin_copy`."""
         try:
             step = next(operation) if thrown is None else operation.throw(thrown)
             while True:
                 try:
-                    outcome = await self._perform(step, operation, lock)
+                    outcome = await self._perform(step, operation, call)
                 except _DetachedError:
+                    # Not thrown into the operation: `_finish` continues it in the background.
                     raise asyncio.CancelledError from None
                 except BaseException as error:
                     step = operation.throw(error)
@@ -83,30 +85,31 @@ class AsyncConnection:
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
 
-    async def _perform(self, step: Step, operation: Operation[Any], lock: threading.Lock) -> Any:
+    async def _perform(self, step: Step, operation: Operation[Any], call: threading.Lock) -> Any:
         """Execute one step and return its outcome."""
         match step:
-            case Send(command):
+            case Send(command):  # its `meanwhile` is optional, and would block the event loop
                 number, result = await self._channel.call(command)
                 return Sent(number, result)
             case Post(command):
                 self._channel.post(command)
             case Work():
-                begin_copy(self._copies, lock)
+                begin_copy(self._copies, call)
                 if step.brief():
                     return step.run()
-                return await self._work(step, operation, lock)
+                return await self._work(step, operation, call)
         return None
 
-    async def _work(self, step: Work, operation: Operation[Any], lock: threading.Lock) -> Any:
-        """Run a copy in the executor. On cancellation, hand the operation over to a background task."""
+    async def _work(self, step: Work, operation: Operation[Any], call: threading.Lock) -> Any:
+        """Run a copy in the executor and return its result. On cancellation, hand the operation over to a background
+        task and raise `_DetachedError`."""
         running = asyncio.get_running_loop().run_in_executor(None, step.run)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError as error:
             if running.done():
-                raise
-            finishing = self._finish(operation, running, error, self._copies.hand_over(lock))
+                raise  # the copy has ended: the operation can clean up now
+            finishing = self._finish(operation, running, error, self._copies.hand_over(call))
             task = asyncio.get_running_loop().create_task(finishing)
             self._detached.add(task)
             task.add_done_callback(self._detached.discard)
@@ -117,20 +120,21 @@ class AsyncConnection:
         operation: Operation[Any],
         running: asyncio.Future[Any],
         error: asyncio.CancelledError,
-        lock: threading.Lock,
+        call: threading.Lock,
     ) -> None:
-        """Wait for the copy of a cancelled call, then let the operation clean up."""
+        """Wait for the copy of a cancelled call, then let the operation clean up. call: lock that represents the call
+        from now on; it is held and is released at the end (see `InFlight.hand_over`)."""
         try:
             await asyncio.wait([running])
-            running.exception()
+            running.exception()  # marks an error of the copy as retrieved; otherwise asyncio logs it
             with contextlib.suppress(asyncio.CancelledError):
                 try:
-                    await self._resume(operation, lock, error)
+                    await self._resume(operation, call, error)
                 except DataPlaneError as failed:
                     log.warning("Clean-up of a cancelled call failed: %s", failed)
         finally:
-            self._copies.leave(lock)
-            lock.release()
+            self._copies.leave(call)
+            call.release()
 
     def _post_leftovers(self) -> None:
         for command in self.session_state.leftovers():

@@ -115,7 +115,7 @@ def kv_first_write(
     lengths = as_lengths(batch[INPUT_LENGTHS], rows=len(sample_ids))
     fields = PerToken.of(batch, lengths, token_aligned_fields)
     length_tags = [{INPUT_LENGTHS: length} for length in lengths.tolist()]
-    named = KVBatchMeta(
+    meta = KVBatchMeta(
         partition_id=partition_id,
         task_name=task_name,
         sample_ids=list(sample_ids),
@@ -124,5 +124,5 @@ def kv_first_write(
         extra_info={**(extra_info or {}), **({PAD_TO_MULTIPLE: pad_to_multiple} if pad_to_multiple > 1 else {})},
         tags=[dict(tag) for tag in tags] if tags is not None else None,
     ).stamp_tags(length_tags)
-    written = dp_client.put_samples(named, partition_id, fields=fields, tags=named.tags, mode="create")
-    return named if written.handles is None else named.with_handles(*written.handles)
+    written = dp_client.put_samples(meta, partition_id, fields=fields, tags=meta.tags, mode="create")
+    return meta if written.handles is None else meta.with_handles(*written.handles)

@@ -70,16 +70,17 @@ class EventEmitter:
         **kwargs: P.kwargs,
     ) -> Operation[T]:
         """Return the operation; it emits an event at its end if a callback or a tracer is installed."""
-        made = operation(session_state, *args, **kwargs)
+        steps = operation(session_state, *args, **kwargs)
         if self.on_event is None and tracer() is None:
-            return made
-        return self._emitting(made, operation.__name__)
+            return steps
+        return self._with_event(steps, operation.__name__)
 
-    def _emitting(self, operation: Operation[T], name: str) -> Operation[T]:
+    def _with_event(self, operation: Operation[T], name: str) -> Operation[T]:
+        """Return an operation with the same steps and result that emits an event at its end. name: of its function."""
         record = _OperationRecord(name)
         span = start_span(record.op)
         try:
-            result = yield from _recorded(operation, record)
+            result = yield from _record_steps(operation, record)
         except BaseException as error:
             self._emit(record.event(error), span, error)
             raise
@@ -87,6 +88,7 @@ class EventEmitter:
         return result
 
     def _emit(self, event: OpEvent, span: TraceSpan | None, error: BaseException | None) -> None:
+        """End the span, if there is one, and call `on_event`."""
         if span is not None:
             span.end(f"dataplane {event.op}", _attributes(event), error)
         if self.on_event is None:
@@ -99,8 +101,8 @@ class EventEmitter:
                 log.exception("on_event failed for %r; further failures are not logged", event)
 
 
-def _recorded(operation: Operation[T], record: _OperationRecord) -> Operation[T]:
-    """Run the operation and record each of its steps in `record`."""
+def _record_steps(operation: Operation[T], record: _OperationRecord) -> Operation[T]:
+    """Yield the steps of the operation, record each of them in `record`, and return the operation's result."""
     try:
         step = next(operation)
         while True:
@@ -108,12 +110,12 @@ def _recorded(operation: Operation[T], record: _OperationRecord) -> Operation[T]
             try:
                 outcome = yield step
             except BaseException as error:
-                record.ended(step, time.perf_counter() - began)
+                record.add_step(step, time.perf_counter() - began)
                 step = operation.throw(error)
             else:
-                record.ended(step, time.perf_counter() - began)
+                record.add_step(step, time.perf_counter() - began)
                 if isinstance(step, Send):
-                    record.answered(step.command, outcome.result)
+                    record.add_result(step.command, outcome.result)
                 step = operation.send(outcome)
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
@@ -131,10 +133,10 @@ class _OperationRecord:
         self._partition = self._task = ""
         self._fields: tuple[str, ...] = ()
         self._samples = self._bytes = self._new_samples = self._overwritten_bytes = 0
-        self._reads = self.op == "get"
+        self._reads = self.op == "get"  # a put may read, too: what it reads is not counted
 
-    def ended(self, step: Step, took_s: float) -> None:
-        """Record the end of a step, whether it succeeded or not."""
+    def add_step(self, step: Step, took_s: float) -> None:
+        """Record a step that has ended, successfully or not."""
         if not isinstance(step, Send):
             return
         command = step.command
@@ -151,10 +153,10 @@ class _OperationRecord:
         elif isinstance(command, c.Commit):
             self._fields = tuple(column.name for column in command.columns)
 
-    def answered(self, command: c.Command, result: Any) -> None:
+    def add_result(self, command: c.Command, result: Any) -> None:
         """Record the result of a command."""
         match command, result:
-            case c.Commit(), c.Committed():
+            case c.Commit(), c.Committed():  # added up: a restore sends many commits
                 self._samples += len(result.rows)
                 self._new_samples += result.born
                 self._bytes += sum(total(column.lengths) * column.spec.unit_bytes for column in command.columns)
@@ -171,17 +173,17 @@ class _OperationRecord:
 
     def event(self, error: BaseException | None) -> OpEvent:
         """Return the event of the operation, which raised `error` if it is not None."""
-        moved = error is None
+        succeeded = error is None
         return OpEvent(
             op=self.op,
             partition=self._partition,
             task=self._task,
             fields=self._fields,
-            samples=self._samples if moved else 0,
-            bytes=self._bytes if moved else 0,
-            new_samples=self._new_samples if moved else 0,
-            new_bytes=self._bytes - self._overwritten_bytes if moved and not self._reads else 0,
-            overwritten_bytes=self._overwritten_bytes if moved else 0,
+            samples=self._samples if succeeded else 0,
+            bytes=self._bytes if succeeded else 0,
+            new_samples=self._new_samples if succeeded else 0,
+            new_bytes=self._bytes - self._overwritten_bytes if succeeded and not self._reads else 0,
+            overwritten_bytes=self._overwritten_bytes if succeeded else 0,
             started=self._started,
             took_s=time.perf_counter() - self._began,
             waited_s=self._waited_s,
@@ -191,7 +193,7 @@ class _OperationRecord:
 
 def _attributes(event: OpEvent) -> dict[str, Any]:
     """Return the attributes of the span; empty values are omitted."""
-    shown = {
+    values = {
         "partition": event.partition,
         "task": event.task,
         "fields": event.fields,
@@ -200,7 +202,7 @@ def _attributes(event: OpEvent) -> dict[str, Any]:
         "new_bytes": event.new_bytes,
         "waited_s": event.waited_s,
     }
-    return {f"dataplane.{name}": value for name, value in shown.items() if value}
+    return {f"dataplane.{name}": value for name, value in values.items() if value}
 
 
 TRACER_NAME = "dataplane"
@@ -214,6 +216,7 @@ def tracer() -> Any | None:
         return None
     assert trace is not None
     provider = trace.get_tracer_provider()
+    # A ProxyTracerProvider stands for "no provider was set".
     return None if isinstance(provider, trace.ProxyTracerProvider) else provider.get_tracer(TRACER_NAME)
 
 
@@ -235,9 +238,9 @@ class TraceSpan:
 
 
 def start_span(op: str) -> TraceSpan | None:
-    """Start a span; return None if no provider is set."""
-    made = tracer()
-    if made is None:
+    """Start a span; return None if the application has no provider."""
+    current = tracer()
+    if current is None:
         return None
     kind = sys.modules["opentelemetry.trace"].SpanKind.CLIENT
-    return TraceSpan(made.start_span(f"{TRACER_NAME} {op}", kind=kind))
+    return TraceSpan(current.start_span(f"{TRACER_NAME} {op}", kind=kind))

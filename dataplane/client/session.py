@@ -42,7 +42,7 @@ class ForkLocal(Generic[C]):
 
     def __init__(self, make: Callable[[], C]) -> None:
         self._make = make
-        self._made: C | None = None
+        self._instance: C | None = None
         self._inherited: list[C] = []
         self._pid = os.getpid()
         self._guard = threading.Lock()
@@ -50,50 +50,50 @@ class ForkLocal(Generic[C]):
 
     def get(self) -> C:
         """Return this process's `C`. Raise `ClientClosedError` after `close()`."""
-        made = self._made
-        if made is not None and self._pid == os.getpid() and not self._closed:
-            return made
+        instance = self._instance
+        if instance is not None and self._pid == os.getpid() and not self._closed:
+            return instance
         if self._pid != os.getpid():
-            self._forked()
+            self._reset_in_child()
         with self._guard:
             if self._closed:
                 raise ClientClosedError()
-            if self._made is None:
-                self._made = self._make()
-            return self._made
+            if self._instance is None:
+                self._instance = self._make()
+            return self._instance
 
-    def _forked(self) -> None:
-        """Keep a reference to the parent's object: dropping it in the child would run clean-up that belongs to the
-        parent."""
-        self._guard = threading.Lock()
+    def _reset_in_child(self) -> None:
+        """In a forked child, start without an object. Keep a reference to the parent's object: dropping it in the
+        child would run clean-up that belongs to the parent."""
+        self._guard = threading.Lock()  # another thread of the parent may have held the old one
         self._pid = os.getpid()
-        if self._made is not None:
-            self._inherited.append(self._made)
-            self._made = None
+        if self._instance is not None:
+            self._inherited.append(self._instance)
+            self._instance = None
 
     def close(self) -> None:
         """Close this process's `C`, if any. Later `get()` calls fail."""
         if self._pid != os.getpid():
-            self._forked()
+            self._reset_in_child()
         with self._guard:
             self._closed = True
-            made, self._made = self._made, None
-        if made is not None:
-            made.close()
+            instance, self._instance = self._instance, None
+        if instance is not None:
+            instance.close()
 
 
 def begin_copy(copies: InFlight, call: threading.Lock) -> None:
-    """Register a call before each of its copies. From its first copy on, closing waits until the call releases its
-    lock, so that the clean-up of the call is still accepted. Raise `ClientClosedError` if this is the first copy
-    and the client is closing."""
+    """Register a call before each of its copies. call: a lock that represents the call and is held until its end (see
+    `InFlight`). From the first copy on, closing waits until the call releases the lock, so that the clean-up of the
+    call is still accepted. Raise `ClientClosedError` if this is the first copy and the client is closing."""
     if not copies.enter(call):
         raise ClientClosedError()
 
 
 @functools.cache
 def session_states() -> weakref.WeakSet[SessionState]:
-    """Return the session states of the open sessions of this process. A forked child releases their locks (see
-    `SessionState.forked`)."""
+    """Return the set of the session states of this process, to which each new session is added. A forked child
+    releases their locks (see `SessionState.forked`). The first call registers that hook."""
     opened: weakref.WeakSet[SessionState] = weakref.WeakSet()
 
     def in_child() -> None:
@@ -110,9 +110,9 @@ def end_copies(copies: InFlight, config: DataPlaneConfig) -> None:
     time to stop its put. Raise `CallTimeoutError` after that."""
     copies.shut()
     limit_s = config.call_timeout_s + config.connect_timeout_s
-    left = copies.wait(limit_s)
-    if left:
-        what = f"close() (copies in progress: {left})"
+    in_progress = copies.wait(limit_s)
+    if in_progress:
+        what = f"close() (copies in progress: {in_progress})"
         raise CallTimeoutError(what=what, waited_s=limit_s, peer="this process")
 
 
@@ -161,12 +161,12 @@ class Connection:
         """Execute the operation's steps until it returns. Errors, including a KeyboardInterrupt at any point, are
         passed through the operation's clean-up; resources that the operation never received are released."""
         self._post_leftovers()
-        given: list[tuple[int, Command]] = []
+        acquired: list[tuple[int, Command]] = []
         with (call := threading.Lock()):
             try:
-                return self._resume(operation, call, given)
+                return self._resume(operation, call, acquired)
             except BaseException as error:
-                self._clean_up(operation, call, given, error)
+                self._clean_up(operation, call, acquired, error)
                 raise
             finally:
                 self._copies.leave(call)
@@ -175,15 +175,19 @@ class Connection:
         self,
         operation: Operation[T],
         call: threading.Lock,
-        given: list[tuple[int, Command]],
+        acquired: list[tuple[int, Command]],
         thrown: BaseException | None = None,
     ) -> T:
-        """Execute the remaining steps of the operation, after throwing `thrown` into it."""
+        """Execute the remaining steps of the operation, after throwing `thrown` into it, and return its result.
+
+        call: see `begin_copy`. acquired: the numbers and commands of the calls by which the operation may have
+        acquired resources; each is appended before it is sent.
+        """
         try:
             step = next(operation) if thrown is None else operation.throw(thrown)
             while True:
                 try:
-                    outcome = self._perform(step, call, given)
+                    outcome = self._perform(step, call, acquired)
                 except BaseException as error:
                     step = operation.throw(error)
                 else:
@@ -195,52 +199,53 @@ class Connection:
         self,
         operation: Operation[Any],
         call: threading.Lock,
-        given: list[tuple[int, Command]],
+        acquired: list[tuple[int, Command]],
         error: BaseException,
     ) -> None:
         """Release the operation's resources unless it has done so itself. The operation sees every error except one
         that a signal raises between two of its steps; an interrupt may also have prevented it from receiving a
         resource."""
-        over = inspect.getgeneratorstate(operation) == inspect.GEN_CLOSED
-        if over and isinstance(error, Exception):
-            return
+        has_ended = inspect.getgeneratorstate(operation) == inspect.GEN_CLOSED
+        if has_ended and isinstance(error, Exception):
+            return  # an ordinary error: it was thrown into the operation, which has cleaned up
         try:
-            if not over:
-                self._resume(operation, call, given, error)
+            if not has_ended:
+                self._resume(operation, call, acquired, error)
         finally:
             with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
-                for number, command in given:
+                for number, command in acquired:
                     if isinstance(command, Preallocate):
                         self.session_state.preallocated.give_up(number)
                     elif (undo := undo_of(number, command)) is not None:
                         self._channel.post(undo)
                 self._post_leftovers()
 
-    def _perform(self, step: Step, call: threading.Lock, given: list[tuple[int, Command]]) -> Any:
+    def _perform(self, step: Step, call: threading.Lock, acquired: list[tuple[int, Command]]) -> Any:
         """Execute one step in the calling thread and return its outcome."""
         match step:
             case Send():
-                return self._send(step, call, given)
+                return self._send(step, call, acquired)
             case Post(command):
                 self._channel.post(command)
-            case Work(work):
+            case Work(run):
                 begin_copy(self._copies, call)
-                if given:
-                    # From now on only the operation can determine when all writes into its space have ended.
-                    given[:] = [each for each in given if not isinstance(each[1], Allocate)]
-                return work()
+                if acquired:
+                    # From now on only the operation can determine when all writes into its space have ended, and thus
+                    # when an `Allocate` may be undone.
+                    acquired[:] = [each for each in acquired if not isinstance(each[1], Allocate)]
+                return run()
         return None
 
-    def _send(self, step: Send, call: threading.Lock, given: list[tuple[int, Command]]) -> Sent:
-        """Send a command; record it in `given` if its response hands over resources."""
+    def _send(self, step: Send, call: threading.Lock, acquired: list[tuple[int, Command]]) -> Sent:
+        """Send a command and wait for its response. Record it in `acquired` if the response hands over resources."""
         command, meanwhile = step.command, step.meanwhile
-        record = given if type(command) in _RESOURCE_COMMANDS else None
+        record = acquired if type(command) in _RESOURCE_COMMANDS else None
         if meanwhile is None:
-            return Sent(*self._channel.call(command, given=record))
+            return Sent(*self._channel.call(command, acquired=record))
         begin_copy(self._copies, call)
-        done: list[Any] = []
-        number, result = self._channel.call(command, meanwhile=lambda: done.append(meanwhile()), given=record)
-        return Sent(number, result, *done)
+        values: list[Any] = []  # the value that `meanwhile` returned; empty if it was not executed
+        number, result = self._channel.call(command, meanwhile=lambda: values.append(meanwhile()), acquired=record)
+        return Sent(number, result, *values)
 
     def _post_leftovers(self) -> None:
         for command in self.session_state.leftovers():

@@ -26,10 +26,11 @@ T = TypeVar("T")
 
 
 def taken_one_by_one(queue: collections.deque[T]) -> Iterator[T]:
-    """Yield the current items of the queue; remove each item when the next one is requested."""
+    """Yield the current items of the queue; remove each item when the next one is requested. An item whose consumer
+    is interrupted therefore stays."""
     for each in tuple(queue):
         yield each
-        with contextlib.suppress(ValueError):  # another thread took it
+        with contextlib.suppress(ValueError):  # another thread removed it
             queue.remove(each)
 
 
@@ -53,7 +54,7 @@ class Pin:
         self._hold = hold
 
 
-class _LastView(weakref.ref[Pin]):
+class _PinRef(weakref.ref[Pin]):
     """Weak reference to the pin of call `number`."""
 
     __slots__ = ("number",)
@@ -65,23 +66,24 @@ class Pins:
     a finalizer would be swallowed, and the number lost."""
 
     def __init__(self) -> None:
-        self._living: set[_LastView] = set()
-        self._dropped: collections.deque[_LastView] = collections.deque()
+        self._living: set[_PinRef] = set()
+        self._dropped: collections.deque[_PinRef] = collections.deque()
 
     def take(self, number: int, hold: Hold | None) -> Pin:
         """Return a pin for the bytes of call `number`. The number is in `dropped()` after the last reference to the
         pin."""
         pin = Pin(hold)
-        last = _LastView(pin, self._dropped.append)
-        last.number = number
-        self._living.add(last)
+        # When the pin is deleted, the interpreter appends its reference to `_dropped`.
+        reference = _PinRef(pin, self._dropped.append)
+        reference.number = number
+        self._living.add(reference)
         return pin
 
     def dropped(self) -> Iterator[int]:
         """Yield the numbers of deleted pins; forget each when the next one is requested."""
-        for last in taken_one_by_one(self._dropped):
-            yield last.number
-            self._living.discard(last)
+        for reference in taken_one_by_one(self._dropped):
+            yield reference.number
+            self._living.discard(reference)
 
 
 class Schema(dict[str, FieldSpec]):
@@ -120,8 +122,9 @@ class Warned:
         self._lock = threading.Lock()
         self._names: collections.OrderedDict[tuple[str, str, str], None] = collections.OrderedDict()
 
-    def first(self, what: str, partition: str, names: Iterable[str]) -> list[str]:
-        """Return the names that were not passed before with the same `what` and `partition`."""
+    def filter_new(self, what: str, partition: str, names: Iterable[str]) -> list[str]:
+        """Return the names that were not passed before with the same `what` and `partition`, and remember them. what:
+        the operation that warns, "put" or "claim"."""
         new = []
         with self._lock:
             for name in names:
@@ -152,6 +155,7 @@ class Schemas:
         return len(self._known)
 
     def get(self, partition: str) -> Schema | None:
+        """Return the cached schema of the partition; None if there is none."""
         with self._lock:
             known = self._known.get(partition)
             if known is not None:
@@ -159,6 +163,7 @@ class Schemas:
             return known
 
     def remember(self, partition: str, fields: Schema) -> None:
+        """Cache the schema of the partition, and evict the least recently used one if there are too many."""
         with self._lock:
             self._known[partition] = fields
             self._known.move_to_end(partition)
@@ -181,7 +186,11 @@ def check_pickles(config: DataPlaneConfig) -> None:
 
 class SessionState:
     """The client-side state of a session. durable: the service and its units keep their contents across a restart.
-    put_timeout_s: the service's value, used if the config has none."""
+    put_timeout_s: the service's value, used if the config has none.
+
+    `memory` is the pool of buffers that reads reuse, and `empty` allocates tensors from it. `copier` copies long runs
+    in several threads. `warned` and `schemas` avoid repeated warnings and requests.
+    """
 
     def __init__(
         self,

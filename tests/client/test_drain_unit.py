@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dataplane.client.operations.drain_unit import _no_space, _Progress
+from dataplane.client.operations.drain_unit import _handle_lack_of_space, _Progress
 from dataplane.client.operations.steps import Send
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.errors import CapacityTimeoutError
@@ -34,7 +34,7 @@ def test_pages_get_smaller_until_space_is_waited_for(lengths: tuple[int, ...]) -
     """Also where they cannot: values of no bytes take space of an open unit, too."""
     progress = _Progress(1, timeout_s=60.0)
     progress.page = page(*lengths)
-    steps = (next(_no_space(progress, NO_SPACE), None) for _ in range(40))
+    steps = (next(_handle_lack_of_space(progress, NO_SPACE), None) for _ in range(40))
     asked = next(step for step in steps if step is not None)
     assert isinstance(asked, Send)
     assert isinstance(asked.command, c.Allocate)

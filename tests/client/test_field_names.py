@@ -148,11 +148,11 @@ def test_asyncio_code_is_told_too(server: Server, partition: str, caplog: pytest
 
 def test_what_was_warned_of_is_bounded() -> None:
     warned = Warned(2)
-    assert warned.first("put", "p", ["a", "b", "a"]) == ["a", "b"]
-    assert warned.first("put", "p", ["a", "b"]) == []
-    assert warned.first("claim", "p", ["b"]) == ["b"]
-    assert warned.first("put", "q", ["b"]) == ["b"]
-    assert warned.first("put", "p", ["a"]) == ["a"]
+    assert warned.filter_new("put", "p", ["a", "b", "a"]) == ["a", "b"]
+    assert warned.filter_new("put", "p", ["a", "b"]) == []
+    assert warned.filter_new("claim", "p", ["b"]) == ["b"]
+    assert warned.filter_new("put", "q", ["b"]) == ["b"]
+    assert warned.filter_new("put", "p", ["a"]) == ["a"]
 
 
 def test_a_schema_knows_what_was_declared() -> None:

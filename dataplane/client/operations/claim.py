@@ -76,8 +76,8 @@ class ClaimOptions(ClaimConditions, total=False):
 
 
 def checked(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the options to fields of the command. Raise TypeError for an option that `kind`, a TypedDict, does
-    not have."""
+    """Check the options and return them as fields of the command. Raise TypeError for an option that `kind`, a
+    TypedDict, does not have."""
     for name in options:
         if name not in kind.__annotations__:
             raise TypeError(f"unexpected option {name!r}: expected some of {', '.join(kind.__annotations__)}")
@@ -85,12 +85,13 @@ def checked(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def claim(session_state: SessionState, command: c.Claim, dp_rank: int | None) -> Operation[KVBatchMeta]:
-    """Wait on the service for the claim. The samples have tags and, from `input_lengths`, sequence lengths."""
+    """Wait on the service for the claim and return the claimed samples, with tags and, from `input_lengths`, sequence
+    lengths. dp_rank: the caller's rank, noted in `extra_info`; None if the claim is for no rank."""
     yield from check_claim(session_state, command)
     claimed = yield Send(command)
     try:
         meta = meta_of(claimed.result, command.partition, task=command.task, fields=command.fields)
-    except BaseException:
+    except BaseException:  # an interrupt, for example: the caller never sees these samples
         yield Post(_undo(command, claimed.result))
         raise
     if dp_rank is not None:
@@ -120,8 +121,8 @@ def claim_command(
     timeout_s: float = 60.0,
     **options: Unpack[ClaimOptions],
 ) -> c.Claim:
-    """Return the command of a claim, with checked options. `dp_rank` is omitted unless `dp_world` or `step` is
-    given."""
+    """Return the command of a claim, with checked options. Without `dp_world` and `step` the claim is not divided
+    among ranks, and `dp_rank` is left out."""
     return c.Claim(
         partition=partition,
         task=task,
@@ -137,6 +138,7 @@ def claim_command(
 
 
 def _one_of(members: type[Choice], name: str, value: str) -> Choice:
+    """Return the member with this value. Raise `InvalidRequestError` for any other value of the option `name`."""
     try:
         return members(value)
     except ValueError:
@@ -148,6 +150,7 @@ def _predicates(where: Where) -> tuple[c.Predicate, ...]:
 
 
 def _predicate(number: int, tag: str, op: str, value: Any) -> c.Predicate:
+    """Convert one condition. number: its position in the list; errors about the value name it."""
     if op == "in":
         return c.Predicate(tag=tag, op=op, value=tuple(scalar(tag, row, item) for row, item in enumerate(value)))
     return c.Predicate(tag=tag, op=op, value=scalar(tag, number, value))
@@ -166,8 +169,8 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
 def about_claimed(
     session_state: SessionState, /, make: Callable[..., c.Command], meta: KVBatchMeta, **more: Any
 ) -> Operation[list[str]]:
-    """Acknowledge, release or extend the claimed samples of `meta`; return the ids of samples that were cleared in
-    the meantime."""
+    """Send the command that `make` returns for the claimed samples of `meta`: `Ack`, `Nack` or `Extend`. Return the
+    ids of samples that were cleared in the meantime. more: further fields of the command."""
     if not isinstance(meta, KVBatchMeta):
         raise UnsupportedValueError(
             field="meta", row=None, got=type(meta).__name__, hint="Pass the KVBatchMeta that claim_meta returned."
@@ -179,7 +182,7 @@ def about_claimed(
     samples = samples_of(meta)
     command = make(partition=meta.partition_id, task=meta.task_name, samples=samples, claims=meta.claims, **more)
     settled = yield from naming(meta.sample_ids, command)
-    return [meta.sample_ids[place] for place in settled.result.cleared.tolist()]
+    return [meta.sample_ids[position] for position in settled.result.cleared.tolist()]
 
 
 def extend(session_state: SessionState, meta: KVBatchMeta, lease_s: float) -> Operation[list[str]]:
@@ -190,8 +193,8 @@ def extend(session_state: SessionState, meta: KVBatchMeta, lease_s: float) -> Op
 
 def consumed(session_state: SessionState, partition: str, task_names: Sequence[str]) -> Operation[bool]:
     """Return whether the partition is complete and the tasks have consumed all of its samples."""
-    checked = yield Send(c.CheckConsumption(partition=partition, tasks=name_tuple("task_names", task_names)))
-    return bool(checked.result.consumed)
+    answer = yield Send(c.CheckConsumption(partition=partition, tasks=name_tuple("task_names", task_names)))
+    return bool(answer.result.consumed)
 
 
 def why_blocked(

@@ -66,7 +66,8 @@ OnProgress = Callable[[DrainProgress], object]
 
 
 class _Progress:
-    """State of one drain: `page` is the last page found, `most` the maximum size of the next page in bytes."""
+    """State of one drain: `page` is the last page found, `most` the maximum size of the next page in bytes. `cells`
+    and `nbytes` have been moved, `left_cells` remain. `failures` counts consecutive failures of a target unit."""
 
     def __init__(self, unit: int, timeout_s: float) -> None:
         self.unit = unit
@@ -89,6 +90,7 @@ class _Progress:
         return DrainProgress(unit=self.unit, cells=self.cells, moved_bytes=self.nbytes, left_cells=self.left_cells)
 
     def error(self, why: str) -> DrainError:
+        """Return the error that ends the drain, with what the last page says about the unit's contents."""
         page = self.page
         return DrainError(
             unit=self.unit,
@@ -103,23 +105,25 @@ class _Progress:
 def drain(
     session_state: SessionState, unit: int, timeout_s: float, force: bool = False, on_progress: OnProgress | None = None
 ) -> Operation[Drained]:
-    """Mark the unit and move its rows until none remain."""
+    """Mark the unit, so that no new rows are placed on it, and move its rows until none remain. Raise `DrainError` if
+    that takes longer than `timeout_s` or is impossible."""
     timeout_s = seconds("timeout_s", timeout_s)
     yield Send(c.Drain(unit=unit, force=force))
     progress = _Progress(unit, timeout_s)
     while True:
         try:
-            page = yield from _step(session_state, progress)
+            page = yield from _move_page(session_state, progress)
         except (CapacityTimeoutError, RequestTooLargeError) as error:
-            yield from _no_space(progress, error)
+            yield from _handle_lack_of_space(progress, error)
         except (PartitionNotFoundError, PartitionDroppedError) as error:
             log.debug("Cells to move were removed: %s", error)
         except (StorageUnitError, ServiceRestartedError) as error:
             progress.failures += 1
+            # If the drained unit itself fails, its rows cannot be read; a failed target unit can be replaced.
             if progress.failures == TRIES or getattr(error, "unit", unit) == unit:
                 raise progress.error(str(error)) from error
         else:
-            if not len(page.rows) and not page.reserved:
+            if not len(page.rows) and not page.reserved:  # no rows, and no put in progress that would add some
                 return Drained(
                     unit=unit, cells=progress.cells, moved_bytes=progress.nbytes, pinned_bytes=page.pinned_bytes
                 )
@@ -140,11 +144,13 @@ def forget(session_state: SessionState, unit: int, force: bool) -> Operation[Non
 
 
 def _sizes(page: c.FoundCells) -> c.Int64s:
+    """Return the size of each value of the page in bytes."""
     sizes: c.Int64s = page.lengths * page.spec.unit_bytes
     return sizes
 
 
 def _allocate(page: c.FoundCells, on_full: c.OnFull, timeout_s: float) -> c.Allocate:
+    """Return the command that reserves space on other units for the values of the page."""
     return c.Allocate(
         partition=page.partition,
         columns=(c.ColumnSizes(name=page.field, sizes=_sizes(page)),),
@@ -155,8 +161,9 @@ def _allocate(page: c.FoundCells, on_full: c.OnFull, timeout_s: float) -> c.Allo
     )
 
 
-def _no_space(progress: _Progress, error: CapacityTimeoutError | RequestTooLargeError) -> Operation[None]:
-    """Continue with smaller pages. If a single value finds no space, wait for space, unless it can never fit."""
+def _handle_lack_of_space(progress: _Progress, error: CapacityTimeoutError | RequestTooLargeError) -> Operation[None]:
+    """Halve the maximum size of the next page. If that is impossible, because not even one value finds space, wait for
+    space for up to `progress.wait_s`. Raise `DrainError` if the value can never fit or the drain has no time left."""
     page = progress.page
     assert page is not None
     if len(page.lengths) > 1 and progress.most > 1:
@@ -166,23 +173,25 @@ def _no_space(progress: _Progress, error: CapacityTimeoutError | RequestTooLarge
         raise progress.error(str(error)) from error
     try:
         allocated = yield Send(_allocate(page, c.OnFull.WAIT, progress.wait_s))
-    except (CapacityTimeoutError, PartitionNotFoundError, PartitionDroppedError) as still:
-        log.debug("Got no space for cells to move: %s", still)
-        if isinstance(still, CapacityTimeoutError) and not progress.left_s:
-            raise progress.error(str(still)) from still
+    except (CapacityTimeoutError, PartitionNotFoundError, PartitionDroppedError) as failure:
+        log.debug("Got no space for cells to move: %s", failure)
+        if isinstance(failure, CapacityTimeoutError) and not progress.left_s:
+            raise progress.error(str(failure)) from failure
     else:
+        # There is space now. The next attempt finds the page again and reserves for it.
         yield Post(c.Abort(reservation=allocated.number))
 
 
 @with_retry
-def _step(session_state: SessionState, progress: _Progress) -> Operation[c.FoundCells]:
-    """Find a page, move it and return it."""
-    before = progress.page
+def _move_page(session_state: SessionState, progress: _Progress) -> Operation[c.FoundCells]:
+    """Find a page, preferably of the same field as the last one, move it and return it. It is empty if the unit has no
+    cells; while puts or readers use the unit, the service returns an empty page only after `progress.wait_s`."""
+    last_page = progress.page
     find = c.FindCells(
         unit=progress.unit,
         max_bytes=progress.most,
-        partition="" if before is None else before.partition,
-        field="" if before is None else before.field,
+        partition="" if last_page is None else last_page.partition,
+        field="" if last_page is None else last_page.field,
         timeout_s=progress.wait_s,
     )
     found = yield Send(find)
@@ -210,7 +219,7 @@ def _move(session_state: SessionState, unit: int, found: Sent) -> Operation[c.Mo
             try:
                 yield Work(partial(_copy, session_state, unit, page, placements, allocated.number, unfinished))
             except ChecksumError as error:
-                raise (yield from _naming(error, page)) from error
+                raise (yield from _with_sample_id(error, page)) from error
             failpoints.hit("move.before_switch")
             return (yield Send(move_of(page, unit, located=found.number, reservation=allocated.number))).result  # type: ignore[no-any-return]
         except BaseException:
@@ -238,8 +247,11 @@ def _copy(
         lengths=page.lengths,
         checksums=page.checksums,
     )
-    names = [str(place) for place in range(len(page.lengths))]
-    source = checked(session_state.connections.gather([located], {unit}), [located], page.partition, names)[page.field]
+    # In place of sample ids: a checksum error names the number of the value, which `_with_sample_id` replaces.
+    numbers = [str(number) for number in range(len(page.lengths))]
+    sources = checked(session_state.connections.gather([located], {unit}), [located], page.partition, numbers)
+    source = sources[page.field]
+    # All values come from one unit, and therefore lie in one buffer.
     memory = source.buffers[0 if source.which is None else int(source.which[0])]
     if source.check is not None:
         source.check(memory, source.offsets, slice(None))
@@ -249,15 +261,17 @@ def _copy(
 
 
 def move_of(page: c.FoundCells, unit: int, *, located: int, reservation: int) -> c.Move:
-    """Return the command that points the found cells at their copies. unit: their old storage unit."""
-    found = ("partition", "field", "rows", "generations", "index", "offsets", "lengths")
-    return c.Move(**{name: getattr(page, name) for name in found}, unit=unit, located=located, reservation=reservation)
+    """Return the command that points the found cells at their copies. unit: their old storage unit. located: number
+    of the `FindCells` call. reservation: number of the call that allocated the space of the copies."""
+    same = ("partition", "field", "rows", "generations", "index", "offsets", "lengths")
+    return c.Move(**{name: getattr(page, name) for name in same}, unit=unit, located=located, reservation=reservation)
 
 
-def _naming(error: ChecksumError, page: c.FoundCells) -> Operation[DataPlaneError]:
-    """Return the error with the id of a sample that has the damaged value."""
-    at = int(np.flatnonzero(page.index == int(error.facts["sample"]))[0])
-    samples = c.Samples(rows=page.rows[at : at + 1], generations=page.generations[at : at + 1])
+def _with_sample_id(error: ChecksumError, page: c.FoundCells) -> Operation[DataPlaneError]:
+    """Return the error of `_copy` with the id of a sample that has the damaged value, in place of the value's number.
+    Return it unchanged if the service does not list the sample."""
+    cell = int(np.flatnonzero(page.index == int(error.facts["sample"]))[0])
+    samples = c.Samples(rows=page.rows[cell : cell + 1], generations=page.generations[cell : cell + 1])
     try:
         listed = yield Send(c.List(partition=page.partition, samples=samples))
     except DataPlaneError:

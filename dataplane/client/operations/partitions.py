@@ -56,6 +56,7 @@ def register(
 
 
 def _when_full(policy: str) -> c.WhenFull:
+    """Return the policy of this name. Raise `InvalidRequestError` if there is none."""
     try:
         return c.WhenFull(policy)
     except ValueError:
@@ -78,7 +79,7 @@ def clear(session_state: SessionState, names: Names | None, partition: str) -> O
 def set_tags(
     session_state: SessionState, names: Names, partition: str, tags: Sequence[Mapping[str, Any]]
 ) -> Operation[None]:
-    """Merge tags into live samples, atomically."""
+    """Merge tags, one mapping per sample, into those of live samples, atomically."""
     ids = ids_of(names)
     yield from naming(
         ids, c.SetTags(partition=partition, samples=samples_of(names, ids), tags=tag_columns(tags, len(ids)))

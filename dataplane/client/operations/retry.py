@@ -26,9 +26,9 @@ T = TypeVar("T")
 def with_retry(
     operation: Callable[Concatenate[SessionState, P], Operation[T]],
 ) -> Callable[Concatenate[SessionState, P], Operation[T]]:
-    """Retry the operation for up to `config.reconnect_s` while it fails because a storage unit is unreachable or was
-    restarted. This applies only to services whose units keep their rows across restarts. The operation must leave
-    nothing behind when it fails."""
+    """Decorate an operation: retry it for up to `config.reconnect_s` after its first failure, while it fails because a
+    storage unit is unreachable or was restarted. This applies only to services whose units keep their rows across
+    restarts. The operation must leave nothing behind when it fails."""
 
     @functools.wraps(operation)
     def retried(session_state: SessionState, /, *args: P.args, **kwargs: P.kwargs) -> Operation[T]:
@@ -37,8 +37,9 @@ def with_retry(
             try:
                 return (yield from operation(session_state, *args, **kwargs))
             except (StorageUnitError, ServiceRestartedError) as error:
-                end = min(end, time.monotonic() + session_state.config.reconnect_s)
-                if not session_state.durable or error.facts.get("lost") or time.monotonic() + backoff.next_s >= end:
+                end = min(end, time.monotonic() + session_state.config.reconnect_s)  # set by the first failure
+                is_permanent = not session_state.durable or error.facts.get("lost")
+                if is_permanent or time.monotonic() + backoff.next_s >= end:
                     raise
                 log.info("%s; retrying %s", error, operation.__name__)
             yield Work(functools.partial(time.sleep, backoff.take()))

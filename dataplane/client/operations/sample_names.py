@@ -73,6 +73,7 @@ def scalar(tag: str, row: int, value: Any) -> Scalar:
 
 
 _PLAIN = frozenset({bool, int, float, type(None)})
+"""Types of tags that `tag_columns` stores without conversion."""
 
 
 def tag_columns(
@@ -92,16 +93,17 @@ def tag_columns(
         )
     if len(tags) != count:
         raise InvalidRequestError(f"tags: got {len(tags)} mappings for {count} samples; pass one per sample")
-    found: dict[str, tuple[list[Scalar], list[int]]] = {}
+    # Tag name -> its values, and the positions of the samples that have them.
+    columns: dict[str, tuple[list[Scalar], list[int]]] = {}
     for row, mapping in enumerate(tags):
         if not isinstance(mapping, Mapping) or set(map(type, mapping)) - {str}:
             got = "a mapping with non-string names" if isinstance(mapping, Mapping) else type(mapping).__name__
             hint = "Pass a mapping of tag names to values for each sample."
             raise UnsupportedValueError(field="tags", row=row, got=got, hint=hint)
         for name, value in mapping.items():
-            column = found.get(name)
+            column = columns.get(name)
             if column is None:
-                column = found[name] = [], []
+                column = columns[name] = [], []
             column[0].append(value if type(value) in _PLAIN else convert(name, row, value))
             column[1].append(row)
     return tuple(
@@ -110,7 +112,7 @@ def tag_columns(
             values=tuple(values),
             positions=None if len(values) == count else np.array(positions, dtype=np.int64),
         )
-        for name, (values, positions) in found.items()
+        for name, (values, positions) in columns.items()
     )
 
 
@@ -119,17 +121,17 @@ def tags_of(columns: Sequence[c.TagColumn], count: int) -> list[dict[str, Scalar
     tags: list[dict[str, Scalar]] = [{} for _ in range(count)]
     for column in columns:
         name = column.name
-        mine = tags if column.positions is None else [tags[row] for row in column.positions.tolist()]
-        for tag, value in zip(mine, column.values, strict=True):
-            tag[name] = value
+        tagged = tags if column.positions is None else [tags[row] for row in column.positions.tolist()]
+        for sample_tags, value in zip(tagged, column.values, strict=True):
+            sample_tags[name] = value
     return tags
 
 
 def meta_of(
     listed: c.Claimed | c.Listed, partition: str, *, task: str | None = None, fields: Sequence[str] | None = None
 ) -> KVBatchMeta:
-    """Return the meta of samples that the service listed, with tags, handles and the tag `input_lengths` as
-    sequence lengths."""
+    """Return the meta of samples that the service listed or claimed, with tags, handles and, if all samples have the
+    tag `input_lengths`, sequence lengths. fields: the fields of the meta (default: those that the service listed)."""
     tags = tags_of(listed.tags, len(listed.ids))
     lengths = [tag.get(INPUT_LENGTHS) for tag in tags]
     known = [int(length) for length in lengths if length is not None]
@@ -142,7 +144,7 @@ def meta_of(
         tags=tags,
     )
     meta = meta.with_handles(listed.rows, listed.generations)
-    if not isinstance(listed, c.Claimed) or not listed.claim:
+    if not isinstance(listed, c.Claimed) or not listed.claim:  # claim id 0: a peek claims nothing
         return meta
     return meta.with_claims(np.full(meta.size, listed.claim, np.int64))
 
@@ -155,7 +157,8 @@ def name_tuple(what: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def naming(ids: Sequence[str], command: c.Command, meanwhile: Callable[[], Any] | None = None) -> Operation[Any]:
-    """Send a command. An error about row handles is raised with the caller's ids of these rows."""
+    """Send a command and return the `Sent` with its result. An error about row handles is raised with the caller's ids
+    of these rows. meanwhile: see `Send`."""
     try:
         return (yield Send(command, meanwhile))
     except StaleSampleError as error:

@@ -78,11 +78,11 @@ class ControllerChannel(OpenChannel):
         *,
         timeout_s: float | None = None,
         meanwhile: Callable[[], None] = lambda: None,
-        given: list[tuple[int, c.Command]] | None = None,
+        acquired: list[tuple[int, c.Command]] | None = None,
     ) -> tuple[int, c.Result]:
         """Send a command, wait for its response and return its number and result. `meanwhile` is called once, after
-        the command was sent. The number and the command are appended to `given` before the command is sent, because
-        an interrupt may occur after the response arrived.
+        the command was sent. The number and the command are appended to `acquired` before the command is sent,
+        because an interrupt may occur after the response arrived.
 
         Resend the call under its number while no response arrives. Block for the command's own `timeout_s`
         (Allocate, FindCells, Shrink, blocking Claim) plus `timeout_s` (default: config.call_timeout_s), then raise
@@ -95,8 +95,8 @@ class ControllerChannel(OpenChannel):
         hit(f"call.{name}.before")
         outgoing = self._calls.begin(command, timeout_s)
         try:
-            if given is not None:
-                given.append((outgoing.number, command))
+            if acquired is not None:
+                acquired.append((outgoing.number, command))
             reply = self._exchange(outgoing, meanwhile)
             hit(f"call.{name}.after")
             return outgoing.number, self._calls.settle(outgoing, reply)
