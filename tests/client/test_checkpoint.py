@@ -101,7 +101,7 @@ def test_in_many_pieces_and_pages(client: DataPlaneClient, tmp_path: Path, monke
     monkeypatch.setattr(save, "ROWS_PER_PIECE", 37)
     monkeypatch.setattr(save, "NAMES_PER_READ", 23)
     monkeypatch.setattr(save, "CELLS_PER_READ", 31)
-    monkeypatch.setattr(files, "STRETCH_BYTES", 1000)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 1000)
     ids = ids_of(200)
     client.register_partition("p", ["x"], 200, ["train"])
     client.put_samples(ids, "p", {"x": rows_of(200)}, [{"n": n} if n % 3 else {} for n in range(200)])

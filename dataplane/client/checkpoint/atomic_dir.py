@@ -41,7 +41,11 @@ _OURS = re.compile(r"data-[0-9a-f]{16}|manifest\.json(\.partial-[0-9a-f]{16})?")
 
 class Place:
     """The target of one checkpoint in progress; `directory` is the base of its file names. Every method blocks on
-    the file system and raises `CheckpointWriteError` if that fails."""
+    the file system and raises `CheckpointWriteError` if that fails.
+
+    _inside: the path existed at the start, so that the files go into a subdirectory of it. _placed: a rename has
+    published the checkpoint. _lock: descriptor of the locked directory, None if the file system has no locks.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = _absolute(path)
@@ -58,19 +62,21 @@ class Place:
         with files.translated(self.directory):
             refuse_link_of_another(self.path)
             if self._inside:
-                self._check_ours()
+                self._check_replaceable()
             else:
                 self.directory.mkdir(MODE, parents=True)
             self._take_lock()
-            self._sweep()
+            self._remove_leftovers()
             (self.directory / self.data).mkdir(MODE)
 
     def _beside(self, tag: str) -> Path:
         return self.path.with_name(f"{self.path.name}.partial-{tag}")
 
-    def _check_ours(self) -> None:
-        found = os.listdir(self.path) if self.path.is_dir() else None
-        if found is None or (any(not _OURS.fullmatch(name) for name in found) and not self._is_checkpoint()):
+    def _check_replaceable(self) -> None:
+        """Raise `CheckpointError` unless the path is a directory that is empty, has only files of a checkpoint, or is
+        a valid checkpoint, possibly with foreign files."""
+        names = os.listdir(self.path) if self.path.is_dir() else None
+        if names is None or (any(not _OURS.fullmatch(name) for name in names) and not self._is_checkpoint()):
             raise CheckpointError(
                 file=str(self.path),
                 why="exists and is not a checkpoint; use a new path, an empty directory, or an older checkpoint",
@@ -94,19 +100,19 @@ class Place:
                 file=str(self.path), why="another process is writing a checkpoint to this path"
             ) from None
 
-    def _sweep(self) -> None:
-        """Remove leftovers that no process writes or reads."""
-        if self._lock is None:
+    def _remove_leftovers(self) -> None:
+        """Remove leftovers of crashed writers, in the path and beside it, that no process writes or reads."""
+        if self._lock is None:  # whether they are in use cannot be determined
             return
         if self._inside:
-            self._sweep_inside(self._current())
+            self._remove_data_except(self._current_data())
         partial = re.compile(re.escape(self.path.name) + r"\.partial-[0-9a-f]{16}")
         for name in os.listdir(self.path.parent):
-            left = self.path.parent / name
-            if partial.fullmatch(name) and left != self.directory and _unused(left):
-                shutil.rmtree(left, ignore_errors=True)
+            candidate = self.path.parent / name
+            if partial.fullmatch(name) and candidate != self.directory and _unused(candidate):
+                shutil.rmtree(candidate, ignore_errors=True)
 
-    def _current(self) -> set[str]:
+    def _current_data(self) -> set[str]:
         """Return the data directories listed in the manifest at the path; for a damaged manifest, all of them."""
         if not (self.path / manifest.NAME).exists():
             return set()
@@ -115,7 +121,8 @@ class Place:
         except CheckpointError:
             return set(os.listdir(self.path))
 
-    def _sweep_inside(self, kept: set[str]) -> None:
+    def _remove_data_except(self, kept: set[str]) -> None:
+        """Remove the unused data directories in the path, except those in `kept`, and unfinished manifests."""
         for name in os.listdir(self.path):
             if name.startswith("data-") and name not in kept and _unused(self.path / name):
                 shutil.rmtree(self.path / name, ignore_errors=True)
@@ -123,29 +130,31 @@ class Place:
                 (self.path / name).unlink(missing_ok=True)
 
     def finish(self, content: manifest.Manifest) -> None:
-        """Publish the checkpoint after all of its files are written."""
-        aside = self.directory / f"{manifest.NAME}.partial-{self._tag}"
-        with files.translated(aside):
-            with open(aside, "xb", buffering=0, opener=private) as file:
+        """Publish the checkpoint after all of its files are written: write the manifest and rename it. If the path did
+        not exist, then rename the whole directory."""
+        unfinished = self.directory / f"{manifest.NAME}.partial-{self._tag}"
+        with files.translated(unfinished):
+            with open(unfinished, "xb", buffering=0, opener=private) as file:
                 files.write_all(file.fileno(), memoryview(manifest.encode(content)))
                 os.fsync(file.fileno())
             _sync(self.directory / self.data)
             _sync(self.directory)
             failpoints.hit("checkpoint.before_rename")
-            aside.rename(self.directory / manifest.NAME)
+            unfinished.rename(self.directory / manifest.NAME)
             self._placed = self._inside
             _sync(self.directory)
             if not self._inside:
-                self._rename()
+                self._rename_directory()
                 self._placed = True
                 _sync(self.path.parent)
         failpoints.hit("checkpoint.after_rename")
         with contextlib.suppress(OSError):
             if self._inside and self._lock is not None:
-                self._sweep_inside({self.data})
-        self._let_go()
+                self._remove_data_except({self.data})  # the files of the older checkpoint
+        self._release_lock()
 
-    def _rename(self) -> None:
+    def _rename_directory(self) -> None:
+        """Rename the temporary directory to the path. Raise `CheckpointWriteError` if it exists by now."""
         try:
             self.directory.rename(self.path)
         except OSError as error:
@@ -158,16 +167,16 @@ class Place:
             with contextlib.suppress(OSError):
                 (self.directory / f"{manifest.NAME}.partial-{self._tag}").unlink(missing_ok=True)
             shutil.rmtree(self.directory / self.data if self._inside else self.directory, ignore_errors=True)
-        self._let_go()
+        self._release_lock()
 
-    def _let_go(self) -> None:
+    def _release_lock(self) -> None:
         if self._lock is not None:
             _unlock(self._lock)
             self._lock = None
 
 
 class Reading:
-    """An open checkpoint. Its files are kept until `close`, even if another checkpoint is saved to its path."""
+    """A checkpoint that is read. Locks keep its files until `close`, even if another one is saved to its path."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.directory = _absolute(path)
@@ -178,14 +187,14 @@ class Reading:
         is none."""
         while True:
             content = manifest.read(self.directory)
-            self._lock({entry.name.partition("/")[0] for entry in content.files})
+            self._lock_data({entry.name.partition("/")[0] for entry in content.files})
             # If it is still current, its files were locked before a writer could replace and remove them.
             if manifest.read(self.directory) == content:
                 return content
             self.close()
 
-    def _lock(self, names: set[str]) -> None:
-        """Lock the data directories. A directory that cannot be opened is missing or being removed."""
+    def _lock_data(self, names: set[str]) -> None:
+        """Lock these data directories. Skip a directory that cannot be opened: it is missing or being removed."""
         for name in names:
             with contextlib.suppress(OSError):
                 descriptor = _locked(self.directory / name, fcntl.LOCK_SH)
@@ -205,6 +214,7 @@ class Reading:
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path. Raise `CheckpointError` for an empty path or one with a NUL character."""
     if "\0" in os.fspath(path):
         raise CheckpointError(file=repr(os.fspath(path)), why="the path contains a NUL character")
     if not os.fspath(path):
@@ -214,7 +224,7 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
 
 def _locked(directory: Path, how: int) -> int | None:
     """Return a descriptor that locks the directory; None if the file system has no locks. Raise `BlockingIOError`
-    if another lock conflicts."""
+    if another lock conflicts. how: `fcntl.LOCK_EX` or `fcntl.LOCK_SH`."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
@@ -235,18 +245,19 @@ def _unlock(descriptor: int) -> None:
 
 
 def _unused(directory: Path) -> bool:
-    """Return whether no process writes to or reads from the directory."""
+    """Return whether certainly no process writes to or reads from the directory."""
     try:
         descriptor = _locked(directory, fcntl.LOCK_EX)
     except OSError:
         return False
-    if descriptor is None:
+    if descriptor is None:  # the file system has no locks
         return False
     _unlock(descriptor)
     return True
 
 
 def _sync(directory: Path) -> None:
+    """Force the entries of the directory to disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

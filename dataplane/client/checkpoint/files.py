@@ -33,8 +33,8 @@ from dataplane.ledger import commands as c
 
 FILE_BYTES = 256 << 20
 """Maximum size of a file, unless a single value is larger."""
-STRETCH_BYTES = 8 << 20
-"""Bytes gathered, hashed and written at a time; for remote units also the bytes received at a time."""
+CHUNK_BYTES = 8 << 20
+"""Bytes (a chunk) gathered, hashed and written at a time; for remote units also the bytes received at a time."""
 
 MAX_LENGTH = 1 << 44
 """Maximum length of a value. The sum of all lengths in a piece cannot overflow."""
@@ -108,17 +108,17 @@ def stored_part(name: str, partition: str, located: c.FieldLocations) -> FilePar
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
-def write(directory: Path, name: str, parts: Sequence[FilePart], bring: Gather) -> FileEntry:
-    """Write the tensors to a file, sync it and return its entry. Raise `CheckpointWriteError` if the file system
+def write(directory: Path, name: str, parts: Sequence[FilePart], fetch: Gather) -> FileEntry:
+    """Write the tensors to a new file, sync it and return its entry. Raise `CheckpointWriteError` if the file system
     fails, `DamagedValueError` for a value that does not match its checksum."""
     # Larger elements first, so that every tensor is aligned to its element size.
     ordered = sorted(parts, key=lambda part: -DTYPE_BYTES[part.dtype])
     digest, written, path = hashlib.sha256(), 0, directory / name
     with translated(path), open(path, "xb", buffering=0, opener=private) as file:
-        for stretch in _stretches(ordered, bring):
-            digest.update(stretch)
-            write_all(file.fileno(), stretch)
-            written += len(stretch)
+        for chunk in _chunks(ordered, fetch):
+            digest.update(chunk)
+            write_all(file.fileno(), chunk)
+            written += len(chunk)
             failpoints.hit("checkpoint.mid_file")
         os.fsync(file.fileno())
     return FileEntry(name=name, nbytes=written, sha256=digest.hexdigest())
@@ -142,61 +142,66 @@ def write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _stretches(parts: Sequence[FilePart], bring: Gather) -> Iterator[memoryview]:
+def _chunks(parts: Sequence[FilePart], fetch: Gather) -> Iterator[memoryview]:
+    """Yield the content of the file in chunks of at most `CHUNK_BYTES` (the header may be longer). A chunk is valid
+    until the next one is requested."""
     yield memoryview(_header(parts))
-    scratch = np.empty(STRETCH_BYTES, np.uint8)
+    scratch = np.empty(CHUNK_BYTES, np.uint8)
     for part in parts:
         if isinstance(part.content, np.ndarray):
             flat = np.ascontiguousarray(part.content).reshape(-1).view(np.uint8)
-            for start in range(0, flat.nbytes, STRETCH_BYTES):
-                yield flat[start : start + STRETCH_BYTES].data
+            for start in range(0, flat.nbytes, CHUNK_BYTES):
+                yield flat[start : start + CHUNK_BYTES].data
         else:
-            yield from _stored(part.partition, part.content, bring, scratch)
+            yield from _value_chunks(part.partition, part.content, fetch, scratch)
 
 
 def _header(parts: Sequence[FilePart]) -> bytes:
-    """Return the safetensors header of these tensors."""
+    """Return the header of a safetensors file with these tensors, in this order: its length, then a JSON object."""
     table: dict[str, Any] = {}
-    at = 0
+    offset = 0
     for part in parts:
         table[part.name] = {
             "dtype": _DTYPES[part.dtype],
             "shape": list(part.shape),
-            "data_offsets": [at, at + part.nbytes],
+            "data_offsets": [offset, offset + part.nbytes],
         }
-        at += part.nbytes
+        offset += part.nbytes
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the data that follows is aligned to 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
-def _stored(partition: str, located: c.FieldLocations, bring: Gather, scratch: UInt8s) -> Iterator[memoryview]:
-    """Yield the values' bytes. Empty values are skipped: their location may refer to a removed unit."""
+def _value_chunks(partition: str, located: c.FieldLocations, fetch: Gather, scratch: UInt8s) -> Iterator[memoryview]:
+    """Yield the values' bytes, after comparing them with their checksums, in chunks of at most `len(scratch)`. Empty
+    values are skipped: their location may refer to a removed unit."""
     located = select_values(located, np.flatnonzero(located.lengths * located.spec.unit_bytes))
     sizes = located.lengths * located.spec.unit_bytes
     ends = np.cumsum(sizes)
     first = 0
     while first < len(sizes):
         before = int(ends[first - 1]) if first else 0
+        # As many values as fit into `scratch`, at least one.
         last = max(int(np.searchsorted(ends, before + len(scratch), "right")), first + 1)
-        these = select_values(located, slice(first, last))
-        source = bring(these)
+        values = select_values(located, slice(first, last))
+        source = fetch(values)
         nbytes = int(ends[last - 1]) - before
         if nbytes <= len(scratch):
             target = scratch[:nbytes]
             gather(source.buffers, source.which, source.offsets, source.sizes, target)
-            _check(partition, these, target)
+            _check(partition, values, target)
             yield target.data
-        else:
+        else:  # a single large value
             (row,) = source.rows()
-            _check(partition, these, row)
+            _check(partition, values, row)
             for start in range(0, nbytes, len(scratch)):
                 yield row[start : start + len(scratch)].data
         first = last
 
 
 def _check(partition: str, located: c.FieldLocations, memory: UInt8s) -> None:
-    """Verify the checksums of the values, which are concatenated in `memory`."""
+    """Verify the checksums of the values, which are concatenated in `memory`. Raise `DamagedValueError` for the first
+    wrong one."""
     if located.checksums is None:
         return
     sizes = located.lengths * located.spec.unit_bytes
@@ -211,22 +216,22 @@ def _check(partition: str, located: c.FieldLocations, memory: UInt8s) -> None:
 def verify(directory: Path, entry: FileEntry) -> None:
     """Raise `CheckpointError` unless the file matches its size and checksum in the manifest."""
     path = directory / entry.name
-    digest, found = hashlib.sha256(), 0
-    buffer = memoryview(bytearray(STRETCH_BYTES))
+    digest, nbytes = hashlib.sha256(), 0
+    buffer = memoryview(bytearray(CHUNK_BYTES))
     try:
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 digest.update(buffer[:count])
-                found += count
-                if found > entry.nbytes:
+                nbytes += count
+                if nbytes > entry.nbytes:
                     break
     except FileNotFoundError:
         raise CheckpointError(file=str(path), why="missing") from None
     except OSError as error:
         raise CheckpointError(file=str(path), why=error.strerror or str(error)) from error
-    if found != entry.nbytes:
-        how = "truncated" if found < entry.nbytes else "too long"
-        raise CheckpointError(file=str(path), why=f"{how}: read {found:,} bytes, expected {entry.nbytes:,}")
+    if nbytes != entry.nbytes:
+        how = "truncated" if nbytes < entry.nbytes else "too long"
+        raise CheckpointError(file=str(path), why=f"{how}: read {nbytes:,} bytes, expected {entry.nbytes:,}")
     if digest.hexdigest() != entry.sha256:
         raise CheckpointError(file=str(path), why="its content does not match its checksum: the file was modified")
 
@@ -239,37 +244,38 @@ class OpenedFile:
         try:
             self._file = safetensors.safe_open(self.path, "pt")
         except (OSError, safetensors.SafetensorError) as error:
-            raise self.wrong(str(error)) from error
+            raise self.error(str(error)) from error
 
     def bytes_of(self, name: str) -> UInt8s:
         """Return a tensor's mapped bytes. Raise `CheckpointError` if the tensor is missing."""
         try:
             return byte_view(self._file.get_tensor(name))  # type: ignore[no-untyped-call]
         except (OSError, safetensors.SafetensorError, ValueError, RuntimeError) as error:
-            raise self.wrong(f"tensor {name!r}: {error}") from error
+            raise self.error(f"tensor {name!r}: {error}") from error
 
     def int64s(self, name: str) -> c.Int64s:
-        """Return a tensor of 64-bit integers."""
-        found = self.bytes_of(name)
-        if found.nbytes % 8:
-            raise self.wrong(f"tensor {name!r} does not contain 64-bit integers")
-        integers: c.Int64s = found.view(np.int64)
+        """Return a tensor of 64-bit integers, mapped. Raise `CheckpointError` if it is missing or has another size."""
+        mapped = self.bytes_of(name)
+        if mapped.nbytes % 8:
+            raise self.error(f"tensor {name!r} does not contain 64-bit integers")
+        integers: c.Int64s = mapped.view(np.int64)
         return integers
 
-    def wrong(self, why: str) -> CheckpointError:
+    def error(self, why: str) -> CheckpointError:
         """Return an error that names this file."""
         return CheckpointError(file=str(self.path), why=why)
 
 
 def lengths_of(opened: OpenedFile, prefix: str, spec: FieldSpec, values: int) -> c.Int64s:
-    """Return the length of each value, checked to be in the valid range."""
+    """Return the length of each of the `values` values of the piece with this prefix. Raise `CheckpointError` unless
+    their number and range are valid."""
     if spec.kind is FieldKind.DENSE:
         return np.ones(values, np.int64)
     lengths = opened.int64s(f"{prefix}/lengths")
     if len(lengths) != values:
-        raise opened.wrong(f"{len(lengths)} lengths for {values} values ({prefix})")
+        raise opened.error(f"{len(lengths)} lengths for {values} values ({prefix})")
     if values and not 0 <= int(lengths.min()) <= int(lengths.max()) <= MAX_LENGTH:
-        raise opened.wrong(
+        raise opened.error(
             f"lengths from {int(lengths.min())} to {int(lengths.max())}, expected 0 to {MAX_LENGTH} ({prefix})"
         )
     return lengths

@@ -93,6 +93,8 @@ class PartitionEntry(ManifestEntry, frozen=True, kw_only=True):
 
 
 class Manifest(ManifestEntry, frozen=True, kw_only=True):
+    """The content of the manifest. `package` is the name and version of the package that wrote it."""
+
     package: str
     partitions: tuple[PartitionEntry, ...]
     files: tuple[FileEntry, ...]
@@ -103,6 +105,8 @@ class Manifest(ManifestEntry, frozen=True, kw_only=True):
 
 
 class _Outer(msgspec.Struct, frozen=True, kw_only=True):
+    """The manifest file: `sha256` is the checksum of the encoded `Manifest` in `checkpoint`."""
+
     format: int
     sha256: str = ""
     checkpoint: msgspec.Raw = msgspec.Raw()
@@ -173,6 +177,7 @@ def _check(manifest: Manifest) -> None:
     if len(set(names)) != len(names):
         raise ValueError("a partition is listed twice")
     for entry in manifest.partitions:
+        # The number of its file and the counts of every piece: of the partition itself, of its rows and its cells.
         pieces = [(entry.file, 0, 0, 0), *((rows.file, rows.count, 0, 0) for rows in entry.rows)]
         pieces += [(cells.file, cells.rows, cells.values, cells.nbytes) for cells in entry.cells]
         for number, *counts in pieces:
@@ -192,7 +197,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def read(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint at `path`. Raise `CheckpointError` if there is none."""
+    """Read the manifest of the checkpoint at `path`. Raise `CheckpointError` if there is none or it is invalid."""
     file = path / NAME
     try:
         with file.open("rb") as opened:

@@ -20,7 +20,7 @@ from dataplane.client.checkpoint import files, manifest
 from dataplane.client.checkpoint.atomic_dir import Reading
 from dataplane.client.checkpoint.files import OpenedFile, lengths_of
 from dataplane.client.checkpoint.manifest import CellsEntry, CheckpointInfo, Manifest, PartitionEntry, RowsEntry
-from dataplane.client.checkpoint.save import chosen_names
+from dataplane.client.checkpoint.save import selected_names
 from dataplane.client.operations.put import store
 from dataplane.client.operations.retry import with_retry
 from dataplane.client.operations.steps import Operation, Post, Send, Work
@@ -52,21 +52,21 @@ def restore(
 ) -> Operation[CheckpointInfo]:
     """See `DataPlaneClient.restore`."""
     with Reading(path) as reading:
-        return (yield from _restored(session_state, reading, partitions, replace=replace))
+        return (yield from _restore(session_state, reading, partitions, replace=replace))
 
 
-def _restored(
+def _restore(
     session_state: SessionState, reading: Reading, partitions: Sequence[str] | None, *, replace: bool
 ) -> Operation[CheckpointInfo]:
     """Verify the files, fill staging partitions and publish them."""
     content: Manifest = yield Work(reading.open)
-    entries = _named(content, partitions)
+    entries = _selected(content, partitions)
     for file in content.files:
         yield Work(partial(files.verify, reading.directory, file))
     yield from _check_space(session_state, entries, replace)
     failpoints.hit("restore.verified")
-    tag = secrets.token_hex(8)
-    staged = [f"restoring-{tag}-{number}" for number in range(len(entries))]
+    suffix = secrets.token_hex(8)
+    staged = [f"restoring-{suffix}-{number}" for number in range(len(entries))]
     file_cache = _FileCache(reading.directory, content)
     try:
         published = []
@@ -84,11 +84,13 @@ def _restored(
     return manifest.info(reading.directory, content, entries)
 
 
-def _named(content: Manifest, partitions: Sequence[str] | None) -> tuple[PartitionEntry, ...]:
+def _selected(content: Manifest, partitions: Sequence[str] | None) -> tuple[PartitionEntry, ...]:
+    """Return the entries of the named partitions, each once; of all partitions for None. Raise
+    `PartitionNotFoundError` for a name that the checkpoint does not have."""
     if partitions is None:
         return content.partitions
     by_name = {entry.partition: entry for entry in content.partitions}
-    names = chosen_names(partitions)
+    names = selected_names(partitions)
     for name in names:
         if name not in by_name:
             raise PartitionNotFoundError(partition=name, known=list(by_name))
@@ -96,24 +98,26 @@ def _named(content: Manifest, partitions: Sequence[str] | None) -> tuple[Partiti
 
 
 def _check_space(session_state: SessionState, entries: Sequence[PartitionEntry], replace: bool) -> Operation[None]:
-    """Raise errors that would otherwise occur only after much data was written."""
+    """Raise the error if a partition exists or the service has too little space. Such errors would otherwise occur
+    only after much data was written."""
     stats: c.StatsReport = (yield Send(c.Stats())).result
-    there = {found.partition for found in stats.partitions}
+    existing = {partition.partition for partition in stats.partitions}
     for entry in entries:
-        if entry.partition in there and not replace:
+        if entry.partition in existing and not replace:
             raise PartitionExistsError(partition=entry.partition)
     sizes = [cells.nbytes for entry in entries for cells in entry.cells]
-    wanted = sum(-(-nbytes // GRANULE_BYTES) * GRANULE_BYTES for nbytes in sizes)
-    whole = sum(unit.capacity_bytes for unit in stats.units)
-    if wanted > whole and stats.units:
-        raise RequestTooLargeError(wanted_bytes=wanted, limit_bytes=whole, what="this checkpoint", hint=TOO_LARGE)
+    wanted = sum(-(-nbytes // GRANULE_BYTES) * GRANULE_BYTES for nbytes in sizes)  # rounded up to whole granules
+    capacity = sum(unit.capacity_bytes for unit in stats.units)
+    if wanted > capacity and stats.units:
+        raise RequestTooLargeError(wanted_bytes=wanted, limit_bytes=capacity, what="this checkpoint", hint=TOO_LARGE)
     free = sum(
         unit.capacity_bytes - unit.live_bytes - unit.reserved_bytes - unit.retired_bytes
         for unit in stats.units
         if unit.connected
     )
     if wanted > free:
-        holders = sorted(((f"partition {p.partition!r}", p.live_bytes) for p in stats.partitions), key=lambda h: -h[1])
+        by_size = sorted(stats.partitions, key=lambda partition: -partition.live_bytes)
+        holders = [(f"partition {partition.partition!r}", partition.live_bytes) for partition in by_size]
         raise CapacityTimeoutError(wanted_bytes=wanted, free_bytes=free, waited_s=0.0, holders=holders)
 
 
@@ -138,20 +142,21 @@ def _fill(
     session_state: SessionState, file_cache: _FileCache, staged: str, entry: PartitionEntry
 ) -> Operation[c.SavedPartition]:
     """Write all data of a partition into its staging partition. Return the description to publish."""
+    # First create all samples, with their ids and tags; then put the values of their fields.
     rows, generations = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for piece in entry.rows:
-        making: c.Commit = yield Work(partial(_names, file_cache, staged, piece))
-        committed: c.Committed = (yield Send(making)).result
+        creation: c.Commit = yield Work(partial(_read_names, file_cache, staged, piece))
+        committed: c.Committed = (yield Send(creation)).result
         rows.append(committed.rows)
         generations.append(committed.generations)
     handles = c.Samples(rows=np.concatenate(rows), generations=np.concatenate(generations))
     for cells in entry.cells:
-        found: tuple[c.Samples, EncodedColumn] = yield Work(partial(_column, file_cache, cells, handles))
-        samples, column = found
+        content: tuple[c.Samples, EncodedColumn] = yield Work(partial(_read_column, file_cache, cells, handles))
+        samples, column = content
         commit = c.Commit(partition=staged, samples=samples, mode=c.Mode.UPDATE)
         yield from store(session_state, commit, _Positions(len(samples)), [column])
         failpoints.hit("restore.stored")
-    claimed: list[bytes] = yield Work(lambda: _claimed(file_cache, entry))
+    claimed: list[bytes] = yield Work(lambda: _read_claimed(file_cache, entry))
     return c.SavedPartition(
         partition=entry.partition,
         live=entry.live,
@@ -169,23 +174,24 @@ def _fill(
     )
 
 
-def _names(file_cache: _FileCache, staged: str, piece: RowsEntry) -> c.Commit:
-    """Return the commit that creates these samples."""
+def _read_names(file_cache: _FileCache, staged: str, piece: RowsEntry) -> c.Commit:
+    """Read the ids and tags of a piece. Return the commit that creates these samples in the partition `staged`."""
     opened = file_cache.file(piece.file)
     lengths = opened.int64s(f"{piece.prefix}/id_lengths")
     text = opened.bytes_of(f"{piece.prefix}/ids").tobytes()
     if len(lengths) != piece.count or (len(lengths) and int(lengths.min()) < 0) or int(lengths.sum()) != len(text):
-        raise opened.wrong(f"{len(text)} bytes of ids for {piece.count} samples ({piece.prefix})")
+        raise opened.error(f"{len(text)} bytes of ids for {piece.count} samples ({piece.prefix})")
     ends = np.cumsum(lengths).tolist()
     try:
         ids = tuple(text[first:last].decode() for first, last in zip([0, *ends[:-1]], ends, strict=True))
         tags = tuple(_tag(*found) for found in decode_object(opened.bytes_of(f"{piece.prefix}/tags").data))
     except (ValueError, TypeError, InternalError) as error:
-        raise opened.wrong(f"ids or tags are invalid ({piece.prefix}): {error}") from error
+        raise opened.error(f"ids or tags are invalid ({piece.prefix}): {error}") from error
     return c.Commit(partition=staged, samples=c.Samples(ids=ids), mode=c.Mode.CREATE, tags=tags)
 
 
 def _tag(name: Any, positions: Any, values: Any) -> c.TagColumn:
+    """Return the column of one tag as it was read. Raise ValueError or TypeError for values of the wrong type."""
     if type(name) is not str or type(values) is not list:
         raise ValueError(f"invalid tag {name!r}")
     return c.TagColumn(
@@ -193,8 +199,9 @@ def _tag(name: Any, positions: Any, values: Any) -> c.TagColumn:
     )
 
 
-def _column(file_cache: _FileCache, cells: CellsEntry, handles: c.Samples) -> tuple[c.Samples, EncodedColumn]:
-    """Return the samples of a piece and its column. The values stay in the mapped file."""
+def _read_column(file_cache: _FileCache, cells: CellsEntry, handles: c.Samples) -> tuple[c.Samples, EncodedColumn]:
+    """Return the samples of a piece and its column. The values stay in the mapped file. handles: the row handles of
+    all samples of the partition, oldest first. Raise `CheckpointError` if the piece is inconsistent."""
     opened = file_cache.file(cells.file)
     assert handles.rows is not None
     assert handles.generations is not None
@@ -202,39 +209,41 @@ def _column(file_cache: _FileCache, cells: CellsEntry, handles: c.Samples) -> tu
     lengths = lengths_of(opened, cells.prefix, cells.spec, cells.values)
     sizes = lengths * cells.spec.unit_bytes
     if int(sizes.sum()) != values.nbytes or values.nbytes != cells.nbytes:
-        raise opened.wrong(
+        raise opened.error(
             f"{values.nbytes} bytes of values, expected {int(sizes.sum())} by their lengths and {cells.nbytes} by the "
             f"manifest ({cells.prefix})"
         )
     if cells.first is None:
-        places = opened.int64s(f"{cells.prefix}/rows")
+        positions = opened.int64s(f"{cells.prefix}/rows")
     else:
-        places = np.arange(cells.first, cells.first + cells.rows)
+        positions = np.arange(cells.first, cells.first + cells.rows)
     index = opened.int64s(f"{cells.prefix}/index").copy() if cells.shared else None
-    if len(places) != cells.rows or not _within(places, len(handles.rows)):
-        raise opened.wrong(f"sample positions out of range ({cells.prefix})")
-    if len(places if index is None else index) != cells.rows or not _within(index, cells.values):
-        raise opened.wrong(f"value index out of range ({cells.prefix})")
-    samples = c.Samples(rows=handles.rows[places], generations=handles.generations[places])
+    if len(positions) != cells.rows or not _within(positions, len(handles.rows)):
+        raise opened.error(f"sample positions out of range ({cells.prefix})")
+    if len(positions if index is None else index) != cells.rows or not _within(index, cells.values):
+        raise opened.error(f"value index out of range ({cells.prefix})")
+    samples = c.Samples(rows=handles.rows[positions], generations=handles.generations[positions])
     flat = FlatValues(values, np.cumsum(sizes) - sizes, sizes)
     return samples, EncodedColumn(cells.field, cells.spec, lengths.copy(), sizes, index, flat)
 
 
 def _within(numbers: c.Int64s | None, count: int) -> bool:
+    """Return whether all numbers, if there are any, are indexes below `count`."""
     return numbers is None or not len(numbers) or (int(numbers.min()) >= 0 and int(numbers.max()) < count)
 
 
-def _claimed(file_cache: _FileCache, entry: PartitionEntry) -> list[bytes]:
+def _read_claimed(file_cache: _FileCache, entry: PartitionEntry) -> list[bytes]:
+    """Return the bitmap of claimed samples of each task, one bit per sample."""
     opened = file_cache.file(entry.file)
-    whole = opened.bytes_of(f"{entry.prefix}/claimed").tobytes()
-    size = -(-entry.live // 8)
-    if len(whole) != size * len(entry.tasks):
-        raise opened.wrong(f"{len(whole)} bytes of claims for {len(entry.tasks)} tasks of {entry.live} samples")
-    return [whole[size * task : size * (task + 1)] for task in range(len(entry.tasks))]
+    bitmaps = opened.bytes_of(f"{entry.prefix}/claimed").tobytes()
+    size = -(-entry.live // 8)  # bytes per task
+    if len(bitmaps) != size * len(entry.tasks):
+        raise opened.error(f"{len(bitmaps)} bytes of claims for {len(entry.tasks)} tasks of {entry.live} samples")
+    return [bitmaps[size * task : size * (task + 1)] for task in range(len(entry.tasks))]
 
 
 class _Positions(Sequence[str]):
-    """Positions in place of the sample ids in errors; the ids are not kept."""
+    """Texts such as "number 3" that stand for the ids of samples in errors; the ids are not kept in memory."""
 
     def __init__(self, count: int) -> None:
         self._count = count

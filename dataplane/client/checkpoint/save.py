@@ -40,7 +40,7 @@ def checkpoint(
     session_state: SessionState, path: str | os.PathLike[str], partitions: Sequence[str] | None = None
 ) -> Operation[CheckpointInfo]:
     """See `DataPlaneClient.checkpoint`."""
-    names = chosen_names(partitions)
+    names = selected_names(partitions)
     place = Place(path)
     try:
         yield Work(place.prepare)
@@ -51,7 +51,7 @@ def checkpoint(
             failpoints.hit("checkpoint.saved")
             entries = []
             for described in saved.result.partitions:
-                entries.append((yield from _partition(writer, saved.number, described)))
+                entries.append((yield from _save_partition(writer, saved.number, described)))
             yield from writer.flush()
             # Send, not Post: the release succeeds only if the session, and therefore its pins, lasted until now.
             yield Send(c.Release(located=saved.number))
@@ -66,8 +66,8 @@ def checkpoint(
     return manifest.info(place.path, content, content.partitions)
 
 
-def chosen_names(partitions: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the named partitions; an empty tuple stands for all partitions."""
+def selected_names(partitions: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the named partitions; an empty tuple (for None) stands for all partitions."""
     names = () if partitions is None else name_tuple("partitions", partitions)
     if partitions is not None and not names:
         raise InvalidRequestError(f"partitions={partitions!r}: name at least one, or pass None for all")
@@ -76,7 +76,7 @@ def chosen_names(partitions: Sequence[str] | None) -> tuple[str, ...]:
 
 class _Writer:
     """Collects tensors and writes a file when enough are collected. saved: the response to the Save command, once
-    received."""
+    received. entries: the files that were written."""
 
     def __init__(self, session_state: SessionState, place: Place) -> None:
         self.session_state = session_state
@@ -102,7 +102,7 @@ class _Writer:
         return len(self.entries)
 
     def flush(self) -> Operation[None]:
-        """Write the collected tensors."""
+        """Write the collected tensors to a file, if there are any."""
         if not self._parts:
             return
         parts, name = self._parts, f"{self._place.data}/{len(self.entries):05}.safetensors"
@@ -111,20 +111,20 @@ class _Writer:
             self.session_state, units_of([select_values(found, found.lengths > 0) for found in stored])
         )
         try:
-            self.entries.append((yield Work(lambda: files.write(self._place.directory, name, parts, self._bring))))
+            self.entries.append((yield Work(lambda: files.write(self._place.directory, name, parts, self._gather))))
         except DamagedValueError as error:
-            raise (yield from self._named(error)) from None
+            raise (yield from self._checksum_error(error)) from None
         self._parts, self._bytes = [], 0
 
-    def _named(self, error: DamagedValueError) -> Operation[ChecksumError]:
+    def _checksum_error(self, error: DamagedValueError) -> Operation[ChecksumError]:
         """Return the error that names the first sample with the damaged value."""
-        value, partition = error.located, error.partition
+        value, partition = error.located, error.partition  # `value` holds the location of a single value
         assert value.checksums is not None
-        saved = next(found for found in self.saved.result.partitions if found.partition == partition)
-        cells = yield from _cells(self.saved.number, saved, value.name)
-        here = (cells.units == value.units[0]) & (cells.offsets == value.offsets[0]) & (cells.lengths > 0)
-        place = int(here.argmax())
-        command = c.ReadSaved(saved=self.saved.number, partition=partition, first=place, last=place + 1, names=True)
+        described = next(each for each in self.saved.result.partitions if each.partition == partition)
+        cells = yield from _locate_cells(self.saved.number, described, value.name)
+        has_value = (cells.units == value.units[0]) & (cells.offsets == value.offsets[0]) & (cells.lengths > 0)
+        first = int(has_value.argmax())
+        command = c.ReadSaved(saved=self.saved.number, partition=partition, first=first, last=first + 1, names=True)
         read: c.SavedRows = (yield Send(command)).result
         return ChecksumError(
             partition=partition,
@@ -135,19 +135,20 @@ class _Writer:
             got=error.got,
         )
 
-    def _bring(self, located: c.FieldLocations) -> RowSource:
+    def _gather(self, located: c.FieldLocations) -> RowSource:
+        """Return the values at these locations in this process's memory."""
         return self.session_state.connections.gather([located], units_of([located]))[located.name]
 
 
-def _partition(writer: _Writer, saved: int, described: c.SavedPartition) -> Operation[PartitionEntry]:
-    """Write one partition and return its manifest entry."""
+def _save_partition(writer: _Writer, saved: int, described: c.SavedPartition) -> Operation[PartitionEntry]:
+    """Write one partition and return its manifest entry. saved: number of the `Save` call."""
     claimed = np.frombuffer(b"".join(task.claimed for task in described.tasks), np.uint8)
     prefix = writer.prefix(described.partition)
     file = yield from writer.add([array_part(f"{prefix}/claimed", claimed)])
-    rows = yield from _names(writer, saved, described)
+    rows = yield from _save_names(writer, saved, described)
     cells: list[CellsEntry] = []
     for field in described.fields:
-        cells += yield from _field(writer, saved, described, field.name)
+        cells += yield from _save_field(writer, saved, described, field.name)
     return PartitionEntry(
         partition=described.partition,
         live=described.live,
@@ -169,23 +170,25 @@ def _partition(writer: _Writer, saved: int, described: c.SavedPartition) -> Oper
     )
 
 
-def _names(writer: _Writer, saved: int, described: c.SavedPartition) -> Operation[list[RowsEntry]]:
-    """Write ids and tags, in smaller pages if a response would be too large."""
+def _save_names(writer: _Writer, saved: int, described: c.SavedPartition) -> Operation[list[RowsEntry]]:
+    """Write the ids and tags of all samples, in pages. Return an entry for each page."""
     entries: list[RowsEntry] = []
-    first, step = 0, NAMES_PER_READ
+    first, page_rows = 0, NAMES_PER_READ
     while first < described.live:
-        last = min(first + step, described.live)
+        last = min(first + page_rows, described.live)
         command = c.ReadSaved(saved=saved, partition=described.partition, first=first, last=last, names=True)
         try:
             read: c.SavedRows = (yield Send(command)).result
-        except RequestTooLargeError:
-            if step == 1:
+        except RequestTooLargeError:  # the response would be too large: read smaller pages
+            if page_rows == 1:
                 raise
-            step = max(step // 4, 1)
+            page_rows = max(page_rows // 4, 1)
             continue
         prefix = writer.prefix(f"{described.partition}/samples")
         ids = [name.encode() for name in read.ids]
-        tags = [[t.name, None if t.positions is None else t.positions.tolist(), [*t.values]] for t in read.tags]
+        tags = [
+            [tag.name, None if tag.positions is None else tag.positions.tolist(), [*tag.values]] for tag in read.tags
+        ]
         parts: dict[str, npt.NDArray[Any]] = {
             "ids": np.frombuffer(b"".join(ids), np.uint8),
             "id_lengths": np.array([len(name) for name in ids], np.int64),
@@ -197,19 +200,20 @@ def _names(writer: _Writer, saved: int, described: c.SavedPartition) -> Operatio
     return entries
 
 
-def _field(writer: _Writer, saved: int, described: c.SavedPartition, field: str) -> Operation[list[CellsEntry]]:
-    """Write the field's cells in pieces, each value once."""
+def _save_field(writer: _Writer, saved: int, described: c.SavedPartition, field: str) -> Operation[list[CellsEntry]]:
+    """Write the field's cells in pieces, each value once. Return an entry for each piece."""
     entries: list[CellsEntry] = []
-    for piece in _pieces((yield from _cells(saved, described, field))) if described.live else ():
+    if not described.live:
+        return entries
+    for located, rows, index in _pieces((yield from _locate_cells(saved, described, field))):
         prefix = writer.prefix(f"{described.partition}/{field}")
-        located, rows, index = piece
         values = stored_part(f"{prefix}/values", described.partition, located)
         parts = [values]
         if located.spec.kind is not FieldKind.DENSE:
             parts.append(array_part(f"{prefix}/lengths", located.lengths))
         first = int(rows[0])
-        together = bool((rows == np.arange(first, first + len(rows))).all())
-        if not together:
+        consecutive = bool((rows == np.arange(first, first + len(rows))).all())
+        if not consecutive:
             parts.append(array_part(f"{prefix}/rows", rows))
         if index is not None:
             parts.append(array_part(f"{prefix}/index", index))
@@ -223,24 +227,25 @@ def _field(writer: _Writer, saved: int, described: c.SavedPartition, field: str)
                 values=len(located.lengths),
                 rows=len(rows),
                 nbytes=values.nbytes,
-                first=first if together else None,
+                first=first if consecutive else None,
                 shared=index is not None,
             )
         )
     return entries
 
 
-def _cells(saved: int, described: c.SavedPartition, field: str) -> Operation[c.FieldLocations]:
+def _locate_cells(saved: int, described: c.SavedPartition, field: str) -> Operation[c.FieldLocations]:
     """Return the locations of the field's cells for all samples of the partition, which has at least one."""
     pages: list[c.FieldLocations] = []
     for first in range(0, described.live, CELLS_PER_READ):
         last = min(first + CELLS_PER_READ, described.live)
         command = c.ReadSaved(saved=saved, partition=described.partition, first=first, last=last, fields=(field,))
         pages.append((yield Send(command)).result.fields[0])
-    return _joined(pages)
+    return _concatenate(pages)
 
 
-def _joined(pages: Sequence[c.FieldLocations]) -> c.FieldLocations:
+def _concatenate(pages: Sequence[c.FieldLocations]) -> c.FieldLocations:
+    """Return the locations of all pages of one field."""
     if len(pages) == 1:
         return pages[0]
     return c.FieldLocations(
@@ -249,30 +254,32 @@ def _joined(pages: Sequence[c.FieldLocations]) -> c.FieldLocations:
         units=np.concatenate([page.units for page in pages]),
         offsets=np.concatenate([page.offsets for page in pages]),
         lengths=np.concatenate([page.lengths for page in pages]),
-        checksums=_joined_checksums(pages),
+        checksums=_concatenate_checksums(pages),
     )
 
 
-def _joined_checksums(pages: Sequence[c.FieldLocations]) -> c.UInt32s | None:
+def _concatenate_checksums(pages: Sequence[c.FieldLocations]) -> c.UInt32s | None:
+    """Return the checksums of all pages, 0 for the values of a page without checksums; None if no page has any."""
     if all(page.checksums is None for page in pages):
         return None
-    none = [np.zeros(len(page.lengths), np.uint32) for page in pages]
-    found = [empty if page.checksums is None else page.checksums for page, empty in zip(pages, none, strict=True)]
-    return np.concatenate(found)
+    checksums = [np.zeros(len(page.lengths), np.uint32) if page.checksums is None else page.checksums for page in pages]
+    return np.concatenate(checksums)
 
 
 Piece = tuple[c.FieldLocations, c.Int64s, c.Int64s | None]
-"""Values, the samples that have them, and the value of each sample (None: one-to-one)."""
+"""Locations of distinct values, the positions of the samples that have them, and for each sample the number of its
+value in the piece (None: sample i has value i)."""
 
 
 def _pieces(located: c.FieldLocations) -> Iterator[Piece]:
     """Split a field's cells into pieces of at most `FILE_BYTES` (or one value) and about `ROWS_PER_PIECE` samples."""
-    rows = np.flatnonzero(located.lengths >= 0)
+    rows = np.flatnonzero(located.lengths >= 0)  # length -1: the sample has no value
     if not len(rows):
         return
     cells = select_values(located, rows)
     firsts, index = _distinct(cells)
     values = select_values(cells, firsts)
+    # The cells ordered by their values: those of values first to last - 1 lie between two entries of `row_ends`.
     order = np.argsort(index, kind="stable")
     counts = np.bincount(index, minlength=len(firsts))
     row_ends, byte_ends = np.cumsum(counts), np.cumsum(values.lengths * values.spec.unit_bytes)
@@ -281,29 +288,32 @@ def _pieces(located: c.FieldLocations) -> Iterator[Piece]:
         rows_before, bytes_before = (int(row_ends[first - 1]), int(byte_ends[first - 1])) if first else (0, 0)
         by_rows = int(np.searchsorted(row_ends, rows_before + ROWS_PER_PIECE, "right"))
         by_bytes = int(np.searchsorted(byte_ends, bytes_before + FILE_BYTES, "right"))
-        last = max(min(by_rows, by_bytes), first + 1)
-        mine = np.sort(order[rows_before : int(row_ends[last - 1])])
-        shared = len(mine) != last - first
-        yield select_values(values, slice(first, last)), rows[mine], index[mine] - first if shared else None
+        last = max(min(by_rows, by_bytes), first + 1)  # at least one value
+        piece_cells = np.sort(order[rows_before : int(row_ends[last - 1])])
+        shared = len(piece_cells) != last - first
+        piece_index = index[piece_cells] - first if shared else None
+        yield select_values(values, slice(first, last)), rows[piece_cells], piece_index
         first = last
 
 
 def _distinct(cells: c.FieldLocations) -> tuple[c.Int64s, c.Int64s]:
-    """Return the first cell of each value, in the order of the cells, and the value of each cell. Cells with equal
-    locations share one value; each empty cell is a value."""
+    """Number the distinct values of the cells in the order of their first cells. Return the first cell of each value,
+    and the value of each cell. Cells with equal locations share one value; each empty cell is a value of its own."""
     count = len(cells.lengths)
     filled = cells.lengths * cells.spec.unit_bytes > 0
+    # Sorted by location, cells that share a value are neighbours.
     order = np.lexsort((filled, cells.offsets, cells.units))
     units, offsets, filled = cells.units[order], cells.offsets[order], filled[order]
-    again = np.zeros(count, np.bool_)
-    again[1:] = (units[1:] == units[:-1]) & (offsets[1:] == offsets[:-1]) & filled[1:] & filled[:-1]
-    if not again.any():
+    same_as_previous = np.zeros(count, np.bool_)
+    same_as_previous[1:] = (units[1:] == units[:-1]) & (offsets[1:] == offsets[:-1]) & filled[1:] & filled[:-1]
+    if not same_as_previous.any():
         every = np.arange(count)
         return every, every
-    groups = np.empty(count, np.int64)
-    groups[order] = np.cumsum(~again) - 1
+    groups = np.empty(count, np.int64)  # number of each cell's value, by location
+    groups[order] = np.cumsum(~same_as_previous) - 1
     _, firsts, inverse = np.unique(groups, return_index=True, return_inverse=True)
-    rank = np.empty(len(firsts), np.int64)
-    by_age = np.argsort(firsts)
-    rank[by_age] = np.arange(len(firsts))
-    return firsts[by_age], rank[inverse]
+    # Renumber the values by their first cells.
+    by_first_cell = np.argsort(firsts)
+    number = np.empty(len(firsts), np.int64)
+    number[by_first_cell] = np.arange(len(firsts))
+    return firsts[by_first_cell], number[inverse]
