@@ -36,7 +36,7 @@ class ClientSampler(ABC):
         pool_size: int,
         **options: Unpack[ClaimOptions],
     ) -> None:
-        checked(ClaimOptions, options)
+        checked(ClaimOptions, options)  # only to raise its errors here
         if not isinstance(client, DataPlaneClient):
             raise TypeError(f"client is {type(client).__name__}: a ClientSampler requires a DataPlaneClient")
         if type(pool_size) is not int or pool_size < 1:
@@ -60,6 +60,7 @@ class ClientSampler(ABC):
     def claim(self, batch_size: int, timeout_s: float = 60.0) -> KVBatchMeta:
         """Wait until `batch_size` samples are ready (or `min_batch_size`, if set in the options), and return those
         that `select` keeps. Return an empty meta if no samples are left to claim. Raise as `claim_meta`."""
+        # The claim waits for `batch_size` samples, and takes up to `pool_size` if that many are ready.
         options: ClaimOptions = {"min_batch_size": batch_size, **self._options}
         pool = self._client.claim_meta(
             self._partition,
@@ -76,12 +77,14 @@ class ClientSampler(ABC):
         except BaseException:
             self._client.nack(pool)
             raise
-        chosen = set(kept)
-        self._client.nack(pool.subset([row for row in range(pool.size) if row not in chosen]))
+        kept_rows = set(kept)
+        self._client.nack(pool.subset([row for row in range(pool.size) if row not in kept_rows]))
         return pool.subset(kept)
 
     def _checked(self, selected: Sequence[int], pool: KVBatchMeta, batch_size: int) -> list[int]:
+        """Return the result of `select` as a list of integers. Raise `InvalidRequestError` if it is invalid."""
         rows = list(selected) if isinstance(selected, Iterable) else [selected]
+        # -1, which is outside the pool, stands for everything that is not an integer.
         try:
             kept = [-1 if isinstance(row, bool) else index(row) for row in rows]
         except TypeError:

@@ -125,24 +125,25 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
         timeout_s = seconds("timeout_s", timeout_s)
         lease_s = checked(ClaimOptions, options).get("lease_s")
         fields = name_tuple("fields", fields)
-        wanted = fields if required_fields is None else name_tuple("required_fields", required_fields)
+        required = fields if required_fields is None else name_tuple("required_fields", required_fields)
         form = _BatchForm(fields, layout, pad_value_dict, pad_to_multiple, device)
         claims = _ClaimReader(
             client,
             {
                 "partition_id": partition_id,
                 "task_name": task_name,
-                "required_fields": wanted,
+                "required_fields": required,
                 "batch_size": batch_size * (dp_world or 1),
                 **options,
                 **({} if dp_world is None else {"dp_rank": dp_rank, "dp_world": dp_world}),
             },
             lease_s=lease_s,
+            # Replicas share the jagged columns, and each converts them by `form.convert`.
             read=form.read if replicas is None else form.read_jagged,
             step=None if dp_world is None else first_step,
         )
         self._stream = _Stream(claims, form, replicas, prefetch=prefetch, timeout_s=timeout_s)
-        super().__init__(self._stream, batch_size=None, num_workers=0, collate_fn=_as_it_is)
+        super().__init__(self._stream, batch_size=None, num_workers=0, collate_fn=_identity)
 
     def close(self) -> None:
         """End the stream: prefetched micro-batches are released, and a waiting consumer gets `ClientClosedError`.
@@ -160,12 +161,12 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
         self.close()
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item
 
 
 class _Stream(IterableDataset[MicroBatch]):
-    """The dataset of the loader: returns the micro-batches that this process or the leader claims."""
+    """The dataset of the loader: yields the micro-batches that this process, or the leader of `replicas`, claims."""
 
     def __init__(
         self, claims: _ClaimReader, form: _BatchForm, replicas: Replicas | None, *, prefetch: int, timeout_s: float
@@ -178,21 +179,20 @@ class _Stream(IterableDataset[MicroBatch]):
 
     def __iter__(self) -> Iterator[MicroBatch]:
         while not self._closed:
-            taken = self._next()
-            if taken is None:
+            batch = self._next()
+            if batch is None:
                 return
-            yield taken
+            yield batch
         raise ClientClosedError(why="the stream was closed")
 
     def _next(self) -> MicroBatch | None:
         if self._replicas is None:
-            assert self._source is not None
-            return self._source()
-        return self._replicas.share(self._take_for_all, self._form.of)
+            return self._take()
+        return self._replicas.share(self._take, self._form.convert)
 
-    def _take_for_all(self) -> MicroBatch | None:
-        assert self._source is not None, "only the leader claims"
-        return self._source()
+    def _take(self) -> MicroBatch | None:
+        assert self._source is not None, "only the leader of replicas claims"
+        return self._source.take()
 
     def close(self) -> None:
         self._closed = True
@@ -211,8 +211,10 @@ class _BatchForm:
     device: torch.device | str | None
 
     def read(self, client: DataPlaneClient, meta: KVBatchMeta) -> BatchedDataDict[Any]:
+        """Read the columns of the meta's samples in this form."""
         if self.layout == "padded" and self.pad_to_multiple > 1 and not meta.sequence_lengths:
-            return self.of(self.read_jagged(client, meta), meta)
+            # The width, a multiple of the longest row, is known only after the rows were read.
+            return self.convert(self.read_jagged(client, meta), meta)
         return client.get_batch(
             meta,
             self.fields,
@@ -225,7 +227,7 @@ class _BatchForm:
     def read_jagged(self, client: DataPlaneClient, meta: KVBatchMeta) -> BatchedDataDict[Any]:
         return client.get_batch(meta, self.fields, layout="jagged")
 
-    def of(self, columns: Mapping[str, Any], meta: KVBatchMeta) -> BatchedDataDict[Any]:
+    def convert(self, columns: Mapping[str, Any], meta: KVBatchMeta) -> BatchedDataDict[Any]:
         """Convert the result of `read_jagged` to that of `read`."""
         batch = materialize(
             columns,
@@ -238,7 +240,7 @@ class _BatchForm:
         return batch if self.device is None else batch.to(self.device)
 
     def _width(self, meta: KVBatchMeta) -> int:
-        """Return the padded length, or 0 if the meta has no sequence lengths."""
+        """Return the length to pad to, or 0 if the columns are not padded or the meta has no sequence lengths."""
         if self.layout != "padded" or not meta.sequence_lengths:
             return 0
         return round_up(max(meta.sequence_lengths), self.pad_to_multiple)
@@ -276,25 +278,26 @@ class _ClaimReader:
             return None
         try:
             hit("stream.claimed")
-            taken = MicroBatch(self._read(self.client, meta), meta)
+            batch = MicroBatch(self._read(self.client, meta), meta)
             hit("stream.read")
-            return taken
+            return batch
         except BaseException:
-            self.give_back(meta)
+            self.release(meta)
             raise
 
     def _next_meta(self, timeout_s: float) -> KVBatchMeta:
-        """Claim the next micro-batch, skipping shares whose samples were all cleared."""
+        """Claim the next micro-batch, skipping shares whose samples were all cleared. The end is an empty meta."""
         if self._step is None:
             return self.client.claim_meta(**self._claim, timeout_s=timeout_s)
         while True:
             meta = self.client.claim_meta(**self._claim, timeout_s=timeout_s, step=self._step)
             self._step += 1
+            # An empty share is the end only if the partition is complete and consumed.
             if meta.size or self.client.check_consumption_status(self.partition, [self.task]):
                 return meta
             log.debug("All samples of this rank's share of step %d were cleared", self._step - 1)
 
-    def give_back(self, meta: KVBatchMeta) -> None:
+    def release(self, meta: KVBatchMeta) -> None:
         """Release these samples, except those that other claims hold now. Failures are logged."""
         try:
             self.client.nack(meta)
@@ -303,62 +306,63 @@ class _ClaimReader:
 
 
 class _MicroBatchSource:
-    """Returns the micro-batches of `claims`. A thread prefetches up to `ahead` of them.
+    """Returns the micro-batches of `claims`. A thread prefetches up to `prefetch` of them.
 
     For one consumer. A lease starts when its micro-batch is returned, and is acknowledged when the next one is
-    requested.
+    requested. `_leased` is the meta of the last returned micro-batch, whose lease ends at `_leased_until`.
     """
 
-    def __init__(self, claims: _ClaimReader, ahead: int, timeout_s: float) -> None:
+    def __init__(self, claims: _ClaimReader, prefetch: int, timeout_s: float) -> None:
         self._claims = claims
         self._timeout_s = timeout_s
-        self._out: KVBatchMeta | None = None
-        self._out_until = 0.0
-        self._queue = _PrefetchQueue(ahead)
-        self._thread = self._fetcher() if ahead else None
-        weakref.finalize(self, self._queue.drop)
+        self._leased: KVBatchMeta | None = None
+        self._leased_until = 0.0
+        self._queue = _PrefetchQueue(prefetch)
+        self._thread = self._start_thread() if prefetch else None
+        weakref.finalize(self, self._queue.close)
 
-    def _fetcher(self) -> threading.Thread:
+    def _start_thread(self) -> threading.Thread:
         """Start a thread that prefetches until the end or an error."""
         name = f"stream of {self._claims.partition}/{self._claims.task}"
         # The loader's timeout error reports what the last claim was waiting for, so one claim must end before it.
         claim_s = min(CLAIM_S, max(self._timeout_s / 2, 0.05))
         arguments = (self._claims, self._queue, claim_s)
-        thread = threading.Thread(target=_fetch_ahead, args=arguments, name=name, daemon=True)
+        thread = threading.Thread(target=_run_prefetch, args=arguments, name=name, daemon=True)
         thread.start()
         return thread
 
-    def __call__(self) -> MicroBatch | None:
-        """Return the next micro-batch, None at the end. Raise TimeoutError after the timeout, and the errors of
-        claims and reads."""
-        out, self._out = self._out, None
-        if out is not None:
-            self._acknowledge(out)
+    def take(self) -> MicroBatch | None:
+        """Acknowledge the last micro-batch and return the next one; None at the end. Raise TimeoutError after the
+        timeout, and the errors of claims and reads."""
+        leased, self._leased = self._leased, None
+        if leased is not None:
+            self._acknowledge(leased)
         deadline = time.monotonic() + self._timeout_s
         while True:
-            taken = self._take(max(deadline - time.monotonic(), 0.0))
-            if taken is None or self._still_ours(taken.meta):
-                return taken
+            batch = self._next(max(deadline - time.monotonic(), 0.0))
+            if batch is None or self._renew_lease(batch.meta):
+                return batch
 
-    def _acknowledge(self, out: KVBatchMeta) -> None:
+    def _acknowledge(self, meta: KVBatchMeta) -> None:
         """Acknowledge the last micro-batch. Samples cleared during the lease were cleared by the caller; after the
-        lease, another consumer may have used them before."""
-        cleared = self._claims.client.ack(out)
-        if cleared and time.monotonic() > self._out_until:
+        lease, another consumer may have used them before, so that is an error."""
+        cleared = self._claims.client.ack(meta)
+        if cleared and time.monotonic() > self._leased_until:
             task = self._claims.task
-            raise StaleSampleError(partition=out.partition_id, task=task, samples=cleared, positions=[])
+            raise StaleSampleError(partition=meta.partition_id, task=task, samples=cleared, positions=[])
 
-    def _take(self, timeout_s: float) -> MicroBatch | None:
+    def _next(self, timeout_s: float) -> MicroBatch | None:
+        """Return the next micro-batch, prefetched or claimed now."""
         if self._thread is None:
-            self._queue.refuse_if_closed()
+            self._queue.check_open()
             return self._claims.next(timeout_s)
-        if self._queue.resumed():
-            self._thread = self._fetcher()
+        if self._queue.reset_if_over():
+            self._thread = self._start_thread()
         return self._queue.take(timeout_s, waited_s=self._timeout_s)
 
-    def _still_ours(self, meta: KVBatchMeta) -> bool:
-        """Start the lease of a micro-batch again. Return False if another claim could have taken samples of it, or if
-        all of them were cleared."""
+    def _renew_lease(self, meta: KVBatchMeta) -> bool:
+        """Start the lease of a micro-batch again, if there are leases. Return False if another claim could have taken
+        samples of it, or if all of them were cleared: it must be skipped."""
         if self._claims.lease_s is None:
             return True
         until = time.monotonic() + self._claims.lease_s
@@ -366,23 +370,24 @@ class _MicroBatchSource:
             cleared = self._claims.client.extend(meta, self._claims.lease_s)
         except StaleSampleError as error:
             log.warning("Leases of prefetched samples expired; reduce prefetch or increase lease_s (%s)", error)
-            self._claims.give_back(meta)
+            self._claims.release(meta)
             return False
         if len(cleared) == meta.size:
             return False
-        self._out, self._out_until = meta, until
+        self._leased, self._leased_until = meta, until
         hit("stream.handed_out")
         return True
 
     def close(self) -> None:
-        self._queue.drop()
+        self._queue.close()
         if self._thread is not None:
             self._thread.join()
-        _give_back(self._claims, self._queue)
+        _release_rest(self._claims, self._queue)
 
 
 class _PrefetchQueue:
-    """Micro-batches between the prefetch thread and the consumer; at most `capacity`."""
+    """At most `capacity` micro-batches between the prefetch thread and the consumer. `_reported`: the consumer has
+    received the end or the error that ended the thread."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -398,18 +403,18 @@ class _PrefetchQueue:
             self._changed.wait_for(lambda: self._closed or len(self._ready) < self._capacity)
             return not self._closed
 
-    def put(self, taken: MicroBatch | None) -> None:
-        """Add a micro-batch, or None for the end. Items that are added after closing are returned by `left`."""
+    def put(self, batch: MicroBatch | None) -> None:
+        """Add a micro-batch, or None for the end. After closing, `take_rest` returns what is added."""
         with self._changed:
-            if taken is None:
+            if batch is None:
                 self._ended = True
             else:
-                self._ready.append(taken)
+                self._ready.append(batch)
             self._late = None
             self._changed.notify_all()
 
-    def late(self, error: ClaimTimeoutError) -> None:
-        """Record the reason why a claim timed out."""
+    def record_timeout(self, error: ClaimTimeoutError) -> None:
+        """Record the reason why a claim timed out, for the TimeoutError of `take`."""
         with self._changed:
             self._late = error
 
@@ -421,72 +426,74 @@ class _PrefetchQueue:
 
     def take(self, timeout_s: float, *, waited_s: float) -> MicroBatch | None:
         """Return the first micro-batch, None at the end. Raise `ClientClosedError` after closing, the error that
-        ended the prefetch thread, or TimeoutError after `timeout_s`."""
+        ended the prefetch thread, or TimeoutError after `timeout_s`. waited_s: the time that this error reports."""
         with self._changed:
-            over = self._changed.wait_for(
+            in_time = self._changed.wait_for(
                 lambda: self._ready or self._ended or self._failure or self._closed, timeout_s
             )
-            self.refuse_if_closed()
+            self.check_open()
             if self._ready:
                 self._changed.notify_all()
                 return self._ready.popleft()
-            if not over:
-                raise self._timeout(waited_s)
+            if not in_time:
+                raise self._timeout_error(waited_s)
             self._reported = True
             if self._failure is not None:
                 raise self._failure
             return None
 
-    def resumed(self) -> bool:
-        """Return whether a new thread is needed, and reset the end or error. This is the case if the consumer has
-        received it, or if the error says that the partition did not exist: it may exist again now."""
+    def reset_if_over(self) -> bool:
+        """Reset the end or error of the thread, and return True, if the consumer has received it, or if the error says
+        that the partition did not exist: it may exist again now. A new thread is then needed."""
         with self._changed:
             no_partition = isinstance(self._failure, PartitionNotFoundError | PartitionDroppedError) and not self._ready
-            needed, self._reported = (self._reported or no_partition) and not self._closed, False
-            if needed:
+            is_over = (self._reported or no_partition) and not self._closed
+            self._reported = False
+            if is_over:
                 self._ended, self._failure, self._late = False, None, None
-            return needed
+            return is_over
 
-    def _timeout(self, waited_s: float) -> Exception:
+    def _timeout_error(self, waited_s: float) -> Exception:
+        """Return the error of the last claim that timed out, or one without a reason if there was none."""
         if self._late is None:
             return CallTimeoutError(what="the next micro-batch of a stream", waited_s=waited_s, peer="the service")
         return ClaimTimeoutError(**{**self._late.facts, "waited_s": waited_s})
 
-    def refuse_if_closed(self) -> None:
+    def check_open(self) -> None:
         if self._closed:
             raise ClientClosedError(why="the stream was closed")
 
-    def drop(self) -> None:
-        """Close the queue: `take` fails from now on."""
+    def close(self) -> None:
+        """Close the queue: `take` fails from now on. The micro-batches stay for `take_rest`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    def left(self) -> list[MicroBatch]:
-        """Return, once, the micro-batches that were not taken before closing."""
+    def take_rest(self) -> list[MicroBatch]:
+        """Remove and return the micro-batches that were not taken before closing."""
         with self._changed:
-            left, self._ready = list(self._ready), deque()
-            return left
+            rest, self._ready = list(self._ready), deque()
+            return rest
 
 
-def _fetch_ahead(claims: _ClaimReader, queue: _PrefetchQueue, claim_s: float) -> None:
-    """Run the prefetch thread: claim and read while there is space, until the end, an error or `queue.drop`."""
+def _run_prefetch(claims: _ClaimReader, queue: _PrefetchQueue, claim_s: float) -> None:
+    """Run the prefetch thread: claim and read while there is space, until the end, an error or `queue.close`."""
     more = True
     while more and queue.wait_for_space():
         try:
-            taken = claims.next(claim_s)
+            batch = claims.next(claim_s)
         except ClaimTimeoutError as error:
-            queue.late(error)
+            queue.record_timeout(error)
         except Exception as error:
             queue.fail(error)
             return
         else:
-            queue.put(taken)
-            more = taken is not None
-    if more:
-        _give_back(claims, queue)
+            queue.put(batch)
+            more = batch is not None
+    if more:  # the queue was closed
+        _release_rest(claims, queue)
 
 
-def _give_back(claims: _ClaimReader, queue: _PrefetchQueue) -> None:
-    for taken in queue.left():
-        claims.give_back(taken.meta)
+def _release_rest(claims: _ClaimReader, queue: _PrefetchQueue) -> None:
+    for batch in queue.take_rest():
+        claims.release(batch.meta)

@@ -36,10 +36,12 @@ def split_by_spread(
             )
         rewards.append(float(reward))
         members.setdefault(tags[group_tag], []).append(row)
-    spread = [row for rows in members.values() if _deviation([rewards[r] for r in rows]) > least for row in rows]
-    kept = sorted(spread)
-    chosen = set(kept)
-    return meta.subset(kept), meta.subset([row for row in range(meta.size) if row not in chosen])
+    kept: set[int] = set()
+    for rows in members.values():
+        if _deviation([rewards[row] for row in rows]) > least:
+            kept.update(rows)
+    dropped = [row for row in range(meta.size) if row not in kept]
+    return meta.subset(sorted(kept)), meta.subset(dropped)
 
 
 class DynamicSampler:
@@ -73,7 +75,7 @@ class DynamicSampler:
     @property
     def missing(self) -> int:
         """The number of samples still needed, in whole groups, to complete the best combination of kept groups."""
-        return self._batch_size - sum(self._fitting(self._sizes()).values())
+        return self._batch_size - sum(self._best_combination(self._sizes()).values())
 
     def add(self, meta: KVBatchMeta) -> KVBatchMeta | None:
         """Add the samples of one round, in whole groups. Return a batch of exactly `batch_size` samples when one is
@@ -88,14 +90,14 @@ class DynamicSampler:
         if kept.size:
             self._kept.append(kept)
         sizes = self._sizes()
-        taken = self._fitting(sizes)
-        if sum(taken.values()) == self._batch_size:
-            batch = self._keep(taken)
+        combination = self._best_combination(sizes)
+        if sum(combination.values()) == self._batch_size:
+            batch = self._select_groups(combination)
             self._kept = []
             return batch
         useful = self._useful(sizes)
         if len(useful) < len(sizes):
-            self._kept = [self._keep(useful)]
+            self._kept = [self._select_groups(useful)]
             log.warning(
                 "Groups of %s samples do not add up to a batch of %d so far; further groups of these sizes are dropped",
                 first_few(sorted(set(sizes.values()))),
@@ -104,12 +106,14 @@ class DynamicSampler:
         return None
 
     def _check_not_kept(self, meta: KVBatchMeta) -> None:
-        names = Counter(name for each in (*self._kept, meta) for name in each.sample_ids)
-        repeated = [name for name, times in names.items() if times > 1]
+        """Raise ValueError if a sample of `meta` is already kept."""
+        counts = Counter(name for each in (*self._kept, meta) for name in each.sample_ids)
+        repeated = [name for name, count in counts.items() if count > 1]
         if repeated:
             raise InvalidRequestError(f"samples already added: {first_few(repeated)}; add each sample once")
 
     def _check_sizes(self, meta: KVBatchMeta) -> None:
+        """Raise ValueError if `meta` makes a group larger than a batch."""
         sizes = self._sizes([*self._kept, meta] if meta.size else [])
         for group, size in sizes.items():
             if size > self._batch_size:
@@ -118,47 +122,53 @@ class DynamicSampler:
                 )
 
     def _sizes(self, metas: Sequence[KVBatchMeta] | None = None) -> dict[Scalar, int]:
-        """Return the sizes of the kept groups, oldest first."""
-        found = self._kept if metas is None else metas
-        return dict(Counter(tags[self._group_tag] for meta in found for tags in _tags(meta)))
+        """Return the sizes of the groups of `metas` (default: of the kept ones) by group, oldest first."""
+        counted = self._kept if metas is None else metas
+        return dict(Counter(tags[self._group_tag] for meta in counted for tags in _tags(meta)))
 
-    def _fitting(self, sizes: dict[Scalar, int]) -> dict[Scalar, int]:
-        """Return groups whose sizes add up to a batch, or as close below it as possible, preferring the oldest
-        groups. `sums[i]` has a bit for each sum of any subset of the groups from the i-th on."""
-        groups, most = list(sizes.items()), (1 << self._batch_size + 1) - 1
+    def _best_combination(self, sizes: dict[Scalar, int]) -> dict[Scalar, int]:
+        """Return the groups whose sizes add up to a batch, or as close below it as possible, preferring the oldest
+        groups."""
+        groups, all_bits = list(sizes.items()), (1 << self._batch_size + 1) - 1
+        # sums[i], a bit set: bit n is set if the sizes of some of the groups from the i-th on add up to n.
         sums = [1]
         for _, size in reversed(groups):
-            sums.append((sums[-1] | sums[-1] << size) & most)
+            sums.append((sums[-1] | sums[-1] << size) & all_bits)
         sums.reverse()
-        left = sums[0].bit_length() - 1
-        taken = {}
-        for place, (group, size) in enumerate(groups, 1):
-            if size <= left and sums[place] >> left - size & 1:
-                taken[group] = size
-                left -= size
-        return taken
+        missing = sums[0].bit_length() - 1  # the largest sum that is possible
+        combination = {}
+        for following, (group, size) in enumerate(groups, 1):
+            # Take the group if some of the groups after it add up to the rest.
+            if size <= missing and sums[following] >> (missing - size) & 1:
+                combination[group] = size
+                missing -= size
+        return combination
 
     def _useful(self, sizes: dict[Scalar, int]) -> dict[Scalar, int]:
         """Return the oldest groups: of each size, as many as fit in a batch."""
-        seen: Counter[int] = Counter()
-        kept = {}
+        count_by_size: Counter[int] = Counter()
+        useful = {}
         for group, size in sizes.items():
-            seen[size] += 1
-            if seen[size] * size <= self._batch_size:
-                kept[group] = size
-        return kept
+            count_by_size[size] += 1
+            if count_by_size[size] * size <= self._batch_size:
+                useful[group] = size
+        return useful
 
-    def _keep(self, groups: dict[Scalar, int]) -> KVBatchMeta:
-        """Return the kept samples of these groups and drop the others."""
-        gathered = KVBatchMeta.concat(self._kept)
-        chosen: list[int] = []
+    def _select_groups(self, groups: dict[Scalar, int]) -> KVBatchMeta:
+        """Return the kept samples of these groups, and clear the other kept samples from the service."""
+        kept = KVBatchMeta.concat(self._kept)
+        selected: list[int] = []
         others: list[int] = []
-        for row, tags in enumerate(_tags(gathered)):
-            (chosen if tags[self._group_tag] in groups else others).append(row)
-        self._clear(gathered.subset(others))
-        return gathered.subset(chosen)
+        for row, tags in enumerate(_tags(kept)):
+            if tags[self._group_tag] in groups:
+                selected.append(row)
+            else:
+                others.append(row)
+        self._clear(kept.subset(others))
+        return kept.subset(selected)
 
     def _clear(self, meta: KVBatchMeta) -> None:
+        """Clear the samples from the service and count them as dropped."""
         if meta.size:
             self._client.clear_samples(meta, meta.partition_id)
             self.dropped += meta.size
@@ -169,9 +179,11 @@ def _tags(meta: KVBatchMeta) -> Sequence[dict[str, Scalar]]:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation: exactly 0 for equal values, whose mean may be rounded."""
+    """Return the standard deviation. It is exactly 0 for equal values, although their computed mean may differ from
+    them."""
     if min(values) == max(values):
         return 0.0
     count = len(values)
+    # Each term is divided first, so that no intermediate result of large values overflows.
     mean = sum(value / count for value in values)
     return math.hypot(*(value / 2 - mean / 2 for value in values)) * (2 / math.sqrt(count))

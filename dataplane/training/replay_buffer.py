@@ -23,6 +23,7 @@ FINISHED_AT = "finished_at"
 GROUP = "group"
 """Tag that the samples of one group of a reservation share."""
 EVICTED_AT_ONCE = 1 << 16
+"""Number of samples that `advance` claims and clears at a time."""
 COMMITTED = (WEIGHT_VERSION, ">=", 0)
 """Condition that excludes samples that a producer has put but `commit` has not tagged yet."""
 
@@ -30,7 +31,9 @@ COMMITTED = (WEIGHT_VERSION, ">=", 0)
 @dataclass(eq=False)
 class Reservation:
     """Permission to produce `sample_ids`, started with weights of `version`. As a context manager, it rolls itself
-    back unless it was committed. `aborted`: the policy will not accept the samples; stop when convenient."""
+    back unless it was committed. `aborted`: the policy will not accept the samples; stop when convenient. `places`:
+    positions of the samples in the order of their starts (see `StalenessPolicy.target`). `storing`: `commit` is in
+    progress. `watchers`: the callbacks of `when_aborted`."""
 
     number: int
     sample_ids: list[str]
@@ -87,9 +90,9 @@ class ReplayBuffer:
         self._group_size = group_size
         self._changed = threading.Condition()
         self._version = self._consumed = self._stored = 0
-        self._next = self._next_place = 0
-        self._free_places: list[int] = []
-        self._running: dict[int, Reservation] = {}
+        self._next = self._next_place = 0  # number of the next sample id, and the next position (see `Reservation`)
+        self._free_places: list[int] = []  # a heap: positions of rolled-back samples
+        self._running: dict[int, Reservation] = {}  # by `Reservation.number`, until the commit or rollback
 
     @property
     def flow(self) -> Flow:
@@ -117,7 +120,7 @@ class ReplayBuffer:
                 flow = self._flow()
                 what = f"reservation of {count} samples ({flow.stored} stored, {flow.running} running)"
                 raise CallTimeoutError(what=what, waited_s=timeout_s, peer=f"the trainer, at version {flow.version}")
-            return self._begin(count)
+            return self._create_reservation(count)
 
     def reserve_nowait(self, count: int) -> Reservation | None:
         """Reserve `count` samples if the policy admits them now, else return None."""
@@ -126,14 +129,15 @@ class ReplayBuffer:
         except CallTimeoutError:
             return None
 
-    def _begin(self, count: int) -> Reservation:
-        """Create a reservation. It reuses the positions of rolled-back samples first."""
+    def _create_reservation(self, count: int) -> Reservation:
+        """Create a reservation with new sample ids. It reuses the positions of rolled-back samples first. The caller
+        holds the lock."""
         names = [f"{self._partition}-{number}" for number in range(self._next, self._next + count)]
         self._next += count
         places = [heapq.heappop(self._free_places) for _ in range(min(count, len(self._free_places)))]
-        fresh = count - len(places)
-        places += range(self._next_place, self._next_place + fresh)
-        self._next_place += fresh
+        new_places = count - len(places)
+        places += range(self._next_place, self._next_place + new_places)
+        self._next_place += new_places
         reservation = Reservation(self._next, names, self._version, places, self)
         self._running[reservation.number] = reservation
         return reservation
@@ -163,16 +167,16 @@ class ReplayBuffer:
                 self._client.clear_samples(put, self._partition)
             raise
         try:
-            tagged = self._tags(reservation, tags)
+            all_tags = self._complete_tags(reservation, tags)
             if put is not None:
-                self._client.set_tags(put, self._partition, tagged)
-                meta = put.stamp_tags(tagged)
+                self._client.set_tags(put, self._partition, all_tags)
+                meta = put.stamp_tags(all_tags)
             else:
                 assert not isinstance(fields, KVBatchMeta)
                 names = reservation.sample_ids
-                meta = self._client.put_samples(names, self._partition, fields, tags=tagged, mode="create")
+                meta = self._client.put_samples(names, self._partition, fields, tags=all_tags, mode="create")
         except BaseException:
-            reservation.storing = False
+            reservation.storing = False  # `commit` or `rollback` may be called again
             raise
         with self._changed:
             del self._running[reservation.number]
@@ -182,7 +186,8 @@ class ReplayBuffer:
         return meta
 
     def _mark_storing(self, reservation: Reservation) -> None:
-        """Mark the reservation as being stored, so that the policy cannot abort it any longer."""
+        """Mark the reservation as being stored, so that the policy cannot abort it any longer. Raise
+        `RolloutAbortedError` if it was aborted, rolled back or committed, or if another commit of it is in progress."""
         with self._changed:
             if reservation.aborted:
                 why = f"started at weight version {reservation.version}; the trainer is at version {self._version}"
@@ -191,22 +196,25 @@ class ReplayBuffer:
                 raise RolloutAbortedError(samples=reservation.sample_ids, why="already rolled back or committed")
             reservation.storing = True
 
-    def _tags(self, reservation: Reservation, tags: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-        """Return the samples' tags, including version, finish time and, if applicable, target step and group."""
+    def _complete_tags(
+        self, reservation: Reservation, tags: Sequence[Mapping[str, Any]] | None
+    ) -> list[dict[str, Any]]:
+        """Return the producer's tags of each sample, with version, finish time and, if applicable, target step and
+        group added."""
         now = time.time()
         given = [{} for _ in reservation.sample_ids] if tags is None else tags
         if len(given) != len(reservation.sample_ids):
             raise ValueError(f"got {len(given)} tag mappings for {len(reservation.sample_ids)} samples")
-        tagged = []
-        for row, (mine, place) in enumerate(zip(given, reservation.places, strict=True)):
-            tag = {**mine, WEIGHT_VERSION: reservation.version, FINISHED_AT: now}
+        completed = []
+        for row, (sample_tags, place) in enumerate(zip(given, reservation.places, strict=True)):
+            all_tags = {**sample_tags, WEIGHT_VERSION: reservation.version, FINISHED_AT: now}
             target = self.policy.target(place)
             if target is not None:
-                tag[TARGET_STEP] = target
+                all_tags[TARGET_STEP] = target
             if self._group_size is not None:
-                tag[GROUP] = f"{reservation.number}-{row // self._group_size}"
-            tagged.append(tag)
-        return tagged
+                all_tags[GROUP] = f"{reservation.number}-{row // self._group_size}"
+            completed.append(all_tags)
+        return completed
 
     def rollback(self, reservation: Reservation) -> None:
         """Cancel the reservation: its samples will not be produced. Other work may start instead, and samples that
@@ -226,7 +234,7 @@ class ReplayBuffer:
             if not reservation.aborted:
                 reservation.watchers.append(stop)
                 return
-        stop()
+        stop()  # without the lock, which `stop` may need
 
     # --- the trainer
 
@@ -234,17 +242,17 @@ class ReplayBuffer:
         """Return the batch of the next step, selected by the policy. Wait on the service; after `timeout_s`, raise
         TimeoutError naming what is missing, without taking any sample."""
         deadline = time.monotonic() + seconds("timeout_s", timeout_s)
-        wheres = self.policy.claims(self._version)
+        conditions = self.policy.claims(self._version)
         parts: list[KVBatchMeta] = []
-        left = self.policy.batch_size
+        missing = self.policy.batch_size
         try:
-            for number, where in enumerate(wheres, 1):
-                waits = number == len(wheres)
-                limit_s = max(deadline - time.monotonic(), 0.0) if waits else 0.0
-                if left:
-                    parts.append(self._claim(where, left, blocking=waits, timeout_s=limit_s))
-                    left -= parts[-1].size
-        except BaseException:
+            for number, where in enumerate(conditions, 1):
+                is_last = number == len(conditions)  # only the last claim waits
+                limit_s = max(deadline - time.monotonic(), 0.0) if is_last else 0.0
+                if missing:
+                    parts.append(self._claim(where, missing, blocking=is_last, timeout_s=limit_s))
+                    missing -= parts[-1].size
+        except BaseException:  # release the samples of the earlier claims
             for part in parts:
                 if part.size:
                     self._client.nack(part)
@@ -257,6 +265,7 @@ class ReplayBuffer:
         return taken
 
     def _claim(self, where: Where, count: int, *, blocking: bool, timeout_s: float) -> KVBatchMeta:
+        """Claim `count` committed samples that match `where`; fewer if `blocking` is false and fewer are ready."""
         return self._client.claim_meta(
             self._partition,
             self._task,
@@ -278,10 +287,11 @@ class ReplayBuffer:
             if version < self._version:
                 raise ValueError(f"advance({version}): the weights are already at version {self._version}")
             self._version = version
-            running = [r for r in self._running.values() if not (r.aborted or r.storing)]
-            aborted = [r for r in running if self.policy.aborts(r.version, version)]
+            abortable = [each for each in self._running.values() if not (each.aborted or each.storing)]
+            aborted = [each for each in abortable if self.policy.aborts(each.version, version)]
             for reservation in aborted:
                 reservation.aborted = True
+        # The stack calls the callbacks at its end, all of them even if one raises, and also after an error in between.
         with ExitStack() as callbacks:
             for reservation in aborted:
                 for stop in reservation.watchers:
@@ -296,7 +306,8 @@ class ReplayBuffer:
         return evicted, aborted
 
     def _evict(self, version: int) -> int:
-        """Clear the samples that the policy evicts. Claim them first, so that samples of a step are never cleared."""
+        """Clear the samples that the policy evicts and return their number. Claim them first, so that samples of a
+        step are never cleared."""
         where = self.policy.evicts(version)
         evicted = 0
         while where is not None:

@@ -30,7 +30,10 @@ class Flow:
 
 
 class StalenessPolicy(abc.ABC):
-    """batch_size: samples per training step. window: maximum age of a sample in versions; 0 is on-policy."""
+    """Decides how many samples producers may start, which samples a step uses, and which are evicted.
+
+    batch_size: samples per training step. window: maximum age of a sample in versions; 0 is on-policy.
+    """
 
     def __init__(self, *, batch_size: int, window: int) -> None:
         if batch_size < 1:
@@ -43,8 +46,9 @@ class StalenessPolicy(abc.ABC):
     def headroom(self, flow: Flow) -> int:
         """Return how many more samples producers may start. Samples started now are used by a step that starts at
         most `window` versions from now."""
-        wanted = (flow.version + self.window + 1) * self.batch_size
-        return max(wanted - flow.consumed - flow.stored - flow.running, 0)
+        # The samples of all steps up to the one that starts `window` versions from now, since version 0.
+        needed = (flow.version + self.window + 1) * self.batch_size
+        return max(needed - flow.consumed - flow.stored - flow.running, 0)
 
     @abc.abstractmethod
     def claims(self, version: int) -> Sequence[Where]:

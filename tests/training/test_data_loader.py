@@ -215,9 +215,9 @@ def test_what_an_earlier_partition_kept_waiting_for_is_forgotten_with_it() -> No
         partition="old", task="train", wanted=2, ready=0, waited_s=1.0, why="no sample has 'reward'"
     )
     queue = _PrefetchQueue(1)
-    queue.late(late)
+    queue.record_timeout(late)
     queue.fail(PartitionNotFoundError(partition="old"))
-    assert queue.resumed()
+    assert queue.reset_if_over()
     with pytest.raises(CallTimeoutError):
         queue.take(0.0, waited_s=1.0)
 

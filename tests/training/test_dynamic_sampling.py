@@ -140,7 +140,7 @@ def test_every_set_that_fits_is_found(client: DataPlaneClient) -> None:
     for sizes in itertools.product(range(1, 8), repeat=4):
         groups: dict[Scalar, int] = dict(enumerate(sizes))
         sums = [sum(some) for count in range(5) for some in itertools.combinations(sizes, count)]
-        assert sum(sampler._fitting(groups).values()) == max(total for total in sums if total <= 12)
+        assert sum(sampler._best_combination(groups).values()) == max(total for total in sums if total <= 12)
 
 
 def test_groups_that_never_make_a_batch_are_not_kept_for_ever(
