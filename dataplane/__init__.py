@@ -217,11 +217,12 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name from the module that defines it, on first access."""
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
+    globals()[name] = value  # later accesses do not call this function
     return value
 
 

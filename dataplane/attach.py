@@ -21,7 +21,7 @@ def connect(address: str | None = None, *, on_event: OnEvent | None = None, **se
     Raises `ServiceUnavailableError` within `connect_timeout_s` if the service does not respond, `AuthenticationError`
     if the token is wrong, and `TlsError` if only one end uses TLS or one end rejects the other's certificate.
     """
-    return DataPlaneClient(_attached(address, settings), on_event=on_event).connect()
+    return DataPlaneClient(_client_config(address, settings), on_event=on_event).connect()
 
 
 def connect_async(
@@ -29,10 +29,11 @@ def connect_async(
 ) -> AsyncDataPlaneClient:
     """Return an asyncio client of the service at `address`. It connects at the first awaited call. Arguments: as for
     `connect`."""
-    return AsyncDataPlaneClient(_attached(address, settings), on_event=on_event)
+    return AsyncDataPlaneClient(_client_config(address, settings), on_event=on_event)
 
 
-def _attached(address: str | None, settings: Mapping[str, Any]) -> DataPlaneConfig:
+def _client_config(address: str | None, settings: Mapping[str, Any]) -> DataPlaneConfig:
+    """Return the config of a client, completed from the environment. Raise ValueError if there is no address."""
     config = DataPlaneConfig.of({**settings, "address": address}).with_environment()
     if config.address is None:
         raise ValueError("no service address: pass `address` or set TQ_ADDRESS")

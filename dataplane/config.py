@@ -176,13 +176,16 @@ class DataPlaneConfig:
             raise ValueError(f"TLS requires tls_cert_file, tls_key_file and tls_ca_file; not set: {missing}")
 
     def _check_types(self) -> None:
-        for name, kinds in _kinds().items():
+        """Raise TypeError for a setting of the wrong type."""
+        for name, types in _accepted_types().items():
             value = getattr(self, name)
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                expected = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+            # A bool is an instance of Integral and Real, too, but is no number here.
+            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+                expected = " or ".join(each.__name__ for each in types if each is not type(None))
                 raise TypeError(f"{name}={value!r}: expected {expected}, got {type(value).__name__}")
 
     def _check_transport(self) -> None:
+        """Raise ValueError for an unknown bulk transport, or one that the other settings exclude."""
         if self.bulk_transport not in BULK_TRANSPORTS:
             raise ValueError(f"bulk_transport={self.bulk_transport!r}: expected one of {', '.join(BULK_TRANSPORTS)}")
         if self.mooncake_protocol not in MOONCAKE_PROTOCOLS:
@@ -213,15 +216,15 @@ class DataPlaneConfig:
     def with_environment(self) -> DataPlaneConfig:
         """Return a copy in which unset address, token and TLS files come from TQ_ADDRESS, TQ_TOKEN and TQ_TLS_*. The
         TLS files come either all from the config or all from the environment."""
-        names = ENV_TLS if self.tls is None else {}
-        found: dict[str, Any] = {
-            name: os.environ[variable] for name, variable in names.items() if os.environ.get(variable)
+        variables = ENV_TLS if self.tls is None else {}
+        from_environment: dict[str, Any] = {
+            name: os.environ[variable] for name, variable in variables.items() if os.environ.get(variable)
         }
-        if self.tls_server_name:
-            found.pop("tls_server_name", None)
+        if self.tls_server_name:  # no file: it may be set without the others
+            from_environment.pop("tls_server_name", None)
         return replace(
             self,
-            **found,
+            **from_environment,
             address=self.address or os.environ.get(ENV_ADDRESS) or None,
             token=self.token or (None if self.token_file else os.environ.get(ENV_TOKEN) or None),
         )
@@ -240,6 +243,7 @@ class DataPlaneConfig:
 
     def of_unit(self, number: int) -> DataPlaneConfig:
         """Return the config of storage unit `number` (from 0) of a service with this config."""
+        # Port 0 (any free port) and None (no HTTP server) stay as they are.
         return replace(self, port=0, http_port=self.http_port and self.http_port + 1 + number)
 
     def guarded(self) -> bool:
@@ -254,28 +258,29 @@ class DataPlaneConfig:
     def secret(self) -> str | None:
         """Return the token, read from token_file if only that is set; None without a token. Raises ValueError for an
         empty token, which would admit everybody, and for characters that HTTP and gRPC headers cannot hold."""
-        where, token = "token", self.token
+        source, token = "token", self.token
         if token is None and self.token_file is not None:
-            where = f"token_file {self.token_file!r}"
+            source = f"token_file {self.token_file!r}"
             token = Path(self.token_file).read_text(encoding="utf-8").strip()
         if token is None:
             return None
         if not token:
-            raise ValueError(f"{where} is empty")
+            raise ValueError(f"{source} is empty")
         if not (token.isascii() and token.isprintable()) or token != token.strip():
-            raise ValueError(f"{where} must consist of printable ASCII characters, without leading or trailing space")
+            raise ValueError(f"{source} must consist of printable ASCII characters, without leading or trailing space")
         return token
 
 
 @functools.cache
-def _kinds() -> dict[str, tuple[type, ...]]:
-    """Return the accepted types of each setting."""
+def _accepted_types() -> dict[str, tuple[type, ...]]:
+    """Return the accepted types of each setting: those of its annotation, or wider ones."""
     wider: dict[type, tuple[type, ...]] = {
         int: (numbers.Integral,),
         float: (numbers.Real,),
         str: (str, os.PathLike),
     }
-    return {
-        name: tuple(kind for part in typing.get_args(hint) or (hint,) for kind in wider.get(part, (part,)))
-        for name, hint in typing.get_type_hints(DataPlaneConfig).items()
-    }
+    accepted: dict[str, tuple[type, ...]] = {}
+    for name, hint in typing.get_type_hints(DataPlaneConfig).items():
+        members = typing.get_args(hint) or (hint,)  # the members of a union such as `str | None`
+        accepted[name] = tuple(each for member in members for each in wider.get(member, (member,)))
+    return accepted

@@ -51,7 +51,7 @@ class Server:
     def close(self) -> None:
         """Stop storage units and controller. Idempotent; takes a few seconds at most. Clients then receive
         `ServiceUnavailableError`."""
-        if self._pid != os.getpid():
+        if self._pid != os.getpid():  # a forked child
             return
         while self._units:
             self._units.pop().stop()

@@ -94,6 +94,8 @@ class BadRequestError(DataPlaneError, ValueError):
 
 
 class SampleExistsError(BadRequestError):
+    """A put with mode "create" names samples that exist."""
+
     grpc_status = "ALREADY_EXISTS"
 
     def __init__(self, *, partition: str, samples: Sequence[str], total: int | None = None) -> None:
@@ -108,6 +110,8 @@ class SampleExistsError(BadRequestError):
 
 
 class PartitionExistsError(BadRequestError):
+    """A restored partition exists in the service."""
+
     grpc_status = "ALREADY_EXISTS"
 
     def __init__(self, *, partition: str) -> None:
@@ -207,6 +211,8 @@ class ShareConflictError(BadRequestError):
 
 
 class PartitionSealedError(BadRequestError):
+    """A put has new sample ids for a sealed partition."""
+
     grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, *, partition: str, samples: Sequence[str], total: int | None = None) -> None:
@@ -221,6 +227,8 @@ class PartitionSealedError(BadRequestError):
 
 
 class PartitionDroppedError(BadRequestError):
+    """The partition was dropped while a call waited on it."""
+
     grpc_status = "ABORTED"
 
     def __init__(self, *, partition: str, waiting: str) -> None:
@@ -230,6 +238,8 @@ class PartitionDroppedError(BadRequestError):
 
 
 class RequestTooLargeError(BadRequestError):
+    """The request can never fit, even into an empty service."""
+
     grpc_status = "OUT_OF_RANGE"
 
     def __init__(self, *, wanted_bytes: int, limit_bytes: int, what: str, hint: str = "") -> None:
@@ -255,6 +265,8 @@ class LimitError(BadRequestError):
 
 
 class StaleCallError(BadRequestError):
+    """The session has settled a call of this number before."""
+
     grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, *, session: int, number: int, watermark: int) -> None:
@@ -275,11 +287,13 @@ class ClientClosedError(BadRequestError):
 
 
 class RolloutAbortedError(BadRequestError):
+    """A replay buffer does not accept the samples of a reservation."""
+
     grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, *, samples: Sequence[str], why: str) -> None:
-        named = list(samples)
-        super().__init__(f"samples {first_few(named)} are no longer accepted: {why}", samples=named, why=why)
+        names = list(samples)
+        super().__init__(f"samples {first_few(names)} are no longer accepted: {why}", samples=names, why=why)
 
 
 # --- wrong kind of value --------------------------------------------------------------------------------------
@@ -326,28 +340,28 @@ class CapacityTimeoutError(WaitTimeoutError):
         largest_free_bytes: int = 0,
         behind: str = "",
     ) -> None:
-        held = "; ".join(f"{who} holds {size:,}" for who, size in holders[:SHOWN]) or "no space is held"
-        free, way = "available to this put", "start the service with a larger --capacity"
+        held = "; ".join(f"{holder} holds {size:,}" for holder, size in holders[:SHOWN]) or "no space is held"
+        # The texts that follow the number of free bytes, and "Clear consumed samples, or".
+        free, alternative = "available to this put", "start the service with a larger --capacity"
         if budget_bytes is not None:
             free += f" of the {budget_bytes:,} in the budget of partition {partition!r}"
-            way = "register the partition with a larger budget_bytes"
+            alternative = "register the partition with a larger budget_bytes"
         if fragments:
             free += f", but fragmented: {fragments:,} pieces of at most {largest_free_bytes:,}"
-            way = f"put smaller samples, or {way}"
+            alternative = f"put smaller samples, or {alternative}"
         if behind:
             free += f", but queued behind {behind}, which has no space yet; puts are served in order"
-            way = f"{way}, so that the earlier put finds space, or cancel that put"
-        remedy = (
-            f"{arena.rstrip('.')}. Fix the cause, or clear consumed samples."
-            if arena
-            else f"Clear consumed samples, or {way}."
-        )
+            alternative = f"{alternative}, so that the earlier put finds space, or cancel that put"
+        if arena:
+            remedy = f"{arena.rstrip('.')}. Fix the cause, or clear consumed samples."
+        else:
+            remedy = f"Clear consumed samples, or {alternative}."
         super().__init__(
             f"no space for {wanted_bytes:,} bytes within {waited_s:.1f} s ({free_bytes:,} {free}): {held}. {remedy}",
             wanted_bytes=wanted_bytes,
             free_bytes=free_bytes,
             waited_s=waited_s,
-            holders=[(who, int(size)) for who, size in holders[:SHOWN]],
+            holders=[(holder, int(size)) for holder, size in holders[:SHOWN]],
             partition=partition,
             budget_bytes=budget_bytes,
             arena=arena,
@@ -379,6 +393,8 @@ class ClaimTimeoutError(WaitTimeoutError):
 
 
 class CallTimeoutError(WaitTimeoutError):
+    """`peer` did not respond in time to `what`, a command or a request."""
+
     def __init__(self, *, what: str, waited_s: float, peer: str) -> None:
         super().__init__(
             f"{what}: no response from {peer} within {waited_s:.1f} s. The process may be stopped, busy or "
@@ -408,6 +424,8 @@ class PortTakenError(DataPlaneError, OSError):
 
 
 class InternalError(DataPlaneError, RuntimeError):
+    """A defect of this package. `what` describes it."""
+
     grpc_status = "INTERNAL"
 
     def __init__(self, *, what: str) -> None:
@@ -419,12 +437,14 @@ class InternalError(DataPlaneError, RuntimeError):
 # --- the wire -------------------------------------------------------------------------------------------------
 
 
-def _leaves(cls: type[DataPlaneError]) -> list[type[DataPlaneError]]:
-    below = [leaf for sub in cls.__subclasses__() for leaf in _leaves(sub)]
-    return below if below else [cls]
+def _leaf_classes(cls: type[DataPlaneError]) -> list[type[DataPlaneError]]:
+    """Return the classes below `cls`, or `cls` itself, that have no subclass."""
+    leaves = [leaf for subclass in cls.__subclasses__() for leaf in _leaf_classes(subclass)]
+    return leaves if leaves else [cls]
 
 
-ERROR_TYPES: dict[str, type[DataPlaneError]] = {leaf.__name__: leaf for leaf in _leaves(DataPlaneError)}
+ERROR_TYPES: dict[str, type[DataPlaneError]] = {leaf.__name__: leaf for leaf in _leaf_classes(DataPlaneError)}
+"""The errors that processes send to each other, by name."""
 
 
 def to_wire(error: DataPlaneError) -> tuple[str, bytes]:
@@ -435,11 +455,11 @@ def to_wire(error: DataPlaneError) -> tuple[str, bytes]:
 def from_wire(name: str, facts: bytes) -> DataPlaneError:
     """Decode an error that `to_wire` encoded. An unknown class name, or facts that do not fit the class, give an
     `InternalError` that contains them."""
-    known = ERROR_TYPES.get(name)
-    if known is None:
+    cls = ERROR_TYPES.get(name)
+    if cls is None:
         return InternalError(what=f"{name[:80]} (an error unknown to this client version): {facts[:200]!r}")
     try:
-        return rebuild(known, msgspec.msgpack.decode(facts))
+        return rebuild(cls, msgspec.msgpack.decode(facts))
     except Exception as error:
         # Facts of any type may arrive, and each error class formats its own.
         return InternalError(what=f"{name} with invalid facts ({error!r}): {facts[:200]!r}")

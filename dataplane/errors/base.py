@@ -6,17 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 SHOWN = 5
+"""Maximum number of names in an error message; errors also keep only so many in their facts."""
 
 
 def first_few(names: Sequence[object], total: int | None = None) -> str:
     """Format `names` for a message: at most five names, then the number of further ones. `total` is the full count if
     `names` is already cut."""
     count = len(names) if total is None else total
-    shown = ", ".join(repr(name) for name in names[:SHOWN])
-    return shown if count <= min(SHOWN, len(names)) else f"{shown} and {count - min(SHOWN, len(names))} more"
+    shown = names[:SHOWN]
+    text = ", ".join(repr(name) for name in shown)
+    return text if count <= len(shown) else f"{text} and {count - len(shown)} more"
 
 
 def rebuild(cls: Callable[..., DataPlaneError], facts: dict[str, Any]) -> DataPlaneError:
+    """Create an error from its facts; for pickle and `from_wire`."""
     return cls(**facts)
 
 
@@ -31,12 +34,13 @@ class DataPlaneError(Exception):
         self.facts = facts
 
     def __getattr__(self, name: str) -> Any:
-        facts = self.__dict__.get("facts", {})
+        facts = self.__dict__.get("facts", {})  # missing while the error is constructed or copied
         if name in facts:
             return facts[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __str__(self) -> str:
+        # The message itself: KeyError would show its repr, and OSError its errno.
         return str(self.args[0]) if self.args else ""
 
     def __reduce__(self) -> tuple[Any, ...]:

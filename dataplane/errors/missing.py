@@ -15,16 +15,20 @@ class NotFoundError(DataPlaneError, KeyError):
 
 
 class PartitionNotFoundError(NotFoundError):
+    """The partition is not registered. `known`: the first few that are."""
+
     def __init__(self, *, partition: str, known: Sequence[str] = ()) -> None:
-        have = f"; registered are {first_few(sorted(known))}" if known else "; no partition is registered"
+        registered = f"; registered are {first_few(sorted(known))}" if known else "; no partition is registered"
         super().__init__(
-            f"unknown partition {partition!r}{have}. Call register_partition first.",
+            f"unknown partition {partition!r}{registered}. Call register_partition first.",
             partition=partition,
             known=list(known)[:SHOWN],
         )
 
 
 class TaskNotFoundError(NotFoundError):
+    """The partition has no such consumer task. `known`: the first few of its tasks."""
+
     def __init__(self, *, partition: str, task: str, known: Sequence[str] = ()) -> None:
         super().__init__(
             f"unknown task {task!r} in partition {partition!r}; "
@@ -36,6 +40,8 @@ class TaskNotFoundError(NotFoundError):
 
 
 class FieldNotFoundError(NotFoundError):
+    """The field is neither declared nor produced. `known`: the first few fields of the partition."""
+
     def __init__(self, *, partition: str, field: str, known: Sequence[str] = ()) -> None:
         super().__init__(
             f"unknown field {field!r} in partition {partition!r}; its fields are {first_few(sorted(known)) or 'none'}",
@@ -48,9 +54,7 @@ class FieldNotFoundError(NotFoundError):
 class _SamplesError(NotFoundError):
     """Base class of errors that name samples. `samples` holds the first few (or all of them, if the call was executed
     for the other samples). `total` counts all of them. `positions` are the indices of `samples` in the call's list; the
-    client uses them to convert handles to ids."""
-
-    what = ""
+    client uses them to convert row handles to ids. `more`: further facts of a subclass, which `describe` receives."""
 
     def __init__(
         self,
@@ -67,23 +71,25 @@ class _SamplesError(NotFoundError):
             partition=partition,
             samples=list(samples),
             total=count,
-            positions=[int(p) for p in positions],
+            positions=[int(position) for position in positions],
             **more,
         )
 
     def describe(self, names: str, *, partition: str, **more: Any) -> str:
+        """Return the message. names: the first few samples, as text."""
         raise NotImplementedError
 
     def with_ids(self, ids: Sequence[str]) -> _SamplesError:
         """Return a copy of the error that names ids. `ids` is the call's list, indexed by `positions`."""
         facts = dict(self.facts)
         if facts["positions"]:
-            facts["samples"] = [ids[p] for p in facts["positions"]]
+            facts["samples"] = [ids[position] for position in facts["positions"]]
         return type(self)(**facts)
 
 
 def _removal_reasons(*, evicted: int, lost: int, causes: Sequence[str], **_: Any) -> str:
-    """Return the known reasons why samples are missing, as a suffix for a message."""
+    """Return the known reasons why samples are missing, as a suffix for a message; "" if none is known. Other facts of
+    the error are ignored."""
     reasons = [f"{evicted} of them evicted because the partition was full"] if evicted else []
     if lost:
         reasons.append(f"{lost} of them lost {', '.join(causes) or 'with their storage unit'}")
@@ -104,6 +110,8 @@ class SampleNotFoundError(_SamplesError):
 
 
 class FieldNotProducedError(_SamplesError):
+    """The samples exist, but the field was never written for them."""
+
     def __init__(self, *, field: str, **facts: Any) -> None:
         super().__init__(field=field, **facts)
 

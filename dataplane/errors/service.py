@@ -19,6 +19,8 @@ class ServiceUnavailableError(ServiceError):
 
 
 class AuthenticationError(ServiceError):
+    """`peer`, the service or a storage unit, rejected the credentials of this client."""
+
     grpc_status = "UNAUTHENTICATED"
 
     def __init__(self, *, peer: str, why: str, hint: str = "") -> None:
@@ -36,6 +38,8 @@ class TlsError(ServiceError):
 
 
 class ProtocolVersionError(ServiceError):
+    """Client and service have different protocol versions."""
+
     grpc_status = "UNIMPLEMENTED"
 
     def __init__(self, *, client_version: int, service_version: int) -> None:
@@ -48,6 +52,8 @@ class ProtocolVersionError(ServiceError):
 
 
 class SessionExpiredError(ServiceError):
+    """The service has ended the client's session."""
+
     grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, *, session: int, why: str) -> None:
@@ -65,12 +71,14 @@ class ServiceRestartedError(ServiceError):
     grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, *, expected_epoch: int, got_epoch: int, what: str, lost: str = "") -> None:
-        since, remedy = "the process was restarted", "Repeat the call; if it fails again, connect a new client"
+        got = f"epoch {got_epoch}" if got_epoch else "an earlier epoch"
         if lost:
-            since, remedy = f"the process restarted without its state; lost: {lost}", "Connect a new client"
+            cause, remedy = f"the process restarted without its state; lost: {lost}", "Connect a new client"
+        else:
+            cause, remedy = "the process was restarted", "Repeat the call; if it fails again, connect a new client"
         super().__init__(
-            f"{what} belongs to {f'epoch {got_epoch}' if got_epoch else 'an earlier epoch'}, expected {expected_epoch} "
-            f"(an epoch is one run of a process): {since}. {remedy} and put lost samples again.",
+            f"{what} belongs to {got}, expected {expected_epoch} (an epoch is one run of a process): {cause}. "
+            f"{remedy} and put lost samples again.",
             expected_epoch=expected_epoch,
             got_epoch=got_epoch,
             what=what,
@@ -79,7 +87,7 @@ class ServiceRestartedError(ServiceError):
 
 
 class StorageUnitError(ServiceError):
-    """`endpoint` is "" or "?" if it is unknown."""
+    """A storage unit cannot be reached, has failed, or does not exist. `endpoint` is "" or "?" if it is unknown."""
 
     def __init__(self, *, unit: int, endpoint: str, why: str) -> None:
         at = "" if endpoint in ("", "?") else f" at {endpoint}"
@@ -87,6 +95,8 @@ class StorageUnitError(ServiceError):
 
 
 class CallCancelledError(ServiceError):
+    """The call was cancelled before it took effect."""
+
     grpc_status = "CANCELLED"
 
     def __init__(self, *, session: int, number: int) -> None:

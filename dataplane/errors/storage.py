@@ -55,20 +55,26 @@ class DrainError(DataPlaneError, RuntimeError):
         why: str,
         marked: bool = True,
     ) -> None:
-        largest = sorted(live.items(), key=lambda item: -item[1])
-        where = "".join(f"; partition {name!r} has {size:,} bytes there" for name, size in largest[:SHOWN])
+        largest = sorted(live.items(), key=lambda item: -item[1])[:SHOWN]
+        rows = "".join(f"; partition {name!r} has {size:,} bytes there" for name, size in largest)
         puts = f"; puts have reserved {reserved_bytes:,} bytes there" if reserved_bytes else ""
         sessions = f" ({', '.join(holders)})" if reserved_bytes and holders else ""
-        left = f"storage unit {unit} is not empty: {cells:,} cells are left{where}{puts}{sessions}. {why.rstrip('.')}"
+        cause = why.rstrip(".")
+        if marked:
+            message = (
+                f"storage unit {unit} is not empty: {cells:,} cells are left{rows}{puts}{sessions}. {cause}. No data "
+                f"is lost and the unit remains marked for draining: drain it again to continue, or {self.UNDRAIN}"
+            )
+        else:
+            message = (
+                f"storage unit {unit} is not drained: {cause}. Nothing was changed. Start another storage unit first, "
+                f"or force the drain ({self.FORCE})"
+            )
         super().__init__(
-            f"{left}. No data is lost and the unit remains marked for draining: drain it again to continue, or "
-            f"{self.UNDRAIN}"
-            if marked
-            else f"storage unit {unit} is not drained: {why.rstrip('.')}. Nothing was changed. Start another storage "
-            f"unit first, or force the drain ({self.FORCE})",
+            message,
             unit=unit,
             cells=cells,
-            live=dict(largest[:SHOWN]),
+            live=dict(largest),
             reserved_bytes=reserved_bytes,
             holders=list(holders),
             why=why,
@@ -94,6 +100,8 @@ class ArenaSpaceError(DataPlaneError, OSError):
 
 
 class StateDirError(DataPlaneError, OSError):
+    """The state directory of the service cannot be used."""
+
     grpc_status = "UNAVAILABLE"
 
     def __init__(self, *, directory: str, why: str, hint: str = "") -> None:
