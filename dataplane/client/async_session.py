@@ -28,7 +28,7 @@ class AsyncConnection:
         """Create instances with `open`."""
         self._channel = channel
         self._copies = InFlight()
-        self._detached: set[asyncio.Task[None]] = set()
+        self._detached: set[asyncio.Task[None]] = set()  # the tasks of `_finish`, which nothing else refers to
         self._config = config
         self.session_state = SessionState(
             channel.unit_config,
@@ -41,8 +41,9 @@ class AsyncConnection:
         self.session_state.connections.learn(channel.units)
         session_states().add(self.session_state)
         self._channel.leftovers = self.session_state.idle_leftovers
-        self._dropped = weakref.finalize(self, channel.end_in_background, self.session_state.close)
-        self._dropped.atexit = False
+        # Closes the session after the last reference to this object was dropped, unless `close` was called.
+        self._finalizer = weakref.finalize(self, channel.end_in_background, self.session_state.close)
+        self._finalizer.atexit = False
 
     @classmethod
     async def open(cls, config: DataPlaneConfig) -> AsyncConnection:
@@ -142,7 +143,7 @@ class AsyncConnection:
 
     async def close(self) -> None:
         """See `DataPlaneClient.close`."""
-        self._dropped.detach()
+        self._finalizer.detach()
         await asyncio.get_running_loop().run_in_executor(None, end_copies, self._copies, self._config)
         with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
             self._post_leftovers()

@@ -69,9 +69,9 @@ class PreallocatedBuffer:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._open: list[PreallocatedSpace] = []
-        self._spaces: dict[int, PreallocatedSpace] = {}
-        self._requests = 0
+        self._open: list[PreallocatedSpace] = []  # spaces that puts may take parts of
+        self._spaces: dict[int, PreallocatedSpace] = {}  # by call number: the open ones, and those with parts in use
+        self._requests = 0  # commands of `next_request` without a response
         self.returned: collections.deque[int] = collections.deque()
         self._last_put_at = self._rejected_at = -SOON_S
 

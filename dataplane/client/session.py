@@ -153,9 +153,10 @@ class Connection:
         self.session_state.connections.learn(self._channel.units)
         session_states().add(self.session_state)
         self._channel.leftovers = self.session_state.idle_leftovers
+        # Closes the session after the last reference to this object was dropped, unless `close` was called.
         end = functools.partial(_close_session, self.session_state, self._channel)
-        self._dropped = weakref.finalize(self, self._channel.end_in_background, end)
-        self._dropped.atexit = False
+        self._finalizer = weakref.finalize(self, self._channel.end_in_background, end)
+        self._finalizer.atexit = False
 
     def run(self, operation: Operation[T]) -> T:
         """Execute the operation's steps until it returns. Errors, including a KeyboardInterrupt at any point, are
@@ -253,7 +254,7 @@ class Connection:
 
     def close(self) -> None:
         """See `DataPlaneClient.close`."""
-        self._dropped.detach()
+        self._finalizer.detach()
         end_copies(self._copies, self._config)
         with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
             self._post_leftovers()

@@ -10,7 +10,7 @@ from operator import index
 from typing import Unpack
 
 from dataplane.client.client import DataPlaneClient
-from dataplane.client.operations.claim import ClaimOptions, checked
+from dataplane.client.operations.claim import ClaimOptions, convert_options
 from dataplane.data.meta import KVBatchMeta
 from dataplane.errors import InvalidRequestError
 
@@ -36,7 +36,7 @@ class ClientSampler(ABC):
         pool_size: int,
         **options: Unpack[ClaimOptions],
     ) -> None:
-        checked(ClaimOptions, options)  # only to raise its errors here
+        convert_options(ClaimOptions, options)  # only to raise its errors here
         if not isinstance(client, DataPlaneClient):
             raise TypeError(f"client is {type(client).__name__}: a ClientSampler requires a DataPlaneClient")
         if type(pool_size) is not int or pool_size < 1:

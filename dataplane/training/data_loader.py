@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dataplane.client.client import DataPlaneClient
-from dataplane.client.operations.claim import ClaimOptions, checked
+from dataplane.client.operations.claim import ClaimOptions, convert_options
 from dataplane.client.operations.sample_names import name_tuple
 from dataplane.core.durations import seconds
 from dataplane.core.failpoints import hit
@@ -123,7 +123,7 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
         if (dp_world is not None) != (dp_rank is not None):
             raise ValueError(f"{dp_rank=}, {dp_world=}: pass both or neither")
         timeout_s = seconds("timeout_s", timeout_s)
-        lease_s = checked(ClaimOptions, options).get("lease_s")
+        lease_s = convert_options(ClaimOptions, options).get("lease_s")
         fields = name_tuple("fields", fields)
         required = fields if required_fields is None else name_tuple("required_fields", required_fields)
         form = _BatchForm(fields, layout, pad_value_dict, pad_to_multiple, device)

@@ -189,17 +189,17 @@ def _value_chunks(partition: str, located: c.FieldLocations, fetch: Gather, scra
         if nbytes <= len(scratch):
             target = scratch[:nbytes]
             gather(source.buffers, source.which, source.offsets, source.sizes, target)
-            _check(partition, values, target)
+            _verify_values(partition, values, target)
             yield target.data
         else:  # a single large value
             (row,) = source.rows()
-            _check(partition, values, row)
+            _verify_values(partition, values, row)
             for start in range(0, nbytes, len(scratch)):
                 yield row[start : start + len(scratch)].data
         first = last
 
 
-def _check(partition: str, located: c.FieldLocations, memory: UInt8s) -> None:
+def _verify_values(partition: str, located: c.FieldLocations, memory: UInt8s) -> None:
     """Verify the checksums of the values, which are concatenated in `memory`. Raise `DamagedValueError` for the first
     wrong one."""
     if located.checksums is None:

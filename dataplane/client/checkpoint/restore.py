@@ -63,7 +63,7 @@ def _restore(
     entries = _selected(content, partitions)
     for file in content.files:
         yield Work(partial(files.verify, reading.directory, file))
-    yield from _check_space(session_state, entries, replace)
+    yield from _check_target(session_state, entries, replace)
     failpoints.hit("restore.verified")
     suffix = secrets.token_hex(8)
     staged = [f"restoring-{suffix}-{number}" for number in range(len(entries))]
@@ -72,7 +72,7 @@ def _restore(
         published = []
         for name, entry in zip(staged, entries, strict=True):
             yield Send(c.Stage(partition=name))
-            published.append((yield from _fill(session_state, file_cache, name, entry)))
+            published.append((yield from _fill_partition(session_state, file_cache, name, entry)))
         failpoints.hit("restore.before_publish")
         yield Send(c.Publish(staged=tuple(staged), partitions=tuple(published), replace=replace))
     except BaseException:
@@ -97,7 +97,7 @@ def _selected(content: Manifest, partitions: Sequence[str] | None) -> tuple[Part
     return tuple(by_name[name] for name in dict.fromkeys(names))
 
 
-def _check_space(session_state: SessionState, entries: Sequence[PartitionEntry], replace: bool) -> Operation[None]:
+def _check_target(session_state: SessionState, entries: Sequence[PartitionEntry], replace: bool) -> Operation[None]:
     """Raise the error if a partition exists or the service has too little space. Such errors would otherwise occur
     only after much data was written."""
     stats: c.StatsReport = (yield Send(c.Stats())).result
@@ -138,7 +138,7 @@ class _FileCache:
         return self._opened
 
 
-def _fill(
+def _fill_partition(
     session_state: SessionState, file_cache: _FileCache, staged: str, entry: PartitionEntry
 ) -> Operation[c.SavedPartition]:
     """Write all data of a partition into its staging partition. Return the description to publish."""
@@ -184,13 +184,13 @@ def _read_names(file_cache: _FileCache, staged: str, piece: RowsEntry) -> c.Comm
     ends = np.cumsum(lengths).tolist()
     try:
         ids = tuple(text[first:last].decode() for first, last in zip([0, *ends[:-1]], ends, strict=True))
-        tags = tuple(_tag(*found) for found in decode_object(opened.bytes_of(f"{piece.prefix}/tags").data))
+        tags = tuple(_tag_column(*found) for found in decode_object(opened.bytes_of(f"{piece.prefix}/tags").data))
     except (ValueError, TypeError, InternalError) as error:
         raise opened.error(f"ids or tags are invalid ({piece.prefix}): {error}") from error
     return c.Commit(partition=staged, samples=c.Samples(ids=ids), mode=c.Mode.CREATE, tags=tags)
 
 
-def _tag(name: Any, positions: Any, values: Any) -> c.TagColumn:
+def _tag_column(name: Any, positions: Any, values: Any) -> c.TagColumn:
     """Return the column of one tag as it was read. Raise ValueError or TypeError for values of the wrong type."""
     if type(name) is not str or type(values) is not list:
         raise ValueError(f"invalid tag {name!r}")

@@ -75,7 +75,7 @@ class ClaimOptions(ClaimConditions, total=False):
     sampler: str | None
 
 
-def checked(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+def convert_options(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
     """Check the options and return them as fields of the command. Raise TypeError for an option that `kind`, a
     TypedDict, does not have."""
     for name in options:
@@ -133,7 +133,7 @@ def claim_command(
         step=step,
         blocking=blocking,
         timeout_s=seconds("timeout_s", timeout_s),
-        **checked(ClaimOptions, options),
+        **convert_options(ClaimOptions, options),
     )
 
 
@@ -210,6 +210,6 @@ def why_blocked(
         partition=partition,
         task=task,
         fields=name_tuple("required_fields", fields),
-        **checked(ClaimConditions, conditions),
+        **convert_options(ClaimConditions, conditions),
     )
     return (yield Send(command)).result  # type: ignore[no-any-return]

@@ -78,8 +78,12 @@ def put_rows(
     *,
     listed: bool = False,
 ) -> Operation[Stored]:
-    """Execute `put` for callers that need no meta. ids: the result of `ids_of(names)`. declare: returns the step that
-    declares the fields again; it is sent if the schema has lost them. listed: as in `Commit`."""
+    """Execute `put` for callers that need no meta; return the stored columns and the response to the commit.
+
+    ids: the result of `ids_of(names)`. declare: for a caller that declares its fields itself, returns the step that
+    does so; it is sent again if the schema has lost them. Without it, undeclared field names are logged. listed: as in
+    `Commit`.
+    """
     commit = c.Commit(partition=partition, samples=samples_of(names, ids), mode=_mode(mode), tags=tags, listed=listed)
     if fields is not None:
         require_fields(fields)

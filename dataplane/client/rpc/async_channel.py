@@ -57,7 +57,7 @@ class AsyncChannel(OpenChannel):
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._dealer: Socket | None = None
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _Waiting] = {}  # pending calls by number
         self._none_pending = asyncio.Event()
         self._none_pending.set()
         self._closing = False

@@ -67,8 +67,8 @@ class HeartbeatThread:
         self._waker = Waker()
         self._pid = os.getpid()
         self._closing = False
-        self._end_callback: Callable[[], None] | None = None
-        self._check_requested = False
+        self._end_callback: Callable[[], None] | None = None  # set by `end_in_background`
+        self._check_requested = False  # reconnect with the next heartbeat, which is sent at once
         self._missed = False  # the last reconnection attempt failed and no response has arrived since
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._reported_loss = False  # `moved` was called for the current loss of the service
