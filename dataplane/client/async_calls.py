@@ -133,11 +133,11 @@ class AsyncCalls:
 
     async def ack(self, meta: KVBatchMeta) -> list[str]:
         """See `DataPlaneClient.ack`."""
-        return await self.perform(claim.about_claimed, c.Ack, meta)
+        return await self.perform(claim.settle_claims, c.Ack, meta)
 
     async def nack(self, meta: KVBatchMeta) -> list[str]:
         """See `DataPlaneClient.nack`."""
-        return await self.perform(claim.about_claimed, c.Nack, meta)
+        return await self.perform(claim.settle_claims, c.Nack, meta)
 
     async def extend(self, meta: KVBatchMeta, lease_s: float) -> list[str]:
         """See `DataPlaneClient.extend`."""

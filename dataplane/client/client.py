@@ -285,13 +285,13 @@ class DataPlaneClient:
         """Mark the leased samples of `meta` as consumed. Return the ids of samples that were cleared in the
         meantime. Raise StaleSampleError if the claim of `meta` has lost its lease on `error.samples`; the other
         samples are acknowledged. Raise ValueError if `meta` does not come from a claim."""
-        return self.perform(claim.about_claimed, c.Ack, meta)
+        return self.perform(claim.settle_claims, c.Ack, meta)
 
     def nack(self, meta: KVBatchMeta) -> list[str]:
         """Release claimed samples, so that the task can claim them again. Return the ids of samples that were
         cleared in the meantime. Raise StaleSampleError, after releasing the others, for samples that were
         acknowledged or that another claim holds now."""
-        return self.perform(claim.about_claimed, c.Nack, meta)
+        return self.perform(claim.settle_claims, c.Nack, meta)
 
     def extend(self, meta: KVBatchMeta, lease_s: float) -> list[str]:
         """Set the leases of `meta` to end `lease_s` seconds from now. Cleared and stale samples are handled as in

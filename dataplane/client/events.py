@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 _NAMES = {"get_batch": "get", "consumed": "check_consumption", "register": "register_partition"}
-_BY_COMMAND = frozenset({"ask", "about_claimed"})
+_BY_COMMAND = frozenset({"ask", "settle_claims"})
 """Operations that are named after the one command that they send."""
 
 

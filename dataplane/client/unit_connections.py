@@ -243,7 +243,7 @@ class UnitConnections:
         def send(unit: int) -> None:
             offsets, buffers = remote[unit]
             connection = self.connection(unit)
-            unfinished.add(unit)
+            unfinished.add(unit)  # it stays if the write fails: the unit may execute it later
             connection.write(offsets, buffers, reservation=reservation, timeout_s=self._config.call_timeout_s)
             unfinished.discard(unit)
 

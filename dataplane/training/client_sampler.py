@@ -73,7 +73,7 @@ class ClientSampler(ABC):
         if not pool.size:
             return pool
         try:
-            kept = self._checked(self.select(pool, batch_size), pool, batch_size)
+            kept = self._validated(self.select(pool, batch_size), pool, batch_size)
         except BaseException:
             self._client.nack(pool)
             raise
@@ -81,7 +81,7 @@ class ClientSampler(ABC):
         self._client.nack(pool.subset([row for row in range(pool.size) if row not in kept_rows]))
         return pool.subset(kept)
 
-    def _checked(self, selected: Sequence[int], pool: KVBatchMeta, batch_size: int) -> list[int]:
+    def _validated(self, selected: Sequence[int], pool: KVBatchMeta, batch_size: int) -> list[int]:
         """Return the result of `select` as a list of integers. Raise `InvalidRequestError` if it is invalid."""
         rows = list(selected) if isinstance(selected, Iterable) else [selected]
         # -1, which is outside the pool, stands for everything that is not an integer.

@@ -319,7 +319,7 @@ class _MicroBatchSource:
         self._leased_until = 0.0
         self._queue = _PrefetchQueue(prefetch)
         self._thread = self._start_thread() if prefetch else None
-        weakref.finalize(self, self._queue.close)
+        weakref.finalize(self, self._queue.close)  # ends the thread, which does not refer to this object
 
     def _start_thread(self) -> threading.Thread:
         """Start a thread that prefetches until the end or an error."""
@@ -386,8 +386,8 @@ class _MicroBatchSource:
 
 
 class _PrefetchQueue:
-    """At most `capacity` micro-batches between the prefetch thread and the consumer. `_reported`: the consumer has
-    received the end or the error that ended the thread."""
+    """At most `capacity` micro-batches between the prefetch thread and the consumer. `_late`: timeout of the last claim,
+    if any. `_reported`: the consumer has received the end or the error that ended the thread."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -55,14 +55,14 @@ def test_a_claim_gives_its_id_to_its_samples() -> None:
 
 
 def test_what_was_cleared_comes_back_by_id_and_what_is_stale_is_named() -> None:
-    operation = claim.about_claimed(STATE, c.Ack, meta())
+    operation = claim.settle_claims(STATE, c.Ack, meta())
     sent = operation.send(None)
     assert isinstance(sent, Send)
     assert sent.command.claims.tolist() == [7, 7]  # type: ignore[attr-defined]
     with pytest.raises(StopIteration) as done:
         operation.send(Sent(4, c.ClaimsSettled(cleared=np.array([1]))))
     assert done.value.value == ["b"]
-    operation = claim.about_claimed(STATE, c.Nack, meta())
+    operation = claim.settle_claims(STATE, c.Nack, meta())
     operation.send(None)
     with pytest.raises(StaleSampleError, match="'a' of partition 'p' is not held") as caught:
         operation.throw(StaleSampleError(partition="p", task="train", samples=["sample 0"], positions=[0]))
@@ -72,17 +72,17 @@ def test_what_was_cleared_comes_back_by_id_and_what_is_stale_is_named() -> None:
 @pytest.mark.parametrize("given", [None, "lease", ["a"]])
 def test_what_is_no_meta_is_refused(given: Any) -> None:
     with pytest.raises(UnsupportedValueError, match="claim_meta returned"):
-        next(claim.about_claimed(STATE, c.Ack, given))
+        next(claim.settle_claims(STATE, c.Ack, given))
 
 
 def test_a_meta_that_no_claim_returned_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="meta has no claim"):
-        next(claim.about_claimed(STATE, c.Ack, KVBatchMeta("p", "train", ["a"])))
+        next(claim.settle_claims(STATE, c.Ack, KVBatchMeta("p", "train", ["a"])))
 
 
 def test_nothing_is_asked_for_no_samples() -> None:
     with pytest.raises(StopIteration) as done:
-        next(claim.about_claimed(STATE, c.Ack, meta().slice(0, 0)))
+        next(claim.settle_claims(STATE, c.Ack, meta().slice(0, 0)))
     assert done.value.value == []
 
 

@@ -166,11 +166,11 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
 """Functions that convert or check an option; other options are passed to the command unchanged."""
 
 
-def about_claimed(
+def settle_claims(
     session_state: SessionState, /, make: Callable[..., c.Command], meta: KVBatchMeta, **more: Any
 ) -> Operation[list[str]]:
-    """Send the command that `make` returns for the claimed samples of `meta`: `Ack`, `Nack` or `Extend`. Return the
-    ids of samples that were cleared in the meantime. more: further fields of the command."""
+    """Acknowledge, release or extend the claimed samples of `meta`: `make` is `Ack`, `Nack` or `Extend`, and `more` has
+    further fields of this command. Return the ids of samples that were cleared in the meantime."""
     if not isinstance(meta, KVBatchMeta):
         raise UnsupportedValueError(
             field="meta", row=None, got=type(meta).__name__, hint="Pass the KVBatchMeta that claim_meta returned."
@@ -188,7 +188,7 @@ def about_claimed(
 def extend(session_state: SessionState, meta: KVBatchMeta, lease_s: float) -> Operation[list[str]]:
     """Set the leases of the claimed samples of `meta` to end `lease_s` from now."""
     end_s = seconds("lease_s", lease_s, positive=True)
-    return (yield from about_claimed(session_state, c.Extend, meta, lease_s=end_s))
+    return (yield from settle_claims(session_state, c.Extend, meta, lease_s=end_s))
 
 
 def consumed(session_state: SessionState, partition: str, task_names: Sequence[str]) -> Operation[bool]:

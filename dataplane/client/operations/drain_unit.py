@@ -66,14 +66,14 @@ OnProgress = Callable[[DrainProgress], object]
 
 
 class _Progress:
-    """State of one drain: `page` is the last page found, `most` the maximum size of the next page in bytes. `cells`
+    """State of one drain: `page` is the last page found, `max_page_bytes` the maximum size of the next page in bytes. `cells`
     and `nbytes` have been moved, `left_cells` remain. `failures` counts consecutive failures of a target unit."""
 
     def __init__(self, unit: int, timeout_s: float) -> None:
         self.unit = unit
         self.timeout_s = timeout_s
         self.end = time.monotonic() + timeout_s
-        self.most = PAGE_BYTES
+        self.max_page_bytes = PAGE_BYTES
         self.cells = self.nbytes = self.failures = self.left_cells = 0
         self.page: c.FoundCells | None = None
 
@@ -166,8 +166,8 @@ def _handle_lack_of_space(progress: _Progress, error: CapacityTimeoutError | Req
     space for up to `progress.wait_s`. Raise `DrainError` if the value can never fit or the drain has no time left."""
     page = progress.page
     assert page is not None
-    if len(page.lengths) > 1 and progress.most > 1:
-        progress.most = max(min(int(_sizes(page).sum()), progress.most) // 2, 1)
+    if len(page.lengths) > 1 and progress.max_page_bytes > 1:
+        progress.max_page_bytes = max(min(int(_sizes(page).sum()), progress.max_page_bytes) // 2, 1)
         return
     if isinstance(error, RequestTooLargeError) or not progress.left_s:
         raise progress.error(str(error)) from error
@@ -189,7 +189,7 @@ def _move_page(session_state: SessionState, progress: _Progress) -> Operation[c.
     last_page = progress.page
     find = c.FindCells(
         unit=progress.unit,
-        max_bytes=progress.most,
+        max_bytes=progress.max_page_bytes,
         partition="" if last_page is None else last_page.partition,
         field="" if last_page is None else last_page.field,
         timeout_s=progress.wait_s,
@@ -200,7 +200,7 @@ def _move_page(session_state: SessionState, progress: _Progress) -> Operation[c.
     if len(page.rows):
         moved: c.Moved = yield from _move(session_state, progress.unit, found)
         progress.failures = 0
-        progress.most = min(2 * progress.most, PAGE_BYTES)
+        progress.max_page_bytes = min(2 * progress.max_page_bytes, PAGE_BYTES)
         progress.cells += moved.cells
         progress.left_cells = page.cells - moved.cells
         progress.nbytes += int(_sizes(page).sum()) if moved.cells else 0

@@ -118,6 +118,7 @@ def _append(
         try:
             extended = yield from _extend_stored(session_state, encoded, located.result, partition, ids)
             mode = c.Mode.UPDATE if bool((located.result.rows >= 0).all()) else c.Mode.UPSERT  # row -1: not there yet
+            # The commit fails with `RowsChangedError` if the rows are no longer at these locations.
             read_from = tuple(replace(each, checksums=None) for each in located.result.fields)
             conditional = replace(commit, mode=mode, located=located.number, expected=read_from)
             return extended, (yield from store(session_state, conditional, ids, extended))

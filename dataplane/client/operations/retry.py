@@ -42,7 +42,7 @@ def with_retry(
                 if is_permanent or time.monotonic() + backoff.next_s >= end:
                     raise
                 log.info("%s; retrying %s", error, operation.__name__)
-            yield Work(functools.partial(time.sleep, backoff.take()))
+            yield Work(functools.partial(time.sleep, backoff.take()))  # a step, so that no event loop is blocked
 
     return retried
 
