@@ -386,8 +386,8 @@ class _MicroBatchSource:
 
 
 class _PrefetchQueue:
-    """At most `capacity` micro-batches between the prefetch thread and the consumer. `_late`: timeout of the last claim,
-    if any. `_reported`: the consumer has received the end or the error that ended the thread."""
+    """At most `capacity` micro-batches between the prefetch thread and the consumer. `_late`: timeout of the last
+    claim, if any. `_reported`: the consumer has received the end or the error that ended the thread."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

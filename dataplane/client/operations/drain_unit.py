@@ -66,8 +66,8 @@ OnProgress = Callable[[DrainProgress], object]
 
 
 class _Progress:
-    """State of one drain: `page` is the last page found, `max_page_bytes` the maximum size of the next page in bytes. `cells`
-    and `nbytes` have been moved, `left_cells` remain. `failures` counts consecutive failures of a target unit."""
+    """State of one drain: `page` is the last page found, `max_page_bytes` the maximum size of the next one. `cells` and
+    `nbytes` have been moved, `left_cells` remain. `failures` counts consecutive failures of a target unit."""
 
     def __init__(self, unit: int, timeout_s: float) -> None:
         self.unit = unit
