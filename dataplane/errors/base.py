@@ -40,7 +40,7 @@ class DataPlaneError(Exception):
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __str__(self) -> str:
-        # The message itself: KeyError would show its repr, and OSError its errno.
+        # The message itself; KeyError would show its repr.
         return str(self.args[0]) if self.args else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
