@@ -144,7 +144,7 @@ class _OperationRecord:
             self.op = command.operation()
         self._partition = getattr(command, "partition", "") or self._partition
         self._task = getattr(command, "task", "") or self._task
-        if isinstance(command, c.Claim | c.Allocate):
+        if isinstance(command, c.Claim | c.Allocate):  # the commands that wait for samples or space
             self._waited_s += took_s
         if isinstance(command, c.Claim) and command.peek:
             self.op = "peek"

@@ -278,7 +278,7 @@ class UnitConnections:
     def take_settled(self) -> list[int]:
         """Remove and return the reservations that `stop` could not stop but that no put can write to now: every
         unit has since confirmed, or has another epoch and thus rejects frames for an earlier one. A background
-        thread asks the remaining units again."""
+        thread retries the stop at the remaining units."""
         if not self._unstopped:
             return []
         with self._guard:
@@ -297,8 +297,8 @@ class UnitConnections:
         return settled
 
     def _stop_again(self) -> None:
-        """Ask the units of `_unstopped` again and remove those that confirm. A unit that does not respond is asked
-        again after the next call of `take_settled`."""
+        """Retry the stops of `_unstopped` and remove the units that confirm. A unit that does not respond is retried
+        after the next call of `take_settled`."""
         silent: set[int] = set()
         try:
             with self._guard:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 SHOWN = 5
-"""Maximum number of names in an error message; errors also keep only so many in their facts."""
+"""Maximum number of names in an error message, and mostly also in the facts of an error."""
 
 
 def first_few(names: Sequence[object], total: int | None = None) -> str:

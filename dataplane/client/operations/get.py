@@ -168,7 +168,7 @@ def get_batch(
     """Gather the fields of the samples directly into padded tensors."""
 
     def build(sources: Mapping[str, RowSource]) -> BatchedDataDict[Any]:
-        """Copy the rows into a batch that knows which of its columns do not have one element per token."""
+        """Copy the rows into a batch, which records which of its columns do not have one element per token."""
         jagged = {name: each.lengths for name, each in sources.items() if each.spec.kind is FieldKind.JAGGED}
         others = not_per_token(jagged, meta.sequence_lengths)
         columns = decode_batch(

@@ -185,7 +185,7 @@ def _connect(
     given_up: Callable[[], bool],
 ) -> tuple[OpenedSession, Socket]:
     """Send `command` to open or resume a session, for up to `timeout_s`. Start over if the service restarts in
-    between. given_up: returns True once the result is not wanted any longer."""
+    between. given_up: returns True once the result is no longer wanted."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
