@@ -163,7 +163,7 @@ class _OperationRecord:
                 self._overwritten_bytes += result.overwritten_bytes
             case c.Locate(), c.Located() if self._reads:
                 self._samples = len(result.rows)
-                self._bytes = sum(total(found.lengths) * found.spec.unit_bytes for found in result.fields)
+                self._bytes = sum(total(field.lengths) * field.spec.unit_bytes for field in result.fields)
             case c.Claim(), c.Claimed():
                 self._samples = len(result.rows)
             case c.Clear(), c.Cleared():

@@ -115,8 +115,8 @@ class UnitConnections:
             if arena is None:
                 continue  # the unit checks its own memory
             for field in located:
-                here = field.units == unit
-                ends = field.offsets[here] + field.lengths[here] * field.spec.unit_bytes
+                on_unit = field.units == unit
+                ends = field.offsets[on_unit] + field.lengths[on_unit] * field.spec.unit_bytes
                 if len(ends) and int(ends.max()) > arena.backed_bytes:
                     return False
         return True
@@ -418,12 +418,14 @@ class UnitConnections:
         """Read all values that `unit` holds in one call, each field into its own buffer. Return, for each field, the
         rows that were read; and the result: the rows of the first field, then those of the second, ..."""
         rows = [np.flatnonzero(field.units == unit) for field in located]
-        offsets = [field.offsets[mine] for field, mine in zip(located, rows, strict=True)]
-        sizes = [field.lengths[mine] * field.spec.unit_bytes for field, mine in zip(located, rows, strict=True)]
+        offsets = [field.offsets[unit_rows] for field, unit_rows in zip(located, rows, strict=True)]
+        sizes = [
+            field.lengths[unit_rows] * field.spec.unit_bytes for field, unit_rows in zip(located, rows, strict=True)
+        ]
         received = self.connection(unit).read(
             np.concatenate(offsets),
             np.concatenate(sizes),
-            columns=[len(mine) for mine in rows],
+            columns=[len(unit_rows) for unit_rows in rows],
             timeout_s=self._config.call_timeout_s,
         )
         return rows, received

@@ -184,7 +184,7 @@ def _read_names(file_cache: _FileCache, staged: str, piece: RowsEntry) -> c.Comm
     ends = np.cumsum(lengths).tolist()
     try:
         ids = tuple(text[first:last].decode() for first, last in zip([0, *ends[:-1]], ends, strict=True))
-        tags = tuple(_tag_column(*found) for found in decode_object(opened.bytes_of(f"{piece.prefix}/tags").data))
+        tags = tuple(_tag_column(*entry) for entry in decode_object(opened.bytes_of(f"{piece.prefix}/tags").data))
     except (ValueError, TypeError, InternalError) as error:
         raise opened.error(f"ids or tags are invalid ({piece.prefix}): {error}") from error
     return c.Commit(partition=staged, samples=c.Samples(ids=ids), mode=c.Mode.CREATE, tags=tags)

@@ -108,7 +108,7 @@ class _Writer:
         parts, name = self._parts, f"{self._place.data}/{len(self.entries):05}.safetensors"
         stored = [part.content for part in parts if isinstance(part.content, c.FieldLocations)]
         yield from ensure_known(
-            self.session_state, units_of([select_values(found, found.lengths > 0) for found in stored])
+            self.session_state, units_of([select_values(located, located.lengths > 0) for located in stored])
         )
         try:
             self.entries.append((yield Work(lambda: files.write(self._place.directory, name, parts, self._gather))))

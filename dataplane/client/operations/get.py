@@ -97,19 +97,20 @@ def parts_of(located: Sequence[c.FieldLocations], existing: np.ndarray[Any, Any]
     """Return the locations of the samples at positions `existing` by field, for the fields that all of them have.
 
     located: locations by column; a field has one column with its name, and may have a hidden one for other values."""
-    columns = {found.name: found for found in located}
+    by_column = {each.name: each for each in located}
     parts: dict[str, list[ReadPart]] = {}
-    for name in dict.fromkeys(map(field_of, columns)):
+    for name in dict.fromkeys(map(field_of, by_column)):
         field_parts = []
         for column in (name, variants_of(name)):
-            found = columns.get(column)
-            if found is None:
+            locations = by_column.get(column)
+            if locations is None:
                 continue
-            places = np.flatnonzero(found.lengths[existing] >= 0)  # length -1: the sample has no value in this column
-            if len(places) == len(found.lengths):
-                field_parts.append(ReadPart(found, places))
+            # Length -1: the sample has no value in this column.
+            places = np.flatnonzero(locations.lengths[existing] >= 0)
+            if len(places) == len(locations.lengths):
+                field_parts.append(ReadPart(locations, places))
             elif len(places):
-                field_parts.append(ReadPart(select_values(found, existing[places]), places))
+                field_parts.append(ReadPart(select_values(locations, existing[places]), places))
         if field_parts and sum(len(part.places) for part in field_parts) == len(existing):
             parts[name] = field_parts
     return parts
@@ -207,9 +208,9 @@ def locate(session_state: SessionState, meta: KVBatchMeta, select_fields: Sequen
     located = yield from _locate(
         session_state, meta, ids, meta.partition_id, select_fields, serials=True, unpinned=True
     )
-    found: c.Located = located.result
-    yield from ensure_known(session_state, units_of(found.fields))
-    epochs = session_state.connections.epochs(units_of(found.fields))
+    result: c.Located = located.result
+    yield from ensure_known(session_state, units_of(result.fields))
+    epochs = session_state.connections.epochs(units_of(result.fields))
     places = {
         field.name: CellPlaces(
             spec=field.spec,
@@ -220,9 +221,9 @@ def locate(session_state: SessionState, meta: KVBatchMeta, select_fields: Sequen
             serials=np.zeros(0, np.int64) if field.serials is None else field.serials,
             checksums=field.checksums,
         )
-        for field in found.fields
+        for field in result.fields
     }
-    return meta.with_handles(found.rows, found.generations).with_places({**meta.places, **places})
+    return meta.with_handles(result.rows, result.generations).with_places({**meta.places, **places})
 
 
 def _locate(

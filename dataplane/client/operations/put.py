@@ -144,19 +144,19 @@ def _extend_stored(
     """Read the stored values and return the columns to put, in which the new values of jagged columns follow the
     stored values of their rows. Other columns are returned unchanged."""
     # Field name -> positions of the samples that have a stored value (length -1: none).
-    places = {found.name: np.flatnonzero(found.lengths >= 0) for found in located.fields}
-    stored = [select_values(found, places[found.name]) for found in located.fields if len(places[found.name])]
+    places = {field.name: np.flatnonzero(field.lengths >= 0) for field in located.fields}
+    stored = [select_values(field, places[field.name]) for field in located.fields if len(places[field.name])]
     if not stored:
         return list(encoded)
-    units, lengths = units_of(stored), {found.name: found.lengths for found in stored}
+    units, lengths = units_of(stored), {field.name: field.lengths for field in stored}
     yield from ensure_known(session_state, units)
 
     def work() -> list[EncodedColumn]:
         """Read the stored values, with a check of their checksums, and join them with the new ones."""
         sources = session_state.connections.gather(stored, units)
-        for found in stored:
-            stored_ids = [ids[place] for place in places[found.name].tolist()]
-            sources |= checked({found.name: sources[found.name]}, [found], partition, stored_ids)
+        for field in stored:
+            stored_ids = [ids[place] for place in places[field.name].tolist()]
+            sources |= checked({field.name: sources[field.name]}, [field], partition, stored_ids)
         return [
             appended(column, sources[column.name], lengths[column.name], places[column.name])
             if column.name in sources

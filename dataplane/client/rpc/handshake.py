@@ -135,22 +135,22 @@ def resume_session(
     command = _open_command(config, session.nonce, session.number, session.epoch)
     address = _resolve_again(config.address)
     try:
-        found, dealer = _connect(config, context, address, command, RESUME_STEP_S, given_up)
+        resumed, dealer = _connect(config, context, address, command, RESUME_STEP_S, given_up)
     except ServiceRestartedError as error:
         raise ServiceRestartedError(**{**error.facts, "what": f"the service at {address}"}) from None
     except (AuthenticationError, ProtocolVersionError, TlsError) as error:
         # Not the service of this session: another one uses its address for now.
         raise ServiceUnavailableError(address=address, why=str(error)) from error
     # Epochs of a service only grow: a lower one means that it was started from an older state.
-    if found.number != session.number or found.epoch < session.epoch:
+    if resumed.number != session.number or resumed.epoch < session.epoch:
         dealer.close()
         raise ServiceRestartedError(
             expected_epoch=session.epoch,
-            got_epoch=found.epoch,
+            got_epoch=resumed.epoch,
             what=f"the service at {address}",
             lost=f"all work of session {session.number}",
         )
-    return found, dealer
+    return resumed, dealer
 
 
 def _open_command(config: DataPlaneConfig, nonce: str, session: int = 0, epoch: int = 0) -> c.OpenSession:
