@@ -13,7 +13,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import numpy as np
 
 from dataplane.client.operations.field_names import check_claim
-from dataplane.client.operations.sample_names import meta_of, name_tuple, naming, samples_of, scalar
+from dataplane.client.operations.sample_names import meta_of, name_tuple, samples_of, scalar, send_for_samples
 from dataplane.client.operations.steps import Operation, Post, Send
 from dataplane.client.session_state import SessionState
 from dataplane.core.durations import seconds, seconds_if_any
@@ -181,7 +181,7 @@ def settle_claims(
         raise InvalidRequestError("meta has no claim; pass the meta that claim_meta returned, or a subset of it")
     samples = samples_of(meta)
     command = make(partition=meta.partition_id, task=meta.task_name, samples=samples, claims=meta.claims, **more)
-    settled = yield from naming(meta.sample_ids, command)
+    settled = yield from send_for_samples(meta.sample_ids, command)
     return [meta.sample_ids[position] for position in settled.result.cleared.tolist()]
 
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from dataplane.client.operations.put import give_back
+from dataplane.client.operations.put import release_space
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.steps import Operation, Post, Send, Sent, Work
 from dataplane.client.session_state import SessionState
@@ -223,7 +223,7 @@ def _move(session_state: SessionState, unit: int, found: Sent) -> Operation[c.Mo
             failpoints.hit("move.before_switch")
             return (yield Send(move_of(page, unit, located=found.number, reservation=allocated.number))).result  # type: ignore[no-any-return]
         except BaseException:
-            yield from give_back(session_state, allocated.number, unfinished)
+            yield from release_space(session_state, allocated.number, unfinished)
             raise
     finally:
         yield Post(c.Release(located=found.number))

@@ -15,7 +15,7 @@ from dataplane.ledger import commands as c
 log = logging.getLogger(__name__)
 
 
-def describe(session_state: SessionState, partition: str) -> Operation[Schema]:
+def fetch_schema(session_state: SessionState, partition: str) -> Operation[Schema]:
     """Fetch the partition's schema and cache it."""
     session_state.schemas.forget(partition)
     described = yield Send(c.Describe(partition=partition))
@@ -29,14 +29,14 @@ def schema_for_put(session_state: SessionState, partition: str, names: Iterable[
     """Return the cached schema, or fetch it. If the partition has declared fields, log one warning for each of `names`
     that is not declared, unless this client has logged it before."""
     cached = session_state.schemas.get(partition)
-    schema = (yield from describe(session_state, partition)) if cached is None else cached
+    schema = (yield from fetch_schema(session_state, partition)) if cached is None else cached
     undeclared = _undeclared(schema, names)
     if undeclared:
         undeclared = session_state.warned.filter_new("put", partition, undeclared)
     if not undeclared:
         return schema
     if cached is not None:
-        schema = yield from describe(session_state, partition)  # another client may have declared them since
+        schema = yield from fetch_schema(session_state, partition)  # another client may have declared them since
     for name in _undeclared(schema, undeclared):
         log.warning(
             "put: field %r is not declared in partition %r; it is stored anyway. %s",
@@ -63,7 +63,7 @@ def check_claim(session_state: SessionState, command: c.Claim) -> Operation[None
         unknown = session_state.warned.filter_new("claim", command.partition, unknown)
     if not unknown:
         return
-    schema = yield from describe(session_state, command.partition)  # the cached one may be outdated
+    schema = yield from fetch_schema(session_state, command.partition)  # the cached one may be outdated
     if schema.strict:
         return
     effect = "the claim waits until it is produced" if command.blocking else "no sample is ready until it is produced"

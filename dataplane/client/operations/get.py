@@ -17,7 +17,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from dataplane.client.operations.retry import ensure_known, with_retry
-from dataplane.client.operations.sample_names import Names, ids_of, naming, samples_of
+from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples
 from dataplane.client.operations.steps import Operation, Post, Send, Work
 from dataplane.client.session_state import SessionState
 from dataplane.client.unit_connections import select_values, units_of
@@ -67,7 +67,7 @@ def get_present(
         located = yield from _locate(session_state, names, ids, partition, select_fields, missing_ok=True)
         try:
             existing = np.flatnonzero(located.result.rows >= 0)  # row -1: the sample does not exist
-            parts = parts_of(located.result.fields, existing)
+            parts = parts_by_field(located.result.fields, existing)
             units = _refuse_failed(units_of([part.located for each in parts.values() for part in each]), failed)
             yield from ensure_known(session_state, units)
             existing_ids = [ids[position] for position in existing.tolist()]
@@ -93,7 +93,7 @@ class ReadPart(NamedTuple):
     places: np.ndarray[Any, Any]
 
 
-def parts_of(located: Sequence[c.FieldLocations], existing: np.ndarray[Any, Any]) -> dict[str, list[ReadPart]]:
+def parts_by_field(located: Sequence[c.FieldLocations], existing: np.ndarray[Any, Any]) -> dict[str, list[ReadPart]]:
     """Return the locations of the samples at positions `existing` by field, for the fields that all of them have.
 
     located: locations by column; a field has one column with its name, and may have a hidden one for other values."""
@@ -123,7 +123,7 @@ def _copy_parts(
     partition: str,
     ids: Sequence[str],
 ) -> TensorDict:
-    """Copy the fields into a TensorDict. parts: result of `parts_of`. ids: the samples, for checksum errors."""
+    """Copy the fields into a TensorDict. parts: result of `parts_by_field`. ids: the samples, for checksum errors."""
     located = [part.located for each in parts.values() for part in each]
     sources = session_state.connections.gather(located, units)
     for part in (part for each in parts.values() for part in each):
@@ -240,7 +240,7 @@ def _locate(
     if isinstance(select_fields, str) or not select_fields:
         raise InvalidRequestError(f"select_fields={select_fields!r}: expected a list of at least one field name")
     locate = c.Locate(partition=partition, samples=samples_of(names, ids), fields=tuple(select_fields), **more)
-    return (yield from naming(ids, locate, meanwhile))
+    return (yield from send_for_samples(ids, locate, meanwhile))
 
 
 def _cached_locations(

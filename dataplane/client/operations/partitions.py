@@ -11,8 +11,8 @@ from dataplane.client.operations.sample_names import (
     ids_of,
     meta_of,
     name_tuple,
-    naming,
     samples_of,
+    send_for_samples,
     tag_columns,
 )
 from dataplane.client.operations.steps import Operation, Send
@@ -81,7 +81,7 @@ def set_tags(
 ) -> Operation[None]:
     """Merge tags, one mapping per sample, into those of live samples, atomically."""
     ids = ids_of(names)
-    yield from naming(
+    yield from send_for_samples(
         ids, c.SetTags(partition=partition, samples=samples_of(names, ids), tags=tag_columns(tags, len(ids)))
     )
 

@@ -14,9 +14,9 @@ import numpy as np
 from msgspec.structs import replace
 from tensordict import TensorDict
 
-from dataplane.client.operations.field_names import describe, schema_for_put
+from dataplane.client.operations.field_names import fetch_schema, schema_for_put
 from dataplane.client.operations.retry import ensure_known, with_retry
-from dataplane.client.operations.sample_names import Names, ids_of, naming, samples_of, tag_columns, tags_of
+from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples, tag_columns, tags_of
 from dataplane.client.operations.steps import Operation, Post, Send, Work
 from dataplane.client.preallocated import PreallocatedPart, bytes_of
 from dataplane.client.session_state import Schema, SessionState
@@ -88,7 +88,7 @@ def put_rows(
     if fields is not None:
         require_fields(fields)
     if fields is None or not len(fields.keys()):  # a put of tags, or only of the samples
-        return (), (yield from naming(ids, commit)).result
+        return (), (yield from send_for_samples(ids, commit)).result
     if mode == APPEND:
         return (yield from _append(session_state, commit, ids, fields))
     lengths = names.sequence_lengths if isinstance(names, KVBatchMeta) else None
@@ -114,7 +114,7 @@ def _append(
     for turn in range(PUT_TRIES):
         jagged = tuple(column.name for column in encoded if column.spec.kind is FieldKind.JAGGED)
         locate = c.Locate(partition=partition, samples=samples, fields=jagged, missing_ok=True)
-        located = yield from naming(ids, locate)
+        located = yield from send_for_samples(ids, locate)
         try:
             extended = yield from _extend_stored(session_state, encoded, located.result, partition, ids)
             mode = c.Mode.UPDATE if bool((located.result.rows >= 0).all()) else c.Mode.UPSERT  # row -1: not there yet
@@ -204,7 +204,7 @@ def _encode(
     try:
         return encode(known)
     except SchemaError:
-        fresh = yield from describe(session_state, partition)
+        fresh = yield from fetch_schema(session_state, partition)
         if fresh == known:  # the cached schema was up to date: the values are wrong
             raise
     return encode(fresh)
@@ -215,7 +215,7 @@ def _refresh_schema(
 ) -> Operation[bool]:
     """Fetch and cache the schema again after the service rejected a put that was encoded for `schema`. Return whether
     to encode the put again."""
-    fresh = yield from describe(session_state, partition)
+    fresh = yield from fetch_schema(session_state, partition)
     return isinstance(rejection, StaleSchemaError) or fresh != schema
 
 
@@ -261,10 +261,10 @@ def store(
         )
         written: Sequence[EncodedColumn] = yield Work(write)
         failpoints.hit("put.before_commit")
-        committed = (yield from naming(ids, _with_columns(commit, written, allocated.number))).result
+        committed = (yield from send_for_samples(ids, _with_columns(commit, written, allocated.number))).result
         return replace(committed, evicted=allocated.result.evicted)
     except BaseException:
-        yield from give_back(session_state, allocated.number, unfinished)
+        yield from release_space(session_state, allocated.number, unfinished)
         raise
 
 
@@ -343,10 +343,10 @@ def _store_preallocated(
 
     written: Sequence[EncodedColumn] = yield Work(write, brief)
     failpoints.hit("put.before_commit")
-    return (yield from naming(ids, _with_columns(commit, written, space.number, part.offset))).result  # type: ignore[no-any-return]
+    return (yield from send_for_samples(ids, _with_columns(commit, written, space.number, part.offset))).result  # type: ignore[no-any-return]
 
 
-def give_back(session_state: SessionState, reservation: int, unfinished: set[int]) -> Operation[None]:
+def release_space(session_state: SessionState, reservation: int, unfinished: set[int]) -> Operation[None]:
     """Free the space of a failed put, unless one of the `unfinished` units may still write to it. Such space stays
     reserved until these units have confirmed the stop or have another epoch, or until the session ends (see
     `UnitConnections.take_settled`)."""

@@ -156,7 +156,9 @@ def name_tuple(what: str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def naming(ids: Sequence[str], command: c.Command, meanwhile: Callable[[], Any] | None = None) -> Operation[Any]:
+def send_for_samples(
+    ids: Sequence[str], command: c.Command, meanwhile: Callable[[], Any] | None = None
+) -> Operation[Any]:
     """Send a command and return the `Sent` with its result. An error about row handles is raised with the caller's ids
     of these rows. meanwhile: see `Send`."""
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dataplane.client.operations.partitions import stats
 from dataplane.client.operations.put import put_rows
-from dataplane.client.operations.sample_names import ids_of, naming, samples_of
+from dataplane.client.operations.sample_names import ids_of, samples_of, send_for_samples
 from dataplane.client.operations.steps import Operation, Post, Send
 from dataplane.client.session_state import Schema, SessionState
 from dataplane.compat.transfer_queue import columns
@@ -324,7 +324,7 @@ def set_tags(session_state: SessionState, meta: BatchMeta) -> Operation[None]:
             for positions, samples in (yield from resolve_samples(session_state, part)):
                 tags = tag_columns([part.custom_meta[position] for position in positions], len(positions))
                 command = c.SetTags(partition=samples.partition_id, samples=samples_of(samples), tags=tags)
-                yield from naming(samples.sample_ids, command)
+                yield from send_for_samples(samples.sample_ids, command)
         except PartitionNotFoundError:
             log.warning("partition %r was not found; its custom_meta is ignored", part.partition_ids[0])
 
