@@ -175,7 +175,7 @@ def test_small_copies_are_made_on_the_loop_and_large_ones_elsewhere(
     # On a busy machine puts count as soon after one another, too, and those ask again who ask before the service knows
     # that this client is on the unit's host.
     monkeypatch.setattr(preallocated, "SOON_S", 600.0)
-    monkeypatch.setattr(preallocated.PreallocatedBuffer, "refused", lambda self: None)
+    monkeypatch.setattr(preallocated.PreallocatedBuffer, "record_rejection", lambda self: None)
 
     async def puts() -> None:
         async with connect_async(server.address) as client:

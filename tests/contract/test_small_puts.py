@@ -67,7 +67,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow this machine is, puts come soon after one another, and space is not idle between them."""
     monkeypatch.setattr("dataplane.client.preallocated.SOON_S", 1e9)
-    monkeypatch.setattr(PreallocatedBuffer, "idle", lambda self: None)
+    monkeypatch.setattr(PreallocatedBuffer, "give_up_idle", lambda self: None)
 
 
 def row(number: int, width: int = 8) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def _no_fields(partition: str, keys: Sequence[str]) -> StorageKeyNotFoundError:
 
 def _log_omitted(session_state: SessionState, what: str, partition: str, names: Iterable[str]) -> None:
     """Log the omitted keys or fields (`what`). Each name is logged once per session."""
-    new = session_state.warned.first(f"read {what}", partition, names)
+    new = session_state.warned.filter_new(f"read {what}", partition, names)
     if new:
         log.warning(
             "partition %r: a read omitted the %s %s, which are missing or incomplete; set strict_reads=True to make "
