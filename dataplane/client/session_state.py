@@ -124,7 +124,7 @@ class Warned:
 
     def filter_new(self, what: str, partition: str, names: Iterable[str]) -> list[str]:
         """Return the names that were not passed before with the same `what` and `partition`, and remember them. what:
-        the operation that warns, "put" or "claim"."""
+        the operation that warns, such as "put"."""
         new = []
         with self._lock:
             for name in names:
