@@ -15,7 +15,7 @@ from typing import Any
 
 from dataplane.core.wakeup import poll_ms
 from workers.channels import wire
-from workers.channels.connection import CONFIRM_S, GRACE_S, UNCONFIRMED, ArrivedItems, Line
+from workers.channels.connection import CONFIRM_S, GRACE_S, UNCONFIRMED, ArrivedItems, BrokerConnection
 from workers.channels.errors import ChannelClosedError, ChannelTimeoutError, disconnected
 from workers.channels.items import Parcel
 from workers.channels.wire import NOWHERE
@@ -29,21 +29,26 @@ LATER_BYTES = 1 << 30
 """Bytes of puts that may wait in this process for space at the broker."""
 
 MOST_STALE = 1000
+"""Timers of completed requests that may stay in the heap."""
 LARGER_THAN_ANY = 1 << 62
+"""A size in bytes that no item has."""
 
 Reply = wire.AnyAnswer | ArrivedItems
 
+Completions = list[Callable[[], None]]
+"""Functions that complete futures, to be called without the pump's lock, because callbacks may call the pump."""
+
 
 @dataclass(slots=True, eq=False)
-class _Open:
-    """A request without an answer yet. cancelled: its deadline passed and a Cancel was sent to the broker; unwanted:
-    its handle was garbage-collected."""
+class _OpenRequest:
+    """A request without an answer yet. begun, until: start and deadline; preallocate_bytes: see `wire.Put`; cancelled:
+    the deadline passed and a Cancel was sent to the broker; unwanted: the caller's handle was garbage-collected."""
 
     future: Future[Any]
     what: str
     begun: float
     until: float
-    want: int = 0
+    preallocate_bytes: int = 0
     cancelled: bool = False
     unwanted: bool = False
 
@@ -57,14 +62,15 @@ class _Confirming:
 
 
 @dataclass(slots=True, eq=False)
-class _Later:
-    """A put that waits for space, or behind another put that does. asked: the number of its Reserve request."""
+class _DelayedPut:
+    """A put whose item waits in this process for space at the broker, or behind another such put of its queue.
+    reserve_number: the number of its Reserve request, 0 before that is sent."""
 
-    open: _Open
+    open: _OpenRequest
     request: wire.Put
     parcel: Parcel
     queue_key: tuple[str, bytes]
-    asked: int = 0
+    reserve_number: int = 0
 
 
 class PumpEndedError(Exception):
@@ -72,35 +78,44 @@ class PumpEndedError(Exception):
 
 
 class Pump:
-    """Thread-safe. Puts of one thread arrive in the order in which they began.
+    """Sends the asynchronous requests of one handle to one broker, and receives the answers in its own thread.
+    Thread-safe. Puts of one thread arrive in the order in which they began.
+
+    `_open`: the requests without an answer, by number; `_puts`: the numbers of those that are puts. `_timers`: a heap
+    of (time, number): when to look at a request or confirmation again; timers of completed ones stay in it for a
+    while. `_delayed`: the delayed puts of each queue, in order; `_reserving`: those with a Reserve request, by its
+    number. `_arrived`: the gets whose items were neither acknowledged nor returned; `_unwanted`: the gets to cancel,
+    because their handles were garbage-collected.
 
     The pump's thread completes the futures: with an answer, with `ArrivedItems`, whose items the caller takes or
-    drops, or with an error. Their callbacks must not block. lost: makes the error of all pending futures if the
+    drops, or with an error. Their callbacks must not block. lost_error: makes the error of all pending futures if the
     broker dies. `begin` and `begin_put` raise `PumpEndedError` if the thread has ended.
     """
 
-    def __init__(self, line: Line, channel: str, lost: Callable[[str, BaseException], Exception]) -> None:
-        self._line = line
+    def __init__(
+        self, connection: BrokerConnection, channel: str, lost_error: Callable[[str, BaseException], Exception]
+    ) -> None:
+        self._connection = connection
         self._channel = channel
-        self._lost = lost
+        self._lost_error = lost_error
         self._guard = threading.Lock()
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenRequest] = {}
         self._timers: list[tuple[float, int]] = []
         self._next_timer = float("inf")
-        self._later: dict[tuple[str, bytes], deque[_Later]] = {}
-        self._asked: dict[int, _Later] = {}
-        self._later_bytes = 0
+        self._delayed: dict[tuple[str, bytes], deque[_DelayedPut]] = {}
+        self._reserving: dict[int, _DelayedPut] = {}
+        self._delayed_bytes = 0
         self._puts: set[int] = set()
         self._arrived: set[int] = set()
         self._confirming: dict[int, _Confirming] = {}
-        self._heard = -math.inf
+        self._last_payload_at = -math.inf
         self._unwanted: deque[int] = deque()
         self._retiring = False
         self.ended: BaseException | None = None
         self._thread = PollThread(
             "tq-channel",
-            line.stream.poller(),
-            self._turn,
+            connection.stream.poller(),
+            self._run_once,
             self._thread_ended,
             timeout_ms=self._timeout_ms,
             completes=True,
@@ -115,13 +130,13 @@ class Pump:
         return bool(self._puts)
 
     def begin(self, make: Callable[[int], wire.AnyRequest], what: str, until: float) -> tuple[int, Future[Any]]:
-        """Send the request that `make` makes of a number. Return that number and the future of the answer. Blocks for
-        at most `GRACE_S` while the broker does not read."""
+        """Assign a number, and send the request that `make` returns for it. Return the number and the future of the
+        answer. Blocks for at most `GRACE_S` while the broker does not read."""
         with self._guard:
-            self._check()
-            number = self._line.number()
-            entry = self._enter(number, what, until)
-            self._write(lambda: self._send(wire.encode(make(number))))
+            self._check_running()
+            number = self._connection.next_number()
+            entry = self._register(number, what, until)
+            self._try_write(lambda: self._send(wire.encode(make(number))))
         return number, entry.future
 
     def begin_put(self, request: wire.Put, parcel: Parcel, what: str, until: float) -> tuple[int, Future[Any]]:
@@ -132,28 +147,31 @@ class Pump:
         """
         queue_key = (request.channel, request.key)
         with self._guard:
-            self._check()
-            request.number = self._line.number()
-            must_wait = queue_key in self._later
-            # Puts of one queue stay in order: behind a waiting put, this one cannot be stored now.
+            self._check_running()
+            request.number = self._connection.next_number()
+            must_wait = queue_key in self._delayed
+            # Puts of one queue stay in order: behind a delayed put, this one cannot be stored now.
             if must_wait and request.nowait:
                 full: Future[Any] = Future()
                 full.set_result(wire.Full(request.number))
                 return request.number, full
             space = NOWHERE
             if not must_wait and not parcel.carried:
-                space = self._line.take_preallocated(parcel.nbytes)
+                space = self._connection.take_preallocated(parcel.nbytes)
                 must_wait = space == NOWHERE
-            if must_wait and self._later_bytes + parcel.nbytes > LATER_BYTES:
-                raise MemoryError(f"{what}: {self._later_bytes:,} bytes of puts wait for space; wait for some of them")
-            entry = self._enter(request.number, what, until)
-            entry.want = request.want
+            if must_wait and self._delayed_bytes + parcel.nbytes > LATER_BYTES:
+                waiting_bytes = self._delayed_bytes
+                raise MemoryError(f"{what}: {waiting_bytes:,} bytes of puts wait for space; wait for some of them")
+            entry = self._register(request.number, what, until)
+            entry.preallocate_bytes = request.preallocate_bytes
             self._puts.add(request.number)
             request.item = parcel.item(space)
             if must_wait:
-                self._put_later(_Later(entry, request, parcel.kept(self._line.memory), queue_key))
+                self._delay_put(
+                    _DelayedPut(entry, request, parcel.with_private_copy(self._connection.buffer_pool), queue_key)
+                )
             else:
-                self._write(lambda: self._line.put(request, parcel, time.monotonic() + GRACE_S))
+                self._try_write(lambda: self._connection.put(request, parcel, time.monotonic() + GRACE_S))
         return request.number, entry.future
 
     def drop(self, number: int) -> None:
@@ -173,28 +191,31 @@ class Pump:
 
     def forget(self) -> None:
         """Close this copy of the connection in a forked child, which has no copy of the thread."""
-        self._line.close()
+        self._connection.close()
         self._thread.forget()
 
-    def _check(self) -> None:
+    def _check_running(self) -> None:
         if self.ended is not None:
             raise PumpEndedError from self.ended
 
-    def _enter(self, number: int, what: str, until: float) -> _Open:
+    def _register(self, number: int, what: str, until: float) -> _OpenRequest:
+        """Add the request to the open requests, with a timer. Return its record."""
         now = time.monotonic()
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
-        entry = self._open[number] = _Open(future, what, now, until)
+        entry = self._open[number] = _OpenRequest(future, what, now, until)
         self._set_timer(number, min(until, now + waiting.LOG_EVERY_S))
         return entry
 
     def _set_timer(self, number: int, at: float) -> None:
+        """Look at the request or confirmation `number` again at the time `at`."""
         heapq.heappush(self._timers, (at, number))
         if at < self._next_timer:
             self._thread.wake()
 
-    def _write(self, write: Callable[[], None]) -> None:
-        """Write to the connection. The thread sees the same error and raises it in all pending calls."""
+    def _try_write(self, write: Callable[[], None]) -> None:
+        """Write to the connection. Return also if that fails: the pump then ends, and its thread sets the error in the
+        futures of all pending requests."""
         try:
             write()
         except (StreamLostError, StreamSilentError) as error:
@@ -202,108 +223,118 @@ class Pump:
             self._thread.wake()
 
     def _send(self, data: bytes) -> None:
-        self._line.stream.send([data], time.monotonic() + GRACE_S)
+        self._connection.stream.send([data], time.monotonic() + GRACE_S)
 
     # --- puts that wait for space
 
-    def _put_later(self, later: _Later) -> None:
-        self._later_bytes += later.parcel.nbytes
-        queue = self._later.setdefault(later.queue_key, deque())
-        queue.append(later)
+    def _delay_put(self, delayed: _DelayedPut) -> None:
+        """Append a put to the delayed puts of its queue. If it is the first of them, request space for it."""
+        self._delayed_bytes += delayed.parcel.nbytes
+        queue = self._delayed.setdefault(delayed.queue_key, deque())
+        queue.append(delayed)
         if len(queue) == 1:
-            self._write(lambda: self._ask_space(later))
+            self._try_write(lambda: self._reserve_space(delayed))
 
-    def _ask_space(self, later: _Later) -> None:
-        later.asked = self._line.number()
-        self._asked[later.asked] = later
-        self._send(wire.encode(wire.Reserve(later.asked, *later.queue_key, later.parcel.nbytes, later.request.nowait)))
+    def _reserve_space(self, delayed: _DelayedPut) -> None:
+        delayed.reserve_number = self._connection.next_number()
+        self._reserving[delayed.reserve_number] = delayed
+        nbytes, nowait = delayed.parcel.nbytes, delayed.request.nowait
+        self._send(wire.encode(wire.Reserve(delayed.reserve_number, *delayed.queue_key, nbytes, nowait)))
 
-    def _space_answered(self, later: _Later, answer: Reply, done: list[Callable[[], None]]) -> None:
-        """Send a waiting put into the space that the broker reserved for it, then continue with its queue."""
-        del self._asked[later.asked]
+    def _handle_space_answer(self, delayed: _DelayedPut, answer: Reply, completions: Completions) -> None:
+        """Handle the answer to a Reserve request: send the delayed put into the reserved space, or complete it with
+        the error. Then continue with its queue."""
+        del self._reserving[delayed.reserve_number]
         if isinstance(answer, wire.ItemSpace):
-            if later.request.number in self._open:
-                later.request.item.space = answer.space
-                self._line.put(later.request, later.parcel, time.monotonic() + GRACE_S)
+            # Not open: the put was cancelled while the broker reserved the space.
+            if delayed.request.number in self._open:
+                delayed.request.item.space = answer.space
+                self._connection.put(delayed.request, delayed.parcel, time.monotonic() + GRACE_S)
             else:
-                self._send(wire.encode(wire.ReleaseSpace(self._line.number(), answer.space)))
+                self._send(wire.encode(wire.ReleaseSpace(self._connection.next_number(), answer.space)))
         else:
-            self._answered(later.request.number, answer, done)
-        self._continue_queue(later)
+            self._complete(delayed.request.number, answer, completions)
+        self._continue_queue(delayed)
 
-    def _continue_queue(self, later: _Later) -> None:
-        """Continue with the next puts of a queue after its first one was sent or cancelled."""
-        queue = self._later[later.queue_key]
-        self._later_bytes -= queue.popleft().parcel.nbytes
+    def _continue_queue(self, delayed: _DelayedPut) -> None:
+        """Remove the first delayed put of a queue, which was sent or has failed. Send the puts behind it, up to the
+        first one for which space must be requested."""
+        queue = self._delayed[delayed.queue_key]
+        self._delayed_bytes -= queue.popleft().parcel.nbytes
         while queue:
             following = queue[0]
-            wanted = following.request.number in self._open
-            if wanted and not following.parcel.carried:
-                self._ask_space(following)
+            is_open = following.request.number in self._open  # otherwise it was cancelled while it waited
+            if is_open and not following.parcel.carried:
+                self._reserve_space(following)
                 return
-            if wanted:
-                self._line.put(following.request, following.parcel, time.monotonic() + GRACE_S)
-            self._later_bytes -= queue.popleft().parcel.nbytes
-        del self._later[later.queue_key]
+            if is_open:
+                self._connection.put(following.request, following.parcel, time.monotonic() + GRACE_S)
+            self._delayed_bytes -= queue.popleft().parcel.nbytes
+        del self._delayed[delayed.queue_key]
 
     # --- the thread
 
-    def _turn(self, _: object) -> None:
+    def _run_once(self, _: object) -> None:
+        """Handle all that is due, then complete the futures. Stop the thread if the pump has ended."""
         with self._guard:
-            error, done = self._take_in()
-        for complete in done:
+            error, completions = self._handle_arrived()
+        for complete in completions:
             complete()
         if error is not None:
             self.ended = error
             self._thread.stop()
 
     def _timeout_ms(self) -> int | None:
+        """Return the time until the next timer; 0 if there is work now, None without timers."""
         with self._guard:
-            while self._timers and not self._awaits(self._timers[0][1]):
+            # Completed requests leave their timers in the heap: drop those at its top, and all once they are many.
+            while self._timers and not self._is_pending(self._timers[0][1]):
                 heapq.heappop(self._timers)
             if len(self._timers) > MOST_STALE + 2 * len(self._open):
-                self._timers = [look for look in self._timers if self._awaits(look[1])]
+                self._timers = [timer for timer in self._timers if self._is_pending(timer[1])]
                 heapq.heapify(self._timers)
             self._next_timer = self._timers[0][0] if self._timers else float("inf")
-            if self._unwanted or self.ended is not None or self._done():
+            if self._unwanted or self.ended is not None or self._can_end():
                 return 0
             if not self._timers:
                 return None
             return poll_ms(self._next_timer - time.monotonic())
 
-    def _awaits(self, number: int) -> bool:
+    def _is_pending(self, number: int) -> bool:
+        """Return whether `number` is an open request or an acknowledgement to be confirmed."""
         return number in self._open or number in self._confirming
 
-    def _done(self) -> bool:
+    def _can_end(self) -> bool:
+        """Return whether the pump was retired and nothing is pending."""
         return self._retiring and not (self._open or self._arrived or self._confirming)
 
-    def _take_in(self) -> tuple[BaseException | None, list[Callable[[], None]]]:
-        """Handle arrived answers and due deadlines. Return the reason to end, or None, and the futures to
-        complete."""
-        done: list[Callable[[], None]] = []
+    def _handle_arrived(self) -> tuple[BaseException | None, Completions]:
+        """Handle arrived answers, dropped gets and due timers. Return the reason to end (None: continue), and functions
+        that complete futures."""
+        completions: Completions = []
         try:
-            while (message := self._line.stream.arrived()) is not None:
-                answer = self._line.answer(message, time.monotonic() + GRACE_S, self._settle)
+            while (message := self._connection.stream.arrived()) is not None:
+                answer = self._connection.receive_answer(message, time.monotonic() + GRACE_S, self._settle)
                 if message.payload_bytes:
                     # No other answer could arrive while this payload was received.
-                    self._heard = time.monotonic()
-                later = self._asked.get(answer.number)
-                if later is not None:
-                    self._space_answered(later, answer, done)
+                    self._last_payload_at = time.monotonic()
+                delayed = self._reserving.get(answer.number)
+                if delayed is not None:
+                    self._handle_space_answer(delayed, answer, completions)
                 else:
-                    self._answered(answer.number, answer, done)
+                    self._complete(answer.number, answer, completions)
             self._drop_unwanted()
-            self._check_timers(time.monotonic(), done)
+            self._check_timers(time.monotonic(), completions)
         except (StreamLostError, StreamSilentError) as error:
-            return error, done
-        if self.ended is None and self._done():
+            return error, completions
+        if self.ended is None and self._can_end():
             self.ended = disconnected(self._channel)
-        return self.ended, done
+        return self.ended, completions
 
     def _settle(self, request: wire.AckItems | wire.NackItems) -> Future[None] | None:
-        """Acknowledge items or give them back; callable from any thread. Return the future of the confirmation, None
-        if the broker sends none. Raises if the items cannot be acknowledged: the next getter receives them, and the
-        bytes that were read may already have belonged to another item."""
+        """Send the acknowledgement of items, or return them to the queue; callable from any thread. Return the future
+        of the confirmation, None if the broker sends none. Raises if the items cannot be acknowledged: the next getter
+        receives them, and the bytes that were read may already have belonged to another item."""
         number = request.number
         confirming: _Confirming | None = None
         with self._guard:
@@ -312,44 +343,49 @@ class Pump:
                 if isinstance(request, wire.AckItems) and request.confirm:
                     confirming = self._confirming[number] = _Confirming(Future(), time.monotonic() + CONFIRM_S)
                     self._set_timer(number, confirming.until)
-                self._write(lambda: self._send(wire.encode(request)))
+                self._try_write(lambda: self._send(wire.encode(request)))
             ended = self.ended
         if self._retiring:
+            # These may have been the last items before the thread's end.
             self._thread.wake()
         if confirming is not None:
             return confirming.future
         if ended is not None:
-            raise self._unsettled(ended)
+            raise self._unacknowledged_error(ended)
         return None
 
-    def _unsettled(self, ended: BaseException) -> Exception:
-        return self._lost(f"taking an item of channel {self._channel!r}", ended)
+    def _unacknowledged_error(self, ended: BaseException) -> Exception:
+        """Return the error for items that cannot be acknowledged because the pump has ended."""
+        return self._lost_error(f"taking an item of channel {self._channel!r}", ended)
 
-    def _answered(self, number: int, answer: Reply, done: list[Callable[[], None]]) -> None:
-        """Complete the future of a request, or of a confirmation, with its answer."""
+    def _complete(self, number: int, answer: Reply, completions: Completions) -> None:
+        """Append to `completions` a function that completes request `number`, or the confirmation of its items."""
         confirmed = self._confirming.pop(number, None)
         if confirmed is not None:
-            done.append(lambda: confirmed.future.set_result(None))
+            completions.append(lambda: confirmed.future.set_result(None))
             return
         entry = self._open.pop(number, None)
         self._puts.discard(number)
         if entry is None:
             return
         if isinstance(answer, wire.BrokerDone) and answer.space != NOWHERE:
-            self._line.take_preallocated(LARGER_THAN_ANY)
-            self._line.ahead = (answer.space, entry.want)
+            # The connection keeps one preallocated space: release the previous one.
+            self._connection.take_preallocated(LARGER_THAN_ANY)
+            self._connection.preallocated = (answer.space, entry.preallocate_bytes)
         if isinstance(answer, ArrivedItems) and entry.unwanted:
+            # The broker sent the items before it received the Cancel: return them to the queue.
             self._send(wire.encode(wire.NackItems(number)))
             answer = wire.Cancelled(number)
         if isinstance(answer, wire.Cancelled):
             error = ChannelTimeoutError(what=entry.what, waited_s=time.monotonic() - entry.begun)
-            done.append(lambda: entry.future.set_exception(error))
+            completions.append(lambda: entry.future.set_exception(error))
             return
         if isinstance(answer, ArrivedItems):
             self._arrived.add(number)
-        done.append(lambda: entry.future.set_result(answer))
+        completions.append(lambda: entry.future.set_result(answer))
 
     def _drop_unwanted(self) -> None:
+        """Cancel the gets whose handles were garbage-collected. Items that have arrived return to their queue."""
         while self._unwanted:
             number = self._unwanted.popleft()
             entry = self._open.get(number)
@@ -360,8 +396,9 @@ class Pump:
                 self._arrived.discard(number)
                 self._send(wire.encode(wire.NackItems(number)))
 
-    def _check_timers(self, now: float, done: list[Callable[[], None]]) -> None:
-        """Log or cancel each request whose time to look has come."""
+    def _check_timers(self, now: float, completions: Completions) -> None:
+        """Handle due timers: log a waiting request, and cancel it at its deadline. Raises if the broker does not
+        confirm an acknowledgement or a cancellation in time."""
         while self._timers and self._timers[0][0] <= now:
             _, number = heapq.heappop(self._timers)
             entry, confirming = self._open.get(number), self._confirming.get(number)
@@ -375,26 +412,27 @@ class Pump:
                 self._set_timer(number, min(entry.until, now + waiting.LOG_EVERY_S))
             elif entry.cancelled:
                 self._check_silence(number, now, GRACE_S, now, StreamSilentError())
-            elif not self._give_up_later(number, entry, done):
+            elif not self._cancel_delayed_put(number, entry, completions):
                 entry.cancelled = True
                 self._send(wire.encode(wire.Cancel(number)))
                 self._set_timer(number, now + GRACE_S)
 
     def _check_silence(self, number: int, until: float, silent_s: float, now: float, error: Exception) -> None:
-        """Raise `error` once `until` has passed and no payload arrived for `silent_s`; otherwise look again then."""
-        until = max(until, self._heard + silent_s)
+        """Raise `error` if `until` has passed and no payload was received in the last `silent_s`; otherwise set a timer
+        for the next check."""
+        until = max(until, self._last_payload_at + silent_s)
         if now >= until:
             raise error
         self._set_timer(number, until)
 
-    def _give_up_later(self, number: int, entry: _Open, done: list[Callable[[], None]]) -> bool:
-        """Cancel a put that waits in this process. Return whether `number` was such a put."""
-        for queue in self._later.values():
-            for later in queue:
-                if later.request.number == number:
-                    if later.asked:
-                        self._send(wire.encode(wire.Cancel(later.asked)))
-                    self._answered(number, wire.Cancelled(number), done)
+    def _cancel_delayed_put(self, number: int, entry: _OpenRequest, completions: Completions) -> bool:
+        """Cancel put `number` if it is a delayed one. Return whether it was."""
+        for queue in self._delayed.values():
+            for delayed in queue:
+                if delayed.request.number == number:
+                    if delayed.reserve_number:
+                        self._send(wire.encode(wire.Cancel(delayed.reserve_number)))
+                    self._complete(number, wire.Cancelled(number), completions)
                     return True
         return False
 
@@ -407,10 +445,11 @@ class Pump:
             left, self._open = list(self._open.values()), {}
             confirming, self._confirming = list(self._confirming.values()), {}
             self._puts.clear()
-            self._later.clear()
-            self._line.close()
+            self._delayed.clear()
+            self._connection.close()
         for unconfirmed in confirming:
+            # Closed by this process: the error says so. Otherwise who has the items now is uncertain.
             why = error if isinstance(error, ChannelClosedError) else StreamLostError(UNCONFIRMED)
-            unconfirmed.future.set_exception(self._unsettled(why))
+            unconfirmed.future.set_exception(self._unacknowledged_error(why))
         for entry in left:
-            entry.future.set_exception(self._lost(entry.what, error))
+            entry.future.set_exception(self._lost_error(entry.what, error))

@@ -34,18 +34,20 @@ class ChannelBroker:
     host: the name or address that the broker binds and that clients on other machines connect to, by default
     loopback. capacity_bytes: memory for items, backed when needed, by default a share of the space of `directory`.
     OSError if the host cannot be bound, ArenaSpaceError if the memory is not available, `OpenFilesError`.
+
+    `_is_local`: for each client that has sent a valid token, whether it maps the memory.
     """
 
     def __init__(
         self, *, host: str = "127.0.0.1", capacity_bytes: int | None = None, directory: str | Path = DIRECTORY
     ) -> None:
         self._token = secrets.token_hex(16)
-        self._local: dict[int, bool] = {}
+        self._is_local: dict[int, bool] = {}
         self._owner = os.getpid()
         with OpenFilesError.of("a channel broker"), contextlib.ExitStack() as undo:
             self._memory = ChannelMemory(capacity_bytes, directory=directory)
             undo.callback(self._memory.close)
-            service = Service(self._take, self._left, self._ended)
+            service = Service(self._handle_message, self._handle_leave, self._close_memory)
             self._server = StreamServer("tq-channels", host, self._token, service, clients="the clients of channels")
             undo.pop_all()
         self.endpoint = str(self._server.endpoint)
@@ -78,21 +80,22 @@ class ChannelBroker:
 
     # --- the thread
 
-    def _take(self, connection: Connection, message: Message) -> Payload | None:
+    def _handle_message(self, connection: Connection, message: Message) -> Payload | None:
+        """Handle one message of a client. Return where to write the item's bytes if they follow the message."""
         request = wire.decode_request(message.body)
-        if connection.ident not in self._local:
+        if connection.ident not in self._is_local:
             self._greet(connection, request)
         elif message.payload_bytes:
             return self._expect_payload(connection.ident, request, message.payload_bytes)
         else:
-            self._answer(self._state.apply(connection.ident, request))
+            self._send_answers(self._state.apply(connection.ident, request))
         return None
 
-    def _left(self, client: int) -> None:
-        if self._local.pop(client, None) is not None:
-            self._answer(self._state.leave(client))
+    def _handle_leave(self, client: int) -> None:
+        if self._is_local.pop(client, None) is not None:
+            self._send_answers(self._state.leave(client))
 
-    def _ended(self, defect: BaseException | None) -> None:
+    def _close_memory(self, defect: BaseException | None) -> None:
         if defect is not None:
             log.critical("Channel broker failed; the items of its channels are lost", exc_info=defect)
         self._memory.close()
@@ -108,7 +111,7 @@ class ChannelBroker:
             self._server.send(client, [wire.encode(wire.Rejected(request.number, f"expected version {wire.VERSION}"))])
             return
         self._state.join(client)
-        self._local[client] = local = request.local and connection.local
+        self._is_local[client] = local = request.local and connection.local
         memory = self._memory
         mapped_bytes = memory.nbytes if local else 0
         welcome = wire.Welcome(request.number, memory.capacity_bytes, mapped_bytes, memory.nbytes - len(memory.data))
@@ -118,20 +121,22 @@ class ChannelBroker:
             self._server.send(client, [wire.encode(welcome)])
 
     def _expect_payload(self, client: int, request: wire.AnyRequest, nbytes: int) -> Payload:
+        """Return where to write the `nbytes` that follow a put: into the space that the client reserved for them. The
+        put is applied when all bytes have arrived."""
         if not isinstance(request, wire.Put) or request.item.space == NOWHERE or request.item.nbytes != nbytes:
             raise ValueError("the client sent bytes that belong to no item")
         self._state.space_of(client, request.item)
         target = self._memory.data.data[request.item.space : request.item.space + nbytes]
-        return Payload(target, lambda: self._answer(self._state.apply(client, request)))
+        return Payload(target, lambda: self._send_answers(self._state.apply(client, request)))
 
-    def _answer(self, effects: Effects) -> None:
+    def _send_answers(self, effects: Effects) -> None:
         """Send the answers. If one cannot be sent, its client's connection ends; the others are sent."""
         for client, answer in effects:
-            local = self._local.get(client)
+            local = self._is_local.get(client)
             if local is None:
                 continue
             try:
-                self._say(client, answer, local)
+                self._send_answer(client, answer, local)
             except OSError as error:
                 # The next read of this socket detects the end of the connection and cleans up.
                 log.debug("Channel client disconnected: %s", error)
@@ -139,9 +144,10 @@ class ChannelBroker:
                 log.exception("Channel broker could not send an answer and closed the client's connection")
                 self._server.drop(client)
 
-    def _say(self, client: int, answer: wire.AnyAnswer, local: bool) -> None:
+    def _send_answer(self, client: int, answer: wire.AnyAnswer, local: bool) -> None:
+        """Send an answer, and the bytes of its items if the client does not map the memory."""
         payload: list[memoryview] = []
         if not local and isinstance(answer, wire.Items):
             data = self._memory.data.data
-            payload = [data[i.space : i.space + i.nbytes] for i in answer.items if i.space != NOWHERE]
+            payload = [data[item.space : item.space + item.nbytes] for item in answer.items if item.space != NOWHERE]
         self._server.send(client, [wire.encode(answer, sum(map(len, payload))), *payload])

@@ -23,7 +23,7 @@ class BrokerActor:
     def __init__(self, directory_address: str, node_rank: int, capacity_bytes: int | None = None) -> None:
         host = ray.util.get_node_ip_address()
         self._broker = HostedBroker(directory_address, node_rank, host=host, capacity_bytes=capacity_bytes)
-        threading.Thread(target=self._end_with_broker, name="tq-broker-end", daemon=True).start()
+        threading.Thread(target=self._exit_after_failure, name="tq-broker-end", daemon=True).start()
 
     def endpoint(self) -> str:
         """Return the endpoint of the broker."""
@@ -33,7 +33,7 @@ class BrokerActor:
         """Close the broker. The items of its channels are lost."""
         self._broker.close()
 
-    def _end_with_broker(self) -> None:
+    def _exit_after_failure(self) -> None:
         if not self._broker.wait():
             os._exit(1)
 
@@ -54,21 +54,22 @@ def start_brokers(
     started: dict[int, ActorHandle] = {}
     try:
         for rank, node in nodes.items():
-            where = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            broker = actor.options(max_restarts=-1, scheduling_strategy=where)
-            started[rank] = broker.remote(directory_address, rank, capacity_bytes)
+            placement = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+            actor_on_node = actor.options(max_restarts=-1, scheduling_strategy=placement)
+            started[rank] = actor_on_node.remote(directory_address, rank, capacity_bytes)
         until = time.monotonic() + START_S
-        for rank, each in started.items():
-            _await(each, f"The channel broker on node {rank} ({nodes[rank]})", until)
+        for rank, actor_handle in started.items():
+            _await_start(actor_handle, f"The channel broker on node {rank} ({nodes[rank]})", until)
     except BaseException:
-        for each in started.values():
+        for actor_handle in started.values():
             with contextlib.suppress(Exception):
-                ray.kill(each, no_restart=True)
+                ray.kill(actor_handle, no_restart=True)
         raise
     return started
 
 
-def _await(broker: ActorHandle, name: str, until: float) -> None:
+def _await_start(broker: ActorHandle, name: str, until: float) -> None:
+    """Wait until the actor `broker` has started. An error gets a note with `name`."""
     try:
         ray.get(broker.__ray_ready__.remote(), timeout=max(0.0, until - time.monotonic()))
     except Exception as error:

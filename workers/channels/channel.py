@@ -22,15 +22,15 @@ from typing import Any, TypeVar
 from dataplane.core.durations import seconds
 from workers.channels import wire
 from workers.channels.answers import error_of
-from workers.channels.connection import to_settle
+from workers.channels.connection import acknowledgement_of
 from workers.channels.connection_pool import Link
-from workers.channels.discovery import NOTICE_S, await_others, find_brokers, opened
+from workers.channels.discovery import NOTICE_S, await_broker_change, directory_or_default, find_brokers
 from workers.channels.errors import ChannelClosedError, ChannelLostError, ChannelSettingsError, LocalChannelError
 from workers.channels.items import Parcel, as_weight
 from workers.channels.key_routing import ASK_S, Routes
 from workers.channels.keys import key_bytes
 from workers.channels.local import LocalLink
-from workers.channels.preview import CANNOT_SHOW, SHOW_S, SHOWN_ITEMS, shown
+from workers.channels.preview import CANNOT_SHOW, SHOW_S, SHOWN_ITEMS, format_items
 from workers.channels.settings import ChannelSettings, as_maxsize, as_node_rank, check_name, node_rank_here
 from workers.directory import DirectoryClient, Kind
 from workers.errors import DirectoryLostError, NameInUseError
@@ -114,7 +114,7 @@ class Channel:
         """
         check_name(name)
         maxsize, node_rank = as_maxsize(maxsize), as_node_rank(node_rank, nodes)
-        wanted = ChannelSettings(
+        settings = ChannelSettings(
             name=name,
             ident=f"{name}/{secrets.token_hex(8)}",
             maxsize=maxsize,
@@ -127,12 +127,13 @@ class Channel:
             return cls(settings, node_rank=here, timeout_s=timeout_s)
 
         if local:
-            channel = make(wanted)
+            channel = make(settings)
             channel._create()
             return channel
-        with opened(directory, join=True) as known:
-            wanted = dataclasses.replace(wanted, directory=known.address)
-            return _register_or_find(_create_on_brokers(known, None if distributed else node_rank, wanted, make), known)
+        with directory_or_default(directory, join=True) as known:
+            settings = dataclasses.replace(settings, directory=known.address)
+            channel = _create_on_brokers(known, None if distributed else node_rank, settings, make)
+            return _register_or_find(channel, known)
 
     @classmethod
     def connect(
@@ -147,10 +148,10 @@ class Channel:
         """Return the channel of that name. Blocks for up to `wait_s` until it exists. Raises `NameNotFoundError`
         after that, `WorkerLostError` if the channel was closed, `ChannelLostError` if its brokers are lost."""
         check_name(name)
-        with opened(directory) as known:
+        with directory_or_default(directory) as known:
             settings = ChannelSettings.of(known.lookup_channel(name, wait_s), known.address)
         channel = cls(settings, node_rank=here, timeout_s=timeout_s)
-        lost = channel._lost(f"connection to channel {name!r}")
+        lost = channel._find_lost_parts(f"connection to channel {name!r}")
         if len(lost) == len(settings.endpoints):
             channel.disconnect()
             raise lost[0]
@@ -191,31 +192,31 @@ class Channel:
         Raises `NotSerializableError`, `ItemTooLargeError` or `ChannelClosedError`; the channel is then unchanged.
         """
         what = self._describe("put", key)
-        ready, request, link = self._prepare(item, weight, key, False, what)
+        packed, request, link = self._prepare(item, weight, key, False, what)
         until = self._deadline(timeout_s)
         if async_op:
-            _, future = link.begin_put(request, ready, what, until)
-            return AsyncWork(future, what, lambda answer: self._check_done(answer, key))
+            _, future = link.begin_put(request, packed, what, until)
+            return AsyncWork(future, what, lambda answer: self._check_put(answer, key))
         refuse_waiting(what)
-        self._check_done(link.put(request, ready, what, until), key)
+        self._check_put(link.put(request, packed, what, until), key)
         return None
 
     def put_nowait(self, item: Any, weight: float = 0, key: Any = DEFAULT_KEY) -> None:
         """Put `item` without waiting. `asyncio.QueueFull` if the queue has no free place or the broker no memory."""
         what = self._describe("put_nowait", key)
-        ready, request, link = self._prepare(item, weight, key, True, what)
-        self._check_done(link.put(request, ready, what, self._deadline(ASK_S)), key)
+        packed, request, link = self._prepare(item, weight, key, True, what)
+        self._check_put(link.put(request, packed, what, self._deadline(ASK_S)), key)
 
     def get(self, key: Any = DEFAULT_KEY, async_op: bool = False, *, timeout_s: float | None = None) -> Any:
         """Return the first item of the key's queue; blocks until there is one. `EndOfChannelError` once the channel
         is closed and the queue is empty."""
-        return self._get("get", key, None, async_op, timeout_s, lambda answer: self._items(answer, key)[0])
+        return self._get("get", key, None, async_op, timeout_s, lambda answer: self._take_items(answer, key)[0])
 
     def get_nowait(self, key: Any = DEFAULT_KEY) -> Any:
         """Return the first item without waiting. `asyncio.QueueEmpty` if the queue has none."""
         what = self._describe("get_nowait", key)
-        make, link = self._getting(key, None, True, what)
-        return self._items(link.ask(make, what, self._deadline(ASK_S)), key)[0]
+        make, link = self._get_request(key, None, True, what)
+        return self._take_items(link.ask(make, what, self._deadline(ASK_S)), key)[0]
 
     def get_batch(
         self,
@@ -230,7 +231,7 @@ class Channel:
         single item is therefore returned alone. Batches are collected one after another, each completely. A closed
         channel returns the remaining items."""
         target = as_weight("target_weight", target_weight)
-        return self._get("get_batch", key, target, async_op, timeout_s, lambda answer: self._items(answer, key))
+        return self._get("get_batch", key, target, async_op, timeout_s, lambda answer: self._take_items(answer, key))
 
     def qsize(self, key: Any = DEFAULT_KEY) -> int:
         """Return the number of items in the key's queue now, without those that getters have received."""
@@ -273,11 +274,11 @@ class Channel:
                     failed = failed or error
         return failed
 
-    def _undo(self, links: Sequence[Link | LocalLink], because: BaseException) -> None:
-        """Close parts after an error. A failure to close them is added to that error as a note."""
+    def _close_created(self, links: Sequence[Link | LocalLink], error: BaseException) -> None:
+        """Close the created parts after `error`. A failure to close them is added to `error` as a note."""
         failed = self._close_parts(links)
         if failed is not None:
-            because.add_note(f"Some parts of channel {self.name!r} that were already created are still open: {failed}")
+            error.add_note(f"Some parts of channel {self.name!r} that were already created are still open: {failed}")
 
     def _retire(self) -> None:
         """Close connections and threads as soon as they are unused. Calls still work."""
@@ -292,6 +293,7 @@ class Channel:
             link.close()
 
     def _unregister(self) -> None:
+        """Remove the name from the directory, if it is registered and the directory is alive."""
         settings = self._settings
         if settings.directory is None or settings.incarnation is None:
             return
@@ -303,20 +305,21 @@ class Channel:
     def _create(self) -> None:
         """Create all parts of the channel. If one fails, the parts created before it are closed."""
         what, settings = f"creation of channel {self.name!r}", self._settings
-        made = settings.ident, settings.name, settings.maxsize
+        identity = settings.ident, settings.name, settings.maxsize
         for place, link in enumerate(self._links):
             try:
-                link.ask(lambda number: wire.Create(number, *made), what, self._deadline(ASK_S))
+                link.ask(lambda number: wire.Create(number, *identity), what, self._deadline(ASK_S))
             except BaseException as error:
-                self._undo(self._links[:place], error)
+                self._close_created(self._links[:place], error)
                 raise
 
     def _prepare(self, item: Any, weight: float, key: Any, nowait: bool, what: str) -> tuple[Any, wire.Put, Any]:
-        """Return the packed item, its request, and the link to the part that stores the key."""
-        weight, raw = as_weight(f"{what}: weight", weight), self._key(key)
-        link = self._routes.link(raw, what)
-        ready = item if isinstance(link, LocalLink) else Parcel.of(item, f"an item of {what}")
-        return ready, wire.Put(0, self._settings.ident, raw, _NOTHING, weight, nowait), link
+        """Return the packed item (in a local channel the item itself), the request, and the link to the part of
+        the key."""
+        weight, raw_key = as_weight(f"{what}: weight", weight), self._encode_key(key)
+        link = self._routes.link(raw_key, what)
+        packed = item if isinstance(link, LocalLink) else Parcel.of(item, f"an item of {what}")
+        return packed, wire.Put(0, self._settings.ident, raw_key, _NO_ITEM, weight, nowait), link
 
     def _get(
         self,
@@ -327,47 +330,50 @@ class Channel:
         timeout_s: float | None,
         finish: Callable[..., T],
     ) -> T | AsyncWork[T]:
+        """Get one item, or with `target` a batch. Return what `finish` makes of the answer, or the work for that."""
         what = self._describe(verb, key)
-        make, link = self._getting(key, target, False, what)
+        make, link = self._get_request(key, target, False, what)
         if not async_op:
             refuse_waiting(what)
             return finish(link.ask(make, what, self._deadline(timeout_s)))
         future, drop = link.begin(make, what, self._deadline(timeout_s))
-        work = AsyncWork(future, what, finish, to_settle)
+        work = AsyncWork(future, what, finish, acknowledgement_of)
+        # If the work is garbage-collected, the get is cancelled.
         weakref.finalize(work, drop).atexit = False
         return work
 
-    def _getting(
+    def _get_request(
         self, key: Any, target: float | None, nowait: bool, what: str
     ) -> tuple[Callable[[int], wire.Get], Any]:
-        """Return a function that makes the request, and the link to the part that stores the key."""
-        ident, raw = self._settings.ident, self._key(key)
-        return lambda number: wire.Get(number, ident, raw, target, nowait), self._routes.link(raw, what)
+        """Return a function that makes the request of a number, and the link to the part that stores the key."""
+        ident, raw_key = self._settings.ident, self._encode_key(key)
+        return lambda number: wire.Get(number, ident, raw_key, target, nowait), self._routes.link(raw_key, what)
 
     def _count(self, key: Any) -> wire.Counted:
-        return self._routes.count(self._key(key), self._describe("qsize", key))
+        return self._routes.count(self._encode_key(key), self._describe("qsize", key))
 
-    def _check_done(self, answer: Any, key: Any) -> None:
+    def _check_put(self, answer: Any, key: Any) -> None:
         if not isinstance(answer, wire.BrokerDone):
-            raise self._error(answer, key)
+            raise self._error_for(answer, key)
 
-    def _items(self, answer: Any, key: Any) -> list[Any]:
+    def _take_items(self, answer: Any, key: Any) -> list[Any]:
         if not hasattr(answer, "take"):
-            raise self._error(answer, key)
+            raise self._error_for(answer, key)
         items: list[Any] = answer.take()
         return items
 
-    def _error(self, answer: Any, key: Any) -> Exception:
+    def _error_for(self, answer: Any, key: Any) -> Exception:
+        """Return the error for an answer that is no result. At the end of the channel also retire this handle."""
         if isinstance(answer, wire.Ended):
             self._retire()
         return error_of(answer, self.name, key)
 
-    def _key(self, key: Any) -> bytes:
+    def _encode_key(self, key: Any) -> bytes:
         return _DEFAULT if key is DEFAULT_KEY else key_bytes(key)
 
-    def _lost(self, what: str) -> list[ChannelLostError]:
+    def _find_lost_parts(self, what: str) -> list[ChannelLostError]:
         """Return a `ChannelLostError` for each part whose broker does not answer."""
-        return self._routes.survey(_DEFAULT, what)[1]
+        return self._routes.find_parts_with_key(_DEFAULT, what)[1]
 
     def _describe(self, verb: str, key: Any) -> str:
         what = f"{verb} of channel {self.name!r}"
@@ -385,7 +391,9 @@ class Channel:
         what = f"look at channel {self.name!r}"
         try:
             make = functools.partial(wire.Peek, channel=self._settings.ident, key=_DEFAULT, most=SHOWN_ITEMS)
-            return shown(self._routes.link(_DEFAULT, what).ask(make, what, self._deadline(SHOW_S)), self.is_local)
+            return format_items(
+                self._routes.link(_DEFAULT, what).ask(make, what, self._deadline(SHOW_S)), self.is_local
+            )
         except CANNOT_SHOW as error:
             return f"{self!r}: {error}"
 
@@ -401,81 +409,84 @@ class Channel:
         self.close()
 
 
-_NOTHING = wire.Item(None)
+_NO_ITEM = wire.Item(None)
 _DEFAULT = key_bytes(DEFAULT_KEY)
 
 
 def _create_on_brokers(
     directory: DirectoryClient,
     node_rank: int | None,
-    wanted: ChannelSettings,
+    settings: ChannelSettings,
     make: Callable[[ChannelSettings], Channel],
 ) -> Channel:
-    """Return the channel that `make` makes of `wanted` and the brokers of a node (of all nodes if None), after these
+    """Return the channel that `make` makes of `settings` and the brokers of a node (of all nodes if None), after these
     brokers have created it. Ray restarts a broker that died: if a broker cannot be reached, this waits up to
     `NOTICE_S` for the directory to report its end or its successor."""
     until = time.monotonic() + NOTICE_S
     while True:
         brokers = find_brokers(directory, node_rank)
-        channel = make(dataclasses.replace(wanted, nodes=tuple(brokers), endpoints=tuple(brokers.values())))
+        channel = make(dataclasses.replace(settings, nodes=tuple(brokers), endpoints=tuple(brokers.values())))
         try:
             channel._create()
             return channel
         except BaseException as error:
             channel.disconnect()
-            if not isinstance(error, ChannelLostError) or not await_others(directory, brokers, until):
+            if not isinstance(error, ChannelLostError) or not await_broker_change(directory, brokers, until):
                 raise
 
 
 def _register_or_find(channel: Channel, directory: DirectoryClient) -> Channel:
     """Register the name of a created channel. If the name is taken, return the channel that has it."""
     try:
-        taken = _register(channel, directory)
+        registered = _register(channel, directory)
     except BaseException as error:
-        channel._undo(channel._links, error)
+        channel._close_created(channel._links, error)
         channel.disconnect()
         raise
-    if taken is not channel:
+    if registered is not channel:
         channel.close()
         channel.disconnect()
-    return taken
+    return registered
 
 
 def _register(channel: Channel, directory: DirectoryClient) -> Channel:
-    """Register the channel, or find the channel that has its name, until one of both succeeds."""
+    """Register the channel and return it, or return the channel that has its name. Repeat until one of both succeeds:
+    the other channel may end in between."""
     settings = channel._settings
     while True:
         try:
             entry = directory.register_channel(settings.name, settings.endpoints, settings.facts, owned=False)
         except NameInUseError:
-            there = _find_existing(channel, directory)
-            if there is not None:
-                return there
+            existing = _find_existing(channel, directory)
+            if existing is not None:
+                return existing
         else:
+            # The entry adds the incarnation, with which `close` frees the name.
             channel._settings = ChannelSettings.of(entry, directory.address)
             return channel
 
 
 def _find_existing(channel: Channel, directory: DirectoryClient) -> Channel | None:
-    """Return the existing channel of the same name if it is alive and has the same settings; None if the name is free
-    now."""
+    """Return the existing channel of the same name; None if the name is free now, also because all brokers of that
+    channel are lost. Raises if some are lost, or if the existing channel has other settings."""
     entries = [each for each in directory.listing(Kind.CHANNEL) if each.name == channel.name]
     if not entries:
         return None
-    found, ours = ChannelSettings.of(entries[0], directory.address), channel._settings
-    there = Channel(found, node_rank=channel._node_rank, timeout_s=channel._timeout_s)
-    lost = there._lost(f"creation of channel {channel.name!r}")
-    if len(lost) == len(found.endpoints):
-        directory.end(Kind.CHANNEL, found.name, found.incarnation, "its brokers are lost")
+    existing_settings, ours = ChannelSettings.of(entries[0], directory.address), channel._settings
+    existing = Channel(existing_settings, node_rank=channel._node_rank, timeout_s=channel._timeout_s)
+    lost = existing._find_lost_parts(f"creation of channel {channel.name!r}")
+    if len(lost) == len(existing_settings.endpoints):
+        directory.end(Kind.CHANNEL, existing_settings.name, existing_settings.incarnation, "its brokers are lost")
         return None
     error: Exception | None = lost[0] if lost else None
     if error is not None:
-        error.add_note(f"Other parts of {there!r} are alive; to replace the channel, `connect` to it and `close` it")
-    # A distributed channel keeps the nodes that had a broker when it was created.
-    alike = (found.maxsize, found.distributed) == (ours.maxsize, ours.distributed)
-    if not alike or not (found.distributed or found.nodes == ours.nodes):
-        error = error or ChannelSettingsError(channel=channel.name, got=str(ours), expected=str(found))
+        error.add_note(f"Other parts of {existing!r} are alive; to replace the channel, `connect` to it and `close` it")
+    alike = (existing_settings.maxsize, existing_settings.distributed) == (ours.maxsize, ours.distributed)
+    # A distributed channel keeps the nodes that had a broker when it was created, so its nodes may differ.
+    same_nodes = existing_settings.distributed or existing_settings.nodes == ours.nodes
+    if not alike or not same_nodes:
+        error = error or ChannelSettingsError(channel=channel.name, got=str(ours), expected=str(existing_settings))
     if error is not None:
-        there.disconnect()
+        existing.disconnect()
         raise error
-    return there
+    return existing

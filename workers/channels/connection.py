@@ -35,27 +35,31 @@ CONFIRM_S = 30.0
 sooner."""
 UNCONFIRMED = "the broker did not confirm the receipt of the items; they are lost, or the next getter receives them"
 
-Settle = Callable[[wire.AckItems | wire.NackItems], Future[None] | None]
+SendSettlement = Callable[[wire.AckItems | wire.NackItems], Future[None] | None]
 """Sends an acknowledgement to the broker. The returned future completes with the broker's confirmation; None if the
 broker confirms nothing."""
 
 
 class ArrivedItems:
-    """Items that a get received and that still belong to the broker until they are taken, once. missing: set if there
-    was no memory for their bytes, which were then discarded."""
+    """Items that a get received. They belong to the broker until they are acknowledged, once.
+
+    payload: the items' bytes that came over the network, one item after another; None if the broker's memory is mapped
+    or no bytes came; send: sends the acknowledgement; missing: set if there was no memory for the bytes, which were
+    then discarded. `_build`: set by `acknowledge`, returns the values of the items.
+    """
 
     def __init__(
         self,
         answer: wire.Items,
-        line: Line,
+        connection: BrokerConnection,
         payload: Bytes | None,
-        send: Settle,
+        send: SendSettlement,
         missing: MemoryError | None = None,
     ) -> None:
         self._answer = answer
-        self._line = line
+        self._connection = connection
         self._payload = payload
-        self._send = send
+        self._settle = send
         self._missing = missing
         self._build: Callable[[], list[Any]] | None = None
 
@@ -67,7 +71,7 @@ class ArrivedItems:
     @property
     def remote(self) -> bool:
         """Whether the broker has to confirm the acknowledgement."""
-        return self._line.remote
+        return self._connection.remote
 
     def take(self) -> list[Any]:
         """Acknowledge the items if that was not done yet, and build them. `NotSerializableError` if an item cannot be
@@ -85,71 +89,75 @@ class ArrivedItems:
         items belong to this process when the returned future is done, within `CONFIRM_S`; before that another getter
         might receive them too. None: they belong to this process now. Raises the same errors as `take`."""
         try:
-            held = self._values()
-            if len(held) > 1:
-                self._line.stream.check()
+            unpacked = self._unpack()
+            # A batch is built before its acknowledgement. If the connection has ended, the bytes may be another item's.
+            if len(unpacked) > 1:
+                self._connection.stream.check()
         except StreamLostError:
             # Sending raises the actual reason.
-            self._send(wire.AckItems(self.number))
+            self._settle(wire.AckItems(self.number))
             raise
         except MemoryError:
-            self._send(wire.NackItems(self.number))
+            self._settle(wire.NackItems(self.number))
             raise
-        if len(held) > 1:
-            built = self._build_batch(held)
-            self._build = lambda: built
+        if len(unpacked) > 1:
+            # Build before the acknowledgement: if an item cannot be built, the others return to the queue.
+            values = self._build_batch(unpacked)
+            self._build = lambda: values
         else:
-            self._build = lambda: [each.load() for each in held]
-        return self._send(wire.AckItems(self.number, confirm=self.remote))
+            self._build = lambda: [each.load() for each in unpacked]
+        return self._settle(wire.AckItems(self.number, confirm=self.remote))
 
-    def _build_batch(self, held: list[Unpacked]) -> list[Any]:
-        """Build the items before they are acknowledged. If some cannot be built, remove those and return the others
-        to the queue."""
-        built, errors = [], {}
-        for place, each in enumerate(held):
+    def _build_batch(self, unpacked: list[Unpacked]) -> list[Any]:
+        """Return the values of the items. If some cannot be built, remove those from the channel, return the others to
+        the queue, and raise the first error."""
+        values, errors = [], {}
+        for place, each in enumerate(unpacked):
             try:
-                built.append(each.load())
+                values.append(each.load())
             except NotSerializableError as error:
                 errors[place] = error
         if not errors:
-            return built
-        self._send(wire.NackItems(self.number, tuple(errors)))
+            return values
+        self._settle(wire.NackItems(self.number, tuple(errors)))
         first = next(iter(errors.values()))
-        first.add_note(f"Items of this batch lost: {len(errors)}; returned to the channel: {len(built)}")
+        first.add_note(f"Items of this batch lost: {len(errors)}; returned to the channel: {len(values)}")
         raise first
 
-    def _values(self) -> list[Unpacked]:
+    def _unpack(self) -> list[Unpacked]:
         """Return the unpacked items, in this process's memory."""
         if self._missing is not None:
             raise self._missing
-        found, at, pool = [], 0, self._line.memory
+        unpacked, offset, pool = [], 0, self._connection.buffer_pool
         for item in self._answer.items:
-            if item.space == NOWHERE:
-                found.append(items.unpack(item.head, np.frombuffer(bytearray(item.body), np.uint8), pool, own=True))
+            if item.space == NOWHERE:  # the bytes came within the message
+                memory, own = np.frombuffer(bytearray(item.body), np.uint8), True
             elif self._payload is not None:
-                found.append(items.unpack(item.head, self._payload[at : at + item.nbytes], pool, own=True))
-                at += item.nbytes
-            else:
-                found.append(items.unpack(item.head, self._line.mapped(item.space, item.nbytes), pool, own=False))
-        return found
+                memory, own = self._payload[offset : offset + item.nbytes], True
+                offset += item.nbytes
+            else:  # the bytes are in the broker's memory and must be copied
+                memory, own = self._connection.mapped(item.space, item.nbytes), False
+            unpacked.append(items.unpack(item.head, memory, pool, own=own))
+        return unpacked
 
 
-def to_settle(answer: object) -> Callable[[], Future[None] | None] | None:
-    """Return the acknowledgement to call before items from a broker on another host are taken, None for other
-    answers."""
+def acknowledgement_of(answer: object) -> Callable[[], Future[None] | None] | None:
+    """Return the method that acknowledges the items of `answer`, if it has items of a broker on another host: their
+    getter must wait for the confirmation. Return None for other answers."""
     return answer.acknowledge if isinstance(answer, ArrivedItems) and answer.remote else None
 
 
-class Line:
-    """Connects on construction and blocks for at most `CONNECT_S`. `StreamLostError` or another OSError if it cannot
-    connect.
+class BrokerConnection:
+    """A connection to a broker. Connects on construction and blocks for at most `CONNECT_S`. `StreamLostError` or
+    another OSError if it cannot connect.
 
-    local: the broker's memory is mapped; remote: it was never mapped.
+    local: the broker's memory is mapped (until `close`); remote: it was never mapped. memory: a pool for the bytes of
+    received items. `preallocated`: space at the broker for the next put, and its bytes; `NOWHERE` if there is none.
     """
 
     def __init__(self, endpoint: Endpoint, memory: BufferPool) -> None:
-        self.memory = memory
-        self.ahead = (NOWHERE, 0)
+        self.buffer_pool = memory
+        self.preallocated = (NOWHERE, 0)
         self._number = 0
         self._arena: Bytes | None = None
         self._writing = threading.Lock()
@@ -165,7 +173,8 @@ class Line:
             raise
 
     def _shake_hands(self, endpoint: Endpoint, until: float) -> None:
-        hello = wire.OpenBroker(self.number(), wire.VERSION, endpoint.token, self.stream.local)
+        """Introduce this client to the broker. Map the broker's memory if the broker sends its descriptor."""
+        hello = wire.OpenBroker(self.next_number(), wire.VERSION, endpoint.token, self.stream.local)
         self.stream.send([wire.encode(hello)], until)
         message, fds = self.stream.first(until)
         try:
@@ -182,7 +191,7 @@ class Line:
             for fd in fds:
                 os.close(fd)
 
-    def number(self) -> int:
+    def next_number(self) -> int:
         """Return the number for a new request."""
         self._number += 1
         return self._number
@@ -207,7 +216,7 @@ class Line:
         else:
             self.stream.send([wire.encode(request, parcel.nbytes), *parcel.runs()], until)
 
-    def answer(self, message: Message, until: float, send: Settle) -> wire.AnyAnswer | ArrivedItems:
+    def receive_answer(self, message: Message, until: float, send: SendSettlement) -> wire.AnyAnswer | ArrivedItems:
         """Decode an answer and receive its payload."""
         answer = wire.decode_answer(message.body)
         if not isinstance(answer, wire.Items):
@@ -215,7 +224,7 @@ class Line:
         payload = None
         if message.payload_bytes:
             try:
-                payload = pickling.fresh(message.payload_bytes, self.memory)
+                payload = pickling.fresh(message.payload_bytes, self.buffer_pool)
             except MemoryError as error:
                 self.stream.skip(message.payload_bytes, until)
                 return ArrivedItems(answer, self, None, send, error)
@@ -223,14 +232,14 @@ class Line:
         return ArrivedItems(answer, self, payload, send)
 
     def take_preallocated(self, nbytes: int) -> int:
-        """Return the space that came with an earlier answer, if it has `nbytes`. Smaller space is released."""
-        space, have = self.ahead
+        """Return the preallocated space if it has `nbytes`, else `NOWHERE`. Smaller space is released."""
+        space, have_bytes = self.preallocated
         if space == NOWHERE:
             return NOWHERE
-        self.ahead = (NOWHERE, 0)
-        if have >= nbytes:
+        self.preallocated = (NOWHERE, 0)
+        if have_bytes >= nbytes:
             return space
-        self.stream.send([wire.encode(wire.ReleaseSpace(self.number(), space))], time.monotonic() + GRACE_S)
+        self.stream.send([wire.encode(wire.ReleaseSpace(self.next_number(), space))], time.monotonic() + GRACE_S)
         return NOWHERE
 
     # --- one request at a time
@@ -242,7 +251,8 @@ class Line:
         return self.await_answer(request.number, what, begun, until)
 
     def await_answer(self, number: int, what: str, begun: float, until: float) -> wire.AnyAnswer | ArrivedItems:
-        """Return the answer to the request `number`, which was sent."""
+        """Return the answer to the request `number`, which was sent at `begun`. Cancel it at `until`, and raise
+        `ChannelTimeoutError` if the cancellation came first."""
         while True:
             now = time.monotonic()
             try:
@@ -251,21 +261,22 @@ class Line:
             except StreamSilentError:
                 now = time.monotonic()
                 if now >= until:
-                    message = self._give_up(number)
+                    message = self._cancel(number)
                     break
                 log.warning("%s: waiting for %.0f s, at most %.0f s more", what, now - begun, until - now)
-        answer = self.answer(message, time.monotonic() + GRACE_S, self._send)
+        answer = self.receive_answer(message, time.monotonic() + GRACE_S, self._settle)
         if isinstance(answer, wire.Cancelled):
             raise ChannelTimeoutError(what=what, waited_s=time.monotonic() - begun)
         return answer
 
-    def _give_up(self, number: int) -> Message:
+    def _cancel(self, number: int) -> Message:
         """Cancel a request. Return the confirmation, or the answer if the broker had already sent it."""
         grace = time.monotonic() + GRACE_S
         self.stream.send([wire.encode(wire.Cancel(number))], grace)
         return self.stream.receive(grace)
 
-    def _send(self, request: wire.AckItems | wire.NackItems) -> None:
+    def _settle(self, request: wire.AckItems | wire.NackItems) -> None:
+        """Send an acknowledgement, and wait for its confirmation if it requests one."""
         self.stream.send([wire.encode(request)], time.monotonic() + GRACE_S)
         if isinstance(request, wire.AckItems) and request.confirm:
             try:
@@ -288,8 +299,9 @@ class Line:
         self.stream.close()
 
 
-def lost(what: str, endpoint: Endpoint, error: BaseException) -> ChannelLostError:
+def lost_error(what: str, endpoint: Endpoint, error: BaseException) -> ChannelLostError:
+    """Return the error for a request `what` that failed with `error`, because the broker does not answer."""
     why = "it does not answer" if isinstance(error, StreamSilentError) else str(error) or type(error).__name__
-    gone = ChannelLostError(what=what, broker=endpoint.address, why=why)
-    gone.__cause__ = error
-    return gone
+    lost = ChannelLostError(what=what, broker=endpoint.address, why=why)
+    lost.__cause__ = error
+    return lost

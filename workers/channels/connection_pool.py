@@ -15,7 +15,7 @@ from typing import Any
 from dataplane.core.buffer_pool import BufferPool
 from workers.channels import wire
 from workers.channels.background import Pump, PumpEndedError
-from workers.channels.connection import GRACE_S, ArrivedItems, Line, lost
+from workers.channels.connection import GRACE_S, ArrivedItems, BrokerConnection, lost_error
 from workers.channels.errors import ChannelClosedError, ChannelTimeoutError, disconnected
 from workers.channels.items import Parcel
 from workers.channels.wire import NOWHERE
@@ -24,12 +24,12 @@ from workers.transport.endpoint import Endpoint
 from workers.transport.poll_thread import refuse_waiting
 from workers.transport.stream import StreamLostError, StreamSilentError
 
-IDLE_LINES = 8
+MAX_IDLE_CONNECTIONS = 8
 """Idle connections kept for the next calls."""
-WARM_BYTES = 128 << 20
+BUFFER_POOL_BYTES = 128 << 20
 """Memory of dropped items kept for the next ones."""
 
-Make = Callable[[int], wire.AnyRequest]
+MakeRequest = Callable[[int], wire.AnyRequest]
 
 
 class Taken:
@@ -46,8 +46,10 @@ Reply = wire.AnyAnswer | ArrivedItems | Taken
 
 
 class Link:
-    """Thread-safe. Each synchronous call uses its own connection; all asynchronous calls share one connection and one
-    thread. A forked child opens new ones.
+    """Sends the requests of one channel handle to one broker. Thread-safe. Each synchronous call uses its own
+    connection; all asynchronous calls share one connection and one thread, a `Pump`. A forked child opens new ones.
+
+    what: names the call in errors; make: returns the request for a number; until: deadline of the call.
 
     Calls raise `ChannelLostError` if the broker is lost, `ChannelTimeoutError` at the time `until`,
     `ChannelClosedError` after `close`, and `OpenFilesError` if this process can open no more files.
@@ -56,30 +58,31 @@ class Link:
     def __init__(self, endpoint: str, channel: str) -> None:
         self.endpoint = Endpoint.parse(endpoint)
         self._channel = channel
-        self._begin()
+        self._reset()
         _register_fork_hook()
-        _all.add(self)
+        _links.add(self)
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
+        """Set the state without connections, for a new object and for its copy in a forked child."""
         self._guard = threading.Lock()
-        self._memory = BufferPool(WARM_BYTES)
-        self._idle: list[Line] = []
-        self._using: set[Line] = set()
+        self._memory = BufferPool(BUFFER_POOL_BYTES)
+        self._idle: list[BrokerConnection] = []
+        self._in_use: set[BrokerConnection] = set()
         self._pump: Pump | None = None
         self._retired = False
         self._closed = False
-        self._finalizer = weakref.finalize(self, _close_idle, self._idle)
+        self._finalizer = weakref.finalize(self, _close_all, self._idle)
         self._finalizer.atexit = False
 
     # --- synchronous calls
 
-    def ask(self, make: Make, what: str, until: float) -> Reply:
+    def ask(self, make: MakeRequest, what: str, until: float) -> Reply:
         """Return the answer to one request. Items are taken and returned as `Taken`."""
-        with self._line(what) as line:
-            answer = line.ask(make(line.number()), what, until)
+        with self._borrowed_connection(what) as connection:
+            answer = connection.ask(make(connection.next_number()), what, until)
             return Taken(answer.take()) if isinstance(answer, ArrivedItems) else answer
 
-    def ask_after_puts(self, make: Make, what: str, until: float) -> Reply:
+    def ask_after_puts(self, make: MakeRequest, what: str, until: float) -> Reply:
         """Send a request after the pending asynchronous puts of this handle, and return its answer."""
         pump = self._pump
         if pump is None or not pump.putting:
@@ -96,125 +99,131 @@ class Link:
             _, future = self.begin_put(request, parcel, what, until)
             reply: Reply = future.result()
             return reply
-        with self._line(what) as line:
+        with self._borrowed_connection(what) as connection:
             begun = time.monotonic()
-            space = NOWHERE if parcel.carried else line.take_preallocated(parcel.nbytes)
+            # Small items travel within the request. Others need space at the broker, if none is preallocated.
+            space = NOWHERE if parcel.carried else connection.take_preallocated(parcel.nbytes)
             if space == NOWHERE and not parcel.carried:
                 queue = (request.channel, request.key)
-                reserve = wire.Reserve(line.number(), *queue, parcel.nbytes, request.nowait)
-                answer = line.ask(reserve, what, until)
+                reserve = wire.Reserve(connection.next_number(), *queue, parcel.nbytes, request.nowait)
+                answer = connection.ask(reserve, what, until)
                 if not isinstance(answer, wire.ItemSpace):
                     return answer
                 space = answer.space
-            request.number, request.item = line.number(), parcel.item(space)
-            request.want = 0 if parcel.carried else parcel.nbytes
-            line.put(request, parcel, max(until, begun + GRACE_S))
-            reply = line.await_answer(request.number, what, begun, until)
+            request.number, request.item = connection.next_number(), parcel.item(space)
+            request.preallocate_bytes = 0 if parcel.carried else parcel.nbytes
+            connection.put(request, parcel, max(until, begun + GRACE_S))
+            reply = connection.await_answer(request.number, what, begun, until)
             if isinstance(reply, wire.BrokerDone) and reply.space != NOWHERE:
-                line.ahead = (reply.space, request.want)
+                connection.preallocated = (reply.space, request.preallocate_bytes)
             return reply
 
     @contextlib.contextmanager
-    def _line(self, what: str) -> Iterator[Line]:
+    def _borrowed_connection(self, what: str) -> Iterator[BrokerConnection]:
         """Yield a connection for one call. It is kept afterwards, or closed if its state is unknown."""
-        line = self._take(what)
+        connection = self._take_connection(what)
         try:
-            yield line
+            yield connection
         except (StreamLostError, StreamSilentError) as error:
-            self._discard(line)
-            raise self._lost_error(what, error) from error
+            self._discard(connection)
+            raise self._error_of_loss(what, error) from error
         except ChannelTimeoutError:
             # The broker has confirmed the cancellation, so the connection is reusable.
-            self._put_back(line)
+            self._put_back(connection)
             raise
         except BaseException:
-            self._discard(line)
+            self._discard(connection)
             raise
-        self._put_back(line)
+        self._put_back(connection)
 
-    def _take(self, what: str) -> Line:
+    def _take_connection(self, what: str) -> BrokerConnection:
+        """Return an idle connection or a new one, and note it as in use."""
         with self._guard:
             if self._closed:
                 raise disconnected(self._channel)
             if self._idle:
-                line = self._idle.pop()
-                self._using.add(line)
-                return line
-        line = self._connect(what)
+                connection = self._idle.pop()
+                self._in_use.add(connection)
+                return connection
+        connection = self._connect(what)
         with self._guard:
-            self._using.add(line)
-        return line
+            self._in_use.add(connection)
+        return connection
 
-    def _connect(self, what: str) -> Line:
+    def _connect(self, what: str) -> BrokerConnection:
         with OpenFilesError.of(what):
             try:
-                return Line(self.endpoint, self._memory)
+                return BrokerConnection(self.endpoint, self._memory)
             except OSError as error:
-                raise self._lost_error(what, error) from error
+                raise self._error_of_loss(what, error) from error
 
-    def _put_back(self, line: Line) -> None:
+    def _put_back(self, connection: BrokerConnection) -> None:
+        """Keep a connection for the next call, or close it if enough are idle or the handle was closed."""
         with self._guard:
-            self._using.discard(line)
-            keep = not (self._retired or self._closed) and len(self._idle) < IDLE_LINES
+            self._in_use.discard(connection)
+            keep = not (self._retired or self._closed) and len(self._idle) < MAX_IDLE_CONNECTIONS
             if keep:
-                self._idle.append(line)
+                self._idle.append(connection)
         if not keep:
-            line.close()
+            connection.close()
 
-    def _discard(self, line: Line) -> None:
+    def _discard(self, connection: BrokerConnection) -> None:
         with self._guard:
-            self._using.discard(line)
-        line.close()
+            self._in_use.discard(connection)
+        connection.close()
 
-    def _lost_error(self, what: str, error: BaseException) -> Exception:
+    def _error_of_loss(self, what: str, error: BaseException) -> Exception:
+        """Return the error for a call that failed with `error`: the broker is lost, or this handle was closed."""
         if self._closed or isinstance(error, ChannelClosedError):
             return disconnected(self._channel)
-        return lost(what, self.endpoint, error)
+        return lost_error(what, self.endpoint, error)
 
-    def begin_in_child(self) -> None:
+    def reset_in_child(self) -> None:
         """Close this child's copies of the parent's connections after a fork, so that the broker sees when the parent
         ends."""
         self._finalizer.detach()
-        pump, lines = self._pump, [*self._idle, *self._using]
-        self._begin()
-        for line in lines:
-            line.close()
+        pump, connections = self._pump, [*self._idle, *self._in_use]
+        self._reset()
+        for connection in connections:
+            connection.close()
         if pump is not None:
             pump.forget()
 
     # --- asynchronous calls
 
-    def begin(self, make: Make, what: str, until: float) -> tuple[Future[Any], Callable[[], None]]:
+    def begin(self, make: MakeRequest, what: str, until: float) -> tuple[Future[Any], Callable[[], None]]:
         """Send a request. Return the future of its answer (items as `ArrivedItems`), and a function that cancels
         it."""
-        pump, (number, future) = self._pumped(what, lambda pump: pump.begin(make, what, until))
+        pump, (number, future) = self._begin_on_pump(what, lambda pump: pump.begin(make, what, until))
         return future, lambda: pump.drop(number)
 
     def begin_put(self, request: wire.Put, parcel: Parcel, what: str, until: float) -> tuple[int, Future[Any]]:
         """Put `parcel` as it is now. Return the request's number and the future of its answer."""
-        request.want = 0 if parcel.carried else parcel.nbytes
-        return self._pumped(what, lambda pump: pump.begin_put(request, parcel, what, until))[1]
+        request.preallocate_bytes = 0 if parcel.carried else parcel.nbytes
+        return self._begin_on_pump(what, lambda pump: pump.begin_put(request, parcel, what, until))[1]
 
-    def _pumped(
+    def _begin_on_pump(
         self, what: str, begin: Callable[[Pump], tuple[int, Future[Any]]]
     ) -> tuple[Pump, tuple[int, Future[Any]]]:
-        """Begin a request on a running pump. A pump may end before it is used; then a new one is started."""
+        """Begin a request on a running pump. Return the pump, and the number and future of the request. A pump may end
+        before it is used; then the next one is tried."""
         while True:
             pump = self._running_pump(what)
             with contextlib.suppress(PumpEndedError):
                 return pump, begin(pump)
 
     def _running_pump(self, what: str) -> Pump:
+        """Return the pump, after starting a new one if there is none or it has ended."""
         with self._guard:
             if self._closed:
                 raise disconnected(self._channel)
             if self._pump is None or self._pump.ended is not None:
-                line = self._connect(what)
+                connection = self._connect(what)
                 try:
                     with OpenFilesError.of(what):
-                        self._pump = Pump(line, self._channel, self._lost)
+                        self._pump = Pump(connection, self._channel, self._make_error_of_loss)
                 except OpenFilesError:
-                    line.close()
+                    connection.close()
                     raise
                 weakref.finalize(self, self._pump.close).atexit = False
                 if self._retired:
@@ -222,13 +231,15 @@ class Link:
             return self._pump
 
     @property
-    def _lost(self) -> Callable[[str, BaseException], Exception]:
+    def _make_error_of_loss(self) -> Callable[[str, BaseException], Exception]:
+        """A function for the pump that makes an error like `_error_of_loss`. It does not refer to this object, which
+        can thus be garbage-collected while the pump's thread runs."""
         endpoint, channel = self.endpoint, self._channel
 
         def make(what: str, error: BaseException) -> Exception:
             if isinstance(error, ChannelClosedError):
                 return disconnected(channel)
-            return lost(what, endpoint, error)
+            return lost_error(what, endpoint, error)
 
         return make
 
@@ -240,8 +251,8 @@ class Link:
             self._retired = True
             idle, self._idle[:] = list(self._idle), []
             pump = self._pump
-        for line in idle:
-            line.close()
+        for connection in idle:
+            connection.close()
         if pump is not None:
             pump.retire()
 
@@ -250,27 +261,27 @@ class Link:
         self.retire()
         with self._guard:
             self._closed = True
-            using, pump = list(self._using), self._pump
-        for line in using:
-            line.shut()
+            using, pump = list(self._in_use), self._pump
+        for connection in using:
+            connection.shut()
         if pump is not None:
             pump.close()
 
 
-_all: weakref.WeakSet[Link] = weakref.WeakSet()
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
 """The links of this process, for forked children."""
 
 
 @functools.cache
 def _register_fork_hook() -> None:
-    os.register_at_fork(after_in_child=_begin_in_child)
+    os.register_at_fork(after_in_child=_reset_in_child)
 
 
-def _begin_in_child() -> None:
-    for link in list(_all):
-        link.begin_in_child()
+def _reset_in_child() -> None:
+    for link in list(_links):
+        link.reset_in_child()
 
 
-def _close_idle(idle: list[Line]) -> None:
-    for line in idle:
-        line.close()
+def _close_all(idle: list[BrokerConnection]) -> None:
+    for connection in idle:
+        connection.close()

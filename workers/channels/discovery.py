@@ -20,49 +20,55 @@ NOTICE_S = 15.0
 
 
 @contextlib.contextmanager
-def opened(directory: DirectoryClient | None, *, join: bool = False) -> Iterator[DirectoryClient]:
+def directory_or_default(directory: DirectoryClient | None, *, join: bool = False) -> Iterator[DirectoryClient]:
     """Yield `directory`, or else a temporary client: of the directory that the environment names, or with `join` of
     this process's job. LookupError if there is none."""
     if directory is not None:
         yield directory
         return
-    address = os.environ.get(DIRECTORY_VARIABLE)
-    with DirectoryClient(job_directory()) if join and not address else DirectoryClient.from_environment() as own:
-        yield own
+    if join and not os.environ.get(DIRECTORY_VARIABLE):
+        temporary = DirectoryClient(job_directory())
+    else:
+        temporary = DirectoryClient.from_environment()
+    with temporary:
+        yield temporary
 
 
 def find_brokers(directory: DirectoryClient, node_rank: int | None) -> dict[int, str]:
-    """Return endpoints by node: that of one node's broker, after waiting for it, or those of all present brokers (of
-    node 0's if there are none). `NameNotFoundError` after `FIND_S`, with a note that lists the nodes that have a
-    broker."""
+    """Return the endpoints of brokers by the rank of their node: that of one node's broker, after waiting for it, or
+    with `node_rank` None those of all present brokers (if there are none, node 0's, after waiting for it).
+    `NameNotFoundError` after `FIND_S`, with a note that lists the nodes that have a broker."""
     if node_rank is None:
-        found = _brokers(directory)
-        if found:
-            return found
+        brokers = _registered_brokers(directory)
+        if brokers:
+            return brokers
         node_rank = 0
     try:
         return {node_rank: directory.lookup_channel(broker_name(node_rank), FIND_S).endpoints[0]}
     except NameNotFoundError as error:
-        error.add_note(f"node {node_rank} has no channel broker; nodes with a broker: {list(_brokers(directory))}")
+        nodes = list(_registered_brokers(directory))
+        error.add_note(f"node {node_rank} has no channel broker; nodes with a broker: {nodes}")
         raise
 
 
-def _brokers(directory: DirectoryClient) -> dict[int, str]:
-    entries = [each for each in directory.listing(Kind.CHANNEL) if each.name.startswith(BROKER_NAME)]
-    found = {int(each.name.removeprefix(BROKER_NAME)): each.endpoints[0] for each in entries}
-    return dict(sorted(found.items()))
+def _registered_brokers(directory: DirectoryClient) -> dict[int, str]:
+    """Return the endpoints of all registered brokers by the rank of their node, in the order of ranks."""
+    entries = [entry for entry in directory.listing(Kind.CHANNEL) if entry.name.startswith(BROKER_NAME)]
+    brokers = {int(entry.name.removeprefix(BROKER_NAME)): entry.endpoints[0] for entry in entries}
+    return dict(sorted(brokers.items()))
 
 
-def await_others(directory: DirectoryClient, brokers: dict[int, str], until: float) -> bool:
-    """Return whether the directory removed or replaced one of `brokers`. Blocks for this until `until`."""
+def await_broker_change(directory: DirectoryClient, brokers: dict[int, str], until: float) -> bool:
+    """Return whether the directory removed or replaced one of `brokers` (endpoints by node rank). Blocks until it does,
+    at most until `until`."""
     names = {broker_name(rank): endpoint for rank, endpoint in brokers.items()}
-    gone = threading.Event()
-    unsubscribe = directory.subscribe(lambda entry: gone.set() if entry.name in names else None)
+    changed = threading.Event()
+    unsubscribe = directory.subscribe(lambda entry: changed.set() if entry.name in names else None)
     try:
         for name, endpoint in names.items():
             if directory.lookup_channel(name).endpoints != (endpoint,):
                 return True
-        return gone.wait(max(0.0, until - time.monotonic()))
+        return changed.wait(max(0.0, until - time.monotonic()))
     except (NameNotFoundError, WorkerLostError):
         return True
     finally:

@@ -44,8 +44,10 @@ class HostedBroker:
         self._directory.close()
 
     def _register(self) -> DirectoryClient:
+        """Register the broker. Return the client, which keeps the entry alive."""
         directory = DirectoryClient(self._address)
         try:
+            # `returns`: if this process dies, its successor registers the name again, and lookups wait for that.
             directory.register_channel(self._name, (self._broker.endpoint,), {}, returns=True)
         except BaseException:
             directory.close()

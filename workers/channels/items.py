@@ -27,20 +27,20 @@ _layouts: msgspec.msgpack.Decoder[Layout] = msgspec.msgpack.Decoder(Layout)
 
 def as_weight(what: str, value: object) -> float:
     """Return `value` as a weight. ValueError if it is invalid."""
-    with contextlib.suppress(OverflowError):
+    with contextlib.suppress(OverflowError):  # of an integer that no float can represent
         if isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf:
             return float(value)
     raise ValueError(f"{what}={value!r}: expected a finite number of 0 or more")
 
 
 class Parcel(NamedTuple):
-    """A packed value. nbytes: of all its bytes. own: a private copy of these bytes; None if they are still the
+    """A packed value. nbytes: of all its bytes. private_copy: a copy of these bytes; None if they are still the
     value's, and are read at `write`, `runs` or `item`."""
 
     head: bytes
     nbytes: int
     packed: Packed
-    own: Bytes | None = None
+    private_copy: Bytes | None = None
 
     @classmethod
     def of(cls, value: object, what: str) -> Parcel:
@@ -70,11 +70,11 @@ class Parcel(NamedTuple):
         """Return all bytes as consecutive buffers."""
         return self.packed.runs() if self.own is None else [self.own.data]
 
-    def kept(self, pool: BufferPool) -> Parcel:
+    def with_private_copy(self, pool: BufferPool) -> Parcel:
         """Return a parcel with a private copy of the bytes."""
-        own = pickling.fresh(self.nbytes, pool)
-        self.write(own)
-        return self._replace(packed=pickling.NOTHING, own=own)
+        private_copy = pickling.fresh(self.nbytes, pool)
+        self.write(private_copy)
+        return self._replace(packed=pickling.NOTHING, private_copy=private_copy)
 
 
 def outline(head: bytes) -> str:

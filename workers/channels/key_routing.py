@@ -26,61 +26,63 @@ class Routes:
         self._ident = ident
         self._links = links
         self._wish = wish
-        self._found: dict[bytes, int] = {}
+        self._parts: dict[bytes, int] = {}
 
     def link(self, key: bytes, what: str) -> Link | LocalLink:
         """Return the link to the part that stores the key. what: names the operation in errors."""
         if len(self._links) == 1:
             return self._links[0]
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._find(key, what)
-        return self._links[found]
+        part = self._parts.get(key)
+        if part is None:
+            part = self._parts[key] = self._find_part(key, what)
+        return self._links[part]
 
-    def _find(self, key: bytes, what: str) -> int:
-        """Ask the first part which part stores the key; if that fails, ask the other parts."""
-        gone: list[ChannelLostError] = []
-        found: int | None = None
+    def _find_part(self, key: bytes, what: str) -> int:
+        """Return the part that stores the key: that which the first part assigns, or, if that has ended or is lost, the
+        part that has the key already. 0 if no part has it: its operations then report the end of the channel."""
+        lost_first: list[ChannelLostError] = []
+        part: int | None = None
         try:
-            found = self._ask(0, key, self._wish, what)
+            part = self._ask_part(0, key, self._wish, what)
         except ChannelLostError as error:
-            gone.append(error)
-        if found is not None:
-            if found:
-                self._ask(found, key, found, what)
-            return found
+            lost_first.append(error)
+        if part is not None:
+            if part:
+                # The assigned part notes the key, for the case that the first part is lost.
+                self._ask_part(part, key, part, what)
+            return part
         # The first part has ended or is lost. Another part may store the key.
-        having, lost = self.survey(key, what, first=len(gone))
-        if (gone or lost) and not having:
-            raise (gone or lost)[0]
-        return having[0] if having else 0
+        parts_with_key, lost = self.find_parts_with_key(key, what, first=len(lost_first))
+        if (lost_first or lost) and not parts_with_key:
+            raise (lost_first or lost)[0]
+        return parts_with_key[0] if parts_with_key else 0
 
-    def _ask(self, place: int, key: bytes, wish: int, what: str) -> int | None:
-        """Ask the part at `place` which part stores the key. Return None if that part has ended."""
-        answer = self._links[place].ask(
+    def _ask_part(self, part: int, key: bytes, wish: int, what: str) -> int | None:
+        """Ask `part` which part stores the key; a new key gets the part `wish`. Return None if `part` has ended."""
+        answer = self._links[part].ask(
             lambda number: wire.RouteKey(number, self._ident, key, wish), what, time.monotonic() + ASK_S
         )
         return answer.replica if isinstance(answer, wire.Routed) else None
 
-    def survey(self, key: bytes, what: str, *, first: int = 0) -> tuple[list[int], list[ChannelLostError]]:
-        """Return the parts, from place `first` on, that store the key or items of it, and the error of each part
-        whose broker does not answer."""
-        having, lost = [], []
-        for place, link in enumerate(self._links[first:], first):
+    def find_parts_with_key(self, key: bytes, what: str, *, first: int = 0) -> tuple[list[int], list[ChannelLostError]]:
+        """Return the parts, from part `first` on, that have the key or items of it, and the error of each part whose
+        broker does not answer."""
+        parts_with_key, lost = [], []
+        for part, link in enumerate(self._links[first:], first):
             try:
-                counted = self._counted(link, key, what)
+                counts = self._request_counts(link, key, what)
             except ChannelLostError as error:
                 lost.append(error)
                 continue
-            if counted.size or counted.leased or counted.routed:
-                having.append(place)
-        return having, lost
+            if counts.size or counts.leased or counts.routed:
+                parts_with_key.append(part)
+        return parts_with_key, lost
 
     def count(self, key: bytes, what: str) -> wire.Counted:
         """Return the counts of the key's queue."""
-        return self._counted(self.link(key, what), key, what)
+        return self._request_counts(self.link(key, what), key, what)
 
-    def _counted(self, link: Link | LocalLink, key: bytes, what: str) -> wire.Counted:
+    def _request_counts(self, link: Link | LocalLink, key: bytes, what: str) -> wire.Counted:
         answer = link.ask(lambda number: wire.Count(number, self._ident, key), what, time.monotonic() + ASK_S)
         assert isinstance(answer, wire.Counted), answer
         return answer

@@ -10,7 +10,7 @@ import msgspec
 
 MOST_BYTES = 1 << 20
 
-_pack = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def key_bytes(key: Any) -> bytes:
@@ -18,19 +18,21 @@ def key_bytes(key: Any) -> bytes:
     dict, True equals 1 and 1.0 equals 1. Other hashable keys are equal if their pickles are, such as members of an
     enum. TypeError for a key that is not hashable or differs from its copy in another process, ValueError above
     `MOST_BYTES`."""
+    # The first byte says how the key is encoded, so that keys of both encodings differ.
     try:
-        raw = b"m" + _pack(_plain(key))
+        raw = b"m" + _encode(_msgpack_form(key))
     except TypeError:
-        raw = b"p" + _pickled(key)
+        raw = b"p" + _pickle_key(key)
     if len(raw) > MOST_BYTES:
         raise ValueError(f"key of {len(raw):,} bytes is too long: a channel's key has at most {MOST_BYTES:,}")
     return raw
 
 
-def _pickled(key: Any) -> bytes:
-    """Pickle a key without memoization: keys are compared by value, even if parts of them are the same object."""
+def _pickle_key(key: Any) -> bytes:
+    """Pickle a key. TypeError if it does not equal its copy."""
     target = io.BytesIO()
     pickler = pickle.Pickler(target, protocol=5)
+    # No memoization: equal keys have equal bytes, even if parts of one of them are the same object.
     pickler.fast = True
     why = "it is not equal to its copy in another process"
     try:
@@ -46,9 +48,10 @@ def _pickled(key: Any) -> bytes:
     )
 
 
-def _plain(key: Any) -> Any:
-    """Return the msgpack form of a key of plain values, with types marked that msgpack would not distinguish.
-    TypeError for other keys."""
+def _msgpack_form(key: Any) -> Any:
+    """Return a value to encode for a key of None, strings, bytes, numbers and tuples of these: keys that are equal in a
+    dict get equal values. TypeError for other keys."""
+    # `type` excludes subclasses, which may define another equality.
     match key:
         case None | str() | bytes() if type(key) in (type(None), str, bytes):
             return key
@@ -57,5 +60,5 @@ def _plain(key: Any) -> Any:
         case float() if type(key) is float:
             return int(key) if key.is_integer() and abs(key) < 2**63 else key
         case tuple() if type(key) is tuple:
-            return [_plain(each) for each in key]
+            return [_msgpack_form(each) for each in key]
     raise TypeError(f"{type(key).__name__} is not a plain key")

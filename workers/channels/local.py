@@ -13,7 +13,7 @@ from workers.channels.errors import ChannelTimeoutError, disconnected
 from workers.channels.queues import Broker, Effects
 from workers.transport.waiting import done_within
 
-_US = 0
+_CLIENT = 0
 
 
 class NoMemory:
@@ -46,12 +46,16 @@ Reply = wire.AnyAnswer | LocalItems
 
 
 class LocalLink:
-    """The counterpart of `Link` for a channel of this process. Thread-safe."""
+    """The counterpart of `Link` for a channel of this process: applies requests to its own `Broker`. Thread-safe.
+
+    `_open`: the futures of requests without an answer, by number; `_arrived`: the gets whose items were neither taken
+    nor returned.
+    """
 
     def __init__(self, channel: str) -> None:
         self._channel = channel
         self._state = Broker(NoMemory())
-        self._state.join(_US)
+        self._state.join(_CLIENT)
         self._guard = threading.Lock()
         self._number = 0
         self._open: dict[int, Future[Any]] = {}
@@ -61,13 +65,13 @@ class LocalLink:
     def ask(self, make: Callable[[int], wire.AnyRequest], what: str, until: float) -> Reply:
         """Send a request and return its answer. `ChannelTimeoutError` at `until`; the request then had no effect."""
         begun = time.monotonic()
-        number, future = self._enter(make)
+        number, future = self._start(make)
         try:
             if not done_within(future, what, until - begun):
                 self._apply(wire.Cancel(number))
             reply: Reply = future.result()
         except BaseException:
-            self._drop(number)
+            self._drop_request(number)
             raise
         if isinstance(reply, wire.Cancelled):
             raise ChannelTimeoutError(what=what, waited_s=time.monotonic() - begun)
@@ -77,37 +81,38 @@ class LocalLink:
 
     def put(self, request: wire.Put, value: object, what: str, until: float) -> Reply:
         """Put the object `value` itself."""
-        return self.ask(lambda number: _numbered(request, number, value), what, until)
+        return self.ask(lambda number: _with_number(request, number, value), what, until)
 
     def begin(
         self, make: Callable[[int], wire.AnyRequest], what: str, until: float
     ) -> tuple[Future[Any], Callable[[], None]]:
-        """Send a request. Return the future of its answer, and a function that cancels it."""
-        number, inner = self._enter(make)
+        """Send a request. Return the future of its answer, and a function that cancels it. At `until` the request is
+        cancelled and the future raises `ChannelTimeoutError`."""
+        number, inner = self._start(make)
         outer: Future[Any] = Future()
         wait_s = min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
         timer = threading.Timer(wait_s, self._apply, (wire.Cancel(number),))
         timer.daemon = True
         begun = time.monotonic()
 
-        def pass_on(done: Future[Any]) -> None:
+        def pass_on(answered: Future[Any]) -> None:
             timer.cancel()
-            error = done.exception()
+            error = answered.exception()
             if error is not None:
                 outer.set_exception(error)
-            elif isinstance(done.result(), wire.Cancelled):
+            elif isinstance(answered.result(), wire.Cancelled):
                 outer.set_exception(ChannelTimeoutError(what=what, waited_s=time.monotonic() - begun))
             else:
-                outer.set_result(done.result())
+                outer.set_result(answered.result())
 
         if not inner.done():
             timer.start()
         inner.add_done_callback(pass_on)
-        return outer, lambda: self._drop(number)
+        return outer, lambda: self._drop_request(number)
 
     def begin_put(self, request: wire.Put, value: object, what: str, until: float) -> tuple[int, Future[Any]]:
         """Put the object `value` itself. Return the request's number and the future of its answer."""
-        future, _ = self.begin(lambda number: _numbered(request, number, value), what, until)
+        future, _ = self.begin(lambda number: _with_number(request, number, value), what, until)
         return request.number, future
 
     def retire(self) -> None:
@@ -117,11 +122,12 @@ class LocalLink:
         """Make pending calls raise `ChannelClosedError`, and drop the items. Idempotent."""
         with self._guard:
             self._closed = True
-            left, self._open = list(self._open.values()), {}
-        for future in left:
+            pending, self._open = list(self._open.values()), {}
+        for future in pending:
             future.set_exception(disconnected(self._channel))
 
-    def _enter(self, make: Callable[[int], wire.AnyRequest]) -> tuple[int, Future[Any]]:
+    def _start(self, make: Callable[[int], wire.AnyRequest]) -> tuple[int, Future[Any]]:
+        """Apply the request that `make` returns for a new number. Return the number and the future of the answer."""
         future: Future[Any] = Future()
         with self._guard:
             if self._closed:
@@ -129,38 +135,44 @@ class LocalLink:
             self._number += 1
             number = self._number
             self._open[number] = future
-            done = self._effects(self._state.apply(_US, make(number)))
-        _complete(done)
+            completions = self._handle_effects(self._state.apply(_CLIENT, make(number)))
+        _complete_all(completions)
         return number, future
 
     def _apply(self, request: wire.AnyRequest) -> None:
+        """Apply a request that concerns an earlier one: an acknowledgement or a cancellation."""
         with self._guard:
             self._arrived.discard(request.number)
-            done = [] if self._closed else self._effects(self._state.apply(_US, request))
-        _complete(done)
+            completions = [] if self._closed else self._handle_effects(self._state.apply(_CLIENT, request))
+        _complete_all(completions)
 
-    def _drop(self, number: int) -> None:
-        """Cancel a waiting request, or return its items to the queue, after its handle was garbage-collected."""
+    def _drop_request(self, number: int) -> None:
+        """Cancel a waiting request, or return its items to the queue if they have arrived."""
         with self._guard:
-            came = number in self._arrived
-        self._apply(wire.NackItems(number) if came else wire.Cancel(number))
+            arrived = number in self._arrived
+        self._apply(wire.NackItems(number) if arrived else wire.Cancel(number))
 
-    def _effects(self, effects: Effects) -> list[tuple[Future[Any], Reply]]:
-        done: list[tuple[Future[Any], Reply]] = []
+    def _handle_effects(self, effects: Effects) -> list[tuple[Future[Any], Reply]]:
+        """Return the futures of the answered requests with their replies, to be completed without the lock, because
+        callbacks may call this object."""
+        completions: list[tuple[Future[Any], Reply]] = []
         for _, answer in effects:
             future = self._open.pop(answer.number, None)
+            reply: Reply = answer
             if isinstance(answer, wire.Items):
                 self._arrived.add(answer.number)
+                reply = LocalItems(answer, self._apply)
             if future is not None:
-                done.append((future, LocalItems(answer, self._apply) if isinstance(answer, wire.Items) else answer))
-        return done
+                completions.append((future, reply))
+        return completions
 
 
-def _complete(done: list[tuple[Future[Any], Reply]]) -> None:
-    for future, reply in done:
+def _complete_all(completions: list[tuple[Future[Any], Reply]]) -> None:
+    for future, reply in completions:
         future.set_result(reply)
 
 
-def _numbered(request: wire.Put, number: int, value: object) -> wire.Put:
+def _with_number(request: wire.Put, number: int, value: object) -> wire.Put:
+    """Set the number and the item of `request`, and return it."""
     request.number, request.item = number, wire.Item(value)
     return request

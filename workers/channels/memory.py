@@ -64,11 +64,14 @@ class ChannelMemory:
         """Release a reserved space."""
         self._space.give(space, nbytes)
         if not self.used_bytes and self._space.backed_bytes > KEEP_BYTES:
+            # Nothing is in use: return memory to the operating system, and begin with an empty allocator.
             self._space = FreeSpace(self._arena.capacity_bytes)
             self._space.back(self._arena.punch(KEEP_BYTES))
 
     def _grow(self, nbytes: int) -> bool:
+        """Back more of the arena with memory, for a space of `nbytes`. Return whether the backed part grew."""
         backed = self._space.backed_bytes
+        # The new space can begin where the last used one ends.
         start = min(self._space.highest_used_bytes, backed)
         try:
             self._arena.grow(max(start + nbytes, backed + GROW_BYTES))

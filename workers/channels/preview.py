@@ -21,16 +21,19 @@ CANNOT_SHOW = (ServiceError, WaitTimeoutError, ChannelClosedError)
 """Errors of a request for the items."""
 
 
-def shown(peeked: Any, local: bool) -> str:
+def format_items(peeked: Any, local: bool) -> str:
     """Format the answer to `Peek` as a list, with the number of the other items. local: the items are objects of this
     process."""
     assert isinstance(peeked, wire.Peeked), peeked
-    parts = [_short(_text(item, local)) for item in peeked.items]
-    more = peeked.size - len(parts)
-    return f"[{', '.join([*parts, f'... {more} more'] if more > 0 else parts)}]"
+    texts = [_shortened(_format_item(item, local)) for item in peeked.items]
+    more = peeked.size - len(texts)
+    if more > 0:
+        texts.append(f"... {more} more")
+    return f"[{', '.join(texts)}]"
 
 
-def _text(item: wire.Item, local: bool) -> str:
+def _format_item(item: wire.Item, local: bool) -> str:
+    """Return the repr of an item; of an item in the broker's memory only its tensors and size."""
     try:
         if local:
             return repr(item.head)
@@ -42,6 +45,6 @@ def _text(item: wire.Item, local: bool) -> str:
         return f"<cannot be shown: {type(error).__name__}: {error}>"
 
 
-def _short(text: str) -> str:
+def _shortened(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= SHOWN_CHARS else f"{line[: SHOWN_CHARS - 3]}..."

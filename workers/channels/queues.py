@@ -32,9 +32,9 @@ from workers.channels.wire import NOWHERE
 Effects = list[tuple[Client, wire.AnyAnswer]]
 """Answers and the clients that receive them, in this order."""
 
-AHEAD_BYTES = 16 << 20
+MAX_PREALLOCATED_BYTES = 16 << 20
 """Larger spaces are not preallocated."""
-AHEAD_SHARE = 0.25
+PREALLOCATE_BELOW_SHARE = 0.25
 """Nothing is preallocated while more than this share of the memory is in use."""
 
 
@@ -53,22 +53,24 @@ class ItemMemory(Protocol):
 
 
 class Broker:
-    """Every method returns the answers to send. A request may be answered by a later call.
+    """The queues of all channels of a broker. `join`, `leave` and `apply` return the answers to send. A request may be
+    answered by a later call.
 
-    memory: space for the bytes of items. Items that carry their own bytes may hold as many again; beyond that, puts
-    wait. `_waiting`: the queues whose requests for memory wait; `_starved`: the queues whose first put waits for fewer
-    carried bytes.
+    memory: space for the bytes of items. Small items carry their bytes in their messages; these carried bytes may be as
+    many as the memory's, beyond that puts wait. `_queues_waiting`: the queues with requests that wait for memory;
+    `_queues_over_limit`: the queues whose first put waits until there are fewer carried bytes. Both are ordered sets.
+    `_last_place`: place of the newest item in the order of all puts.
     """
 
     def __init__(self, memory: ItemMemory) -> None:
         self._memory = memory
         self._carried_bytes = 0
-        self._puts = 0
+        self._last_place = 0
         self._channels: dict[str, ChannelQueues] = {}
         self._clients: dict[Client, HeldItems] = {}
-        self._waiting: dict[Queue, None] = {}
-        self._starved: dict[Queue, None] = {}
-        self._out: Effects = []
+        self._queues_waiting: dict[Queue, None] = {}
+        self._queues_over_limit: dict[Queue, None] = {}
+        self._outgoing: Effects = []
 
     @property
     def channels(self) -> int:
@@ -83,15 +85,15 @@ class Broker:
 
     def leave(self, client: Client) -> Effects:
         """Remove a client: drop its waiting requests and return its unacknowledged items to their queues."""
-        gone = self._clients.pop(client)
-        touched: dict[Queue, None] = {}
-        for each in gone.open.values():
-            touched[each.queue] = None
-            self._withdraw(each)
-        for space, nbytes in gone.spaces.items():
+        state = self._clients.pop(client)
+        queues: dict[Queue, None] = {}
+        for each in state.open.values():
+            queues[each.queue] = None
+            self._undo_request(each)
+        for space, nbytes in state.spaces.items():
             self._memory.give(space, nbytes)
-        self._settle(touched)
-        return self._answers()
+        self._serve_all(queues)
+        return self._take_answers()
 
     def apply(self, client: Client, request: wire.AnyRequest) -> Effects:
         """Apply a request. ValueError if it violates the protocol."""
@@ -125,7 +127,7 @@ class Broker:
                 self._answer(client, wire.BrokerDone(request.number))
             case _:
                 raise ValueError(f"{type(request).__name__} is not a request to the state of a broker")
-        return self._answers()
+        return self._take_answers()
 
     def space_of(self, client: Client, item: wire.Item) -> int:
         """Return the bytes that `client` reserved for an item that it is about to put. ValueError if the space is not
@@ -135,12 +137,12 @@ class Broker:
             raise ValueError(f"{item.nbytes} bytes at {item.space} are not reserved for this client")
         return nbytes
 
-    def _answers(self) -> Effects:
-        out, self._out = self._out, []
+    def _take_answers(self) -> Effects:
+        out, self._outgoing = self._outgoing, []
         return out
 
     def _answer(self, client: Client, answer: wire.AnyAnswer) -> None:
-        self._out.append((client, answer))
+        self._outgoing.append((client, answer))
 
     # --- puts
 
@@ -150,61 +152,63 @@ class Broker:
         if item.space != NOWHERE:
             space_bytes = self.space_of(client, item)
             del self._clients[client].spaces[item.space]
-        self._puts += 1
-        stored = Stored(item, request.weight, self._puts, space_bytes)
+        self._last_place += 1
+        stored = Stored(item, request.weight, self._last_place, space_bytes)
         channel = self._channels.get(request.channel)
         if channel is None or channel.closed:
-            self._drop(stored)
+            self._free_space(stored)
             self._answer(client, wire.Closed(request.number))
-            self._settle(())
+            self._serve_all(())
             return
         queue = channel.queue(request.key)
-        put = OpenPut(client, request.number, queue, stored, request.want)
-        if not queue.puts and self._fits(queue, item):
-            self._take_in(put)
+        put = OpenPut(client, request.number, queue, stored, request.preallocate_bytes)
+        if not queue.puts and self._can_store(queue, item):
+            self._store(put)
             self._serve(queue)
         elif request.nowait:
-            self._drop(stored)
+            self._free_space(stored)
             self._answer(client, wire.Full(request.number))
-            self._settle((queue,))
+            self._serve_all((queue,))
         else:
             queue.puts.append(put)
             self._clients[client].open[request.number] = put
             self._serve(queue)
 
-    def _fits(self, queue: Queue, item: wire.Item) -> bool:
-        """Return whether the item can be stored now. If only its carried bytes are too many, note the queue in
-        `_starved`."""
+    def _can_store(self, queue: Queue, item: wire.Item) -> bool:
+        """Return whether the item can be stored now. If only the carried bytes are too many, add the queue to
+        `_queues_over_limit`."""
         if 0 < queue.channel.maxsize <= len(queue.items):
             return False
         carried = len(item.body)
+        # A single item is stored even if it exceeds the limit.
         if carried and 0 < self._carried_bytes > self._memory.capacity_bytes - carried:
-            self._starved[queue] = None
+            self._queues_over_limit[queue] = None
             return False
         return True
 
-    def _take_in(self, put: OpenPut) -> None:
+    def _store(self, put: OpenPut) -> None:
         """Store the item of the put, and answer the put."""
         put.queue.items.append(put.stored)
         self._carried_bytes += len(put.stored.item.body)
-        self._answer(put.client, wire.BrokerDone(put.number, self._preallocate(put.client, put.want)))
+        self._answer(put.client, wire.BrokerDone(put.number, self._preallocate(put.client, put.preallocate_bytes)))
 
-    def _preallocate(self, client: Client, want: int) -> int:
-        """Preallocate space for the client's next put. Return `NOWHERE` if memory is scarce."""
+    def _preallocate(self, client: Client, preallocate_bytes: int) -> int:
+        """Reserve space for the client's next put and return it. `NOWHERE` if none is wanted or memory is scarce."""
         memory = self._memory
-        if not 0 < want <= AHEAD_BYTES or self._waiting:
+        if not 0 < preallocate_bytes <= MAX_PREALLOCATED_BYTES or self._queues_waiting:
             return NOWHERE
-        if memory.used_bytes + want > memory.capacity_bytes * AHEAD_SHARE:
+        if memory.used_bytes + preallocate_bytes > memory.capacity_bytes * PREALLOCATE_BELOW_SHARE:
             return NOWHERE
-        space = memory.take(want)
+        space = memory.take(preallocate_bytes)
         if space is None:
             return NOWHERE
-        self._clients[client].spaces[space] = want
+        self._clients[client].spaces[space] = preallocate_bytes
         return space
 
     # --- gets
 
     def _get(self, client: Client, request: wire.Get) -> None:
+        """Append the get to its queue's waiting gets. With `nowait` answer it now."""
         channel = self._channels.get(request.channel)
         if channel is None:
             self._answer(client, wire.Ended(request.number))
@@ -215,19 +219,19 @@ class Broker:
             queue.gets.append(get)
             self._clients[client].open[request.number] = get
         elif queue.items:
-            self._hand_out(get, [queue.items.popleft()])
+            self._lease_items(get, [queue.items.popleft()])
         elif channel.closed and not queue.leased:
             self._answer(client, wire.Ended(request.number))
         else:
             self._answer(client, wire.Empty(request.number))
         self._serve(queue)
 
-    def _hand_out(self, get: OpenGet, taken: list[Stored]) -> None:
+    def _lease_items(self, get: OpenGet, taken: list[Stored]) -> None:
         """Lease these items to the client, and answer the get."""
         queue = get.queue
         if len(taken) > 1:
             # An item that was returned meanwhile precedes the items that were collected before its return.
-            taken.sort(key=_place)
+            taken.sort(key=_place_of)
         queue.leased += len(taken)
         self._clients[get.client].open[get.number] = ItemLease(queue, taken)
         self._answer(get.client, wire.Items(get.number, [each.item for each in taken]))
@@ -253,33 +257,33 @@ class Broker:
     # --- the lines
 
     def _serve(self, queue: Queue) -> None:
-        """Advance the lines of puts and gets as far as possible."""
+        """Store the items of waiting puts, and answer waiting gets, as far as possible."""
         moved = True
         while moved:
             moved = False
-            while queue.puts and self._fits(queue, queue.puts[0].stored.item):
+            while queue.puts and self._can_store(queue, queue.puts[0].stored.item):
                 put = queue.puts.popleft()
                 del self._clients[put.client].open[put.number]
-                self._take_in(put)
+                self._store(put)
                 moved = True
             if queue.gets:
                 get, before = queue.gets[0], len(queue.items)
-                if self._collect(get) or (get.taken and self._no_more(queue)):
+                if self._collect(get) or (get.taken and self._cannot_grow(queue)):
                     queue.gets.popleft()
-                    self._hand_out(get, get.taken)
+                    self._lease_items(get, get.taken)
                     moved = True
                 moved = moved or len(queue.items) < before
         if queue.channel.closed:
-            self._end(queue)
+            self._end_queue(queue)
         else:
             queue.channel.forget(queue)
 
     @staticmethod
-    def _no_more(queue: Queue) -> bool:
-        """Whether a batch that was begun is as large as it will get, unless leased items return."""
+    def _cannot_grow(queue: Queue) -> bool:
+        """Return whether a batch that was begun cannot get more items, unless leased items return."""
         return queue.channel.closed and not queue.items
 
-    def _end(self, queue: Queue) -> None:
+    def _end_queue(self, queue: Queue) -> None:
         """Answer the waiting gets of a closed channel's empty queue with Ended, and forget the queue."""
         if not queue.items and not queue.leased:
             while queue.gets:
@@ -291,88 +295,91 @@ class Broker:
         if not channel.queues:
             self._channels.pop(channel.ident, None)
 
-    def _settle(self, queues: Iterable[Queue]) -> None:
-        """Serve these queues, then the requests that wait for memory."""
+    def _serve_all(self, queues: Iterable[Queue]) -> None:
+        """Serve these queues, then all requests that wait for memory or for fewer carried bytes."""
         for queue in queues:
             self._serve(queue)
         self._hand_out_spaces()
-        for queue in list(self._starved):
+        for queue in list(self._queues_over_limit):
             if self._carried_bytes >= self._memory.capacity_bytes:
                 break
-            del self._starved[queue]
+            del self._queues_over_limit[queue]
             self._serve(queue)
 
     # --- leases and cancellation
 
     def _ack(self, client: Client, request: wire.AckItems) -> None:
-        lease = self._lease(client, request.number)
+        """Drop the items that a get received."""
+        lease = self._pop_lease(client, request.number)
         if request.confirm:
             self._answer(client, wire.BrokerDone(request.number))
         lease.queue.leased -= len(lease.taken)
-        self._forget(lease.taken)
-        if lease.queue.channel.closed or self._waiting or self._starved:
-            self._settle((lease.queue,))
+        self._free_items(lease.taken)
+        # Usually no request waits for the freed space, and the queue need not be served.
+        if lease.queue.channel.closed or self._queues_waiting or self._queues_over_limit:
+            self._serve_all((lease.queue,))
         else:
             lease.queue.channel.forget(lease.queue)
 
     def _nack(self, client: Client, request: wire.NackItems) -> None:
-        """Return leased items to their places, and drop those that the client lost."""
-        lease = self._lease(client, request.number)
+        """Return leased items to their places in the queue, and drop those at the positions `request.lost`."""
+        lease = self._pop_lease(client, request.number)
         taken, lost = lease.taken, set(request.lost)
         lease.taken = [stored for place, stored in enumerate(taken) if place not in lost]
         lease.queue.leased -= len(taken) - len(lease.taken)
-        self._withdraw(lease)
-        self._forget(stored for place, stored in enumerate(taken) if place in lost)
-        self._settle((lease.queue,))
+        self._undo_request(lease)
+        self._free_items(stored for place, stored in enumerate(taken) if place in lost)
+        self._serve_all((lease.queue,))
 
-    def _lease(self, client: Client, number: int) -> ItemLease:
+    def _pop_lease(self, client: Client, number: int) -> ItemLease:
         """Remove and return the lease of the client's get `number`."""
         lease = self._clients[client].open.pop(number, None)
         if not isinstance(lease, ItemLease):
             raise ValueError(f"request {number} holds no items")
         return lease
 
-    def _forget(self, items: Iterable[Stored]) -> None:
+    def _free_items(self, items: Iterable[Stored]) -> None:
         """Drop items that were stored or leased."""
         for stored in items:
             self._carried_bytes -= len(stored.item.body)
-            self._drop(stored)
+            self._free_space(stored)
 
     def _cancel(self, client: Client, number: int) -> None:
         """Cancel a request, unless it was answered already."""
-        found = self._clients[client].open.get(number)
-        if found is None or isinstance(found, ItemLease):
+        record = self._clients[client].open.get(number)
+        if record is None or isinstance(record, ItemLease):
             return
         del self._clients[client].open[number]
         self._answer(client, wire.Cancelled(number))
-        self._withdraw(found)
-        self._settle((found.queue,))
+        self._undo_request(record)
+        self._serve_all((record.queue,))
 
-    def _withdraw(self, found: OpenPut | OpenGet | RoomWait | ItemLease) -> None:
+    def _undo_request(self, record: OpenPut | OpenGet | RoomWait | ItemLease) -> None:
         """Undo the effect of an open request on its queue."""
-        queue = found.queue
-        if isinstance(found, RoomWait):
-            self._end_wait(found)
+        queue = record.queue
+        if isinstance(record, RoomWait):
+            self._end_wait(record)
             return
-        if isinstance(found, OpenPut):
-            queue.puts.remove(found)
-            self._drop(found.stored)
+        if isinstance(record, OpenPut):
+            queue.puts.remove(record)
+            self._free_space(record.stored)
             return
-        if isinstance(found, ItemLease):
-            queue.leased -= len(found.taken)
+        if isinstance(record, ItemLease):
+            queue.leased -= len(record.taken)
         else:
-            queue.gets.remove(found)
-        if found.taken:
-            queue.items = deque(sorted([*found.taken, *queue.items], key=_place))
+            queue.gets.remove(record)
+        if record.taken:
+            queue.items = deque(sorted([*record.taken, *queue.items], key=_place_of))
 
     # --- memory
 
-    def _drop(self, stored: Stored) -> None:
+    def _free_space(self, stored: Stored) -> None:
         """Free the reserved space of an item."""
         if stored.space_bytes:
             self._memory.give(stored.item.space, stored.space_bytes)
 
     def _reserve(self, client: Client, request: wire.Reserve) -> None:
+        """Answer with reserved space, or let the request wait for it in its queue."""
         limit, channel = self._memory.capacity_bytes, self._channels.get(request.channel)
         if channel is None or channel.closed:
             self._answer(client, wire.Closed(request.number))
@@ -388,7 +395,7 @@ class Broker:
             self._answer(client, wire.Full(request.number))
         else:
             queue.waits.append(wait)
-            self._waiting[queue] = None
+            self._queues_waiting[queue] = None
             self._clients[client].open[request.number] = wait
         channel.forget(queue)
 
@@ -402,40 +409,44 @@ class Broker:
         return True
 
     def _hand_out_spaces(self) -> None:
-        """Give space to the first request of each queue's line, one queue after another, as far as there is space."""
-        too_much = self._memory.capacity_bytes + 1
-        turns = deque(self._waiting)
+        """Reserve space for the first waiting request of each queue, one queue after another, while there is space."""
+        unavailable_bytes = self._memory.capacity_bytes + 1  # the smallest size that was not available
+        turns = deque(self._queues_waiting)
         while turns:
             wait = turns.popleft().waits[0]
-            if wait.nbytes >= too_much:
+            if wait.nbytes >= unavailable_bytes:
                 continue
             if not self._give_space(wait):
-                too_much = wait.nbytes
+                unavailable_bytes = wait.nbytes
                 continue
             del self._clients[wait.client].open[wait.number]
-            del self._waiting[wait.queue]
+            del self._queues_waiting[wait.queue]
             self._end_wait(wait)
+            # The queue's next request has its turn after those of the other queues.
             if wait.queue.waits:
-                self._waiting[wait.queue] = None
+                self._queues_waiting[wait.queue] = None
                 turns.append(wait.queue)
 
     def _end_wait(self, wait: RoomWait) -> None:
+        """Remove a request from those of its queue that wait for memory."""
         queue = wait.queue
         queue.waits.remove(wait)
         if not queue.waits:
-            self._waiting.pop(queue, None)
+            self._queues_waiting.pop(queue, None)
             queue.channel.forget(queue)
 
     def _release(self, client: Client, space: int) -> None:
+        """Free space that the client reserved and does not use."""
         nbytes = self._clients[client].spaces.pop(space, None)
         if nbytes is None:
             raise ValueError(f"space {space} is not reserved for this client")
         self._memory.give(space, nbytes)
-        self._settle(())
+        self._serve_all(())
 
     # --- counts, routes, close
 
     def _count(self, client: Client, request: wire.Count) -> None:
+        """Answer with the counts of a queue, which are 0 if it does not exist."""
         channel = self._channels.get(request.channel)
         queue = channel.queues.get(request.key) if channel else None
         maxsize = channel.maxsize if channel else 0
@@ -462,6 +473,7 @@ class Broker:
             self._answer(client, wire.Routed(request.number, channel.routes.setdefault(request.key, request.wish)))
 
     def _close(self, ident: str) -> None:
+        """Close a channel: answer its waiting puts with Closed. Its gets receive the remaining items, then Ended."""
         channel = self._channels.get(ident)
         if channel is None:
             return
@@ -474,13 +486,13 @@ class Broker:
             while queue.puts:
                 put = queue.puts.popleft()
                 del self._clients[put.client].open[put.number]
-                self._drop(put.stored)
+                self._free_space(put.stored)
                 self._answer(put.client, wire.Closed(put.number))
             self._serve(queue)
         if not channel.queues:
             self._channels.pop(ident, None)
-        self._settle(())
+        self._serve_all(())
 
 
-def _place(stored: Stored) -> int:
+def _place_of(stored: Stored) -> int:
     return stored.place

@@ -13,7 +13,8 @@ Client = int
 
 @dataclass(slots=True)
 class Stored:
-    """A stored item. space_bytes: the reserved bytes, at least the item's."""
+    """A stored item. place: its position in the order of all puts; space_bytes: the reserved bytes, at least the item's
+    (0 if the item carries its bytes)."""
 
     item: wire.Item
     weight: float
@@ -23,19 +24,19 @@ class Stored:
 
 @dataclass(slots=True, eq=False)
 class OpenPut:
-    """A put that waits for a free place."""
+    """A put that waits for a free place. preallocate_bytes: see `wire.Put`."""
 
     client: Client
     number: int
     queue: Queue
     stored: Stored
-    want: int
+    preallocate_bytes: int
 
 
 @dataclass(slots=True, eq=False)
 class OpenGet:
-    """A waiting get. taken: the collected items of its batch; weight: their rounded sum; rounded_off: the rounding
-    error."""
+    """A waiting get. target: the weight of its batch, None for one item; taken: the collected items of the batch;
+    weight: the rounded sum of their weights; rounded_off: what the rounding removed from this sum."""
 
     client: Client
     number: int
@@ -46,7 +47,8 @@ class OpenGet:
     rounded_off: float = 0.0
 
     def weight_with(self, more: float) -> tuple[float, float]:
-        """Return `weight` and `rounded_off` with `more` added. Their sum is that of all weights, rounded once."""
+        """Return `weight` and `rounded_off` after an item of weight `more`. The sum of both is that of all weights,
+        rounded once (Neumaier's summation)."""
         total = self.weight + more
         if total == inf:
             return total, 0.0
@@ -74,7 +76,8 @@ class ItemLease:
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """The queue of one key. leased: number of items that getters received and have not acknowledged."""
+    """The queue of one key. puts, gets: those that wait for a place or an item; waits: requests that wait for memory;
+    leased: number of items that getters received and have not acknowledged."""
 
     channel: ChannelQueues
     key: bytes
@@ -101,10 +104,11 @@ class ChannelQueues:
     routes: dict[bytes, int] = field(default_factory=dict)
 
     def queue(self, key: bytes) -> Queue:
-        found = self.queues.get(key)
-        if found is None:
-            found = self.queues[key] = Queue(self, key)
-        return found
+        """Return the queue of a key, after creating it if there is none."""
+        queue = self.queues.get(key)
+        if queue is None:
+            queue = self.queues[key] = Queue(self, key)
+        return queue
 
     def forget(self, queue: Queue) -> None:
         """Remove a queue that has no items and no requests."""

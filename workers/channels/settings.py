@@ -49,8 +49,8 @@ def as_node_rank(value: Any, nodes: int | None) -> int:
     if nodes is None and NODES_VARIABLE in os.environ:
         nodes = int(os.environ[NODES_VARIABLE])
     if rank < 0 or (nodes is not None and rank >= nodes):
-        there = "nodes are" if nodes is None else f"the cluster has {nodes} nodes,"
-        raise ValueError(f"node_rank={rank} is out of range; {there} counted from 0")
+        range_text = "nodes are" if nodes is None else f"the cluster has {nodes} nodes,"
+        raise ValueError(f"node_rank={rank} is out of range; {range_text} counted from 0")
     return rank
 
 
@@ -63,9 +63,9 @@ def _integer(name: str, value: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelSettings:
-    """ident: unique, never reused; nodes: ranks of the nodes with a part of the channel, the first of which maps keys
-    to parts; endpoints: of the broker on each of these nodes; directory: the address of the directory that has the
-    name, None if none has it."""
+    """The settings of a channel. ident: unique, never reused; nodes: ranks of the nodes with a part of the channel, the
+    first of which maps keys to parts; endpoints: of the broker on each of these nodes; directory: the address of the
+    directory that has the name, None if none has it; incarnation: of the directory's entry."""
 
     name: str
     ident: str
@@ -78,6 +78,7 @@ class ChannelSettings:
 
     @property
     def facts(self) -> Facts:
+        """The settings that the directory stores with the name. `of` reads them."""
         return {
             "ident": self.ident,
             "maxsize": self.maxsize,
@@ -87,7 +88,7 @@ class ChannelSettings:
 
     @classmethod
     def of(cls, entry: DirectoryEntry, directory: str) -> ChannelSettings:
-        """Return the settings that `facts` and the endpoints of a directory entry describe."""
+        """Return the settings of the channel that `entry` registers in the directory at the address `directory`."""
         facts = entry.facts
         nodes, maxsize = facts["nodes"], facts["maxsize"]
         assert isinstance(nodes, list)

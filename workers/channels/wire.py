@@ -79,14 +79,15 @@ class ReleaseSpace(BrokerRequest, tag=5):
 
 
 class Put(BrokerRequest, tag=6):
-    """want: bytes to preallocate for the next put, if there is plenty of memory."""
+    """Put an item into a queue. Waits for a free place unless `nowait`. preallocate_bytes: space to reserve for the
+    client's next put, if there is plenty of memory; 0 for none."""
 
     channel: str
     key: bytes
     item: Item
     weight: float
     nowait: bool
-    want: int = 0
+    preallocate_bytes: int = 0
 
 
 class Get(BrokerRequest, tag=7):

@@ -74,12 +74,12 @@ class Away:
 @pytest.fixture
 def away(directory: DirectoryClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Away]:
     made = Away(directory)
-    real = connection.Line._shake_hands
+    real = connection.BrokerConnection._shake_hands
 
-    def shake_hands(each: connection.Line, endpoint: Endpoint, _: float) -> None:
+    def shake_hands(each: connection.BrokerConnection, endpoint: Endpoint, _: float) -> None:
         real(each, endpoint, time.monotonic() + made.answers_within(endpoint))
 
-    monkeypatch.setattr(connection.Line, "_shake_hands", shake_hands)
+    monkeypatch.setattr(connection.BrokerConnection, "_shake_hands", shake_hands)
     yield made
     made.go_on()
     made.peer.stop()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration
 @pytest.fixture
 def held(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once an item has been copied here; from then on the broker hears and says nothing."""
-    copied, real = threading.Event(), ArrivedItems._values
+    copied, real = threading.Event(), ArrivedItems._unpack
 
     def pause(arrived: ArrivedItems) -> Any:
         found = real(arrived)
@@ -31,7 +31,7 @@ def held(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             copied.set()
         return found
 
-    monkeypatch.setattr(ArrivedItems, "_values", pause)
+    monkeypatch.setattr(ArrivedItems, "_unpack", pause)
     return copied
 
 

@@ -58,15 +58,15 @@ def test_what_cannot_be_acknowledged_is_not_had_by_two(
     get: Callable[[Channel], Any],
 ) -> None:
     near, far = near_and_far
-    real = ArrivedItems._values
+    real = ArrivedItems._unpack
 
     def cut(arrived: ArrivedItems) -> Any:
         found = real(arrived)
-        if not arrived._line.local:
+        if not arrived._connection.local:
             proxy.cut()
         return found
 
-    monkeypatch.setattr(ArrivedItems, "_values", cut)
+    monkeypatch.setattr(ArrivedItems, "_unpack", cut)
     for item in ("a", "b"):
         near.put(item, weight=1)
     with pytest.raises(ChannelLostError, match="the broker of the channel at"):
@@ -93,7 +93,7 @@ def test_an_event_loop_goes_on_while_the_broker_s_word_is_awaited(
 ) -> None:
     near, far = near_and_far
     near.put("a")
-    held, real = threading.Event(), ArrivedItems._values
+    held, real = threading.Event(), ArrivedItems._unpack
 
     def pause(arrived: ArrivedItems) -> Any:
         found = real(arrived)
@@ -101,7 +101,7 @@ def test_an_event_loop_goes_on_while_the_broker_s_word_is_awaited(
         held.set()
         return found
 
-    monkeypatch.setattr(ArrivedItems, "_values", pause)
+    monkeypatch.setattr(ArrivedItems, "_unpack", pause)
 
     async def get() -> Any:
         getting = asyncio.ensure_future(far.get(async_op=True).async_wait())

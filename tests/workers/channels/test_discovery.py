@@ -10,7 +10,7 @@ import pytest
 from tests.directories import client, directory  # noqa: F401
 from tests.restarts import wait_until
 from workers.channels import discovery
-from workers.channels.discovery import await_others, find_brokers
+from workers.channels.discovery import await_broker_change, find_brokers
 from workers.channels.settings import broker_name
 from workers.directory import DirectoryClient, Kind
 from workers.errors import NameNotFoundError
@@ -57,19 +57,19 @@ def test_no_broker_is_a_named_error(client: DirectoryClient, monkeypatch: pytest
 
 
 def test_brokers_that_stay_are_waited_for_until_then(client: DirectoryClient) -> None:
-    assert not await_others(client, {0: broker(client, 0)}, time.monotonic())
+    assert not await_broker_change(client, {0: broker(client, 0)}, time.monotonic())
 
 
 def test_a_broker_in_the_place_of_another_is_noticed_at_once(client: DirectoryClient) -> None:
     broker(client, 0)
-    assert await_others(client, {0: "tcp://127.0.0.1:9"}, soon())
-    assert await_others(client, {1: "tcp://127.0.0.1:9"}, soon())
+    assert await_broker_change(client, {0: "tcp://127.0.0.1:9"}, soon())
+    assert await_broker_change(client, {1: "tcp://127.0.0.1:9"}, soon())
 
 
 def test_a_broker_that_ends_meanwhile_is_noticed(client: DirectoryClient) -> None:
     there = {0: broker(client, 0)}
     noticed: list[bool] = []
-    waiting = threading.Thread(target=lambda: noticed.append(await_others(client, there, soon())))
+    waiting = threading.Thread(target=lambda: noticed.append(await_broker_change(client, there, soon())))
     waiting.start()
     wait_until(lambda: bool(client._listeners), lambda: "it listens")
     client.end(Kind.CHANNEL, broker_name(0))

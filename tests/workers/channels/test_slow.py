@@ -24,7 +24,7 @@ def test_a_confirmation_that_comes_behind_other_items_is_waited_for(
 ) -> None:
     monkeypatch.setattr(background, "CONFIRM_S", 0.1)
     near, far = near_and_far
-    copied, real = threading.Event(), ArrivedItems._values
+    copied, real = threading.Event(), ArrivedItems._unpack
 
     def pause(arrived: ArrivedItems) -> Any:
         found = real(arrived)
@@ -34,7 +34,7 @@ def test_a_confirmation_that_comes_behind_other_items_is_waited_for(
         copied.set()
         return found
 
-    monkeypatch.setattr(ArrivedItems, "_values", pause)
+    monkeypatch.setattr(ArrivedItems, "_unpack", pause)
     near.put("a")
     work = far.get(async_op=True)
     healing = threading.Timer(1.0, proxy.heal)
