@@ -42,7 +42,7 @@ class AsyncWork(Generic[T]):
         self._finish = finish
         self._guard = threading.Lock()
         self._settled: Future[Any] | None = None
-        self._kept: list[T] = []
+        self._results: list[T] = []
         self._error: Exception | None = None
 
     def done(self) -> bool:
@@ -55,10 +55,10 @@ class AsyncWork(Generic[T]):
         this would block in a function given to `then`."""
         timeout = seconds_if_any("timeout", timeout)
         self._wait_for(self._future, timeout)
-        if self._settled is None and self._begin_to_settle() is not None:
+        if self._settled is None and self._settle_function() is not None:
             refuse_waiting(self._what)
         # No timeout: a caller that left before the broker's confirmation would lose the item.
-        self._wait_for(self._settling(), None)
+        self._wait_for(self._settled_future(), None)
         return self._result()
 
     def _wait_for(self, future: Future[Any], timeout: float | None) -> None:
@@ -79,7 +79,7 @@ class AsyncWork(Generic[T]):
             await asyncio.wait([woken], timeout=wait.step_s())
             if not self._future.done() and wait.over(self._what):
                 raise MessageTimeoutError(what=self._what, waited_s=wait.waited_s)
-        await _see_through(self._settling())
+        await _wait_despite_cancellation(self._settled_future())
         return self._result()
 
     def then(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncWork[Any]:
@@ -96,40 +96,43 @@ class AsyncWork(Generic[T]):
         def call() -> None:
             try:
                 self._result()
-                made = func(*args, **kwargs)
+                result = func(*args, **kwargs)
             except Exception as error:
                 future.set_exception(error)
                 return
-            if isinstance(made, AsyncWork):
-                made._pass_on(future)
+            if isinstance(result, AsyncWork):
+                result._complete_with_result(future)
             else:
-                future.set_result(made)
+                future.set_result(result)
 
-        self._once_settled(call)
+        self._call_when_settled(call)
         return AsyncWork(future, f"{self._what}, and its continuation")
 
-    def _pass_on(self, to: Future[Any]) -> None:
+    def _complete_with_result(self, target: Future[Any]) -> None:
+        """Complete `target` with the result or error of this work, once it has one."""
+
         def settle() -> None:
             try:
-                to.set_result(self._result())
+                target.set_result(self._result())
             except Exception as error:
-                to.set_exception(error)
+                target.set_exception(error)
 
-        self._once_settled(settle)
+        self._call_when_settled(settle)
 
-    def _once_settled(self, call: Callable[[], None]) -> None:
+    def _call_when_settled(self, call: Callable[[], None]) -> None:
         """Call `call` once `_result` no longer blocks."""
-        self._future.add_done_callback(lambda _: self._settling().add_done_callback(lambda _: call()))
+        self._future.add_done_callback(lambda _: self._settled_future().add_done_callback(lambda _: call()))
 
-    def _begin_to_settle(self) -> Settle | None:
-        """Return the function that settles an operation that has ended, or None."""
+    def _settle_function(self) -> Settle | None:
+        """Return the function that settles an operation that has ended; None if it failed or needs no settling."""
         return None if self._future.exception() is not None else self._settle(self._future.result())
 
-    def _settling(self) -> Future[Any]:
-        """Return a future for an operation that has ended: once it is done, `_result` does not block."""
+    def _settled_future(self) -> Future[Any]:
+        """Return a future for an operation that has ended: once it is done, `_result` does not block. The first call
+        begins to settle the operation."""
         with self._guard:
             if self._settled is None:
-                begin = self._begin_to_settle()
+                begin = self._settle_function()
                 try:
                     self._settled = (None if begin is None else begin()) or self._future
                 except Exception as error:
@@ -138,7 +141,8 @@ class AsyncWork(Generic[T]):
             return self._settled
 
     def _result(self) -> T:
-        self._settling().result()
+        """Return the result of an operation that has ended, or raise its error. The first call makes the result."""
+        self._settled_future().result()
         value = self._future.result()
         if self._finish is None:
             result: T = value
@@ -146,13 +150,13 @@ class AsyncWork(Generic[T]):
         with self._guard:
             if self._error is not None:
                 raise self._error
-            if not self._kept:
+            if not self._results:
                 try:
-                    self._kept.append(self._finish(value))
+                    self._results.append(self._finish(value))
                 except Exception as error:
                     self._error = error
                     raise
-            return self._kept[0]
+            return self._results[0]
 
 
 class TensorWork(AsyncWork[None]):
@@ -184,23 +188,23 @@ def _woken_by(future: Future[Any]) -> asyncio.Future[None]:
     return woken
 
 
-async def _see_through(future: Future[Any]) -> None:
+async def _wait_despite_cancellation(future: Future[Any]) -> None:
     """Wait until `future` is done, even if the task is cancelled. If it succeeds, a cancellation that came meanwhile
     is raised at the task's next await; if it fails, the cancellation is raised here."""
     woken = _woken_by(future)
-    late: tuple[Any, ...] | None = None
+    cancellation: tuple[Any, ...] | None = None
     while not future.done():
         try:
             await asyncio.wait([woken])
         except asyncio.CancelledError as error:
             # Keeping the error itself would keep the task's frames, and so handles, until a garbage collection.
-            late = error.args[:1]
-    if late is None:
+            cancellation = error.args[:1]
+    if cancellation is None:
         return
     task = asyncio.current_task()
     if future.exception() is not None or task is None:
-        raise asyncio.CancelledError(*late)
-    asyncio.get_running_loop().call_soon(_cancel_again, task, late)
+        raise asyncio.CancelledError(*cancellation)
+    asyncio.get_running_loop().call_soon(_cancel_again, task, cancellation)
 
 
 def _cancel_again(task: asyncio.Task[Any], message: tuple[Any, ...]) -> None:
@@ -216,7 +220,7 @@ def all_of(works: list[AsyncWork[Any]], what: str, result: T) -> AsyncWork[T]:
     left = [len(works)]
     guard = threading.Lock()
 
-    def one_less() -> None:
+    def count_down() -> None:
         with guard:
             left[0] -= 1
             if left[0]:
@@ -232,5 +236,5 @@ def all_of(works: list[AsyncWork[Any]], what: str, result: T) -> AsyncWork[T]:
     if not works:
         future.set_result(result)
     for work in works:
-        work._once_settled(one_less)
+        work._call_when_settled(count_down)
     return AsyncWork(future, what)

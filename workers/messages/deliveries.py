@@ -40,7 +40,7 @@ class Arrival:
     unpacked: Unpacked | None = None
 
     @property
-    def here(self) -> bool:
+    def complete(self) -> bool:
         """Whether its values are in this process."""
         return self.memory is not None or self.unpacked is not None
 
@@ -51,6 +51,11 @@ class Arrival:
     @property
     def id(self) -> MessageId:
         return self.post.source, self.post.stream, self.post.number
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place among the messages of its key."""
+        return self.post.incarnation, self.post.number
 
 
 @dataclass(eq=False)
@@ -77,23 +82,27 @@ class Posting:
     def key(self) -> Key:
         return self.source, self.stream
 
+    def accepts(self, post: PostMessage) -> bool:
+        """Whether the receive expects a message of this form. `recv` accepts an object with or without a payload."""
+        return post.form == self.form if isinstance(self.form, TensorForm) else isinstance(post.form, ObjectForm)
+
     def fail(self, error: Exception) -> None:
         if not self.future.done():
             self.future.set_exception(error)
 
 
 class Delivery:
-    """A message that met its receive. The first thread that needs the values copies them out, once. The message is
-    received once they are taken; until then it can be given back.
+    """A message and the receive that was matched with it. The first thread that needs the values copies them out, once.
+    The message is received once they are taken; until then it can be given back.
 
     Afterwards this refers to neither posting nor arrival, so received values are freed with their last reference, not
     by a garbage collection.
     """
 
-    def __init__(self, posting: Posting, arrival: Arrival, pool: BufferPool, done: Callable[[], None]) -> None:
-        """done: notifies the sender that it may reuse its memory."""
+    def __init__(self, posting: Posting, arrival: Arrival, pool: BufferPool, notify_sender: Callable[[], None]) -> None:
+        """notify_sender: tells the sender that it may reuse its memory."""
         self.form = arrival.post.form
-        self._pending: tuple[Posting, Arrival, Callable[[], None]] | None = (posting, arrival, done)
+        self._pending: tuple[Posting, Arrival, Callable[[], None]] | None = (posting, arrival, notify_sender)
         self._pool = pool
         self._guard = threading.Lock()
         self._copied = False
@@ -111,11 +120,12 @@ class Delivery:
         with self._guard:
             self._copy()
             if self._pending is not None:
-                posting, arrival, done = self._pending
+                posting, arrival, notify_sender = self._pending
                 self._pending = None
+                # The sender of an object was notified by `_copy`.
                 if posting.target is not None:
                     posting.target = arrival.memory = None
-                    done()
+                    notify_sender()
             return self._values
 
     def give_back(self) -> Arrival | None:
@@ -131,7 +141,7 @@ class Delivery:
         """Copy the values out, once, and notify the sender of an object."""
         if self._pending is None or self._copied:
             return
-        posting, arrival, done = self._pending
+        posting, arrival, notify_sender = self._pending
         try:
             if posting.ready is not None:
                 posting.ready.synchronize()
@@ -144,11 +154,14 @@ class Delivery:
             self._pending = None
             raise
         finally:
+            # The values of a tensor stay in the arrival until `take`: until then `give_back` returns them. After a
+            # failure nobody can receive them.
             if self._pending is None or posting.target is None:
                 arrival.memory = None
-                done()
+                notify_sender()
 
     def _unpack(self, posting: Posting, arrival: Arrival) -> Unpacked:
+        """Return the values of an object, in memory of this process."""
         if arrival.unpacked is not None:
             return arrival.unpacked
         layout, memory = arrival.post.layout, _memory(arrival)

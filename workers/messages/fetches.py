@@ -11,7 +11,7 @@ from functools import partial
 
 from dataplane.core.buffer_pool import BufferPool
 from workers.messages.deliveries import Arrival, MessageId, Posting
-from workers.messages.relays import RELAY_S, Later, Relays
+from workers.messages.relays import RELAY_S, Relays, Schedule
 from workers.messages.wire import Answer, Pull, Relay, WantMessage
 from workers.transport.pickling import Bytes, fresh
 
@@ -26,43 +26,51 @@ _log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class Fetch:
     """A message whose bytes are being pulled. posting: None once its receive gave up: the message is queued again,
-    and its bytes still arrive. relay: the relay they are pulled from, None for the source; passed_on: other receivers
-    may pull the bytes, so they must stay unchanged; missing: requested bytes by their start; watch: number of the
-    latest timer that checks for progress."""
+    and its bytes still arrive. staging: memory for all bytes; relay: the relay they are pulled from, None for the
+    source; forwarded: other receivers may pull the bytes, so they must stay unchanged; requested_bytes,
+    received_bytes: counts; requested: sizes of the chunks that were requested and have not arrived, by start; watch:
+    number of the latest timer that checks for progress."""
 
     posting: Posting | None
     arrival: Arrival
     staging: Bytes
     relay: Relay | None
-    passed_on: bool
-    asked: int = 0
-    got: int = 0
+    forwarded: bool
+    requested_bytes: int = 0
+    received_bytes: int = 0
     watch: int = 0
-    missing: dict[int, int] = field(default_factory=dict)
+    requested: dict[int, int] = field(default_factory=dict)
 
 
 class Fetches(dict[MessageId, Fetch]):
-    """The current fetches. reply: sends a request to the source, along a message's route; ask: sends one to a relay,
-    False if that fails; later: schedules a call in the I/O thread."""
+    """The current fetches. reply: sends a request to the source, along a message's route; ask_relay: sends one to a
+    relay, False if that fails; schedule: calls a function in the I/O thread after some seconds."""
 
     def __init__(
-        self, pool: BufferPool, relays: Relays, *, reply: Reply, ask: Callable[[Relay, WantMessage], bool], later: Later
+        self,
+        pool: BufferPool,
+        relays: Relays,
+        *,
+        reply: Reply,
+        ask_relay: Callable[[Relay, WantMessage], bool],
+        schedule: Schedule,
     ) -> None:
         super().__init__()
         self._pool = pool
         self._relays = relays
         self._reply = reply
-        self._ask = ask
-        self._later = later
+        self._ask_relay = ask_relay
+        self._schedule = schedule
 
     def begin(self, posting: Posting | None, arrival: Arrival) -> None:
-        """Pull the bytes of a message for a receive, or for other receivers if they are forwarded."""
+        """Pull the bytes of a message for a receive. posting None: only for other receivers; does nothing if the bytes
+        cannot be forwarded."""
         post = arrival.post
         staging = fresh(post.nbytes, self._pool)
-        passed_on = self._relays.begin(post, staging)
-        if posting is None and not passed_on:
+        forwarded = self._relays.begin(post, staging)
+        if posting is None and not forwarded:
             return
-        fetch = Fetch(posting, arrival, staging, post.relay, passed_on)
+        fetch = Fetch(posting, arrival, staging, post.relay, forwarded)
         self[arrival.id] = fetch
         for _ in range(CHUNKS_AHEAD):
             self.ask_for_more(fetch)
@@ -74,14 +82,16 @@ class Fetches(dict[MessageId, Fetch]):
         fetch.posting = posting
         self._watch(fetch)
 
-    def ask_for_more(self, fetch: Fetch) -> None:
-        nbytes = min(CHUNK_BYTES, fetch.staging.size - fetch.asked)
+    def request_chunk(self, fetch: Fetch) -> None:
+        """Request the next chunk, if any is left."""
+        nbytes = min(CHUNK_BYTES, fetch.staging.size - fetch.requested_bytes)
         if nbytes > 0:
-            start, fetch.asked = fetch.asked, fetch.asked + nbytes
-            fetch.missing[start] = nbytes
-            self._ask_for(fetch, start, nbytes)
+            start, fetch.requested_bytes = fetch.requested_bytes, fetch.requested_bytes + nbytes
+            fetch.requested[start] = nbytes
+            self._send_request(fetch, start, nbytes)
 
-    def _ask_for(self, fetch: Fetch, start: int, nbytes: int) -> None:
+    def _send_request(self, fetch: Fetch, start: int, nbytes: int) -> None:
+        """Request these bytes from the relay, or from the source if there is none or it cannot be reached."""
         post, relay = fetch.arrival.post, fetch.relay
         if relay is None:
             pull = Pull(stream=post.stream, number=post.number, start=start, nbytes=nbytes)
@@ -98,29 +108,31 @@ class Fetches(dict[MessageId, Fetch]):
             start=start,
             nbytes=nbytes,
         )
-        if not self._ask(relay, want):
+        if not self._ask_relay(relay, want):
             self.turn_to_source(fetch)
 
-    def turn_to_source(self, fetch: Fetch) -> None:
+    def pull_from_source(self, fetch: Fetch) -> None:
+        """Stop using the relay: request the outstanding chunks again from the source, and the later ones too."""
         if fetch.relay is not None:
             fetch.relay = None
-            for start, nbytes in fetch.missing.items():
-                self._ask_for(fetch, start, nbytes)
+            for start, nbytes in fetch.requested.items():
+                self._send_request(fetch, start, nbytes)
 
     def _watch(self, fetch: Fetch) -> None:
-        """Switch from a relay to the source if no bytes arrive for a while, early enough for a receive near its
-        deadline. Replaces an earlier watch, which was for another receive."""
+        """Start a timer that switches from the relay to the source if no bytes arrive, early enough for a receive near
+        its deadline. Replaces the previous timer."""
         if fetch.relay is None:
             return
         fetch.watch += 1
         left_s = math.inf if fetch.posting is None else fetch.posting.deadline - time.monotonic()
-        look = partial(self._look_at, fetch, fetch.watch, fetch.got)
-        self._later(min(RELAY_S * fetch.relay.depth, left_s / 4), look)
+        check = partial(self._check_progress, fetch, fetch.watch, fetch.received_bytes)
+        self._schedule(min(RELAY_S * fetch.relay.depth, left_s / 4), check)
 
-    def _look_at(self, fetch: Fetch, watch: int, got: int) -> None:
+    def _check_progress(self, fetch: Fetch, watch: int, received_bytes: int) -> None:
+        """Handle the timer number `watch`: if the fetch has no more bytes than `received_bytes`, use the source."""
         if fetch.relay is None or fetch.watch != watch or self.get(fetch.arrival.id) is not fetch:
-            return
-        if fetch.got > got:
+            return  # the timer was replaced, or is no longer needed
+        if fetch.received_bytes > received_bytes:
             self._watch(fetch)
             return
         source = fetch.arrival.post.source

@@ -26,7 +26,7 @@ from workers.messages.deliveries import Arrival, Delivery, Key, MessageId, Posti
 from workers.messages.fetches import Fetches, Reply
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.outgoing import Contact
-from workers.messages.relays import Later, Relays
+from workers.messages.relays import Relays, Schedule
 from workers.messages.shared_buffers import Mappings
 from workers.messages.wire import (
     Absent,
@@ -34,11 +34,9 @@ from workers.messages.wire import (
     FaultForm,
     Held,
     MessageReceived,
-    ObjectForm,
     PostMessage,
     Relay,
     Settled,
-    TensorForm,
     WantMessage,
     refused,
 )
@@ -52,10 +50,14 @@ _log = logging.getLogger(__name__)
 
 
 class Incoming:
-    """worker: this end's name. reply: sends an answer along a route, in the I/O thread; ask: sends a request to a
-    relay, False if that fails; call, later: schedule a call in that thread; contact: returns the contact with a
-    source in a stream; busy: whether this worker waits for any operation; lives: whether a source is known to be
-    alive, and watched; outdated: whether a message is from or for an earlier incarnation."""
+    """The messages that this worker receives, and its waiting receives.
+
+    worker: this end's name. reply: sends an answer along a route, in the I/O thread; ask_relay: sends a request to a
+    relay, False if that fails; call, schedule: call a function in that thread, now or after some seconds; contact,
+    forget: return or delete the contact with a source in a stream; busy: whether this worker waits for any operation;
+    is_alive: whether a source is known to be alive, and watched; outdated: whether a message is from or for an earlier
+    incarnation. `_arrivals`, `_postings`: queued messages and waiting receives, by source and stream; `_unsettled`:
+    messages whose senders wait for a `Settled`; `_missed`: by key, the error that the next receive raises."""
 
     def __init__(
         self,
@@ -65,13 +67,13 @@ class Incoming:
         relays: Relays,
         *,
         reply: Reply,
-        ask: Callable[[Relay, WantMessage], bool],
-        later: Later,
+        ask_relay: Callable[[Relay, WantMessage], bool],
+        schedule: Schedule,
         call: Callable[[Callable[[], None]], None],
         contact: Callable[[str, bytes, CollectiveGroupOptions | None], Contact],
         forget: Callable[[str, bytes], None],
         busy: Callable[[], bool],
-        lives: Callable[[str], bool],
+        is_alive: Callable[[str], bool],
         outdated: Callable[[PostMessage], bool],
     ) -> None:
         self._worker = worker
@@ -83,32 +85,32 @@ class Incoming:
         self._contact = contact
         self._forget = forget
         self._busy = busy
-        self._lives = lives
+        self._is_alive = is_alive
         self._outdated = outdated
         self._arrivals: dict[Key, deque[Arrival]] = {}
         self._postings: dict[Key, deque[Posting]] = {}
-        self._fetches = Fetches(pool, relays, reply=reply, ask=ask, later=later)
+        self._fetches = Fetches(pool, relays, reply=reply, ask_relay=ask_relay, schedule=schedule)
         self._unsettled: list[Arrival] = []
         self._missed: dict[Key, Exception] = {}
         self._calls = BroadcastCalls(self._postings)
 
     # --- receives -------------------------------------------------------------------------------------------------
 
-    def post(self, posting: Posting, lives: bool) -> bool:
+    def post(self, posting: Posting, is_alive: bool) -> bool:
         """Match a receive with the oldest message of the source, or queue it. Return whether it waits.
 
-        lives: whether the source is known to be the process that sent the queued messages. Otherwise the receive
+        is_alive: whether the source is known to be the process that sent the queued messages. Otherwise the receive
         waits for `match` or `lose`: a successor of a dead source may exist, whose messages come first.
         """
-        missed = self._missed.pop(posting.key, None)
-        if missed is not None:
-            posting.fail(missed)
+        error = self._missed.pop(posting.key, None)
+        if error is not None:
+            posting.fail(error)
             return False
         self._contact(posting.source, posting.stream, posting.options)
         if posting.stream:
-            posting.number = self._calls.next(posting.key)
+            posting.number = self._calls.next_number(posting.key)
         self._postings.setdefault(posting.key, deque()).append(posting)
-        if lives:
+        if is_alive:
             self._match(posting.key)
         queued = self._postings.get(posting.key)
         return queued is not None and queued[-1] is posting
@@ -122,20 +124,20 @@ class Incoming:
         """Match the oldest message and receive of a key until one of them is missing. Broadcasts match by number."""
         while key in self._arrivals:
             waiting, post = self._postings.get(key), self._arrivals[key][0].post
-            behind = self._calls.behind(key, post.number)
-            if waiting and behind < 0:
+            calls_behind = self._calls.calls_behind(key, post.number)
+            if waiting and calls_behind < 0:  # the message is for a later call: that of the oldest call will not come
                 why = "its call failed or timed out before it could send"
-                _first(self._postings, key).fail(SourceFailedError(source=post.source, why=why))
+                _pop_first(self._postings, key).fail(SourceFailedError(source=post.source, why=why))
                 continue
-            if not waiting and behind <= 0:
+            if not waiting and calls_behind <= 0:  # the message's call is still to come
                 return
-            arrival = _first(self._arrivals, key)
+            arrival = _pop_first(self._arrivals, key)
             arrival.queued = False
-            self._calls.met(key, post.number)
-            if behind > 0:
+            self._calls.note_matched(key, post.number)
+            if calls_behind > 0:  # the message's call has given up
                 self._drop(arrival)
             else:
-                self._attempt(self._meet, _first(self._postings, key), arrival)
+                self._attempt(self._handle_match, _pop_first(self._postings, key), arrival)
 
     def _attempt(self, work: Callable[[Posting, Arrival], None], posting: Posting, arrival: Arrival) -> None:
         """Call `work`. An exception fails this receive, and its message at the sender. Other messages and receives
@@ -150,7 +152,7 @@ class Incoming:
 
     def skip(self, key: Key) -> None:
         """Drop the message of a broadcast call that failed before it could wait."""
-        self._calls.next(key)
+        self._calls.next_number(key)
         self._drop_left(key)
 
     def _drop_left(self, key: Key) -> None:
@@ -168,7 +170,7 @@ class Incoming:
     def expire(self, now: float) -> float:
         """Fail the receives whose deadline passed, see `withdraw`. Return the next deadline. An exception at one
         receive does not affect the others."""
-        for posting in [posting for posting in self._all() if posting.deadline <= now]:
+        for posting in [posting for posting in self._all_postings() if posting.deadline <= now]:
             error: Exception = MessageTimeoutError(what=posting.what, waited_s=now - posting.begun)
             try:
                 self.withdraw(posting)
@@ -176,7 +178,7 @@ class Incoming:
                 _log.exception("%s: could not give its message back", posting.what)
                 error = InternalError(what=f"{posting.what}: {defect!r}")
             posting.fail(error)
-        return min((posting.deadline for posting in self._all()), default=math.inf)
+        return min((posting.deadline for posting in self._all_postings()), default=math.inf)
 
     def withdraw(self, posting: Posting) -> None:
         """Remove a receive that gave up. The next receive gets its message, whether it is here or still arrives; the
@@ -189,7 +191,7 @@ class Incoming:
         for fetch in self._fetches.values():
             if fetch.posting is posting:
                 fetch.posting = None
-                self._leave(fetch.arrival)
+                self._requeue_or_drop(fetch.arrival)
                 self._match(posting.key)
                 break
         self._drop_left(posting.key)
@@ -203,11 +205,11 @@ class Incoming:
         arrival = None if posting.future.exception() is not None else posting.future.result().give_back()
         if arrival is None or self._outdated(arrival.post):
             return
-        self._leave(arrival)
-        if self._lives(posting.source):
+        self._requeue_or_drop(arrival)
+        if self._is_alive(posting.source):
             self._match(posting.key)
 
-    def _leave(self, arrival: Arrival) -> None:
+    def _requeue_or_drop(self, arrival: Arrival) -> None:
         """Requeue a message that its receive could not take, or drop it in a broadcast."""
         if arrival.key in self._calls:
             self._drop(arrival)
@@ -218,9 +220,9 @@ class Incoming:
         """Queue a message at its place among those of its sender, and notify the sender, which need not wait for a
         receive."""
         queue = self._arrivals.setdefault(arrival.key, deque())
-        bisect.insort(queue, arrival, key=_order)
+        bisect.insort(queue, arrival, key=lambda each: each.order)
         arrival.queued = True
-        self._held(arrival, busy=True)
+        self._send_held(arrival, busy=True)
 
     @property
     def waiting(self) -> bool:
@@ -229,9 +231,9 @@ class Incoming:
 
     def waits_for(self, source: str) -> bool:
         """Whether a receive from that source waits."""
-        return any(posting.source == source for posting in self._all())
+        return any(posting.source == source for posting in self._all_postings())
 
-    def _all(self) -> Iterator[Posting]:
+    def _all_postings(self) -> Iterator[Posting]:
         yield from itertools.chain(*self._postings.values())
         yield from (fetch.posting for fetch in self._fetches.values() if fetch.posting is not None)
 
@@ -243,68 +245,70 @@ class Incoming:
         memory = np.frombuffer(bytearray(inline), np.uint8) if post.slab is None else self._mappings.open(post.slab)
         if memory is not None and memory.size < post.nbytes:
             raise ValueError(f"message has {memory.size} bytes, its header names {post.nbytes}")
-        self._take_in(Arrival(route, post, memory, own=post.slab is None))
+        self._match_or_queue(Arrival(route, post, memory, own=post.slab is None))
         if post.passes_on:
-            for asker, want in self._relays.arrived(post):
+            for asker, want in self._relays.record_message(post):
                 self.wanted(asker, want)
 
-    def _take_in(self, arrival: Arrival) -> None:
-        first = arrival.key not in self._arrivals
+    def _match_or_queue(self, arrival: Arrival) -> None:
+        """Match a message if it is the first of its queue. If it stays queued, report that to its sender."""
+        is_first = arrival.key not in self._arrivals
         self._arrivals.setdefault(arrival.key, deque()).append(arrival)
         arrival.queued = True
-        if first:
+        if is_first:
             self._match(arrival.key)
             if not arrival.queued:
                 return
         busy = self._busy()
-        self._held(arrival, busy)
+        self._send_held(arrival, busy)
         if arrival.post.settling and not busy:
             self._unsettled.append(arrival)
 
-    def data(self, data: Data, body: Any) -> None:
+    def receive_chunk(self, chunk: Data, body: Any) -> None:
         """Store a chunk of a message that is being pulled. A malformed chunk fails the receive and its message."""
-        key = (data.source, data.stream, data.number)
+        key = (chunk.source, chunk.stream, chunk.number)
         fetch = self._fetches.get(key)
-        if fetch is None or _ends(fetch.arrival.post) != _ends(data):
+        if fetch is None or _incarnations(fetch.arrival.post) != _incarnations(chunk):
             return
         part = np.frombuffer(body, dtype=np.uint8)
-        end, expected = data.start + part.size, fetch.missing.get(data.start, part.size)
+        end, expected = chunk.start + part.size, fetch.requested.get(chunk.start, part.size)
         if not part.size or end > fetch.staging.size or part.size != expected:
-            self._give_up(key, f"malformed chunk of {part.size} bytes at {data.start} of {fetch.staging.size}")
+            self._fail_fetch(key, f"malformed chunk of {part.size} bytes at {chunk.start} of {fetch.staging.size}")
             return
-        if data.start not in fetch.missing:
+        if chunk.start not in fetch.requested:
             # A duplicate: the chunk came from both the relay and the source.
             return
-        del fetch.missing[data.start]
-        fetch.staging[data.start : data.start + part.size] = part
-        fetch.got += part.size
-        self._relays.came(fetch.arrival.post, data.start, part.size)
-        if fetch.got < fetch.staging.size:
-            self._fetches.ask_for_more(fetch)
+        del fetch.requested[chunk.start]
+        fetch.staging[chunk.start : chunk.start + part.size] = part
+        fetch.received_bytes += part.size
+        self._relays.record_chunk(fetch.arrival.post, chunk.start, part.size)
+        if fetch.received_bytes < fetch.staging.size:
+            self._fetches.request_chunk(fetch)
             return
         del self._fetches[key]
-        fetch.arrival.memory, fetch.arrival.own = fetch.staging, not fetch.passed_on
+        fetch.arrival.memory, fetch.arrival.own = fetch.staging, not fetch.forwarded
         if fetch.posting is None:
-            self._held(fetch.arrival, busy=True)
+            self._send_held(fetch.arrival, busy=True)
         else:
             self._attempt(self._deliver, fetch.posting, fetch.arrival)
 
-    def absent(self, absent: Absent) -> None:
+    def handle_absent(self, absent: Absent) -> None:
         """Pull from the source, because the relay does not forward these values."""
         fetch = self._fetches.get((absent.source, absent.stream, absent.number))
         if fetch is not None:
-            self._fetches.turn_to_source(fetch)
+            self._fetches.pull_from_source(fetch)
 
-    def wanted(self, route: bytes, want: WantMessage) -> None:
-        """Serve another receiver that wants values from this one, and fetch them if it is the first to want them."""
-        if self._relays.asked(route, want) or self._relays.is_early(route, want):
+    def handle_want(self, route: bytes, want: WantMessage) -> None:
+        """Send values that another receiver requests, and fetch them first if they are not here yet."""
+        if self._relays.serve_or_wait(route, want) or self._relays.keep_early(route, want):
             return
-        if self._lives(want.source):
+        if self._is_alive(want.source):
             self._begin_for_others(want)
-        if not self._relays.asked(route, want):
+        if not self._relays.serve_or_wait(route, want):
             self._relays.refuse(route, want)
 
     def _begin_for_others(self, want: WantMessage) -> None:
+        """Begin to fetch the wanted values if their message is queued here and no receive has begun to."""
         for arrival in self._arrivals.get((want.source, want.stream), ()):
             post = arrival.post
             if (post.serial, post.incarnation) == (want.serial, want.incarnation):
@@ -312,12 +316,13 @@ class Incoming:
                     self._fetches.begin(None, arrival)
                 return
 
-    def _give_up(self, key: MessageId, why: str) -> None:
+    def _fail_fetch(self, key: MessageId, why: str) -> None:
+        """End a fetch. Its receive and its message's sender get an error."""
         fetch = self._fetches.pop(key)
-        self._relays.interrupted(fetch.arrival.post)
+        self._relays.drop_incomplete(fetch.arrival.post)
         error = InternalError(what=f"{self._worker}: a message from {key[0]}: {why}")
         if fetch.posting is None:
-            self._keep(key[0], lambda arrival: arrival is not fetch.arrival)
+            self._filter_arrivals(key[0], lambda arrival: arrival is not fetch.arrival)
         else:
             fetch.posting.fail(error)
         self._refuse(fetch.arrival, error)
@@ -329,30 +334,30 @@ class Incoming:
         them."""
         for key in [key for key in self._arrivals if key[0] == source]:
             for arrival in self._arrivals[key]:
-                if not arrival.here:
+                if not arrival.complete:
                     arrival.lost = error
-        for posting in self._interrupted(source):
+        for posting in self._remove_fetches(source):
             posting.fail(error)
         self.match(source)
         for key in [key for key in self._postings if key[0] == source]:
             for posting in self._postings.pop(key):
                 posting.fail(error)
         if isinstance(error, WorkerLostError):
-            self._calls.lost(source)
+            self._calls.source_lost(source)
 
     def outdate(self, source: str, incarnation: int) -> None:
         """Discard messages of earlier incarnations of the source, whose process was restarted, and restart the
         numbering of calls."""
-        self._keep(source, lambda arrival: arrival.post.incarnation >= incarnation)
-        for posting in reversed(self._interrupted(source)):
+        self._filter_arrivals(source, lambda arrival: arrival.post.incarnation >= incarnation)
+        for posting in reversed(self._remove_fetches(source)):
             self._postings.setdefault(posting.key, deque()).appendleft(posting)
-        self._calls.renewed(source)
+        self._calls.source_renewed(source)
 
-    def _interrupted(self, source: str) -> list[Posting]:
+    def _remove_fetches(self, source: str) -> list[Posting]:
         """Remove fetches from the source, whose bytes will not arrive. Return their receives."""
         fetches = [self._fetches.pop(key) for key in [key for key in self._fetches if key[0] == source]]
         for fetch in fetches:
-            self._relays.interrupted(fetch.arrival.post)
+            self._relays.drop_incomplete(fetch.arrival.post)
         return [fetch.posting for fetch in fetches if fetch.posting is not None]
 
     def fail_all(self, error: Exception) -> None:
@@ -371,21 +376,22 @@ class Incoming:
         self._calls.clear()
         self._relays.drop_all()
 
-    def _keep(self, source: str, wanted: Callable[[Arrival], bool]) -> None:
+    def _filter_arrivals(self, source: str, is_kept: Callable[[Arrival], bool]) -> None:
+        """Remove the queued messages of a source for which `is_kept` is false."""
         for key in [key for key in self._arrivals if key[0] == source]:
-            left = deque(arrival for arrival in self._arrivals[key] if wanted(arrival))
+            remaining = deque(arrival for arrival in self._arrivals[key] if is_kept(arrival))
             for arrival in self._arrivals[key]:
                 arrival.queued = False
-            for arrival in left:
+            for arrival in remaining:
                 arrival.queued = True
-            if left:
-                self._arrivals[key] = left
+            if remaining:
+                self._arrivals[key] = remaining
             else:
                 del self._arrivals[key]
 
     # --- a receive and its message ----------------------------------------------------------------------------------
 
-    def _meet(self, posting: Posting, arrival: Arrival) -> None:
+    def _handle_match(self, posting: Posting, arrival: Arrival) -> None:
         """Compare a message with its receive. Deliver it, fetch its values, or fail both ends."""
         if arrival.lost is not None:
             posting.fail(arrival.lost)
@@ -402,18 +408,18 @@ class Incoming:
             return
         if isinstance(post.form, FaultForm):
             posting.fail(SourceFailedError(source=post.source, why=post.form.why))
-            self._done(arrival)
+            self._send_received(arrival)
             return
-        if not _fits(post, posting.form):
-            self._mismatch(posting, arrival)
+        if not posting.accepts(post):
+            self._fail_mismatch(posting, arrival)
             return
         contact.proven = True
-        if not arrival.here:
+        if not arrival.complete:
             self._fetch(posting, arrival)
         else:
             self._deliver(posting, arrival)
 
-    def _mismatch(self, posting: Posting, arrival: Arrival) -> None:
+    def _fail_mismatch(self, posting: Posting, arrival: Arrival) -> None:
         post = arrival.post
         error = MessageMismatchError(
             sender=post.source, receiver=self._worker, sent=str(post.form), expected=str(posting.form)
@@ -422,6 +428,7 @@ class Incoming:
         self._refuse(arrival, error)
 
     def _fetch(self, posting: Posting, arrival: Arrival) -> None:
+        """Begin to fetch the values of a message for its receive, or attach the receive to the fetch of others."""
         if arrival.id in self._fetches:
             self._fetches.join(posting, arrival)
             return
@@ -430,60 +437,54 @@ class Incoming:
         except Exception as error:
             # Out of memory for its bytes. The next receive may find some.
             posting.fail(error)
-            self._leave(arrival)
+            self._requeue_or_drop(arrival)
 
     def _deliver(self, posting: Posting, arrival: Arrival) -> None:
         """Complete a receive with its message, and copy the values out if they are small or no thread waits."""
-        delivery = Delivery(posting, arrival, self._pool, lambda: self._call(lambda: self._done(arrival)))
-        handed_out = posting.eager and posting.target is not None
+        delivery = Delivery(posting, arrival, self._pool, lambda: self._call(lambda: self._send_received(arrival)))
+        # With `async_op` the caller may drop the work, and then the next receive gets the message.
+        revocable = posting.eager and posting.target is not None
         if posting.eager or arrival.post.nbytes <= EAGER_BYTES:
             try:
-                if posting.target is None or handed_out:
+                if posting.target is None or revocable:
                     delivery.copy()
                 else:
                     delivery.take()
             except Exception as error:
                 posting.fail(error)
                 return
-        if handed_out:
-            self._held(arrival, busy=True)
+        if revocable:
+            self._send_held(arrival, busy=True)
         posting.future.set_result(delivery)
 
-    def _held(self, arrival: Arrival, busy: bool) -> None:
-        post, kept = arrival.post, arrival.here
+    def _send_held(self, arrival: Arrival, busy: bool) -> None:
+        post, kept = arrival.post, arrival.complete
         self._reply(arrival.route, Held(stream=post.stream, number=post.number, kept=kept, busy=busy))
 
     def _refuse(self, arrival: Arrival, error: DataPlaneError) -> None:
-        self._interrupt(arrival)
+        self._stop_fetch(arrival)
         self._reply(arrival.route, refused(arrival.post, error))
 
     def _drop(self, arrival: Arrival) -> None:
         """Drop a message that no receive will take. Its sender treats it as received."""
-        self._interrupt(arrival)
-        self._done(arrival)
+        self._stop_fetch(arrival)
+        self._send_received(arrival)
 
-    def _interrupt(self, arrival: Arrival) -> None:
+    def _stop_fetch(self, arrival: Arrival) -> None:
+        """End the fetch of a message, if its values are being fetched."""
         if self._fetches.pop(arrival.id, None) is not None:
-            self._relays.interrupted(arrival.post)
+            self._relays.drop_incomplete(arrival.post)
 
-    def _done(self, arrival: Arrival) -> None:
+    def _send_received(self, arrival: Arrival) -> None:
         self._reply(arrival.route, MessageReceived(stream=arrival.post.stream, number=arrival.post.number))
 
 
-def _order(arrival: Arrival) -> tuple[int, int]:
-    return arrival.post.incarnation, arrival.post.number
-
-
-def _ends(said: PostMessage | Data) -> tuple[int, int]:
+def _incarnations(message: PostMessage | Data) -> tuple[int, int]:
     """Return the incarnations of the source and of the receiver."""
-    return said.incarnation, said.receiver
+    return message.incarnation, message.receiver
 
 
-def _fits(post: PostMessage, form: ObjectForm | TensorForm) -> bool:
-    return post.form == form if isinstance(form, TensorForm) else isinstance(post.form, ObjectForm)
-
-
-def _first(queues: dict[Key, deque[_Q]], key: Key) -> _Q:
+def _pop_first(queues: dict[Key, deque[_Q]], key: Key) -> _Q:
     """Remove and return the first element of a queue, and remove the queue if it is empty."""
     queue = queues[key]
     first = queue.popleft()

@@ -45,17 +45,20 @@ KEEP_BYTES = 1 << 30
 _log = logging.getLogger(__name__)
 
 
-class _Known(enum.Enum):
-    """State of a peer."""
+class _PeerState(enum.Enum):
+    """What this worker knows of a peer. LOOKUP: it waits for the directory's answer; ALIVE: the peer is registered, and
+    the directory reports its end."""
 
-    NOTHING = enum.auto()
-    ASKED = enum.auto()
-    LIVES = enum.auto()
+    UNKNOWN = enum.auto()
+    LOOKUP = enum.auto()
+    ALIVE = enum.auto()
 
 
 @dataclass
 class _Peer:
-    known: _Known = _Known.NOTHING
+    """A worker with which messages are exchanged. incarnation: that of its latest message or directory entry."""
+
+    state: _PeerState = _PeerState.UNKNOWN
     incarnation: int = 0
     endpoint: str = ""
 
@@ -96,24 +99,24 @@ class IoThread:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
         self._next_expiry = math.inf
-        self._leaving: list[Future[None]] = []
+        self._settle_futures: list[Future[None]] = []
         self._ended: Exception | None = None
-        self._expelled: Exception | None = None
+        self._expelled_error: Exception | None = None
         self._pool = BufferPool(KEEP_BYTES)
-        self.outgoing = OutgoingMessages(self.name, self._transmit, self._later)
+        self.outgoing = OutgoingMessages(self.name, self._transmit, self._schedule)
         self.incoming = Incoming(
             self.name,
             mappings,
             self._pool,
-            Relays(backlog, self._reply, self._later),
+            Relays(backlog, self._reply, self._schedule),
             reply=self._reply,
-            ask=self._ask_relay,
-            later=self._later,
+            ask_relay=self._ask_relay,
+            schedule=self._schedule,
             call=self.call,
             contact=self.outgoing.contact,
             forget=self.outgoing.forget,
-            busy=self._busy,
-            lives=lambda name: self._peer(name).known is _Known.LIVES,
+            busy=self._has_waiting,
+            is_alive=lambda name: self._peer(name).state is _PeerState.ALIVE,
             outdated=self._outdated,
         )
         self._context: zmq.Context[Socket] = zmq.Context()
@@ -123,7 +126,7 @@ class IoThread:
             self._links = Links(self._context)
             name, sources = f"tq-messages-{self.name}", poller(self._router, self._links.socket)
             self._thread = PollThread(
-                name, sources, self._turn, self._thread_ended, timeout_ms=self._timeout_ms, completes=True
+                name, sources, self._run_once, self._thread_ended, timeout_ms=self._timeout_ms, completes=True
             )
             undo.callback(self._thread.forget)
             self._unsubscribe = directory.subscribe(self._entry_changed)
@@ -149,7 +152,7 @@ class IoThread:
 
     def submit_recv(self, posting: Posting) -> None:
         """Receive a message; the future of `posting` has it."""
-        self.call(partial(self._recv, posting))
+        self.call(partial(self._receive, posting))
 
     def drop(self, posting: Posting) -> None:
         """Abandon a receive whose handle was garbage-collected. Only enqueues, so a finalizer may call this."""
@@ -160,7 +163,7 @@ class IoThread:
     def settled(self) -> Future[None]:
         """Return a future that completes once receivers no longer need this worker for the messages it sent."""
         future: Future[None] = Future()
-        self.call(lambda: self._leaving.append(future) if self._ended is None else future.set_result(None))
+        self.call(lambda: self._settle_futures.append(future) if self._ended is None else future.set_result(None))
         return future
 
     def close(self) -> None:
@@ -170,21 +173,23 @@ class IoThread:
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
-    def _turn(self, _: object) -> None:
+    def _run_once(self, _: object) -> None:
+        """Handle all calls, messages and timers that are due."""
         self._run_calls()
         self._receive_requests()
         self._receive_answers()
         self._run_timers()
-        if self._leaving and self.outgoing.settled:
+        if self._settle_futures and self.outgoing.settled:
             self._complete_settled()
 
     def _thread_ended(self, defect: BaseException | None) -> None:
+        """Fail everything that is pending, and free the resources. defect: the error that ended the thread, or None."""
         error: Exception = MessengerClosedError(worker=self.name)
         if defect is not None:
             _log.error("Worker %s: its message thread failed", self.name, exc_info=defect)
             error = InternalError(what=f"the message thread of worker {self.name} failed: {defect!r}")
             self._directory.ask_end(Kind.WORKER, self.name, self.incarnation, why=f"message thread failed: {defect!r}")
-        self._ended = error = self._expelled or error
+        self._ended = error = self._expelled_error or error
         self.outgoing.fail_all(error)
         self.incoming.fail_all(error)
         self._mappings.close()
@@ -194,11 +199,12 @@ class IoThread:
         self._complete_settled()
 
     def _complete_settled(self) -> None:
-        for future in self._leaving:
+        for future in self._settle_futures:
             future.set_result(None)
-        self._leaving.clear()
+        self._settle_futures.clear()
 
     def _run_calls(self) -> None:
+        """Run the scheduled calls. After the thread's end, other threads that schedule calls run this, concurrently."""
         while self._calls:
             try:
                 work = self._calls.popleft()
@@ -216,25 +222,28 @@ class IoThread:
         return None
 
     def _timeout_ms(self) -> int | None:
-        moment = min(self._next_expiry, self._timers[0][0] if self._timers else math.inf)
-        return None if moment == math.inf else poll_ms(moment - time.monotonic())
+        next_time = min(self._next_expiry, self._timers[0][0] if self._timers else math.inf)
+        return None if next_time == math.inf else poll_ms(next_time - time.monotonic())
 
     def _run_timers(self) -> None:
+        """Run the due timers, and fail the operations whose deadline passed."""
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             self._attempt(heapq.heappop(self._timers)[2])
         if self._next_expiry <= now:
             self._next_expiry = min(self.outgoing.expire(now), self.incoming.expire(now))
 
-    def _later(self, seconds: float, work: Callable[[], None]) -> None:
+    def _schedule(self, seconds: float, work: Callable[[], None]) -> None:
+        """Call `work` in this thread after that time."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._timer_numbers), work))
 
-    def _busy(self) -> bool:
+    def _has_waiting(self) -> bool:
         return self.incoming.waiting or self.outgoing.waiting
 
     # --- operations -----------------------------------------------------------------------------------------------
 
     def _send_all(self, sendings: list[Sending]) -> None:
+        """Begin to send these messages. An exception at one of them fails the messages to its receiver."""
         for sending in sendings:
             if self._ended is not None:
                 sending.fail(self._ended)
@@ -242,18 +251,20 @@ class IoThread:
                 continue
             defect = self._attempt(partial(self._send, sending))
             if defect is not None:
-                self._forget(sending.to, self._peer(sending.to))
-                self._lose(sending.to, InternalError(what=f"{sending.what}: {defect!r}"))
+                self._disconnect(sending.to, self._peer(sending.to))
+                self._fail_messages(sending.to, InternalError(what=f"{sending.what}: {defect!r}"))
         if self._ended is None:
             self.incoming.settle()
 
     def _send(self, sending: Sending) -> None:
+        """Queue a message. It is sent once the receiver's address is known."""
         self.outgoing.queue(sending)
         self.outgoing.contact(sending.to, sending.stream, sending.options)
         self._next_expiry = min(self._next_expiry, sending.deadline)
         self._contact_peer(sending.to, sending.deadline)
 
-    def _recv(self, posting: Posting) -> None:
+    def _receive(self, posting: Posting) -> None:
+        """Begin a receive. An exception fails it."""
         if self._ended is not None:
             posting.fail(self._ended)
             return
@@ -265,8 +276,8 @@ class IoThread:
 
     def _post(self, posting: Posting) -> None:
         self._next_expiry = min(self._next_expiry, posting.deadline)
-        lives = self._peer(posting.source).known is _Known.LIVES
-        if self.incoming.post(posting, lives):
+        is_alive = self._peer(posting.source).state is _PeerState.ALIVE
+        if self.incoming.post(posting, is_alive):
             self._contact_peer(posting.source, posting.deadline)
 
     # --- peers ----------------------------------------------------------------------------------------------------
@@ -277,36 +288,38 @@ class IoThread:
     def _contact_peer(self, name: str, deadline: float) -> None:
         """Look the peer up, so that its death is reported to this end. Then send the messages queued for it."""
         peer = self._peer(name)
-        if peer.known is _Known.LIVES:
+        if peer.state is _PeerState.ALIVE:
             self.outgoing.flush(name, self.incarnation, peer.incarnation, peer.endpoint)
-        elif peer.known is _Known.NOTHING:
+        elif peer.state is _PeerState.UNKNOWN:
             wait_s = max(self._lookup_s, deadline - time.monotonic())
             asked = self._directory.ask(Kind.WORKER, name, wait_s)
-            peer.known = _Known.ASKED
-            asked.add_done_callback(lambda future: self.call(lambda: self._looked_up(name, future)))
+            peer.state = _PeerState.LOOKUP
+            asked.add_done_callback(lambda future: self.call(lambda: self._attempt_lookup(name, future)))
 
-    def _looked_up(self, name: str, future: Future[tuple[DirectoryEntry, ...]]) -> None:
-        defect = self._attempt(partial(self._found, name, future))
+    def _attempt_lookup(self, name: str, future: Future[tuple[DirectoryEntry, ...]]) -> None:
+        """Handle the directory's answer about a peer. An exception fails the messages of that peer."""
+        defect = self._attempt(partial(self._handle_lookup, name, future))
         if defect is not None:
-            self._peer(name).known = _Known.NOTHING
-            self._lose(name, InternalError(what=f"{self.name} found {name}: {defect!r}"))
+            self._peer(name).state = _PeerState.UNKNOWN
+            self._fail_messages(name, InternalError(what=f"{self.name} found {name}: {defect!r}"))
 
-    def _found(self, name: str, future: Future[tuple[DirectoryEntry, ...]]) -> None:
+    def _handle_lookup(self, name: str, future: Future[tuple[DirectoryEntry, ...]]) -> None:
         """Handle the directory's answer about a peer: send and match its messages, or fail them."""
         if self._ended is not None:
             return
+        # This worker is not registered now, and messages need its incarnation.
         if not self.incarnation:
-            self._until_registered.append(partial(self._looked_up, name, future))
+            self._until_registered.append(partial(self._attempt_lookup, name, future))
             return
         peer = self._peer(name)
         error = future.exception()
         if isinstance(error, Exception):
-            peer.known = _Known.NOTHING
-            self._lose(name, error)
+            peer.state = _PeerState.UNKNOWN
+            self._fail_messages(name, error)
             return
         (entry,) = future.result()
-        self._renew(name, peer, entry.incarnation)
-        peer.known = _Known.LIVES
+        self._record_incarnation(name, peer, entry.incarnation)
+        peer.state = _PeerState.ALIVE
         peer.endpoint = entry.endpoints[0]
         self.outgoing.flush(name, self.incarnation, entry.incarnation, peer.endpoint)
         self.incoming.match(name)
@@ -317,10 +330,11 @@ class IoThread:
             self.call(lambda: self._own_entry_changed(entry) if entry.name == self.name else self._peer_lost(entry))
 
     def _peer_lost(self, entry: DirectoryEntry) -> None:
+        """Fail the messages of a peer that has ended, if this worker used that incarnation of it."""
         peer = self._peers.get(entry.name)
         if self._ended is None and peer is not None and peer.incarnation == entry.incarnation:
-            self._forget(entry.name, peer)
-            self._lose(entry.name, WorkerLostError(worker=entry.name, why=entry.why))
+            self._disconnect(entry.name, peer)
+            self._fail_messages(entry.name, WorkerLostError(worker=entry.name, why=entry.why))
 
     def _own_entry_changed(self, entry: DirectoryEntry) -> None:
         """Handle a directory entry of this worker itself: it was declared lost, or registered again."""
@@ -333,33 +347,35 @@ class IoThread:
                 self._attempt(work)
             return
         error = WorkerLostError(worker=self.name, why=f"the job's directory gave it up: {entry.why}")
+        # Lost again before a new registration: the registration failed, and the name may be another process's.
         if not self.incarnation:
-            self._expelled = error
+            self._expelled_error = error
             self._thread.stop()
         elif self.incarnation == entry.incarnation and entry.state is EntryState.LOST:
             self.incarnation = 0
             for name, peer in self._peers.items():
-                self._forget(name, peer)
+                self._disconnect(name, peer)
             self.outgoing.fail_all(error)
             self.incoming.fail_all(error)
 
-    def _renew(self, name: str, peer: _Peer, incarnation: int) -> None:
+    def _record_incarnation(self, name: str, peer: _Peer, incarnation: int) -> None:
         """Record the incarnation of a peer, and discard the state of an earlier one."""
         if peer.incarnation == incarnation:
             return
-        lived, peer.incarnation = peer.known is _Known.LIVES, incarnation
+        was_alive, peer.incarnation = peer.state is _PeerState.ALIVE, incarnation
         self.incoming.outdate(name, incarnation)
-        if lived:
-            self._forget(name, peer)
+        if was_alive:
+            self._disconnect(name, peer)
             self.outgoing.lose(name, WorkerLostError(worker=name, why="it was restarted"))
             if self.incoming.waits_for(name):
                 self._contact_peer(name, 0.0)
 
-    def _forget(self, name: str, peer: _Peer) -> None:
-        peer.known = _Known.NOTHING
+    def _disconnect(self, name: str, peer: _Peer) -> None:
+        """Close the connection to a peer. The next operation looks the peer up again."""
+        peer.state = _PeerState.UNKNOWN
         self._links.cut(name)
 
-    def _lose(self, name: str, error: Exception) -> None:
+    def _fail_messages(self, name: str, error: Exception) -> None:
         self.outgoing.lose(name, error)
         self.incoming.lose(name, error)
 
@@ -377,7 +393,7 @@ class IoThread:
         """Send a request to a relay. Return False if another process has its name or port by now, or if it cannot be
         reached."""
         peer = self._peer(relay.worker)
-        if peer.known is _Known.LIVES and peer.incarnation != relay.incarnation:
+        if peer.state is _PeerState.ALIVE and peer.incarnation != relay.incarnation:
             return False
         try:
             if self._links.others(relay.worker, relay.endpoint):
@@ -391,55 +407,55 @@ class IoThread:
 
     def _receive_requests(self) -> None:
         for route, request, frames in received(self._router, wire.decode_request, self._reader, wire.FOLLOWED):
-            defect = self._attempt(partial(self._take, route, request, frames[1:]))
+            defect = self._attempt(partial(self._handle_request, route, request, frames[1:]))
             if defect is not None and isinstance(request, PostMessage):
                 self._reply(route, wire.refused(request, InternalError(what=f"{self.name}: {defect!r}")))
 
-    def _take(self, route: bytes, request: wire.Request, frames: list[zmq.Frame]) -> None:
+    def _handle_request(self, route: bytes, request: wire.Request, frames: list[zmq.Frame]) -> None:
         """Handle a message from a peer."""
         match request:
             case PostMessage():
                 peer = self._peer(request.source)
                 if request.receiver > self.incarnation:
                     # The sender has seen the new registration of this worker before this worker has.
-                    self._until_registered.append(partial(self._take, route, request, frames))
+                    self._until_registered.append(partial(self._handle_request, route, request, frames))
                     return
                 if self._outdated(request):
                     return
-                self._renew(request.source, peer, request.incarnation)
+                self._record_incarnation(request.source, peer, request.incarnation)
                 self.incoming.arrive(route, request, frames[0].buffer)
             case Data():
-                self.incoming.data(request, frames[0].buffer)
+                self.incoming.receive_chunk(request, frames[0].buffer)
             case ForgetMessage():
                 self._mappings.forget(request.inodes)
             case WantMessage():
                 if request.receiver == self.incarnation:
-                    self.incoming.wanted(route, request)
+                    self.incoming.handle_want(route, request)
 
     def _receive_answers(self) -> None:
         for name, answer, frames in self._links.received(wire.decode_answer, self._reader, wire.FOLLOWED):
             match answer:
                 case Pull():
-                    self._attempt(partial(self._serve, name, answer))
+                    self._attempt(partial(self._send_chunk, name, answer))
                 case Data():
-                    self._attempt(partial(self.incoming.data, answer, frames[1].buffer))
+                    self._attempt(partial(self.incoming.receive_chunk, answer, frames[1].buffer))
                 case Absent():
-                    self._attempt(partial(self.incoming.absent, answer))
+                    self._attempt(partial(self.incoming.handle_absent, answer))
                 case _:
-                    self._attempt(partial(self.outgoing.answered, name, answer))
+                    self._attempt(partial(self.outgoing.handle_answer, name, answer))
         self._announce_closed_slabs()
 
     def _outdated(self, post: PostMessage) -> bool:
         """Whether a message is from an earlier incarnation of its source, or for one of this worker."""
         return post.receiver != self.incarnation or post.incarnation < self._peer(post.source).incarnation
 
-    def _serve(self, name: str, pull: Pull) -> None:
+    def _send_chunk(self, name: str, pull: Pull) -> None:
         """Send the chunk that a receiver requested, unless the message is no longer kept."""
-        sending = self.outgoing.asked(name, pull)
+        sending = self.outgoing.message_to_pull(name, pull)
         if sending is None or sending.snapshot.slab is None:
             return
         peer = self._peer(name)
-        part = sending.snapshot.slab.memory[pull.start : pull.start + pull.nbytes]
+        chunk = sending.snapshot.slab.memory[pull.start : pull.start + pull.nbytes]
         data = Data(
             stream=pull.stream,
             number=pull.number,
@@ -448,9 +464,9 @@ class IoThread:
             receiver=peer.incarnation,
             start=pull.start,
         )
-        self._links.send(name, peer.endpoint, (encode(data), frame(part)), self.outgoing.idle)
+        self._links.send(name, peer.endpoint, (encode(data), frame(chunk)), self.outgoing.idle)
 
     def _announce_closed_slabs(self) -> None:
-        inodes = self._slabs.forgotten()
+        inodes = self._slabs.pop_closed()
         if inodes:
             self._links.send_to_all((encode(ForgetMessage(inodes=inodes)),))

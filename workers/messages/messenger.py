@@ -34,7 +34,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from dataplane.core.durations import seconds
@@ -43,7 +42,7 @@ from workers.directory import DirectoryClient, Facts, Kind
 from workers.directory.address import WorkerAddress
 from workers.directory.process import this_host
 from workers.errors import DirectoryLostError, MessageBacklogError, MessengerClosedError, OpenFilesError
-from workers.messages import broadcast_members
+from workers.messages import broadcast_members, tensors
 from workers.messages.async_work import AsyncWork, TensorWork, all_of
 from workers.messages.backlog import Backlog
 from workers.messages.deliveries import Delivery, Posting
@@ -51,7 +50,7 @@ from workers.messages.io_thread import IoThread
 from workers.messages.options import CollectiveGroupOptions, checked
 from workers.messages.outgoing import Sending, ValueSnapshot
 from workers.messages.relays import RECEIVERS_FROM, Tree
-from workers.messages.shared_buffers import Mappings, Slabs
+from workers.messages.shared_buffers import Mappings, OwnSlab, Slabs
 from workers.messages.wire import FaultForm, Form, ObjectForm, TensorForm
 from workers.transport import pickling
 from workers.transport.pickling import Packed
@@ -125,7 +124,7 @@ class Messenger:
         with OpenFilesError.of(f"messages of worker {self._name}", least=OF_A_CONTEXT):
             here = this_host() if shared_memory else f"only {this_host()}/{os.getpid()}/{self._name}"
             self._slabs = Slabs(here)
-            self._engine = IoThread(
+            self._io_thread = IoThread(
                 address,
                 directory,
                 self._slabs,
@@ -156,12 +155,12 @@ class Messenger:
         Blocks for the copy, and without `async_op` until the receiver's process has the header (see the module's
         docstring).
         """
-        self._check(options, timeout_s, dst)
+        self._check_arguments(options, timeout_s, dst)
         if piggyback_payload is None:
             form, packed = ObjectForm(), pickling.pack(object)
         else:
             form, packed = ObjectForm(piggyback=True), pickling.pack((object, piggyback_payload))
-        return self._send(form, packed, dst, options, timeout_s, async_op)
+        return self._send_to_one(form, packed, dst, options, timeout_s, async_op)
 
     def recv(
         self,
@@ -174,9 +173,9 @@ class Messenger:
         """Return the next object that `src` sends with `send`, or a `WithPayload` if a payload is attached. Blocks
         until it arrives, unless `async_op`: then the work's result is the object. If the work is garbage-collected
         before its result is taken, the next receive gets the object."""
-        self._check(options, timeout_s, src)
+        self._check_arguments(options, timeout_s, src)
         what = f"{self._name}: recv from {src}"
-        return self._receive(src, _PAIR, ObjectForm(), options, timeout_s, async_op, what, _load)
+        return self._receive(src, _PAIR, ObjectForm(), options, timeout_s, async_op, what, _load_result)
 
     def send_tensor(
         self,
@@ -188,8 +187,10 @@ class Messenger:
         timeout_s: float | None = None,
     ) -> AsyncWork[None] | None:
         """Send one tensor, of any strides, for the `recv_tensor` of `dst`. Otherwise like `send`."""
-        self._check(options, timeout_s, dst)
-        return self._send(_form_of(tensor), pickling.pack_tensor(tensor), dst, options, timeout_s, async_op)
+        self._check_arguments(options, timeout_s, dst)
+        return self._send_to_one(
+            tensors.form_of(tensor), pickling.pack_tensor(tensor), dst, options, timeout_s, async_op
+        )
 
     def recv_tensor(
         self,
@@ -204,11 +205,11 @@ class Messenger:
         dtype, on any device, with any strides for which its elements do not overlap. Blocks until it arrives, unless
         `async_op`: then do not use `tensor` until the work is done. If the work is garbage-collected before its end
         was observed, `tensor` is not written from then on, and the next receive gets the message."""
-        self._check(options, timeout_s, src)
-        form, what = _form_of(tensor), f"{self._name}: recv_tensor from {src}"
-        _check_target(tensor)
+        self._check_arguments(options, timeout_s, src)
+        form, what = tensors.form_of(tensor), f"{self._name}: recv_tensor from {src}"
+        tensors.check_target(tensor)
         work: AsyncWork[None] | None = self._receive(
-            src, _PAIR, form, options, timeout_s, async_op, what, _nothing, tensor
+            src, _PAIR, form, options, timeout_s, async_op, what, _take_tensor, tensor
         )
         return work
 
@@ -258,17 +259,18 @@ class Messenger:
         others = [worker for worker in workers if worker != source]
         stream = broadcast_members.stream_of(workers)
         if source == self.address:
-            return self._spread(object, others, stream, options, timeout_s, async_op)
+            return self._broadcast_from_here(object, others, stream, options, timeout_s, async_op)
         try:
-            self._check(options, timeout_s, source)
+            self._check_arguments(options, timeout_s, source)
         except Exception:
-            self._engine.call(lambda: self._engine.incoming.skip((source.get_name(), stream)))
+            # The call counts, so the source's message of this number must be dropped.
+            self._io_thread.call(lambda: self._io_thread.incoming.skip((source.get_name(), stream)))
             raise
         among = broadcast_members.listed(workers)
         what = f"{self._name}: broadcast from {source} among {among} (all of these workers must pass the same list)"
-        return self._receive(source, stream, ObjectForm(), options, timeout_s, async_op, what, _load)
+        return self._receive(source, stream, ObjectForm(), options, timeout_s, async_op, what, _load_result)
 
-    def _spread(
+    def _broadcast_from_here(
         self,
         object: Any,
         others: list[WorkerAddress],
@@ -279,18 +281,18 @@ class Messenger:
     ) -> Any:
         """Send `object` to `others`. If that fails, send them the error instead."""
         try:
-            self._check(options, timeout_s, *others)
+            self._check_arguments(options, timeout_s, *others)
             snapshot = self._snapshot(ObjectForm(), pickling.pack(object), len(others), f"{self._name}: broadcast")
         except BaseException as error:
-            self._fault(error, others, stream, options)
+            self._send_fault(error, others, stream, options)
             raise
         if snapshot.slab is not None and len(others) >= RECEIVERS_FROM:
-            snapshot.tree = Tree(self._engine.host)
-        works = self._submit(snapshot, others, stream, options, timeout_s)
+            snapshot.tree = Tree(self._io_thread.host)
+        works = self._submit_sends(snapshot, others, stream, options, timeout_s)
         work = all_of(works, f"{self._name}: broadcast to {len(others)} workers", object)
         return work if async_op else work.wait()
 
-    def _fault(
+    def _send_fault(
         self, error: BaseException, others: list[WorkerAddress], stream: bytes, options: CollectiveGroupOptions | None
     ) -> None:
         """Send the other workers the reason why this call, whose number is used, brings no object, if the backlog has
@@ -299,11 +301,11 @@ class Messenger:
         try:
             nothing = self._snapshot(fault, pickling.NOTHING, len(others), "a fault")
         except MessageBacklogError:
-            self._engine.call(lambda: self._engine.outgoing.skip(others, stream))
+            self._io_thread.call(lambda: self._io_thread.outgoing.skip(others, stream))
         else:
-            self._submit(
-                nothing, others, stream, options if isinstance(options, CollectiveGroupOptions) else None, None
-            )
+            # Invalid options may be the reason of the fault.
+            options = options if isinstance(options, CollectiveGroupOptions) else None
+            self._submit_sends(nothing, others, stream, options, None)
 
     # --- close ----------------------------------------------------------------------------------------------------
 
@@ -316,10 +318,10 @@ class Messenger:
         if closed:
             return
         with contextlib.suppress(FutureTimeout):
-            self._engine.settled().result(LINGER_S)
+            self._io_thread.settled().result(LINGER_S)
         with contextlib.suppress(DirectoryLostError):
-            self._directory.end(Kind.WORKER, self._name, self._engine.incarnation, why="it was closed")
-        self._engine.close()
+            self._directory.end(Kind.WORKER, self._name, self._io_thread.incarnation, why="it was closed")
+        self._io_thread.close()
         self._slabs.close()
 
     def __enter__(self) -> Messenger:
@@ -330,23 +332,24 @@ class Messenger:
 
     # --- internals ------------------------------------------------------------------------------------------------
 
-    def _wait_s(self, timeout_s: float | None) -> float:
+    def _timeout_or_default(self, timeout_s: float | None) -> float:
         return self.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
 
-    def _check(self, options: object, timeout_s: float | None, *peers: WorkerAddress) -> None:
-        """Check the arguments of an operation before it begins."""
+    def _check_arguments(self, options: object, timeout_s: float | None, *peers: WorkerAddress) -> None:
+        """Check the arguments of an operation before it begins, and raise the late error of an earlier one."""
         if self._closed:
             raise MessengerClosedError(worker=self._name)
         checked(options)
-        self._wait_s(timeout_s)
+        self._timeout_or_default(timeout_s)
         for peer in peers:
             if not peer.rank_path:
                 raise ValueError(f"{peer} is a worker group: name one of its workers, by a rank or a path of ranks")
-            late = self._engine.outgoing.late_error(peer.get_name())
+            # The error of an earlier message, whose `send` had returned before the receiver refused it.
+            late = self._io_thread.outgoing.late_error(peer.get_name())
             if late is not None:
                 raise late
 
-    def _send(
+    def _send_to_one(
         self,
         form: Form,
         packed: Packed,
@@ -355,23 +358,25 @@ class Messenger:
         timeout_s: float | None,
         async_op: bool,
     ) -> AsyncWork[None] | None:
+        """Send to one worker. Return the work with `async_op`, otherwise wait for it."""
         snapshot = self._snapshot(form, packed, 1, f"{self._name}: send to {dst}")
-        (work,) = self._submit(snapshot, [dst], _PAIR, options, timeout_s)
+        (work,) = self._submit_sends(snapshot, [dst], _PAIR, options, timeout_s)
         if async_op:
             return work
         work.wait()
         return None
 
-    def _submit(
+    def _submit_sends(
         self,
         snapshot: ValueSnapshot,
-        to: Sequence[WorkerAddress],
+        receivers: Sequence[WorkerAddress],
         stream: bytes,
         options: CollectiveGroupOptions | None,
         timeout_s: float | None,
     ) -> list[AsyncWork[None]]:
+        """Pass one message for each receiver to the I/O thread. Return their works, in the order of `receivers`."""
         now = time.monotonic()
-        deadline = now + self._wait_s(timeout_s)
+        deadline = now + self._timeout_or_default(timeout_s)
         verb = "broadcast" if stream else "send"
         sendings = [
             Sending(
@@ -383,13 +388,13 @@ class Messenger:
                 begun=now,
                 deadline=deadline,
             )
-            for peer in to
+            for peer in receivers
         ]
-        self._engine.submit_send(sendings)
+        self._io_thread.submit_send(sendings)
         return [AsyncWork(sending.future, sending.what) for sending in sendings]
 
     def _snapshot(self, form: Form, packed: Packed, receivers: int, what: str) -> ValueSnapshot:
-        """Copy the values as they are now."""
+        """Copy the values as they are now, and count them in the backlog until all receivers have them."""
         size = packed.nbytes + MESSAGE_BYTES * (1 + receivers)
         self._backlog.admit(size, what)
         try:
@@ -405,12 +410,14 @@ class Messenger:
                 self._slabs.give_back(slab)
             raise
 
-        def free(slab: Any, unsure: bool) -> None:
+        def free_memory(slab: OwnSlab | None, may_be_read: bool) -> None:
             self._backlog.free(size)
-            if slab is not None:
-                (self._slabs.abandon if unsure else self._slabs.give_back)(slab)
+            if slab is not None and may_be_read:
+                self._slabs.abandon(slab)
+            elif slab is not None:
+                self._slabs.give_back(slab)
 
-        return ValueSnapshot(form, packed, slab, inline, receivers, free)
+        return ValueSnapshot(form, packed, slab, inline, receivers, free_memory)
 
     def _receive(
         self,
@@ -432,66 +439,36 @@ class Messenger:
             options=options,
             target=target,
             form=form,
-            device=_current_device(),
-            ready=_now_on(target),
+            device=tensors.current_device(),
+            ready=tensors.record_event(target),
             eager=async_op,
             what=what,
             begun=now,
-            deadline=now + self._wait_s(timeout_s),
+            deadline=now + self._timeout_or_default(timeout_s),
         )
-        self._engine.submit_recv(posting)
+        self._io_thread.submit_recv(posting)
         work: AsyncWork[Any] = (AsyncWork if target is None else TensorWork)(posting.future, what, finish)
         if async_op:
-            weakref.finalize(work, self._engine.drop, posting).atexit = False
+            # If the work is garbage-collected, the next receive gets the message.
+            weakref.finalize(work, self._io_thread.drop, posting).atexit = False
             return work
         try:
             return work.wait()
         except BaseException:
-            self._engine.drop(posting)
+            self._io_thread.drop(posting)
             raise
 
 
-def _form_of(tensor: Tensor) -> TensorForm:
-    """Return the form of a tensor for send_tensor and recv_tensor. TypeError for anything but a plain tensor."""
-    if not isinstance(tensor, Tensor) or not pickling.is_plain(tensor):
-        raise TypeError(f"send_tensor and recv_tensor expect a strided tensor, got {type(tensor).__name__}")
-    return TensorForm(str(tensor.dtype), tuple(tensor.shape))
-
-
-def _check_target(tensor: Tensor) -> None:
-    """Raise ValueError for a tensor with overlapping elements, such as an expanded tensor."""
-    span = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if tensor.numel() and size > 1:
-            if stride <= span:
-                raise ValueError(
-                    f"recv_tensor cannot write into a tensor of shape {tuple(tensor.shape)} and strides "
-                    f"{tensor.stride()}: some of its elements overlap in memory; pass a clone()"
-                )
-            span += stride * (size - 1)
-
-
-def _load(delivery: Delivery) -> Any:
+def _load_result(delivery: Delivery) -> Any:
+    """Return the result of `recv`."""
     unpacked = delivery.take()
     assert unpacked is not None, delivery.form
     loaded = unpacked.load()
     return WithPayload(*loaded) if isinstance(delivery.form, ObjectForm) and delivery.form.piggyback else loaded
 
 
-def _nothing(delivery: Delivery) -> None:
+def _take_tensor(delivery: Delivery) -> None:
     delivery.take()
-
-
-def _current_device() -> torch.device | None:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-
-
-def _now_on(target: Tensor | None) -> torch.cuda.Event | None:
-    if target is None or not target.is_cuda:
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(target.device))
-    return event
 
 
 def _half_of_memory() -> int:

@@ -17,7 +17,7 @@ from dataplane.errors import DataPlaneError, InternalError
 from workers.directory.address import WorkerAddress
 from workers.errors import GroupOptionsError, MessageTimeoutError, WorkerLostError
 from workers.messages.options import CollectiveGroupOptions
-from workers.messages.relays import Later, Tree
+from workers.messages.relays import Schedule, Tree
 from workers.messages.shared_buffers import OwnSlab
 from workers.messages.wire import Form, Held, MessageReceived, PostMessage, Pull, RefusedMessage, Settled
 from workers.transport.encoding import error_of
@@ -54,22 +54,22 @@ class ValueSnapshot:
         self.slab = slab
         self.inline = zmq.Frame(inline, copy=True)
         self.tree: Tree | None = None
-        self._left = receivers
+        self._references = receivers
         self._free = free
         self._guard = threading.Lock()
-        self._unsure = False
+        self._may_be_read = False
         if not receivers:
             free(slab, False)
 
-    def release(self, *, unsure: bool = False) -> None:
-        """Drop one receiver's reference. unsure: that receiver was given up and may still be reading."""
+    def release(self, *, may_be_read: bool = False) -> None:
+        """Drop one receiver's reference. may_be_read: that receiver was given up and may still be reading."""
         with self._guard:
-            self._unsure = self._unsure or unsure
-            self._left -= 1
-            if self._left:
+            self._may_be_read = self._may_be_read or may_be_read
+            self._references -= 1
+            if self._references:
                 return
             slab, self.slab = self.slab, None
-        self._free(slab, self._unsure)
+        self._free(slab, self._may_be_read)
 
 
 @dataclass(eq=False)
@@ -116,17 +116,17 @@ Transmit = Callable[[str, PostMessage, ValueSnapshot], None]
 
 
 class OutgoingMessages:
-    """worker: this end's name. transmit, later: of the I/O thread.
+    """The messages that this worker sends. worker: this end's name. transmit, schedule: of the I/O thread.
 
     `_queued`: the messages for `flush`, by receiver. `_sent`: those sent and neither received nor refused, by receiver,
     then by stream and number. `_pending`: number of sends that have not ended. `_numbers`: the next number by receiver
     and stream. `_late`: by receiver, the error of a message whose `send` had returned.
     """
 
-    def __init__(self, worker: str, transmit: Transmit, later: Later) -> None:
+    def __init__(self, worker: str, transmit: Transmit, schedule: Schedule) -> None:
         self._worker = worker
         self._transmit = transmit
-        self._later = later
+        self._schedule = schedule
         self.contacts: dict[tuple[str, bytes], Contact] = {}
         self._queued: dict[str, deque[Sending]] = {}
         self._sent: dict[str, dict[tuple[bytes, int], Sending]] = {}
@@ -169,9 +169,9 @@ class OutgoingMessages:
                 self._send(peer, sending, ours, theirs, endpoint)
             except Exception as error:
                 _log.exception("%s failed", sending.what)
-                # `_drop` also releases the snapshot. If `_send` failed before it recorded the message, only the
-                # snapshot is left.
-                if self._found(peer, sending.stream, sending.number) is sending:
+                # `_drop` also releases the snapshot. If `_send` failed before it recorded the message, there is only
+                # the snapshot to release.
+                if self._find_sent(peer, sending.stream, sending.number) is sending:
                     self._drop(sending)
                 else:
                     sending.snapshot.release()
@@ -202,11 +202,11 @@ class OutgoingMessages:
         )
         self._transmit(peer, post, snapshot)
 
-    def answered(self, peer: str, answer: Held | Settled | MessageReceived | RefusedMessage) -> None:
+    def handle_answer(self, peer: str, answer: Held | Settled | MessageReceived | RefusedMessage) -> None:
         """Handle an answer to a sent message. The send completes ("settles") when the message was received, or is
         queued at its receiver and need not be waited for. At first contact, and after a refused message, the send waits
         up to `SETTLE_S` for a refusal. A refusal fails it. Answers to messages already dropped are ignored."""
-        sending = self._found(peer, answer.stream, answer.number)
+        sending = self._find_sent(peer, answer.stream, answer.number)
         if sending is None:
             return
         match answer:
@@ -215,7 +215,7 @@ class OutgoingMessages:
                 if answer.busy or not sending.settling:
                     self._settle(sending)
                 else:
-                    self._later(SETTLE_S, lambda: self._settle(sending))
+                    self._schedule(SETTLE_S, lambda: self._settle(sending))
             case Settled():
                 self._settle(sending)
             case MessageReceived():
@@ -225,7 +225,7 @@ class OutgoingMessages:
                 self._settle(sending)
             case RefusedMessage():
                 self._drop(sending)
-                self._refused(sending, error_of(answer))
+                self._fail_refused(sending, error_of(answer))
 
     def _settle(self, sending: Sending) -> None:
         """Complete the send. Unless it had ended before, later messages to this contact do not wait for their
@@ -235,7 +235,7 @@ class OutgoingMessages:
             contact.waits = False
         sending.complete()
 
-    def _refused(self, sending: Sending, error: DataPlaneError) -> None:
+    def _fail_refused(self, sending: Sending, error: DataPlaneError) -> None:
         """Fail a refused message. If its `send` has returned, keep the error for the next operation with that
         peer."""
         contact = self.contacts.get((sending.to, sending.stream))
@@ -247,11 +247,12 @@ class OutgoingMessages:
             _log.error("%s was refused after its delivery: %s", sending.what, error)
             self._late[sending.to] = error
 
-    def asked(self, peer: str, pull: Pull) -> Sending | None:
+    def message_to_pull(self, peer: str, pull: Pull) -> Sending | None:
         """Return the message of which a receiver requests a chunk."""
-        return self._found(peer, pull.stream, pull.number)
+        return self._find_sent(peer, pull.stream, pull.number)
 
-    def _found(self, peer: str, stream: bytes, number: int) -> Sending | None:
+    def _find_sent(self, peer: str, stream: bytes, number: int) -> Sending | None:
+        """Return the message if it was sent and neither received nor refused."""
         return self._sent.get(peer, {}).get((stream, number))
 
     def late_error(self, peer: str) -> Exception | None:
@@ -279,7 +280,7 @@ class OutgoingMessages:
             any_pending |= sending.fail(error)
             sending.snapshot.release()
         for sending in list(self._sent.get(peer, {}).values()):
-            self._drop(sending, unsure=True)
+            self._drop(sending, may_be_read=True)
             any_pending |= sending.fail(error)
         for key in [key for key in self.contacts if key[0] == peer]:
             del self.contacts[key]
@@ -317,10 +318,10 @@ class OutgoingMessages:
     def _no_longer_pending(self, _: Future[None]) -> None:
         self._pending -= 1
 
-    def _drop(self, sending: Sending, *, unsure: bool = False) -> None:
-        """Remove a sent message and release its snapshot. unsure: see `ValueSnapshot.release`."""
+    def _drop(self, sending: Sending, *, may_be_read: bool = False) -> None:
+        """Remove a sent message and release its snapshot. may_be_read: see `ValueSnapshot.release`."""
         sent = self._sent[sending.to]
         del sent[sending.stream, sending.number]
         if not sent:
             del self._sent[sending.to]
-        sending.snapshot.release(unsure=unsure)
+        sending.snapshot.release(may_be_read=may_be_read)

@@ -31,11 +31,12 @@ KEEP_S = 5.0
 """Forwarded values are kept this long after their last use."""
 
 Reply = Callable[[bytes, Data | Absent, Bytes | None], None]
-Later = Callable[[float, Callable[[], None]], None]
+Schedule = Callable[[float, Callable[[], None]], None]
 
 
 class Tree:
-    """The tree of receivers in one broadcast, built as the source sends. here: the source's host."""
+    """The tree of receivers in one broadcast, built as the source sends. here: the source's host; `_first`: the first
+    receiver on each other host."""
 
     def __init__(self, here: str) -> None:
         self._here = here
@@ -49,6 +50,7 @@ class Tree:
             return None, False
         if host in self._first:
             return self._first[host], False
+        # The hosts form a tree in the order of their first receivers: host n pulls from host n // FAN_OUT - 1.
         number = len(self._first)
         above = None if number < FAN_OUT else list(self._first.values())[number // FAN_OUT - 1]
         depth = 1 if above is None else above.depth + 1
@@ -57,52 +59,60 @@ class Tree:
 
 
 @dataclass
-class _Kept:
-    """Values that are forwarded. came: bytes of each arrived chunk by its start; waiting: requests for other
-    chunks."""
+class _Forwarded:
+    """Values that are forwarded. memory: for all of their bytes; last_used: time of the last chunk or request; chunks:
+    number of bytes of each arrived chunk by its start; waiting: requests (with the routes to answer on) for chunks that
+    have not arrived, by start."""
 
     memory: Bytes
-    used: float
-    came: dict[int, int] = field(default_factory=dict)
+    last_used: float
+    chunks: dict[int, int] = field(default_factory=dict)
     waiting: dict[int, list[tuple[bytes, WantMessage]]] = field(default_factory=dict)
 
     @property
-    def whole(self) -> bool:
-        return sum(self.came.values()) == self.memory.size
+    def is_complete(self) -> bool:
+        return sum(self.chunks.values()) == self.memory.size
 
 
 Key = tuple[str, int, int]
+"""Identifies the values of one broadcast: source, its incarnation, and serial."""
 
 
 class Relays:
-    """The values that this worker forwards. For the I/O thread only. backlog: counts them; reply, later: of the I/O
-    thread."""
+    """The values that this worker forwards. For the I/O thread only. backlog: counts them; reply: sends an answer along
+    a route; schedule: calls a function after some seconds.
 
-    def __init__(self, backlog: Backlog, reply: Reply, later: Later) -> None:
+    `_latest`: by source, the incarnation and serial of its latest message; `_early`: the requests that arrived before
+    the message with their values.
+    """
+
+    def __init__(self, backlog: Backlog, reply: Reply, schedule: Schedule) -> None:
         self._backlog = backlog
         self._reply = reply
-        self._later = later
-        self._kept: dict[Key, _Kept] = {}
+        self._schedule = schedule
+        self._forwarded: dict[Key, _Forwarded] = {}
         self._latest: dict[str, tuple[int, int]] = {}
         self._early: dict[Key, list[tuple[bytes, WantMessage]]] = {}
 
-    def arrived(self, post: PostMessage) -> list[tuple[bytes, WantMessage]]:
+    def record_message(self, post: PostMessage) -> list[tuple[bytes, WantMessage]]:
         """Record a message whose values may be forwarded. Return the requests for them that arrived earlier."""
         latest = post.incarnation, post.serial
         self._latest[post.source] = max(latest, self._latest.get(post.source, latest))
-        return self._early.pop(_key(post), [])
+        return self._early.pop(_values_key(post), [])
 
-    def is_early(self, route: bytes, want: WantMessage) -> bool:
-        """Whether the message of a request may still arrive. The request then waits for `RELAY_S`."""
+    def keep_early(self, route: bytes, want: WantMessage) -> bool:
+        """Keep a request whose message may still arrive, for at most `RELAY_S`. Return False if the message, or a later
+        one of that source, has arrived already."""
         if (want.incarnation, want.serial) <= self._latest.get(want.source, (-1, -1)):
             return False
-        if _key(want) not in self._early:
-            self._early[_key(want)] = []
-            self._later(RELAY_S, partial(self._give_up, _key(want)))
-        self._early[_key(want)].append((route, want))
+        if _values_key(want) not in self._early:
+            self._early[_values_key(want)] = []
+            self._schedule(RELAY_S, partial(self._refuse_early, _values_key(want)))
+        self._early[_values_key(want)].append((route, want))
         return True
 
-    def _give_up(self, key: Key) -> None:
+    def _refuse_early(self, key: Key) -> None:
+        """Refuse the requests that still wait for the message with their values."""
         for route, want in self._early.pop(key, []):
             self.refuse(route, want)
 
@@ -115,35 +125,36 @@ class Relays:
             self._backlog.admit(memory.size, f"forwarding a broadcast of {post.source}")
         except MessageBacklogError:
             return False
-        self.drop(_key(post))
-        self._kept[_key(post)] = _Kept(memory, time.monotonic())
-        self._later(KEEP_S, partial(self._check_idle, _key(post)))
+        self.drop(_values_key(post))
+        self._forwarded[_values_key(post)] = _Forwarded(memory, time.monotonic())
+        self._schedule(KEEP_S, partial(self._check_idle, _values_key(post)))
         return True
 
-    def came(self, post: PostMessage, start: int, nbytes: int) -> None:
+    def record_chunk(self, post: PostMessage, start: int, nbytes: int) -> None:
         """Record a chunk that has arrived, and serve the requests for it."""
-        kept = self._kept.get(_key(post))
-        if kept is not None:
-            kept.came[start] = nbytes
-            kept.used = time.monotonic()
-            for route, want in kept.waiting.pop(start, ()):
-                self._serve(kept, route, want)
+        values = self._forwarded.get(_values_key(post))
+        if values is not None:
+            values.chunks[start] = nbytes
+            values.last_used = time.monotonic()
+            for route, want in values.waiting.pop(start, ()):
+                self._serve(values, route, want)
 
-    def asked(self, route: bytes, want: WantMessage) -> bool:
-        """Answer a request now, or once its chunk has arrived. Return False for values that are not forwarded
-        here."""
-        kept = self._kept.get(_key(want))
-        if kept is None:
+    def serve_or_wait(self, route: bytes, want: WantMessage) -> bool:
+        """Answer a request now, or once its chunk has arrived. Return False if this worker does not forward the
+        values."""
+        values = self._forwarded.get(_values_key(want))
+        if values is None:
             return False
-        kept.used = time.monotonic()
-        if want.start in kept.came or kept.whole:
-            self._serve(kept, route, want)
+        values.last_used = time.monotonic()
+        if want.start in values.chunks or values.is_complete:
+            self._serve(values, route, want)
         else:
-            kept.waiting.setdefault(want.start, []).append((route, want))
+            values.waiting.setdefault(want.start, []).append((route, want))
         return True
 
-    def _serve(self, kept: _Kept, route: bytes, want: WantMessage) -> None:
-        if kept.came.get(want.start) != want.nbytes:
+    def _serve(self, values: _Forwarded, route: bytes, want: WantMessage) -> None:
+        """Send the requested chunk. Refuse a request for anything but an arrived chunk."""
+        if values.chunks.get(want.start) != want.nbytes:
             self.refuse(route, want)
             return
         data = Data(
@@ -154,43 +165,44 @@ class Relays:
             receiver=want.asker,
             start=want.start,
         )
-        self._reply(route, data, kept.memory[want.start : want.start + want.nbytes])
+        self._reply(route, data, values.memory[want.start : want.start + want.nbytes])
 
     def refuse(self, route: bytes, want: WantMessage) -> None:
         """Answer that the receiver has to pull from the source."""
         self._reply(route, Absent(stream=want.stream, number=want.number, source=want.source), None)
 
     def drop(self, key: Key) -> None:
-        """Stop forwarding these values."""
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            self._backlog.free(kept.memory.size)
-            for route, want in [each for waiting in kept.waiting.values() for each in waiting]:
-                self.refuse(route, want)
+        """Stop forwarding these values, and refuse the waiting requests for them."""
+        values = self._forwarded.pop(key, None)
+        if values is not None:
+            self._backlog.free(values.memory.size)
+            for requests in values.waiting.values():
+                for route, want in requests:
+                    self.refuse(route, want)
 
-    def interrupted(self, post: PostMessage) -> None:
+    def drop_incomplete(self, post: PostMessage) -> None:
         """Stop forwarding values that will not arrive completely."""
-        kept = self._kept.get(_key(post))
-        if kept is not None and not kept.whole:
-            self.drop(_key(post))
+        values = self._forwarded.get(_values_key(post))
+        if values is not None and not values.is_complete:
+            self.drop(_values_key(post))
 
     def drop_all(self) -> None:
         self._early.clear()
-        for key in list(self._kept):
+        for key in list(self._forwarded):
             self.drop(key)
 
     def _check_idle(self, key: Key) -> None:
         """Stop forwarding complete values that were not used for `KEEP_S`. Otherwise check again later."""
-        kept = self._kept.get(key)
-        if kept is None:
+        values = self._forwarded.get(key)
+        if values is None:
             return
-        left_s = kept.used + KEEP_S - time.monotonic()
-        if kept.whole and left_s <= 0:
+        left_s = values.last_used + KEEP_S - time.monotonic()
+        if values.is_complete and left_s <= 0:
             self.drop(key)
         else:
-            self._later(left_s if left_s > 0 else KEEP_S, partial(self._check_idle, key))
+            self._schedule(left_s if left_s > 0 else KEEP_S, partial(self._check_idle, key))
 
 
-def _key(message: PostMessage | WantMessage) -> Key:
+def _values_key(message: PostMessage | WantMessage) -> Key:
     """Return the key that identifies the values of one broadcast."""
     return message.source, message.incarnation, message.serial

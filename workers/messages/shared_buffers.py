@@ -19,16 +19,16 @@ from workers.transport.pickling import Bytes
 
 IDLE_BYTES = 1 << 30
 """Most bytes of idle slabs that are kept for reuse. Reused memory is several times as fast as new memory."""
-IDLE_MOST = 256
+MAX_IDLE_SLABS = 256
 """Most idle slabs that are kept for reuse."""
-MAPPED_MOST = 32
+MAX_IDLE_MAPPINGS = 32
 """Most mappings of other processes' slabs that are kept for the next message."""
-HELD_MOST = 1 << 14
+MAX_MAPPINGS = 1 << 14
 """Most mappings of other processes' slabs at a time, including those of messages that wait to be received: a quarter
 of the kernel's default limit for a process (vm.max_map_count)."""
-OPEN_MOST = 1 << 12
+MAX_OPEN = 1 << 12
 OPEN_SHARE = 4
-"""A process's slabs have at most `OPEN_MOST` descriptors, and at most 1 / `OPEN_SHARE` of its limit of open files."""
+"""A process's slabs have at most `MAX_OPEN` descriptors, and at most 1 / `OPEN_SHARE` of its limit of open files."""
 _STEPS = 8
 _LEAST_BYTES = 64 << 10
 _NO_FD = -1
@@ -78,18 +78,18 @@ class PrivateSlab(OwnSlab):
 class Slabs:
     """This process's slabs, those in use and the idle ones. Thread-safe.
 
-    open_most: limit of the slabs with a descriptor; None: `OPEN_MOST`, or less if this process may open few files.
+    open_limit: limit of the slabs with a descriptor; None: `MAX_OPEN`, or less if this process may open few files.
     """
 
-    def __init__(self, host: str, *, idle_bytes: int = IDLE_BYTES, open_most: int | None = None) -> None:
+    def __init__(self, host: str, *, idle_bytes: int = IDLE_BYTES, open_limit: int | None = None) -> None:
         self._host = host
-        self._most = idle_bytes
-        self._open_most = _open_most() if open_most is None else open_most
+        self._idle_limit_bytes = idle_bytes
+        self._open_limit = _default_open_limit() if open_limit is None else open_limit
         self._guard = threading.Lock()
         self._idle: list[OwnSlab] = []
         self._idle_bytes = 0
-        self._open = 0
-        self._forgotten: list[int] = []
+        self._open_count = 0
+        self._closed_inodes: list[int] = []
         self._closed = False
 
     def take(self, nbytes: int) -> OwnSlab:
@@ -102,16 +102,16 @@ class Slabs:
                 self._idle.remove(best)
                 self._idle_bytes -= best.name.nbytes
                 return best
-            if self._open >= self._open_most and self._idle:
+            if self._open_count >= self._open_limit and self._idle:
                 self._close_oldest()
-            if self._open >= self._open_most:
+            if self._open_count >= self._open_limit:
                 return PrivateSlab(nbytes)
-            self._open += 1
+            self._open_count += 1
         try:
-            return OwnSlab(self._host, _rounded(nbytes))
+            return OwnSlab(self._host, _rounded_up(nbytes))
         except OSError:
             with self._guard:
-                self._open -= 1
+                self._open_count -= 1
             return PrivateSlab(nbytes)
 
     def give_back(self, slab: OwnSlab) -> None:
@@ -122,7 +122,9 @@ class Slabs:
         with self._guard:
             self._idle.append(slab)
             self._idle_bytes += slab.name.nbytes
-            while self._idle and (self._closed or self._idle_bytes > self._most or len(self._idle) > IDLE_MOST):
+            while self._idle and (
+                self._closed or self._idle_bytes > self._idle_limit_bytes or len(self._idle) > MAX_IDLE_SLABS
+            ):
                 self._close_oldest()
 
     def abandon(self, slab: OwnSlab) -> None:
@@ -138,14 +140,15 @@ class Slabs:
         self._close_slab(oldest)
 
     def _close_slab(self, slab: OwnSlab) -> None:
-        self._open -= 1
-        self._forgotten.append(slab.name.inode)
+        """Close the slab's descriptor, and note its inode for `pop_closed`."""
+        self._open_count -= 1
+        self._closed_inodes.append(slab.name.inode)
         slab.close()
 
-    def forgotten(self) -> tuple[int, ...]:
-        """Return the inodes of slabs that were closed since the last call."""
+    def pop_closed(self) -> tuple[int, ...]:
+        """Return the inodes of the slabs that were closed since the last call. Their readers must unmap them."""
         with self._guard:
-            inodes, self._forgotten = tuple(self._forgotten), []
+            inodes, self._closed_inodes = tuple(self._closed_inodes), []
         return inodes
 
     def close(self) -> None:
@@ -157,11 +160,15 @@ class Slabs:
 
 
 class Mappings:
-    """Slabs of other processes, mapped here. For one thread; any thread may drop a returned array."""
+    """Slabs of other processes, mapped here. For one thread; any thread may drop a returned array.
 
-    def __init__(self, host: str, *, held_most: int = HELD_MOST) -> None:
+    host: of this process; held_limit: most mappings at a time. `_mapped`: by inode, the mappings kept for the next
+    message, the least recently used first; `_held`: all mappings that still exist, also those that only a message uses.
+    """
+
+    def __init__(self, host: str, *, held_limit: int = MAX_MAPPINGS) -> None:
         self._host = host
-        self._held_most = held_most
+        self._held_limit = held_limit
         self._mapped: OrderedDict[int, Bytes] = OrderedDict()
         self._held: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -172,11 +179,11 @@ class Mappings:
             return None
         memory = self._mapped.get(slab.inode)
         if memory is None:
-            memory = self._open(slab)
+            memory = self._map_slab(slab)
             if memory is None:
                 return None
             self._mapped[slab.inode] = memory
-            if len(self._mapped) > MAPPED_MOST:
+            if len(self._mapped) > MAX_IDLE_MAPPINGS:
                 self._mapped.popitem(last=False)
         self._mapped.move_to_end(slab.inode)
         return memory
@@ -189,11 +196,12 @@ class Mappings:
         for inode in inodes:
             self._mapped.pop(inode, None)
 
-    def _open(self, slab: Slab) -> Bytes | None:
-        if len(self._held) >= self._held_most:
+    def _map_slab(self, slab: Slab) -> Bytes | None:
+        """Map a slab that is not mapped yet. None if this process may not map it, or has too many mappings."""
+        if len(self._held) >= self._held_limit:
             return None
         try:
-            memory = _open(slab)
+            memory = _map_process_slab(slab)
         except OSError:
             return None
         if memory is not None:
@@ -215,11 +223,12 @@ class _Mapping:
         weakref.finalize(self, _libc.munmap, address, nbytes).atexit = False
 
 
-def _open(slab: Slab) -> Bytes | None:
+def _map_process_slab(slab: Slab) -> Bytes | None:
+    """Map a slab through its process's descriptor. None if that descriptor is of another file by now."""
     fd = os.open(f"/proc/{slab.pid}/fd/{slab.fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        found = os.fstat(fd)
-        if (found.st_ino, found.st_size) != (slab.inode, slab.nbytes):
+        status = os.fstat(fd)
+        if (status.st_ino, status.st_size) != (slab.inode, slab.nbytes):
             return None
         return _map(fd, slab.nbytes)
     finally:
@@ -230,11 +239,12 @@ def _map(fd: int, nbytes: int) -> Bytes:
     return np.asarray(_Mapping(fd, nbytes))
 
 
-def _open_most() -> int:
+def _default_open_limit() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return OPEN_MOST if soft == resource.RLIM_INFINITY else min(OPEN_MOST, soft // OPEN_SHARE)
+    return MAX_OPEN if soft == resource.RLIM_INFINITY else min(MAX_OPEN, soft // OPEN_SHARE)
 
 
-def _rounded(nbytes: int) -> int:
+def _rounded_up(nbytes: int) -> int:
+    """Return the size of a new slab: `nbytes` and at most about an eighth more, so that it fits more messages."""
     step = max(_LEAST_BYTES, (1 << max(nbytes - 1, 1).bit_length()) // (2 * _STEPS))
     return -(-nbytes // step) * step

@@ -77,7 +77,7 @@ def test_a_call_that_gives_up_while_its_bytes_come(far: Here, monkeypatch: pytes
     hurried = b.broadcast(None, PAIR, async_op=True, timeout_s=600.0)
     patient = b.broadcast(None, PAIR, async_op=True, timeout_s=1200.0)
     assert dam.asked.wait(60)
-    b._engine.call(lambda: b._engine.incoming.expire(time.monotonic() + 601.0))
+    b._io_thread.call(lambda: b._io_thread.incoming.expire(time.monotonic() + 601.0))
     with pytest.raises(MessageTimeoutError):
         hurried.wait()
     dam.open()
@@ -180,7 +180,7 @@ def test_a_call_that_raises_what_was_refused_before_is_a_call(one_connection: He
     a.send("object", B)
     with pytest.raises(MessageMismatchError):
         b.recv_tensor(torch.zeros(3), A)
-    wait_until(lambda: a._engine.outgoing._late, "it is told")
+    wait_until(lambda: a._io_thread.outgoing._late, "it is told")
     waiting = b.broadcast(None, PAIR, async_op=True)
     with pytest.raises(MessageMismatchError):
         a.broadcast("not sent", PAIR)
@@ -228,14 +228,14 @@ class Ends:
             Mappings("here"),
             BufferPool(1 << 20),
             nobody,
-            reply=lambda _, answer: self.outgoing.answered("g:1", answer),  # type: ignore[arg-type]
-            ask=lambda *_: False,
-            later=lambda *_: None,
+            reply=lambda _, answer: self.outgoing.handle_answer("g:1", answer),  # type: ignore[arg-type]
+            ask_relay=lambda *_: False,
+            schedule=lambda *_: None,
             call=lambda work: work(),
             contact=OutgoingMessages("g:1", lambda *_: None, lambda *_: None).contact,
             forget=lambda *_: None,
             busy=lambda: True,
-            lives=lambda _: True,
+            is_alive=lambda _: True,
             outdated=lambda _: False,
         )
         self.begin_anew()

@@ -200,7 +200,7 @@ def test_one_of_another_form_refuses_what_was_given_back(one_connection: Here) -
     del work
     with pytest.raises(MessageMismatchError):
         b.recv(A)
-    wait_until(lambda: a._engine.outgoing._late, "it is told")
+    wait_until(lambda: a._io_thread.outgoing._late, "it is told")
     with pytest.raises(MessageMismatchError):
         a.send("not sent", B)
 
@@ -244,7 +244,7 @@ def test_what_a_source_had_sent_before_it_died_is_given_back(one_connection: Her
     a.send("the last", B)
     _has_come(work)
     a.close()
-    wait_until(lambda: not b._engine.incoming._lives("g:0"), "its end is known")
+    wait_until(lambda: not b._io_thread.incoming._is_alive("g:0"), "its end is known")
     del work
     assert b.recv(A) == "the last"
 

@@ -103,7 +103,7 @@ def test_each_message_that_died_with_its_sender_is_an_error_in_its_place(
     with elsewhere(one_connection.directory, B, _send_small_and_large) as peer:
         assert a.recv(B) == "hello"
         assert peer.hear() == "sent"
-        queues = a._engine.incoming._arrivals
+        queues = a._io_thread.incoming._arrivals
         wait_until(lambda: sum(map(len, list(queues.values()))) == 5, "all have come, but for large ones' values")
         peer.kill()
         with pytest.raises(WorkerLostError, match="g:1"):
@@ -281,7 +281,7 @@ def test_a_worker_that_was_given_up_learns_it_and_goes_on(here: Here) -> None:
             assert work is not None
             with pytest.raises(WorkerLostError, match="g:1 is gone: the job's directory gave it up"):
                 work.wait()
-        wait_until(lambda: b._engine.incarnation, "it is registered anew")
+        wait_until(lambda: b._io_thread.incarnation, "it is registered anew")
         for lost in (lambda: b.send("after what A has not received", A), lambda: b.recv(A)):
             with pytest.raises(WorkerLostError, match="g:1 is gone: the job's directory gave it up"):
                 lost()
@@ -308,7 +308,7 @@ def test_a_message_may_come_before_its_receiver_knows_that_it_is_registered_anew
         wait_until(lambda: held, "it is registered anew")
         sent = a.send("early", B, async_op=True)
         assert sent is not None
-        wait_until(lambda: b._engine._until_registered, "the message is there")
+        wait_until(lambda: b._io_thread._until_registered, "the message is there")
         real(*held[0])
         assert b.recv(A) == "early"
         sent.wait()
@@ -362,7 +362,7 @@ def test_a_worker_whose_name_was_taken_meanwhile_ends(one_connection: Here) -> N
         proxy.heal()
         with pytest.raises(WorkerLostError, match="g:1 is gone: the job's directory gave it up"):
             waiting.wait()
-        wait_until(lambda: b._engine._ended is not None, "it has ended")
+        wait_until(lambda: b._io_thread._ended is not None, "it has ended")
         with pytest.raises(WorkerLostError, match="g:1 is gone: the job's directory gave it up"):
             b.recv(A)
         a.send("to the one there is", B, async_op=True)

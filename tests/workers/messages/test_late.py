@@ -36,10 +36,10 @@ class Dam:
 
     def __init__(self, messenger: Messenger, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked = threading.Event()
-        self._engine = messenger._engine
+        self._io_thread = messenger._io_thread
         self._held: list[tuple[Any, ...]] | None = []
-        self._real: Callable[..., None] = IoThread._serve.__get__(self._engine)
-        monkeypatch.setattr(self._engine, "_serve", self._serve)
+        self._real: Callable[..., None] = IoThread._send_chunk.__get__(self._io_thread)
+        monkeypatch.setattr(self._io_thread, "_send_chunk", self._serve)
 
     def _serve(self, *args: Any) -> None:
         if self._held is None:
@@ -54,7 +54,7 @@ class Dam:
             for args in held:
                 self._real(*args)
 
-        self._engine.call(let_go)
+        self._io_thread.call(let_go)
 
 
 def _pair(far: Here) -> tuple[Messenger, Messenger]:
@@ -75,7 +75,7 @@ def _give_up(receiver: Messenger, dam: Dam) -> None:
     """Its time is over once its message was asked for, whenever that is."""
     waiting = receiver.recv(A, async_op=True, timeout_s=600.0)
     assert dam.asked.wait(60)
-    receiver._engine.call(lambda: receiver._engine.incoming.expire(time.monotonic() + 601.0))
+    receiver._io_thread.call(lambda: receiver._io_thread.incoming.expire(time.monotonic() + 601.0))
     with pytest.raises(MessageTimeoutError):
         waiting.wait()
 
@@ -86,7 +86,7 @@ def test_the_next_receive_gets_it(far: Here, monkeypatch: pytest.MonkeyPatch) ->
     _send(a, torch.arange(BIG))
     _send(a, "second")
     _give_up(b, dam)
-    assert not a._engine.outgoing.settled, "it is still needed here"
+    assert not a._io_thread.outgoing.settled, "it is still needed here"
     waiting = b.recv(A, async_op=True)
     dam.open()
     assert torch.equal(waiting.wait(), torch.arange(BIG))
@@ -99,7 +99,7 @@ def test_its_bytes_come_while_nobody_waits(far: Here, monkeypatch: pytest.Monkey
     _send(a, torch.arange(BIG))
     _give_up(b, dam)
     dam.open()
-    a._engine.settled().result(60)
+    a._io_thread.settled().result(60)
     a.close()
     assert torch.equal(b.recv(A), torch.arange(BIG))
 
@@ -137,7 +137,7 @@ def test_one_of_another_form_refuses_it(far: Here, monkeypatch: pytest.MonkeyPat
     with pytest.raises(MessageMismatchError):
         b.recv_tensor(torch.zeros(3), A)
     dam.open()
-    wait_until(lambda: not b._engine.incoming._fetches, "the pull has ended")
+    wait_until(lambda: not b._io_thread.incoming._fetches, "the pull has ended")
     with pytest.raises(MessageMismatchError):
         until_it_fails(lambda: a.send("fine", B))
     a.send("fine", B)

@@ -184,7 +184,7 @@ def _send_more_than_there_are_descriptors() -> None:
 
 
 def test_a_slab_without_a_descriptor_is_of_this_process_only() -> None:
-    slabs, mappings = Slabs("here", open_most=2), Mappings("here", held_most=2)
+    slabs, mappings = Slabs("here", open_limit=2), Mappings("here", held_limit=2)
     first, second, third = (slabs.take(100_000) for _ in range(3))
     assert [slab.shared for slab in (first, second, third)] == [True, True, False]
     for slab in (first, second, third):
@@ -197,7 +197,7 @@ def test_a_slab_without_a_descriptor_is_of_this_process_only() -> None:
     larger = slabs.take(1 << 20)
     assert larger.shared, "an idle one went for it"
     assert mappings.open(larger.name) is None, "two are mapped"
-    mappings.forget(slabs.forgotten())
+    mappings.forget(slabs.pop_closed())
     del seen
     assert mappings.open(larger.name) is not None
     mappings.close()
@@ -279,8 +279,8 @@ def test_idle_connections_are_closed_and_made_again(here: Here, monkeypatch: pyt
             other.send("taken", first.address)
             assert first.recv(other.address) == "taken"
             # What it answers comes by another connection than what it sends.
-            wait_until(lambda: first._engine.outgoing.idle(other.address.get_name()), "nothing is under way to it")  # noqa: B023
-    assert len(first._engine._links) <= 2
+            wait_until(lambda: first._io_thread.outgoing.idle(other.address.get_name()), "nothing is under way to it")  # noqa: B023
+    assert len(first._io_thread._links) <= 2
     busy = [first.send(rank, other.address, async_op=True) for rank, other in enumerate(others)]
     assert [other.recv(first.address) for other in others] == list(range(len(others))), "those in use stay"
     for work in busy:
@@ -292,11 +292,11 @@ def test_a_message_for_another_incarnation_is_dropped(one_connection: Here) -> N
     a, b = one_connection.workers(2)
     a.send("first contact", B, async_op=True)
     assert b.recv(A) == "first contact"
-    peer = a._engine._peers["g:1"]
+    peer = a._io_thread._peers["g:1"]
     peer.incarnation += 1000
     lost = a.send("to another", B, async_op=True)
     assert lost is not None
-    a._engine.call(lambda: setattr(peer, "incarnation", peer.incarnation - 1000))
+    a._io_thread.call(lambda: setattr(peer, "incarnation", peer.incarnation - 1000))
     a.send("to this one", B, async_op=True)
     assert b.recv(A) == "to this one"
     assert not lost.done()
@@ -308,17 +308,17 @@ def test_parts_of_a_message_between_others_are_dropped(
 ) -> None:
     """A connection that was cut may bring them late, under the number of a message that is on its way."""
     a, b = (one_connection.worker(address(rank), shared_memory=False) for rank in range(2))
-    real = a._engine._serve
+    real = a._io_thread._send_chunk
 
     def serve_twice(name: str, pull: wire.Pull) -> None:
-        ends = {"incarnation": a._engine.incarnation, "receiver": b._engine.incarnation}
+        ends = {"incarnation": a._io_thread.incarnation, "receiver": b._io_thread.incarnation}
         ends[end] -= 1
         data = wire.Data(stream=pull.stream, number=pull.number, source="g:0", start=pull.start, **ends)
         frames = (encode(data), bytes(pull.nbytes))
-        a._engine._links.send(name, a._engine._peer(name).endpoint, frames, a._engine.outgoing.idle)
+        a._io_thread._links.send(name, a._io_thread._peer(name).endpoint, frames, a._io_thread.outgoing.idle)
         real(name, pull)
 
-    monkeypatch.setattr(a._engine, "_serve", serve_twice)
+    monkeypatch.setattr(a._io_thread, "_send_chunk", serve_twice)
     sent = torch.arange(4 * LARGE)
     a.send(sent, B, async_op=True)
     assert torch.equal(b.recv(A), sent)
@@ -370,7 +370,7 @@ def _once(real: Callable[..., Any]) -> Callable[..., Any]:
         (Incoming, "arrive"),
         (links.Links, "send"),
         (io_thread.IoThread, "_contact_peer"),
-        (io_thread.IoThread, "_found"),
+        (io_thread.IoThread, "_handle_lookup"),
     ],
 )
 def test_a_defect_at_one_message_is_that_message_s(
@@ -384,7 +384,7 @@ def test_a_defect_at_one_message_is_that_message_s(
     assert b.recv(A) == "fine"
 
 
-@pytest.mark.parametrize("name", ["post", "_meet", "_deliver"])
+@pytest.mark.parametrize("name", ["post", "_handle_match", "_deliver"])
 @pytest.mark.parametrize("met", [True, False])
 def test_a_defect_at_one_receive_is_that_receive_s(
     one_connection: Here, monkeypatch: pytest.MonkeyPatch, name: str, met: bool
@@ -439,12 +439,12 @@ def test_the_end_of_an_engine_by_a_defect_is_known_to_its_peers(
 ) -> None:
     a, b = one_connection.workers(2)
     waiting = b.recv(A, async_op=True)
-    monkeypatch.setattr(a._engine, "_run_timers", _once(a._engine._run_timers))
-    a._engine.call(lambda: None)
+    monkeypatch.setattr(a._io_thread, "_run_timers", _once(a._io_thread._run_timers))
+    a._io_thread.call(lambda: None)
     with pytest.raises(WorkerLostError, match="g:0 is gone: message thread failed"):
         waiting.wait()
     with pytest.raises(WorkerLostError, match="g:0 is gone: message thread failed"):
         b.send(1, A)
     with pytest.raises(InternalError, match="a defect"):
         a.recv(B)
-    a._engine.settled().result(60)
+    a._io_thread.settled().result(60)

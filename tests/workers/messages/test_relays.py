@@ -68,7 +68,7 @@ class Served:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_source = 0
         self.passed_on = 0
-        real_serve, real_pass = IoThread._serve, Relays._serve
+        real_serve, real_pass = IoThread._send_chunk, Relays._serve
 
         def serve(engine: IoThread, *args: Any) -> None:
             self.by_source += 1
@@ -78,7 +78,7 @@ class Served:
             self.passed_on += 1
             real_pass(kept, *args)
 
-        monkeypatch.setattr(IoThread, "_serve", serve)
+        monkeypatch.setattr(IoThread, "_send_chunk", serve)
         monkeypatch.setattr(Relays, "_serve", pass_on)
 
 
@@ -125,7 +125,7 @@ def _first_contact(hosts: Here, workers: list[Messenger]) -> None:
     assert _spread(hosts, workers, "first contact") == ["first contact"] * (len(workers) - 1)
     source = workers[0].address.get_name()
     for worker in workers[1:]:
-        wait_until(lambda worker=worker: worker._engine.incoming._lives(source), "the directory has answered")
+        wait_until(lambda worker=worker: worker._io_thread.incoming._is_alive(source), "the directory has answered")
 
 
 @pytest.mark.integration
@@ -247,7 +247,7 @@ def test_one_that_passes_nothing_on_is_gone_round(
     workers = hosts.workers(COUNT)
     _first_contact(hosts, workers)
     asked = threading.Event()
-    monkeypatch.setattr(workers[1]._engine.incoming, "wanted", lambda *_: asked.set())
+    monkeypatch.setattr(workers[1]._io_thread.incoming, "handle_want", lambda *_: asked.set())
     for got in _spread(hosts, workers, torch.arange(BIG)):
         assert torch.equal(got, torch.arange(BIG))
     assert asked.wait(60)
@@ -258,7 +258,7 @@ def _receive_until_killed(messenger: Messenger, pipe: Any) -> None:
     """The second broadcast is one too many: who passes it on to others dies as soon as it is asked for parts."""
     messenger.broadcast(None, NAMES)
     waiting = messenger.broadcast(None, NAMES, async_op=True)
-    messenger._engine.incoming.wanted = lambda *_: pipe.send("asked")  # type: ignore[method-assign]
+    messenger._io_thread.incoming.handle_want = lambda *_: pipe.send("asked")  # type: ignore[method-assign]
     pipe.send("ready")
     pipe.poll(120)
     waiting.wait()
@@ -318,13 +318,13 @@ def test_the_source_s_death_is_everybody_s_error(hosts: Hosts) -> None:
                 work.wait()
     for worker in others:
         wait_until(lambda worker=worker: worker._backlog.waiting_bytes == 0, "nothing is kept of it")
-        assert not worker._engine.incoming._fetches
+        assert not worker._io_thread.incoming._fetches
 
 
 def _send_and_hold_back(messenger: Messenger, pipe: Any) -> None:
     asked = threading.Event()
     messenger.broadcast("first contact", NAMES)
-    messenger._engine._serve = lambda *_: asked.set()  # type: ignore[method-assign]
+    messenger._io_thread._send_chunk = lambda *_: asked.set()  # type: ignore[method-assign]
     messenger.broadcast(torch.arange(BIG), NAMES, async_op=True)
     asked.wait(60)
     pipe.send("asked")
@@ -337,11 +337,11 @@ def test_one_whose_port_is_another_s_by_now_is_not_asked(one_connection: Here) -
     a, b = one_connection.worker(NAMES[0]), one_connection.worker(NAMES[1], shared_memory=False)
     sending = a.send(torch.arange(BIG), NAMES[1], async_op=True)
     assert sending is not None
-    wait_until(lambda: b._engine.incoming._arrivals, "the message has come")
+    wait_until(lambda: b._io_thread.incoming._arrivals, "the message has come")
     want = want_of("g:5")
     asked: Future[bool] = Future()
-    relay = Relay("g:9", 1, a._engine._peer("g:1").endpoint, 1)
-    a._engine.call(lambda: asked.set_result(a._engine._ask_relay(relay, want)))
+    relay = Relay("g:9", 1, a._io_thread._peer("g:1").endpoint, 1)
+    a._io_thread.call(lambda: asked.set_result(a._io_thread._ask_relay(relay, want)))
     assert not asked.result(60)
     assert torch.equal(b.recv(NAMES[0]), torch.arange(BIG))
     sending.wait()
@@ -356,19 +356,19 @@ def test_what_is_not_passed_on_is_refused(hosts: Hosts, monkeypatch: pytest.Monk
     workers = hosts.workers(COUNT)
     _first_contact(hosts, workers)
     _spread(hosts, workers, torch.arange(BIG))
-    (key,) = workers[1]._engine.incoming._relays._kept
+    (key,) = workers[1]._io_thread.incoming._relays._forwarded
     answered: list[Any] = []
     done = threading.Event()
     want = want_of(key[0], incarnation=key[1], serial=key[2], nbytes=CHUNK_BYTES)
-    kept = workers[1]._engine.incoming._relays
+    kept = workers[1]._io_thread.incoming._relays
     monkeypatch.setattr(kept, "_reply", lambda route, answer, body: answered.append(answer))
 
     def ask() -> None:
         for each in (want, msgspec.structs.replace(want, **wrong)):
-            workers[1]._engine.incoming.wanted(b"route", each)
+            workers[1]._io_thread.incoming.handle_want(b"route", each)
         done.set()
 
-    workers[1]._engine.call(ask)
+    workers[1]._io_thread.call(ask)
     assert done.wait(60)
     assert [type(answer) for answer in answered] == [Data, Absent]
 
@@ -381,10 +381,10 @@ def test_what_is_asked_for_early_waits_for_its_message(
     monkeypatch.setattr(relays, "RELAY_S", 600.0 if comes else 0.1)
     workers = hosts.workers(COUNT)
     _first_contact(hosts, workers)
-    engine = workers[1]._engine
+    engine = workers[1]._io_thread
     answered: list[Any] = []
     monkeypatch.setattr(engine.incoming._relays, "_reply", lambda route, answer, body: answered.append(answer))
-    source = workers[0]._engine.incarnation
+    source = workers[0]._io_thread.incarnation
     serial = next(outgoing._serials) + 1 if comes else 10**9
     stream = broadcast_members.stream_of(NAMES)
     want = want_of(
@@ -393,7 +393,7 @@ def test_what_is_asked_for_early_waits_for_its_message(
     done = threading.Event()
 
     def ask() -> None:
-        engine.incoming.wanted(b"route", want)
+        engine.incoming.handle_want(b"route", want)
         done.set()
 
     engine.call(ask)

@@ -56,13 +56,13 @@ class Engine:
             BufferPool(0),
             Relays(Backlog(1 << 20), reply, lambda seconds, work: None),
             reply=reply,
-            ask=self._ask,
-            later=later,
+            ask_relay=self._ask,
+            schedule=later,
             call=lambda work: work(),
             contact=lambda *_: Contact(OPTIONS),
             forget=lambda *_: None,
             busy=lambda: False,
-            lives=lambda _: True,
+            is_alive=lambda _: True,
             outdated=lambda _: False,
         )
 
@@ -104,7 +104,7 @@ def engine() -> Engine:
 def _pulled_for_others(engine: Engine) -> None:
     want = want_of("source", nbytes=NBYTES)
     engine.incoming.arrive(b"route", POST, b"")
-    engine.incoming.wanted(b"other", want)
+    engine.incoming.handle_want(b"other", want)
     assert [want.receiver for want in engine.wants] == [1], "it is being pulled from the relay"
     (at_s, _), *others = engine.timers
     assert at_s == RELAY_S
