@@ -76,6 +76,11 @@ class DirectoryClient:
     when it reconnects. It passes each owned entry to the listeners as LOST, registers it again, and passes them the
     new entry with its new incarnation (or the LOST entry a second time if the registration failed, for example because
     another process has taken the name). Entries that it had found are not watched after that.
+
+    `_calls`: the pending requests by number; `_outbox`: requests to send; `_owned`: the entries that this process owns,
+    with the requests that registered them; `_had_reply`: the directory has replied before; `_accepted`: the kernel has
+    accepted the present connection, but the directory has sent nothing; `_away_since`: since when there is no working
+    connection; `_lost_error`: the error of all calls while the directory is considered lost.
     """
 
     def __init__(self, address: str) -> None:
@@ -86,11 +91,11 @@ class DirectoryClient:
         self._guard = threading.Lock()
         self._calls: dict[int, _Call] = {}
         self._outbox: collections.deque[bytes] = collections.deque()
-        self._own: dict[tuple[Kind, str], tuple[DirectoryEntry, wire.RegisterProcess]] = {}
-        self._known = False
-        self._taken = False
+        self._owned: dict[tuple[Kind, str], tuple[DirectoryEntry, wire.RegisterProcess]] = {}
+        self._had_reply = False
+        self._accepted = False
         self._listeners: list[Listener] = []
-        self._lost: errors.DirectoryLostError | None = None
+        self._lost_error: errors.DirectoryLostError | None = None
         self._away_since: float | None = time.monotonic()
         with errors.OpenFilesError.of(f"a client of the job's directory at {address}", least=OF_A_CONTEXT):
             self._process = this_process()
@@ -130,8 +135,8 @@ class DirectoryClient:
     def register_worker(self, address: WorkerAddress, endpoint: str, facts: Facts | None = None) -> DirectoryEntry:
         """Register this process as the worker of that address, until `end`, `close` or the end of this process.
         `NameInUseError` while another process is registered as that worker."""
-        asked = self._ask_register(Kind.WORKER, address.get_name(), (endpoint,), facts or {}, owned=True)
-        return self._single_entry(asked, f"registering worker {address}")
+        request = self._ask_register(Kind.WORKER, address.get_name(), (endpoint,), facts or {}, owned=True)
+        return self._single_entry(request, f"registering worker {address}")
 
     def register_channel(
         self, name: str, endpoints: tuple[str, ...], facts: Facts, *, owned: bool = True, returns: bool = False
@@ -139,8 +144,8 @@ class DirectoryClient:
         """Register a channel's name. owned: the entry is lost when this process ends. returns: another process will
         then register the name again, and lookups wait for it meanwhile. `NameInUseError` while another channel has
         the name."""
-        asked = self._ask_register(Kind.CHANNEL, name, endpoints, facts, owned=owned, returns=returns)
-        return self._single_entry(asked, f"registering channel {name!r}")
+        request = self._ask_register(Kind.CHANNEL, name, endpoints, facts, owned=owned, returns=returns)
+        return self._single_entry(request, f"registering channel {name!r}")
 
     # --- lookup ---------------------------------------------------------------------------------------------------
 
@@ -236,14 +241,14 @@ class DirectoryClient:
         return self._ask(request)
 
     def _ask(self, request: wire.Question) -> Answer:
-        """Queue a request and return the future of its reply. If the directory is lost, the future fails at once."""
+        """Queue a request and return the future of its reply. If the directory is lost, the future has failed."""
         if self._pid != os.getpid():
             raise RuntimeError("DirectoryClient was created before fork(); create one in the child")
         call = _Call(request, encode(request))
-        wire.decode_request(call.data)
+        wire.decode_request(call.data)  # raises for arguments that the directory could not decode
         with self._guard:
-            if self._lost is not None:
-                call.future.set_exception(self._lost)
+            if self._lost_error is not None:
+                call.future.set_exception(self._lost_error)
                 return call.future
             self._calls[request.number] = call
             self._outbox.append(call.data)
@@ -254,6 +259,7 @@ class DirectoryClient:
         return self._wait(future, what, wait_s)[0]
 
     def _wait(self, future: Answer, what: str, wait_s: float = 0.0) -> tuple[DirectoryEntry, ...]:
+        """Return the reply. `DirectoryLostError` if it does not come within `ANSWER_S` after the requested wait."""
         limit_s = wait_s + ANSWER_S
         if done_within(future, what, limit_s):
             return future.result()
@@ -263,6 +269,7 @@ class DirectoryClient:
     # --- the thread -----------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
+        """Configure the socket and begin to connect. ZMQ reconnects by itself."""
         self._socket.set(zmq.ROUTING_ID, b"c" + secrets.token_bytes(15))
         self._socket.set(zmq.RECONNECT_IVL, 50)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 500)
@@ -270,8 +277,9 @@ class DirectoryClient:
         connect(self._socket, self.address)
 
     def _on_events(self, _: object) -> None:
+        """Track the connection, handle replies, and send queued requests while connected."""
         self._track_connection()
-        self._read()
+        self._handle_replies()
         while self._away_since is None and self._outbox:
             self._socket.send(self._outbox.popleft())
 
@@ -284,7 +292,7 @@ class DirectoryClient:
         self._fail_all(errors.DirectoryLostError(address=self.address, why=why))
 
     def _timeout_ms(self) -> int | None:
-        return None if self._away_since is None or self._lost is not None else poll_ms(AWAY_S / 4)
+        return None if self._away_since is None or self._lost_error is not None else poll_ms(AWAY_S / 4)
 
     def _track_connection(self) -> None:
         """Track the connection. Fail all calls if it is not restored in time."""
@@ -292,40 +300,41 @@ class DirectoryClient:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._on_connected()
                 continue
-            self._taken = event == zmq.EVENT_CONNECTED
+            self._accepted = event == zmq.EVENT_CONNECTED
             if self._away_since is None:
                 self._away_since = time.monotonic()
-        if self._away_since is None or self._lost is not None:
+        if self._away_since is None or self._lost_error is not None:
             return
-        most_s = STILL_S if self._taken else AWAY_S
-        if time.monotonic() - self._away_since > most_s:
-            what = "it accepted a connection but sent nothing" if self._taken else "it accepted no connection"
-            self._fail_all(errors.DirectoryLostError(address=self.address, why=f"{what} for {most_s:.0f} s"))
+        limit_s = STILL_S if self._accepted else AWAY_S
+        if time.monotonic() - self._away_since > limit_s:
+            what = "it accepted a connection but sent nothing" if self._accepted else "it accepted no connection"
+            self._fail_all(errors.DirectoryLostError(address=self.address, why=f"{what} for {limit_s:.0f} s"))
 
     def _on_connected(self) -> None:
         """Start a new connection with `OpenDirectory`, followed by all unanswered requests. The directory may have
         received them before, on an older connection."""
-        hello = wire.OpenDirectory(self._process, known=self._known)
+        hello = wire.OpenDirectory(self._process, known=self._had_reply)
         with self._guard:
-            self._away_since = self._lost = None
+            self._away_since = self._lost_error = None
             self._outbox = collections.deque([encode(hello), *(call.data for call in self._calls.values())])
 
-    def _read(self) -> None:
+    def _handle_replies(self) -> None:
+        """Handle all received replies. An exception at one of them fails its request."""
         for _, reply, _ in received(self._socket, wire.decode_reply, "the directory client"):
-            self._known = True
+            self._had_reply = True
             try:
-                self._handle(reply)
+                self._handle_reply(reply)
             except Exception as error:
                 _log.exception("Directory client failed on reply %r", reply)
                 if isinstance(reply, wire.Found | wire.Failed):
-                    self._settle(reply.number, InternalError(what=f"{type(reply).__name__}: {error!r}"))
+                    self._complete(reply.number, InternalError(what=f"{type(reply).__name__}: {error!r}"))
 
-    def _handle(self, reply: wire.Reply) -> None:
+    def _handle_reply(self, reply: wire.Reply) -> None:
         match reply:
             case wire.Found():
-                self._settle(reply.number, reply.entries)
+                self._complete(reply.number, reply.entries)
             case wire.Failed():
-                self._settle(reply.number, error_of(reply))
+                self._complete(reply.number, error_of(reply))
             case wire.Gone():
                 self._notify(reply.entry)
             case wire.Unknown():
@@ -335,20 +344,21 @@ class DirectoryClient:
         """Register owned entries again after the directory has dropped this client's session."""
         _log.warning("Directory at %s dropped the session of this process: %s", self.address, why)
         with self._guard:
-            own, self._own = list(self._own.values()), {}
-        for entry, asked in own:
+            owned, self._owned = list(self._owned.values()), {}
+        for entry, request in owned:
             lost = msgspec.structs.replace(entry, state=EntryState.LOST, why=why)
             self._notify(lost)
-            again = self._ask(msgspec.structs.replace(asked, number=next(self._numbers)))
-            again.add_done_callback(functools.partial(self._on_registered_again, lost))
+            registration = self._ask(msgspec.structs.replace(request, number=next(self._numbers)))
+            registration.add_done_callback(functools.partial(self._on_registered_again, lost))
 
     def _on_registered_again(self, lost: DirectoryEntry, future: Answer) -> None:
+        """Pass the new entry to the listeners, or the lost entry a second time if the registration failed."""
         if future.exception() is None:
             self._notify(future.result()[0])
         else:
             self._notify(lost)
 
-    def _settle(self, number: int, outcome: tuple[DirectoryEntry, ...] | Exception) -> None:
+    def _complete(self, number: int, outcome: tuple[DirectoryEntry, ...] | Exception) -> None:
         """Complete the future of a request with its entries or error. A no-op for an unknown number."""
         with self._guard:
             call = self._calls.pop(number, None)
@@ -356,6 +366,7 @@ class DirectoryClient:
                 return
             if not isinstance(outcome, Exception):
                 self._record_owned(call.request, outcome)
+        # False: `_wait` has cancelled the future.
         if not call.future.set_running_or_notify_cancel():
             self._undo_registration(call.request, outcome)
             return
@@ -374,14 +385,15 @@ class DirectoryClient:
         """Record the entries that this process owns."""
         for entry in entries:
             if isinstance(request, wire.RegisterProcess) and request.owned:
-                self._own[entry.kind, entry.name] = (entry, request)
+                self._owned[entry.kind, entry.name] = (entry, request)
             elif isinstance(request, wire.End):
                 self._disown(entry)
 
     def _disown(self, entry: DirectoryEntry) -> None:
-        own = self._own.get((entry.kind, entry.name))
-        if own is not None and own[0].incarnation == entry.incarnation:
-            del self._own[entry.kind, entry.name]
+        """Remove an entry from the owned ones, unless a later incarnation has replaced it."""
+        owned = self._owned.get((entry.kind, entry.name))
+        if owned is not None and owned[0].incarnation == entry.incarnation:
+            del self._owned[entry.kind, entry.name]
 
     def _notify(self, entry: DirectoryEntry) -> None:
         """Pass an entry to all listeners. Their exceptions are logged."""
@@ -398,8 +410,8 @@ class DirectoryClient:
     def _fail_all(self, error: errors.DirectoryLostError) -> None:
         """Fail all pending and future calls with `error`."""
         with self._guard:
-            self._lost = error
+            self._lost_error = error
             numbers = list(self._calls)
             self._outbox.clear()
         for number in numbers:
-            self._settle(number, error)
+            self._complete(number, error)

@@ -29,11 +29,13 @@ def has_ended(process: Process) -> bool:
         return True
     except OSError:
         return False
+    # "Z" and "X" are dead processes. With another start time, the pid is that of another process.
     return state in "ZX" or started != process.started
 
 
 def _state(pid: int) -> tuple[str, int]:
     """Return the kernel's state letter of the process, and its start time in clock ticks since the boot."""
     text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    # The fields follow the command's name, which is in parentheses and may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])

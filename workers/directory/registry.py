@@ -25,7 +25,7 @@ from workers.directory.wire import (
 
 WORLD_SIZE = "world_size"
 """The fact of a group that has its number of workers, if known."""
-MOST_GONE = 4096
+MAX_ENDED = 4096
 """How many ended entries are kept, so that lookups of them fail at once. Beyond that the oldest is deleted."""
 
 Session = bytes
@@ -36,26 +36,29 @@ Effects = list[tuple[Session, Reply]]
 
 @dataclass
 class _Waiter:
+    """A lookup that waits for a registration. number: of its request; since, until: times."""
+
     session: Session
     number: int
-    asked: float
+    since: float
     until: float
 
 
 @dataclass
 class _Record:
-    """asked: session and number of the request that registered the entry."""
+    """A live entry. owner: the session whose end also ends the entry, if any; registered_by: session and number of the
+    request that registered it; returns: see `RegisterProcess`; watchers: sessions that found the entry."""
 
     entry: DirectoryEntry
     owner: Session | None
-    asked: tuple[Session, int]
+    registered_by: tuple[Session, int]
     returns: bool
     watchers: set[Session] = field(default_factory=set)
 
 
 class Registry:
-    """Every method that needs the time gets it as an argument, which never decreases. Methods return the replies to
-    send.
+    """The live and the ended entries, and the lookups that wait. Every method that needs the time gets it as an
+    argument, which never decreases. Methods return the replies to send.
 
     The end of a group ends its workers, and fails the lookups that wait for one of them. Registration of a group
     deletes the records of workers of the earlier group with its name.
@@ -70,16 +73,17 @@ class Registry:
     def register(self, session: Session, request: RegisterProcess) -> Effects:
         """Reply with the new entry. `NameInUseError` if the name has a live entry, unless this same request made it,
         or both the entry and the request have `returns` set."""
-        key, asked = (request.kind, request.name), (session, request.number)
+        key, request_id = (request.kind, request.name), (session, request.number)
         effects: Effects = []
-        held = self._live.get(key)
-        if held is not None and held.asked == asked:
-            return [(session, Found(request.number, (held.entry,)))]
-        if held is not None and not (held.returns and request.returns):
+        existing = self._live.get(key)
+        # The client repeats unanswered requests on a new connection.
+        if existing is not None and existing.registered_by == request_id:
+            return [(session, Found(request.number, (existing.entry,)))]
+        if existing is not None and not (existing.returns and request.returns):
             error = errors.NameInUseError(kind=request.kind, name=request.name)
             return [(session, failed(request.number, error))]
-        if held is not None:
-            effects, _ = self._finish(held, EntryState.LOST, "another process took its place")
+        if existing is not None:
+            effects, _ = self._end_entry(existing, EntryState.LOST, "another process took its place")
         self._incarnation += 1
         entry = DirectoryEntry(
             kind=request.kind,
@@ -90,15 +94,17 @@ class Registry:
         )
         self._ended.pop(key, None)
         if request.kind is Kind.GROUP:
-            for stale in [gone for gone in self._ended if _belongs(gone, request.name)]:
-                del self._ended[stale]
-            for awaited in list(self._waiting):
-                if wrong := _no_such_rank(awaited, entry):
-                    effects += [(waiter.session, failed(waiter.number, wrong)) for waiter in self._waiting.pop(awaited)]
-        kept = self._live[key] = _Record(entry, session if request.owned else None, asked, request.returns)
+            for stale_key in [ended_key for ended_key in self._ended if _is_worker_of(ended_key, request.name)]:
+                del self._ended[stale_key]
+            for waited_key in list(self._waiting):
+                rank_error = _rank_error(waited_key, entry)
+                if rank_error is not None:
+                    waiters = self._waiting.pop(waited_key)
+                    effects += [(waiter.session, failed(waiter.number, rank_error)) for waiter in waiters]
+        record = self._live[key] = _Record(entry, session if request.owned else None, request_id, request.returns)
         effects.append((session, Found(request.number, (entry,))))
         for waiter in self._waiting.pop(key, ()):
-            kept.watchers.add(waiter.session)
+            record.watchers.add(waiter.session)
             effects.append((waiter.session, Found(waiter.number, (entry,))))
         return effects
 
@@ -106,58 +112,59 @@ class Registry:
         """Reply with the entry as soon as it is live. `WorkerLostError` if it or its group has ended for good (a
         lost entry with `returns` is awaited instead); `NoSuchRankError` for a rank that the group does not have."""
         key = (request.kind, request.name)
-        kept = self._live.get(key)
-        if kept is not None:
-            kept.watchers.add(session)
-            return [(session, Found(request.number, (kept.entry,)))]
-        gone = self._ended.get(key) or self._ended.get((Kind.GROUP, _root(key)))
-        if gone is not None:
-            return [(session, _lost(request.number, request.name, gone))]
-        group = self._live.get((Kind.GROUP, _root(key)))
-        if group is not None and (error := _no_such_rank(key, group.entry)):
+        record = self._live.get(key)
+        if record is not None:
+            record.watchers.add(session)
+            return [(session, Found(request.number, (record.entry,)))]
+        ended = self._ended.get(key) or self._ended.get((Kind.GROUP, _group_name(key)))
+        if ended is not None:
+            return [(session, _lost_reply(request.number, request.name, ended))]
+        group = self._live.get((Kind.GROUP, _group_name(key)))
+        if group is not None and (error := _rank_error(key, group.entry)):
             return [(session, failed(request.number, error))]
         waiter = _Waiter(session, request.number, now, now + request.wait_s)
         if request.wait_s <= 0:
-            return [(session, _not_found(waiter, key, now))]
+            return [(session, _not_found_reply(waiter, key, now))]
         self._waiting.setdefault(key, []).append(waiter)
         return []
 
     def end(self, session: Session, request: End) -> Effects:
         """Reply with the ended entry, or with no entry if none was live."""
-        kept = self._live.get((request.kind, request.name))
-        if kept is None or request.incarnation not in (None, kept.entry.incarnation):
+        record = self._live.get((request.kind, request.name))
+        if record is None or request.incarnation not in (None, record.entry.incarnation):
             return [(session, Found(request.number))]
-        effects, entry = self._finish(kept, EntryState.ENDED, request.why)
+        effects, entry = self._end_entry(record, EntryState.ENDED, request.why)
         return [*effects, (session, Found(request.number, (entry,)))]
 
     def listing(self, session: Session, request: Listing) -> Effects:
         """Reply with the live entries of a kind, in order of registration."""
-        entries = tuple(kept.entry for kept in self._live.values() if kept.entry.kind is request.kind)
+        entries = tuple(record.entry for record in self._live.values() if record.entry.kind is request.kind)
         return [(session, Found(request.number, entries))]
 
     def leave(self, session: Session, state: EntryState, why: str) -> Effects:
         """End everything that a session owns, because its process closed it (ENDED) or died (LOST)."""
         for key, waiters in list(self._waiting.items()):
             self._set_waiters(key, [waiter for waiter in waiters if waiter.session != session])
-        for kept in self._live.values():
-            kept.watchers.discard(session)
+        for record in self._live.values():
+            record.watchers.discard(session)
         effects: Effects = []
-        for kept in [kept for kept in self._live.values() if kept.owner == session]:
-            if (kept.entry.kind, kept.entry.name) in self._live:
-                effects += self._finish(kept, state, why)[0]
+        for record in [record for record in self._live.values() if record.owner == session]:
+            # The end of a group, earlier in this loop, has ended its workers too.
+            if (record.entry.kind, record.entry.name) in self._live:
+                effects += self._end_entry(record, state, why)[0]
         return effects
 
     def owner(self, kind: Kind, name: str) -> Session | None:
         """Return the session that owns the live entry of that name, if any."""
-        kept = self._live.get((kind, name))
-        return None if kept is None else kept.owner
+        record = self._live.get((kind, name))
+        return None if record is None else record.owner
 
     def expire(self, now: float) -> Effects:
         """Fail the lookups whose wait is over."""
         effects: Effects = []
         for key, waiters in list(self._waiting.items()):
-            over = [waiter for waiter in waiters if waiter.until <= now]
-            effects += [(waiter.session, _not_found(waiter, key, now)) for waiter in over]
+            expired = [waiter for waiter in waiters if waiter.until <= now]
+            effects += [(waiter.session, _not_found_reply(waiter, key, now)) for waiter in expired]
             self._set_waiters(key, [waiter for waiter in waiters if waiter.until > now])
         return effects
 
@@ -171,13 +178,13 @@ class Registry:
         else:
             self._waiting.pop(key, None)
 
-    def _finish(self, kept: _Record, state: EntryState, why: str) -> tuple[Effects, DirectoryEntry]:
+    def _end_entry(self, record: _Record, state: EntryState, why: str) -> tuple[Effects, DirectoryEntry]:
         """End an entry, and with a group its workers. Return the notifications for watchers and waiting lookups, and
         the ended entry."""
         effects: Effects = []
-        last = kept.entry
-        for each in list(self._with_members(kept)):
-            entry = each.entry
+        last = record.entry
+        for member in list(self._with_members(record)):
+            entry = member.entry
             key = (entry.kind, entry.name)
             last = DirectoryEntry(
                 kind=entry.kind,
@@ -189,40 +196,44 @@ class Registry:
                 why=why,
             )
             del self._live[key]
-            if not (each.returns and state is EntryState.LOST):
+            # Lookups of a lost entry with `returns` wait for its successor, so it must not count as ended.
+            if not (member.returns and state is EntryState.LOST):
                 self._record_end(key, last)
-            effects += [(watcher, Gone(last)) for watcher in sorted(each.watchers)]
-        if kept.entry.kind is Kind.GROUP:
-            for key in [key for key in self._waiting if _belongs(key, kept.entry.name)]:
+            effects += [(watcher, Gone(last)) for watcher in sorted(member.watchers)]
+        if record.entry.kind is Kind.GROUP:
+            for key in [key for key in self._waiting if _is_worker_of(key, record.entry.name)]:
                 for waiter in self._waiting.pop(key):
-                    effects.append((waiter.session, _lost(waiter.number, key[1], last)))
+                    effects.append((waiter.session, _lost_reply(waiter.number, key[1], last)))
         return effects, last
 
-    def _with_members(self, kept: _Record) -> Iterator[_Record]:
-        if kept.entry.kind is Kind.GROUP:
-            yield from (each for key, each in self._live.items() if _belongs(key, kept.entry.name))
-        yield kept
+    def _with_members(self, record: _Record) -> Iterator[_Record]:
+        """Yield the record, and before it the workers if it is a group."""
+        if record.entry.kind is Kind.GROUP:
+            yield from (member for key, member in self._live.items() if _is_worker_of(key, record.entry.name))
+        yield record
 
-    def _record_end(self, key: Key, gone: DirectoryEntry) -> None:
-        self._ended[key] = gone
+    def _record_end(self, key: Key, ended: DirectoryEntry) -> None:
+        """Keep an ended entry, so that lookups of it fail at once. Delete the oldest ones beyond `MAX_ENDED`."""
+        self._ended[key] = ended
         self._ended.move_to_end(key)
-        while len(self._ended) > MOST_GONE:
+        while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
 
-def _root(key: Key) -> str:
+def _group_name(key: Key) -> str:
+    """Return the group of a worker's key; "" for keys of other kinds, which is no group's name."""
     kind, name = key
     return name.partition(SEPARATOR)[0] if kind is Kind.WORKER else ""
 
 
-def _belongs(key: Key, group: str) -> bool:
-    return key[0] is Kind.WORKER and _root(key) == group
+def _is_worker_of(key: Key, group: str) -> bool:
+    return key[0] is Kind.WORKER and _group_name(key) == group
 
 
-def _no_such_rank(key: Key, group: DirectoryEntry) -> errors.NoSuchRankError | None:
+def _rank_error(key: Key, group: DirectoryEntry) -> errors.NoSuchRankError | None:
     """Return the error for a worker of that group whose rank the group does not have, else None."""
     size = group.facts.get(WORLD_SIZE)
-    if not _belongs(key, group.name) or not isinstance(size, int):
+    if not _is_worker_of(key, group.name) or not isinstance(size, int):
         return None
     try:
         path = WorkerAddress.from_name(key[1]).rank_path
@@ -233,10 +244,10 @@ def _no_such_rank(key: Key, group: DirectoryEntry) -> errors.NoSuchRankError | N
     return errors.NoSuchRankError(group=group.name, rank=path[0], size=size)
 
 
-def _not_found(waiter: _Waiter, key: Key, now: float) -> Failed:
-    return failed(waiter.number, errors.NameNotFoundError(kind=key[0], name=key[1], waited_s=now - waiter.asked))
+def _not_found_reply(waiter: _Waiter, key: Key, now: float) -> Failed:
+    return failed(waiter.number, errors.NameNotFoundError(kind=key[0], name=key[1], waited_s=now - waiter.since))
 
 
-def _lost(number: int, name: str, gone: DirectoryEntry) -> Failed:
-    why = gone.why if gone.name == name else f"its {gone.kind} {gone.name!r} ended ({gone.why})"
+def _lost_reply(number: int, name: str, ended: DirectoryEntry) -> Failed:
+    why = ended.why if ended.name == name else f"its {ended.kind} {ended.name!r} ended ({ended.why})"
     return failed(number, errors.WorkerLostError(worker=name, why=why))

@@ -44,7 +44,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Client:
-    """fd: the connection of its last `OpenDirectory`, None after that connection has ended."""
+    """A client's session. fd: the connection of its last `OpenDirectory`, None after that connection has ended, which
+    was at `lost_at`."""
 
     process: wire.Process
     version: int
@@ -71,7 +72,7 @@ class Directory:
         self._context: zmq.Context[Socket] = zmq.Context()
         self._registry = Registry()
         self._clients: dict[Session, _Client] = {}
-        self._connected: set[int] = set()
+        self._connected_fds: set[int] = set()
         try:
             self._socket = open_socket(self._context, zmq.ROUTER)
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -97,13 +98,14 @@ class Directory:
         self.close()
 
     def _bind(self, host: str) -> int:
+        """Bind a free port of `host` and return it."""
         self._socket.set(zmq.ROUTER_HANDOVER, 1)
         self._socket.set(zmq.BACKLOG, 4096)
         end_silent(self._socket, HEARTBEAT_MS, SILENCE_MS)
         return bind_tcp(self._socket, resolve_host(host))
 
     def _on_events(self, _: object) -> None:
-        for step in (self._read, self._expire, self._drop_lost_clients):
+        for step in (self._handle_messages, self._expire, self._drop_lost_clients):
             self._run_step(step)
 
     def _on_thread_end(self, defect: BaseException | None) -> None:
@@ -122,36 +124,43 @@ class Directory:
         self._send_replies(self._registry.expire(time.monotonic()))
 
     def _timeout_ms(self) -> int | None:
-        moments = [] if (expiry := self._registry.next_expiry()) is None else [expiry - time.monotonic()]
+        """Return the time until the next lookup expires or lost clients are checked, None if there are neither."""
+        times_s: list[float] = []
+        expiry = self._registry.next_expiry()
+        if expiry is not None:
+            times_s.append(expiry - time.monotonic())
         if any(client.fd is None for client in self._clients.values()):
-            moments.append(_RECHECK_S)
-        return poll_ms(min(moments)) if moments else None
+            times_s.append(_RECHECK_S)
+        return poll_ms(min(times_s)) if times_s else None
 
-    def _read(self) -> None:
+    def _handle_messages(self) -> None:
         """Handle all received messages. Ends of connections are processed before each message, because the kernel
         reuses descriptors. The last messages of a connection may be received after its end."""
         self._track_connections()
         for session, request, frames in received(self._socket, wire.decode_request, "the directory"):
             self._track_connections()
             try:
-                self._handle(session, int(frames[0].get(zmq.SRCFD)), request)
+                self._handle_request(session, int(frames[0].get(zmq.SRCFD)), request)
             except Exception as error:
                 _log.exception("Directory failed on request %r", request)
-                self._refuse(session, request, error)
+                self._reply_error(session, request, error)
 
-    def _refuse(self, session: Session, request: wire.Request, error: Exception) -> None:
+    def _reply_error(self, session: Session, request: wire.Request, error: Exception) -> None:
+        """Reply to a request that failed with an internal error."""
         if not isinstance(request, wire.OpenDirectory):
             internal = InternalError(what=f"{type(request).__name__}: {error!r}")
             self._send_replies([(session, wire.failed(request.number, internal))])
 
-    def _handle(self, session: Session, fd: int, request: wire.Request) -> None:
+    def _handle_request(self, session: Session, fd: int, request: wire.Request) -> None:
         """Handle one request of a client. The `OpenDirectory` of a dropped session gets an `Unknown` reply."""
         client = self._clients.get(session)
         if isinstance(request, wire.OpenDirectory):
             if client is None and request.known:
                 self._send_replies([(session, wire.Unknown("it was silent for too long"))])
             client = self._clients.setdefault(session, _Client(request.process, request.version))
-            client.fd, client.lost_at = fd if fd in self._connected else None, time.monotonic()
+            # The connection may have ended before this message of it was read.
+            client.fd = fd if fd in self._connected_fds else None
+            client.lost_at = time.monotonic()
             return
         if client is None:
             # Sent before the connection broke. The client repeats it after its `OpenDirectory`.
@@ -160,12 +169,14 @@ class Directory:
             error = ProtocolVersionError(client_version=client.version, service_version=wire.VERSION)
             self._send_replies([(session, wire.failed(request.number, error))])
             return
-        self._send_replies(self._answer(session, request))
+        self._send_replies(self._apply(session, request))
 
-    def _answer(self, session: Session, request: wire.Request) -> Effects:
+    def _apply(self, session: Session, request: wire.Request) -> Effects:
+        """Apply a request to the registry. Return the replies to send."""
         now = time.monotonic()
         match request:
             case wire.RegisterProcess():
+                # The name of a process whose connection has ended is free at once, without `GRACE_S`.
                 owner = self._registry.owner(request.kind, request.name)
                 if owner is not None and owner in self._clients and self._clients[owner].fd is None:
                     self._send_replies(self._drop_session(owner))
@@ -187,9 +198,9 @@ class Directory:
         """Record accepted and ended connections."""
         for event, fd in events(self._monitor):
             if event == zmq.EVENT_ACCEPTED:
-                self._connected.add(fd)
+                self._connected_fds.add(fd)
                 continue
-            self._connected.discard(fd)
+            self._connected_fds.discard(fd)
             for client in self._clients.values():
                 if client.fd == fd:
                     client.fd, client.lost_at = None, time.monotonic()
@@ -202,6 +213,7 @@ class Directory:
                 self._send_replies(self._drop_session(session))
 
     def _drop_session(self, session: Session) -> Effects:
+        """Remove a client, whose entries are then lost. Return the notifications to send."""
         client = self._clients.pop(session)
         why = f"its process {client.process.pid} died" if has_ended(client.process) else "its connection broke"
         return self._registry.leave(session, EntryState.LOST, why)

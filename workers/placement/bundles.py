@@ -48,17 +48,17 @@ def bundles_to_use(bundle_counts: Sequence[int], workers_per_node: int | Sequenc
     bundles, and for a list without exactly one count per node.
     """
     if workers_per_node is None:
-        wanted = list(bundle_counts)
+        counts = list(bundle_counts)
     elif isinstance(workers_per_node, int):
-        wanted = [workers_per_node] * len(bundle_counts)
+        counts = [workers_per_node] * len(bundle_counts)
     else:
-        wanted = list(workers_per_node)
-    if len(wanted) != len(bundle_counts):
-        raise ValueError(f"workers_per_node has {len(wanted)} counts, but the cluster has {len(bundle_counts)} nodes")
-    for node, (count, bundles) in enumerate(zip(wanted, bundle_counts, strict=True)):
+        counts = list(workers_per_node)
+    if len(counts) != len(bundle_counts):
+        raise ValueError(f"workers_per_node has {len(counts)} counts, but the cluster has {len(bundle_counts)} nodes")
+    for node, (count, bundles) in enumerate(zip(counts, bundle_counts, strict=True)):
         if not 0 <= count <= bundles:
             raise ValueError(f"workers_per_node requests {count} workers on node {node}, which has {bundles} bundles")
-    return [(node, [bundle]) for node, count in enumerate(wanted) for bundle in range(count)]
+    return [(node, [bundle]) for node, count in enumerate(counts) for bundle in range(count)]
 
 
 def place_workers(
@@ -71,40 +71,41 @@ def place_workers(
     unknown node or bundle, and for an empty tied group.
     """
     places: list[WorkerPlace] = []
-    on_node = [0] * len(bundle_counts)
-    for tied_group, (first, bundles) in enumerate(groups):
-        if not 0 <= first < len(bundle_counts):
-            raise ValueError(f"bundle_indices_list names node {first}; the cluster has {len(bundle_counts)} nodes")
+    workers_on_node = [0] * len(bundle_counts)
+    for tied_group, (first_node, bundles) in enumerate(groups):
+        if not 0 <= first_node < len(bundle_counts):
+            raise ValueError(f"bundle_indices_list names node {first_node}; the cluster has {len(bundle_counts)} nodes")
         if not bundles:
             raise ValueError(f"tied group {tied_group} in bundle_indices_list has no bundles")
-        for tied_rank, named in enumerate(bundles):
-            node, bundle = _resolve(bundle_counts, first, named, spanning)
+        for tied_rank, named_bundle in enumerate(bundles):
+            node, bundle = _find_bundle(bundle_counts, first_node, named_bundle, spanning)
             places.append(
                 WorkerPlace(
                     rank=len(places),
                     node=node,
                     bundle=bundle,
                     node_rank=node,
-                    local_rank=on_node[node],
+                    local_rank=workers_on_node[node],
                     tied_group=tied_group,
                     tied_rank=tied_rank,
-                    bundle_indices=(first, list(bundles)) if tied_rank == 0 else None,
+                    bundle_indices=(first_node, list(bundles)) if tied_rank == 0 else None,
                 )
             )
-            on_node[node] += 1
+            workers_on_node[node] += 1
     if not places:
         raise ValueError("a worker group needs at least one worker, but no bundle is used")
     return places
 
 
-def _resolve(bundle_counts: Sequence[int], first: int, named: int, spanning: bool) -> tuple[int, int]:
-    """Return (node, bundle on it) of bundle `named`, counted from the first bundle of node `first`."""
-    node, bundle = first, named
+def _find_bundle(bundle_counts: Sequence[int], first_node: int, named_bundle: int, spanning: bool) -> tuple[int, int]:
+    """Return (node, bundle on it) of bundle `named_bundle`, counted from the first bundle of node `first_node`."""
+    node, bundle = first_node, named_bundle
     while spanning and node < len(bundle_counts) - 1 and bundle >= bundle_counts[node]:
         bundle -= bundle_counts[node]
         node += 1
     if not 0 <= bundle < bundle_counts[node]:
-        raise ValueError(f"bundle {named} of node {first} does not exist; the node has {bundle_counts[first]} bundles")
+        count = bundle_counts[first_node]
+        raise ValueError(f"bundle {named_bundle} of node {first_node} does not exist; the node has {count} bundles")
     return node, bundle
 
 
@@ -115,17 +116,20 @@ def bundles_by_node(bundle_counts: Sequence[int], hosts: Sequence[str]) -> list[
     descending order of their bundle counts: each takes the host with the fewest free bundles that are enough, or
     else the hosts with the most free bundles.
     """
-    left: dict[str, list[int]] = {}
+    free_bundles: dict[str, list[int]] = {}
     for bundle, host in enumerate(hosts):
-        left.setdefault(host, []).append(bundle)
+        free_bundles.setdefault(host, []).append(bundle)
     nodes: list[list[int]] = [[] for _ in bundle_counts]
-    for node, count in sorted(enumerate(bundle_counts), key=lambda one: -one[1]):
+    for node, count in sorted(enumerate(bundle_counts), key=lambda item: -item[1]):
         while len(nodes[node]) < count:
             needed = count - len(nodes[node])
-            enough = [host for host in left if len(left[host]) >= needed]
-            host = min(enough, key=lambda one: len(left[one])) if enough else max(left, key=lambda one: len(left[one]))
-            nodes[node] += left[host][:needed]
-            left[host] = left[host][needed:]
+            sufficient_hosts = [host for host in free_bundles if len(free_bundles[host]) >= needed]
+            if sufficient_hosts:
+                host = min(sufficient_hosts, key=lambda name: len(free_bundles[name]))
+            else:
+                host = max(free_bundles, key=lambda name: len(free_bundles[name]))
+            nodes[node] += free_bundles[host][:needed]
+            free_bundles[host] = free_bundles[host][needed:]
     return [sorted(bundles) for bundles in nodes]
 
 
@@ -135,18 +139,18 @@ def counted_by_host(places: Sequence[WorkerPlace], hosts: Sequence[str]) -> list
     hosts: of each place. If the workers of every node are on one host, the node ranks stay. Otherwise hosts count as
     the nodes, in the order of their first rank.
     """
-    of_node: dict[int, set[str]] = {}
+    hosts_of_node: dict[int, set[str]] = {}
     for place, host in zip(places, hosts, strict=True):
-        of_node.setdefault(place.node, set()).add(host)
-    if all(len(there) == 1 for there in of_node.values()):
+        hosts_of_node.setdefault(place.node, set()).add(host)
+    if all(len(node_hosts) == 1 for node_hosts in hosts_of_node.values()):
         return list(places)
-    ranks = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-    on_host = dict.fromkeys(hosts, 0)
-    counted = []
+    node_ranks = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    workers_on_host = dict.fromkeys(hosts, 0)
+    recounted = []
     for place, host in zip(places, hosts, strict=True):
-        counted.append(replace(place, node_rank=ranks[host], local_rank=on_host[host]))
-        on_host[host] += 1
-    return counted
+        recounted.append(replace(place, node_rank=node_ranks[host], local_rank=workers_on_host[host]))
+        workers_on_host[host] += 1
+    return recounted
 
 
 def rank_environment(

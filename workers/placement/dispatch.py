@@ -54,18 +54,18 @@ def shard_targets(
     ValueError for an unknown axis and for an axis in both roles.
     """
     known_axes(sharding, in_sharded_axes=sharded, replicate_on_axes=replicated)
-    both = set(sharded) & set(replicated)
-    if both:
+    twice = set(sharded) & set(replicated)
+    if twice:
         raise ValueError(
-            f"axis {sorted(both)[0]!r} is in in_sharded_axes and in replicate_on_axes; remove it from one of them"
+            f"axis {sorted(twice)[0]!r} is in in_sharded_axes and in replicate_on_axes; remove it from one of them"
         )
     free = [name for name in sharding.names if name not in sharded and name not in replicated]
     targets = []
     for worker in worker_order(sharding):
         coords = sharding.get_worker_coords(worker)
-        reached = is_axis_zero(coords, free)
-        if reached or dummies:
-            targets.append(DispatchTarget(worker, tuple(coords[axis] for axis in sharded), not reached))
+        has_data = is_axis_zero(coords, free)
+        if has_data or dummies:
+            targets.append(DispatchTarget(worker, tuple(coords[axis] for axis in sharded), not has_data))
     return targets
 
 
@@ -93,10 +93,10 @@ def check_shards(name: str, shards: Any, sharding: NamedSharding, sharded: Seque
         check_shards(name, shard, sharding, sharded[1:])
 
 
-def shards_of(shards: Any, places: Sequence[int]) -> Any:
-    """Return the element of nested lists at `places`."""
-    for place in places:
-        shards = shards[place]
+def shards_of(shards: Any, position: Sequence[int]) -> Any:
+    """Return the element of nested lists at `position`, which has an index for each level."""
+    for index in position:
+        shards = shards[index]
     return shards
 
 
@@ -120,4 +120,4 @@ def check_common(common: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
 
 def named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return (name, value) of each argument. Positional arguments are named by their number."""
-    return [*((str(place), value) for place, value in enumerate(args)), *kwargs.items()]
+    return [*((str(index), value) for index, value in enumerate(args)), *kwargs.items()]

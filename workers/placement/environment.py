@@ -23,6 +23,7 @@ _SET_PER_WORKER = frozenset(
     }
 )
 Path = tuple[str, ...]
+"""The keys on the way to an option: its name, or ("runtime_env", "env_vars", NAME)."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,11 @@ def driver_environment() -> dict[str, str]:
 
     Values that contain "$" or are not valid text are left out too, because Ray would change them.
     """
-    return {name: value for name, value in os.environ.items() if _passed_on(name) and _is_plain(value)}
+    return {name: value for name, value in os.environ.items() if _is_inherited(name) and _is_plain(value)}
 
 
-def _passed_on(name: str) -> bool:
+def _is_inherited(name: str) -> bool:
+    """Return whether workers inherit the variable: not if Ray sets it for itself or for each worker."""
     if name.startswith(_RAY_OWN):
         return name.startswith(_RAY_SETTINGS)
     return name not in _SET_PER_WORKER
@@ -61,35 +63,40 @@ def layered(layers: Sequence[Layer]) -> tuple[dict[str, Any], list[str]]:
     `runtime_env` and its `env_vars` are merged key by key. An equal value, or any value over None, does not count as
     an override. Messages omit the values of environment variables, which may be secret. Layers are not modified.
     """
-    found: dict[Path, tuple[Any, Layer]] = {}
+    values: dict[Path, tuple[Any, Layer]] = {}
+    # The changes, by (origin of the upper layer, origin of the lower layer, reason).
     overridden: dict[tuple[str, str, str], list[str]] = {}
     for layer in layers:
-        for path, value in _flat(layer.options):
-            if path in found and found[path][0] is not None and found[path][0] != value:
-                lower, below = found[path]
-                what = f"variable {path[-1]}" if len(path) == 3 else f"{path[-1]}={lower!r} with {value!r}"
-                overridden.setdefault((layer.origin, below.origin, layer.why), []).append(what)
-            found[path] = (value, layer)
+        for path, value in _flatten(layer.options):
+            if path in values and values[path][0] is not None and values[path][0] != value:
+                lower_value, lower_layer = values[path]
+                is_variable = len(path) == 3
+                change = f"variable {path[-1]}" if is_variable else f"{path[-1]}={lower_value!r} with {value!r}"
+                overridden.setdefault((layer.origin, lower_layer.origin, layer.why), []).append(change)
+            values[path] = (value, layer)
     sentences = [
-        f"{upper} overrides {', '.join(what)} of {below}: {why}" for (upper, below, why), what in overridden.items()
+        f"{upper} overrides {', '.join(changes)} of {lower}: {why}"
+        for (upper, lower, why), changes in overridden.items()
     ]
-    return _nested((path, value) for path, (value, _) in found.items()), sentences
+    return _nest((path, value) for path, (value, _) in values.items()), sentences
 
 
-def _flat(options: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _flatten(options: Mapping[str, Any], prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the path and the value of each option; `runtime_env` and its `env_vars` are yielded key by key."""
     for name, value in options.items():
-        path = (*above, name)
+        path = (*prefix, name)
         if path in (("runtime_env",), ("runtime_env", "env_vars")):
-            yield from _flat(value or {}, path)
+            yield from _flatten(value or {}, path)
         else:
             yield path, value
 
 
-def _nested(values: Iterator[tuple[Path, Any]]) -> dict[str, Any]:
+def _nest(values: Iterator[tuple[Path, Any]]) -> dict[str, Any]:
+    """Return the nested options of these paths and values, the inverse of `_flatten`."""
     result: dict[str, Any] = {}
     for path, value in values:
-        inner = result
+        target = result
         for name in path[:-1]:
-            inner = inner.setdefault(name, {})
-        inner[path[-1]] = value
+            target = target.setdefault(name, {})
+        target[path[-1]] = value
     return result

@@ -30,17 +30,17 @@ class PortKeeper:
         use, `OpenFilesError` if this process has reached its limit of open files."""
         if highest < LOWEST:
             raise ValueError(f"cannot hold ports up to {highest}: ports below {LOWEST} are never assigned")
-        new: list[socket.socket] = []
+        sockets: list[socket.socket] = []
         try:
             with OpenFilesError.of(f"holding {count} ports"):
                 for _ in range(count):
-                    new.append(_free(highest))
+                    sockets.append(_bind_free(highest))
         except BaseException:
-            for sock in new:
+            for sock in sockets:
                 sock.close()
             raise
-        ports = [int(sock.getsockname()[1]) for sock in new]
-        self._held.update(zip(ports, new, strict=True))
+        ports = [int(sock.getsockname()[1]) for sock in sockets]
+        self._held.update(zip(ports, sockets, strict=True))
         return ports
 
     def release(self, ports: Iterable[int]) -> None:
@@ -55,29 +55,29 @@ class PortKeeper:
         self.release(list(self._held))
 
 
-def _free(highest: int) -> socket.socket:
+def _bind_free(highest: int) -> socket.socket:
     """Return a socket bound to a port that the kernel chooses, or if that port is above `highest`, to the first free
     port of a random order of all ports up to `highest`."""
-    chosen = _bound(0)
-    if chosen.getsockname()[1] <= highest:
-        return chosen
-    chosen.close()
+    sock = _bind(0)
+    if sock.getsockname()[1] <= highest:
+        return sock
+    sock.close()
     for port in random.sample(range(LOWEST, highest + 1), highest + 1 - LOWEST):
         try:
-            return _bound(port)
+            return _bind(port)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
     raise OSError(errno.EADDRINUSE, f"all ports from {LOWEST} to {highest} are in use on this node")
 
 
-def _bound(port: int) -> socket.socket:
+def _bind(port: int) -> socket.socket:
     """Return a socket bound to the port. SO_REUSEPORT is set after the bind, so that no other keeper can bind the
     same port."""
-    dual = socket.has_dualstack_ipv6()
-    sock = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    dual_stack = socket.has_dualstack_ipv6()
+    sock = socket.socket(socket.AF_INET6 if dual_stack else socket.AF_INET)
     try:
-        if dual:
+        if dual_stack:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         sock.bind(("", port))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

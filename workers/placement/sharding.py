@@ -27,9 +27,9 @@ def _as_ranks(layout: Any) -> Ranks:
         raise ValueError(f"layout is empty (shape {ranks.shape}): it must name at least one rank")
     if not np.issubdtype(ranks.dtype, np.integer):
         raise ValueError(f"layout has dtype {ranks.dtype}, but ranks must be integers")
-    found, counts = np.unique(ranks, return_counts=True)
-    if len(found) != ranks.size:
-        raise ValueError(f"layout names rank {int(found[counts > 1][0])} more than once")
+    unique_ranks, counts = np.unique(ranks, return_counts=True)
+    if len(unique_ranks) != ranks.size:
+        raise ValueError(f"layout names rank {int(unique_ranks[counts > 1][0])} more than once")
     return ranks.astype(np.int64)
 
 
@@ -53,8 +53,8 @@ class NamedSharding:
         if len(set(self._names)) != len(self._names):
             raise ValueError(f"axis names are not unique: {self._names}")
         self._axes = {name: axis for axis, name in enumerate(self._names)}
-        places = itertools.product(*map(range, self._layout.shape))
-        self._coords = dict(zip(self._layout.ravel().tolist(), places, strict=True))
+        positions = itertools.product(*map(range, self._layout.shape))
+        self._coords = dict(zip(self._layout.ravel().tolist(), positions, strict=True))
 
     @property
     def shape(self) -> dict[str, int]:
@@ -94,30 +94,30 @@ class NamedSharding:
         """Return the coordinates (axis name -> position) of rank `worker_id`, in constant time. ValueError for an
         unknown rank."""
         try:
-            places = self._coords[worker_id]
+            positions = self._coords[worker_id]
         except KeyError:
             raise ValueError(f"unknown rank {worker_id}; the layout has {self.size} other ranks") from None
-        return dict(zip(self._names, places, strict=True))
+        return dict(zip(self._names, positions, strict=True))
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
         """Return the ranks at `coords`, ascending. An axis that is not given matches all positions. Empty for a
         position beyond its axis. ValueError for an unknown axis."""
-        if any(not 0 <= place < self.get_axis_size(name) for name, place in coords.items()):
+        if any(not 0 <= position < self.get_axis_size(name) for name, position in coords.items()):
             return []
-        return sorted(int(rank) for rank in self._at(coords).ravel())
+        return sorted(int(rank) for rank in self._ranks_at(coords).ravel())
 
     def get_ranks(self, **coords: int) -> NamedSharding | int:
         """Fix the given axes. Return a sharding over the remaining axes, or the rank if no axis remains.
 
         ValueError for an unknown axis, IndexError for a position beyond its axis.
         """
-        for name, place in coords.items():
-            if not 0 <= place < self.get_axis_size(name):
-                raise IndexError(f"axis {name!r} has size {self.get_axis_size(name)}, got position {place}")
-        left = self._at(coords)
-        if left.ndim == 0:
-            return int(left)
-        return NamedSharding(left, [name for name in self._names if name not in coords])
+        for name, position in coords.items():
+            if not 0 <= position < self.get_axis_size(name):
+                raise IndexError(f"axis {name!r} has size {self.get_axis_size(name)}, got position {position}")
+        remaining = self._ranks_at(coords)
+        if remaining.ndim == 0:
+            return int(remaining)
+        return NamedSharding(remaining, [name for name in self._names if name not in coords])
 
     @staticmethod
     def is_axis_zero(coords: Mapping[str, int], axes: Sequence[str]) -> bool:
@@ -127,7 +127,8 @@ class NamedSharding:
         """
         return is_axis_zero(coords, axes)
 
-    def _at(self, coords: Mapping[str, int]) -> Ranks:
+    def _ranks_at(self, coords: Mapping[str, int]) -> Ranks:
+        """Return the array of ranks at `coords`, over the axes that are not given."""
         index = tuple(coords.get(name, slice(None)) for name in self._names)
         return np.asarray(self._layout[index])
 

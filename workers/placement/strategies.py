@@ -75,6 +75,7 @@ class PackedPlacementStrategy:
         count, block = end_hardware_rank - start_hardware_rank + 1, num_hardware_per_process * stride
         if count % block:
             raise ValueError(f"{count} accelerators are not a multiple of {block} (num_hardware_per_process * stride)")
+        # The accelerators of each worker. `stride` workers share a block of consecutive accelerators.
         self._groups = [
             tuple(range(first + offset, first + offset + block, stride))
             for first in range(start_hardware_rank, end_hardware_rank + 1, block)
@@ -121,41 +122,44 @@ class NodePlacementStrategy:
         for node in self._nodes:
             if not 0 <= node < nodes:
                 raise ValueError(f"node {node} does not exist; the cluster has {nodes} nodes, counted from 0")
-        return _placed([(node, ()) for node in self._nodes], cluster, False)
+        return _placements([(node, ()) for node in self._nodes], cluster, False)
 
 
 def _on_accelerators(groups: Sequence[tuple[int, ...]], cluster: Accelerators, isolate: bool) -> list[WorkerPlacement]:
-    places = [(node, index) for node, count in enumerate(cluster.accelerators_per_node) for index in range(count)]
-    if not places:
+    """Return the placements. groups: the accelerators of each worker, as numbers in the whole cluster. ValueError if an
+    accelerator does not exist, or if those of one worker are on several nodes."""
+    per_node = cluster.accelerators_per_node
+    all_accelerators = [(node, index) for node, count in enumerate(per_node) for index in range(count)]
+    if not all_accelerators:
         raise ValueError("the cluster has no accelerators; use NodePlacementStrategy to place workers by node")
-    found = []
+    assigned = []
     for ranks in groups:
-        if not 0 <= ranks[0] <= ranks[-1] < len(places):
+        if not 0 <= ranks[0] <= ranks[-1] < len(all_accelerators):
             raise ValueError(
-                f"accelerators {list(ranks)} do not all exist; the cluster has {len(places)}, counted from 0"
+                f"accelerators {list(ranks)} do not all exist; the cluster has {len(all_accelerators)}, counted from 0"
             )
-        nodes = {places[rank][0] for rank in ranks}
+        nodes = {all_accelerators[rank][0] for rank in ranks}
         if len(nodes) > 1:
             raise ValueError(f"accelerators {list(ranks)} of one worker are on several nodes: {sorted(nodes)}")
-        found.append((nodes.pop(), tuple(places[rank][1] for rank in ranks)))
-    return _placed(found, cluster, isolate)
+        assigned.append((nodes.pop(), tuple(all_accelerators[rank][1] for rank in ranks)))
+    return _placements(assigned, cluster, isolate)
 
 
-def _placed(
+def _placements(
     workers: Sequence[tuple[int, tuple[int, ...]]], cluster: Accelerators, isolate: bool
 ) -> list[WorkerPlacement]:
-    """Return the placements. workers: (node, own accelerators on it) of each, sorted by node."""
+    """Return the placements. workers: (node, its own accelerators there) of each, sorted by node."""
     nodes = [node for node, _ in workers]
-    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    group_node_ranks = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     return [
         WorkerPlacement(
             rank=rank,
             cluster_node_rank=node,
-            placement_node_rank=numbers[node],
+            placement_node_rank=group_node_ranks[node],
             local_rank=nodes[:rank].count(node),
             local_world_size=nodes.count(node),
-            accelerators=own,
-            visible=own if isolate else tuple(range(cluster.accelerators_per_node[node])),
+            accelerators=accelerators,
+            visible=accelerators if isolate else tuple(range(cluster.accelerators_per_node[node])),
         )
-        for rank, (node, own) in enumerate(workers)
+        for rank, (node, accelerators) in enumerate(workers)
     ]

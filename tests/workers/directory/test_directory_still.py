@@ -88,7 +88,7 @@ def _until_taken(client: DirectoryClient) -> None:
     no answer from before comes over that connection."""
 
     def since() -> float | None:
-        return client._away_since if client._taken else None
+        return client._away_since if client._accepted else None
 
     while True:
         noticed = wait_until(since, "the silence is noticed")
@@ -138,7 +138,7 @@ def test_a_directory_that_stood_still_for_longer_is_lost_until_it_answers(
         with pytest.raises(DirectoryLostError, match="sent nothing"):
             client.lookup_group("g")
         frozen.go_on()
-        wait_until(lambda: client._lost is None, "it is found again")
+        wait_until(lambda: client._lost_error is None, "it is found again")
         assert client.lookup_group("g").live
 
 

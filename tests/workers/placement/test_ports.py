@@ -99,9 +99,9 @@ def test_a_port_is_not_above_the_highest_that_is_asked_for(keeper: PortKeeper) -
 def test_keepers_share_no_port_that_is_named(keeper: PortKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the kernel's choice is too high, and one port only may be given out."""
     (port,) = keeper.hold(1)
-    bound, other = ports._bound, PortKeeper()
+    bound, other = ports._bind, PortKeeper()
     monkeypatch.setattr(ports, "LOWEST", port)
-    monkeypatch.setattr(ports, "_bound", lambda named: bound(named) if named else _TooHigh())
+    monkeypatch.setattr(ports, "_bind", lambda named: bound(named) if named else _TooHigh())
     with pytest.raises(OSError, match=f"all ports from {port} to {port}"):
         other.hold(1, port)
     keeper.close()
