@@ -204,7 +204,7 @@ def test_a_packed_strategy_remembers_its_arguments() -> None:
 
 
 def test_configurations(caplog: pytest.LogCaptureFixture) -> None:
-    configured = cluster_module._configured
+    configured = cluster_module._read_num_nodes
     assert configured({"num_nodes": 2, "component_placement": {}}, None) == 2
     assert configured({"num_nodes": 2, "profiling": {"enabled": False}}, 2) == 2
     assert not caplog.text

@@ -29,7 +29,7 @@ class Cluster(PlainCluster):
     ignored, with a line in the log.
     """
 
-    _wanted: ClassVar[int | None] = None
+    _requested_nodes: ClassVar[int | None] = None
 
     def __init__(
         self,
@@ -38,15 +38,15 @@ class Cluster(PlainCluster):
         distributed_log_dir: str | None = None,
     ) -> None:
         if cluster_cfg is not None:
-            num_nodes = _configured(cluster_cfg, num_nodes)
+            num_nodes = _read_num_nodes(cluster_cfg, num_nodes)
         if distributed_log_dir is not None:
             log.warning("distributed_log_dir=%r is ignored: workers log to the driver", distributed_log_dir)
         if num_nodes is None and self.has_initialized():
-            num_nodes = Cluster._wanted
+            num_nodes = Cluster._requested_nodes
         if num_nodes is None and NODES_VARIABLE in os.environ:
             num_nodes = int(os.environ[NODES_VARIABLE])
         super().__init__(num_nodes)
-        Cluster._wanted = num_nodes
+        Cluster._requested_nodes = num_nodes
 
     @classmethod
     def has_initialized(cls) -> bool:
@@ -65,18 +65,18 @@ class Cluster(PlainCluster):
     @property
     def accelerator_ranks(self) -> list[list[int]]:
         """The numbers of the accelerators of each node. Numbers are unique in the cluster."""
-        found, first = [], 0
+        ranks, first = [], 0
         for count in self.accelerators_per_node:
-            found.append(list(range(first, first + count)))
+            ranks.append(list(range(first, first + count)))
             first += count
-        return found
+        return ranks
 
     def get_node_ip(self, node_rank: int) -> str:
         """Return the address of a node."""
         return self.nodes[node_rank].host
 
 
-def _configured(cluster_cfg: Mapping[str, Any], num_nodes: int | None) -> int:
+def _read_num_nodes(cluster_cfg: Mapping[str, Any], num_nodes: int | None) -> int:
     """Return the number of nodes in RLinf's configuration. Check the configuration and log ignored blocks."""
     for name in UNSUPPORTED:
         if cluster_cfg.get(name):
@@ -111,26 +111,26 @@ def load_user_extension_module(logger: logging.Logger | None = None) -> None:
 def parse_rank_config(
     rank_config: str | int, available_ranks: list[int] | None = None, rank_type: str | None = None
 ) -> list[int]:
-    """Parse a text such as "0-3,5" or "all" into sorted ranks. ValueError for a text without ranks, and for ranks that
-    are not in `available_ranks`."""
+    """Parse a text such as "0-3,5" or "all" (all `available_ranks`) into sorted ranks. rank_type: what the ranks
+    number, for errors. ValueError for a text without ranks, and for ranks that are not in `available_ranks`."""
     text = str(rank_config).strip()
     kind = rank_type or "rank"
     if text.lower() == "all":
         if available_ranks is None:
             raise ValueError(f"'all' cannot name processes: write {kind}s as FIRST-LAST")
         return sorted(available_ranks)
-    found: set[int] = set()
-    for part in filter(None, (each.strip() for each in text.split(","))):
+    ranks: set[int] = set()
+    for part in filter(None, map(str.strip, text.split(","))):
         first, _, last = part.partition("-")
         try:
-            ranks = range(int(first), int(last or first) + 1)
+            part_ranks = range(int(first), int(last or first) + 1)
         except ValueError:
             raise ValueError(f"{part!r} in {text!r}: expected a {kind}, FIRST-LAST, or 'all'") from None
-        if not ranks:
+        if not part_ranks:
             raise ValueError(f"{part!r} in {text!r} names no {kind}: the last rank is below the first")
-        found.update(ranks)
-    if not found:
+        ranks.update(part_ranks)
+    if not ranks:
         raise ValueError(f"{text!r} names no {kind}")
-    if available_ranks is not None and not found <= set(available_ranks):
-        raise ValueError(f"{text!r} names {kind}s {sorted(found - set(available_ranks))}, which do not exist")
-    return sorted(found)
+    if available_ranks is not None and not ranks <= set(available_ranks):
+        raise ValueError(f"{text!r} names {kind}s {sorted(ranks - set(available_ranks))}, which do not exist")
+    return sorted(ranks)

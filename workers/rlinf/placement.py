@@ -13,7 +13,7 @@ from workers.placement.strategies import PlacementStrategy as PlacementStrategy
 from workers.placement.strategies import WorkerPlacement as WorkerPlacement
 from workers.rlinf.cluster import parse_rank_config
 
-WHOLE = ("cluster", "node")
+NODE_GROUPS = ("cluster", "node")
 """RLinf's predefined node groups: all nodes, with ranks of accelerators ("cluster") or of nodes ("node")."""
 
 RankMap = dict[tuple[int, ...], list[int]]
@@ -54,9 +54,9 @@ class ComponentPlacement:
         self._component_world_size: dict[str, int] = {}
         self._component_rank_map: dict[str, RankMap] = {}
         for names, value in self._placement_config.items():
-            by_nodes, text = _block(value)
-            rank_map, strategy = _placed(text, cluster, by_nodes or not cluster.num_accelerators)
-            for name in (each.strip() for each in str(names).split(",")):
+            by_nodes, text = _parse_value(value)
+            rank_map, strategy = _place_processes(text, cluster, by_nodes or not cluster.num_accelerators)
+            for name in map(str.strip, str(names).split(",")):
                 if name in self._placements:
                     raise ValueError(f"component_placement has component {name!r} twice")
                 self._components.append(name)
@@ -76,46 +76,50 @@ class ComponentPlacement:
 
     def get_hardware_ranks(self, component_name: str) -> list[int]:
         """Return the ranks of a component's accelerators (or nodes). ValueError for an unknown component."""
-        return [rank for ranks in self._component_rank_map[self._known(component_name)] for rank in ranks]
+        return [rank for ranks in self._component_rank_map[self._checked_name(component_name)] for rank in ranks]
 
     def get_world_size(self, component_name: str) -> int:
         """Return a component's number of processes. ValueError for an unknown component."""
-        return self._component_world_size[self._known(component_name)]
+        return self._component_world_size[self._checked_name(component_name)]
 
     def get_strategy(self, component_name: str) -> PlacementStrategy:
         """Return the placement strategy of a component's group. ValueError for an unknown component."""
+        # Subclasses may add placements, without rank maps.
         if component_name not in self._placements:
-            self._known(component_name)
+            self._checked_name(component_name)
         return self._placements[component_name]
 
-    def _known(self, name: str) -> str:
+    def _checked_name(self, name: str) -> str:
+        """Return `name`. ValueError if there is no such component."""
         if name not in self._component_rank_map:
             raise ValueError(f"component_placement has no component {name!r}; it has {', '.join(self._components)}")
         return name
 
 
-def _block(value: Any) -> tuple[bool, str]:
-    """Return whether ranks are ranks of nodes, and the placement text."""
+def _parse_value(value: Any) -> tuple[bool, str]:
+    """Return whether a component's value names ranks of nodes, and its placement text. value: the text, or a block with
+    `placement` and `node_group`."""
     if not isinstance(value, Mapping):
         return False, str(value)
-    group = str(value.get("node_group") or WHOLE[0])
-    if group not in WHOLE:
-        raise ValueError(f"node_group: {group} is not supported, only {' and '.join(WHOLE)}; see `Cluster`")
+    group = str(value.get("node_group") or NODE_GROUPS[0])
+    if group not in NODE_GROUPS:
+        raise ValueError(f"node_group: {group} is not supported, only {' and '.join(NODE_GROUPS)}; see `Cluster`")
     return group == "node", str(value["placement"])
 
 
-def _placed(text: str, cluster: Cluster, by_nodes: bool) -> tuple[RankMap, PlacementStrategy]:
+def _place_processes(text: str, cluster: Cluster, by_nodes: bool) -> tuple[RankMap, PlacementStrategy]:
     """Return the rank map and the strategy of a placement text. by_nodes: ranks are ranks of nodes."""
     count = cluster.num_nodes if by_nodes else cluster.num_accelerators
-    rank_map = _parsed(text, list(range(count)), "node" if by_nodes else "accelerator")
-    of_process: dict[int, list[int]] = {}
+    rank_map = _parse_rank_map(text, list(range(count)), "node" if by_nodes else "accelerator")
+    resources_of_process: dict[int, list[int]] = {}
     for resources, processes in rank_map.items():
-        each = max(len(resources) // len(processes), 1)
-        sharing = max(len(processes) // len(resources), 1)
-        for place, process in enumerate(processes):
-            first = place // sharing * each
-            of_process[process] = list(resources[first : first + each])
-    ranks = [of_process[process] for process in sorted(of_process)]
+        # One of the two numbers divides the other (see `_parse_rank_map`), so one of these quotients is 1.
+        per_process = max(len(resources) // len(processes), 1)
+        processes_per_resource = max(len(processes) // len(resources), 1)
+        for index, process in enumerate(processes):
+            first = index // processes_per_resource * per_process
+            resources_of_process[process] = list(resources[first : first + per_process])
+    ranks = [resources_of_process[process] for process in sorted(resources_of_process)]
     if not by_nodes:
         return rank_map, FlexiblePlacementStrategy(ranks)
     if any(len(nodes) > 1 for nodes in ranks):
@@ -123,16 +127,18 @@ def _placed(text: str, cluster: Cluster, by_nodes: bool) -> tuple[RankMap, Place
     return rank_map, NodePlacementStrategy([nodes[0] for nodes in ranks])
 
 
-def _parsed(text: str, available: list[int], kind: str) -> RankMap:
-    """Parse a placement text of "RESOURCES" or "RESOURCES:PROCESSES" parts."""
-    found: RankMap = {}
-    used: list[int] = []
+def _parse_rank_map(text: str, available: list[int], kind: str) -> RankMap:
+    """Parse a placement text of "RESOURCES" or "RESOURCES:PROCESSES" parts (see `ComponentPlacement`). available: the
+    existing resources; kind: what they are, for errors."""
+    rank_map: RankMap = {}
+    used_resources: list[int] = []
     processes = 0
-    for part in filter(None, (each.strip() for each in text.split(","))):
+    for part in filter(None, map(str.strip, text.split(","))):
         resource_text, _, process_text = part.partition(":")
         resources = parse_rank_config(resource_text, available, kind)
-        if used and resources[0] <= used[-1]:
+        if used_resources and resources[0] <= used_resources[-1]:
             raise ValueError(f"component_placement {text!r}: name each {kind} once, in ascending order")
+        # By default one process per resource, numbered after the processes of the previous parts.
         ranks = list(range(processes, processes + len(resources)))
         if process_text:
             ranks = parse_rank_config(process_text, rank_type="process")
@@ -143,8 +149,8 @@ def _parsed(text: str, available: list[int], kind: str) -> RankMap:
                 f"component_placement {part!r}: {len(ranks)} processes cannot share {len(resources)} {kind}s"
             )
         processes += len(ranks)
-        used += resources
-        found[tuple(resources)] = ranks
-    if not found:
+        used_resources += resources
+        rank_map[tuple(resources)] = ranks
+    if not rank_map:
         raise ValueError(f"component_placement {text!r} names no {kind}")
-    return found
+    return rank_map

@@ -19,10 +19,10 @@ from dataplane.storage.unit import StorageUnit
 
 log = logging.getLogger(__name__)
 
-ASK_AGAIN_S = 1.0
+RETRY_S = 1.0
 
 
-class EndsWithItsPart:
+class ComponentActor:
     """An actor whose process exits when its component fails. Ray then restarts the actor, or its callers get errors."""
 
     def __init__(self) -> None:
@@ -31,8 +31,9 @@ class EndsWithItsPart:
     def alive(self) -> None:
         """Do nothing: the response shows that the actor runs."""
 
-    def _end_with(self, ended: threading.Event, what: str) -> None:
-        """Exit the process when `ended` is set, unless the actor is stopping. what: the component, for the log."""
+    def _exit_when_set(self, ended: threading.Event, what: str) -> None:
+        """Start a thread that exits the process when `ended` is set, unless the actor is stopping. what: the component,
+        for the log."""
 
         def wait() -> None:
             ended.wait()
@@ -43,7 +44,7 @@ class EndsWithItsPart:
         threading.Thread(target=wait, name="tq-end", daemon=True).start()
 
 
-class ControllerActor(EndsWithItsPart):
+class ControllerActor(ComponentActor):
     """The controller in a separate process. After a restart of the actor by Ray, it starts the controller at once."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
@@ -51,24 +52,24 @@ class ControllerActor(EndsWithItsPart):
         self._config = config
         self._controller: Controller | None = None
         self._node_choices: tuple[list[str], list[str]] = ([], [])
-        if started_again():
+        if was_restarted():
             self.start()
 
     def start(self) -> str:
         """Listen on this node's address. Return "host:port"."""
         self._controller = Controller(replace(self._config, host=ray.util.get_node_ip_address())).start()
-        self._end_with(self._controller.ended, "the controller")
+        self._exit_when_set(self._controller.ended, "the controller")
         return self._controller.address
 
     def address(self) -> str:
         assert self._controller is not None, "start comes first"
         return self._controller.address
 
-    def remember(self, asked: list[str], drained: list[str]) -> None:
+    def store_node_choices(self, added: list[str], drained: list[str]) -> None:
         """Store the nodes that `add_node` added and that were drained, for a restarted supervisor."""
-        self._node_choices = asked, drained
+        self._node_choices = added, drained
 
-    def remembered(self) -> tuple[list[str], list[str]]:
+    def stored_node_choices(self) -> tuple[list[str], list[str]]:
         return self._node_choices
 
     def http_url(self) -> str:
@@ -84,7 +85,7 @@ class ControllerActor(EndsWithItsPart):
         self.stop()
 
 
-class StorageUnitActor(EndsWithItsPart):
+class StorageUnitActor(ComponentActor):
     """A storage unit in a separate process, on the node whose memory it serves.
 
     supervisor: name and namespace of the service's supervisor actor. The unit survives a restart of the supervisor's
@@ -100,7 +101,7 @@ class StorageUnitActor(EndsWithItsPart):
         self._name = name
         self._unit: StorageUnit | None = None
         self._stop_lock = threading.Lock()
-        threading.Thread(target=self._end_with_supervisor, args=supervisor, name="tq-supervised", daemon=True).start()
+        threading.Thread(target=self._stop_after_supervisor, args=supervisor, name="tq-supervised", daemon=True).start()
 
     def start(self) -> None:
         """Create the arena, listen on this node's address, and register with the controller. Further calls have no
@@ -108,7 +109,7 @@ class StorageUnitActor(EndsWithItsPart):
         if self._unit is None:
             here = replace(self._config, host=ray.util.get_node_ip_address())
             self._unit = StorageUnit(here, self._controller_address, name=self._name).start()
-            self._end_with(self._unit.lost, f"storage unit {self._name}")
+            self._exit_when_set(self._unit.lost, f"storage unit {self._name}")
 
     def number(self) -> int:
         """Return the unit's number at the controller. It changes if the unit had to register again without its rows."""
@@ -129,7 +130,7 @@ class StorageUnitActor(EndsWithItsPart):
                     client.undrain(number)
                 raise
 
-    def where(self) -> tuple[str, str]:
+    def name_and_node(self) -> tuple[str, str]:
         """Return the unit's name and the id of its node."""
         return self._name, ray.get_runtime_context().get_node_id()
 
@@ -143,13 +144,13 @@ class StorageUnitActor(EndsWithItsPart):
     def __ray_shutdown__(self) -> None:
         self.stop()
 
-    def _end_with_supervisor(self, name: str, namespace: str) -> None:
+    def _stop_after_supervisor(self, name: str, namespace: str) -> None:
         """Wait for the end of the supervisor actor, then stop the unit and exit the process."""
         while not self._stopping:
             try:
                 ray.get(ray.get_actor(name, namespace=namespace).until_end.remote())
             except ActorUnavailableError:
-                time.sleep(ASK_AGAIN_S)  # Ray restarts the supervisor
+                time.sleep(RETRY_S)  # Ray restarts the supervisor
             except (RayError, ValueError):
                 break
         if not self._stopping:
@@ -159,7 +160,7 @@ class StorageUnitActor(EndsWithItsPart):
             os._exit(0)
 
 
-def started_again() -> bool:
+def was_restarted() -> bool:
     """Whether Ray restarted this actor after its process had ended."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # raised by Ray itself during this call

@@ -27,19 +27,19 @@ START_TIMEOUT_S = 240.0
 """Longer than the start timeout of a service."""
 
 
-class Whereabouts:
+class ConfigHolder:
     """The actor that stores the configuration of the service. It ends with the process that created it."""
 
     def __init__(self) -> None:
         self._ready = asyncio.Event()
         self._config: DataPlaneConfig | None = None
 
-    async def tell(self, config: DataPlaneConfig) -> None:
+    async def set_config(self, config: DataPlaneConfig) -> None:
         self._config = config
         self._ready.set()
 
-    async def ask(self) -> DataPlaneConfig:
-        """Return the configuration, after waiting for `tell`."""
+    async def get_config(self) -> DataPlaneConfig:
+        """Return the configuration, after waiting for `set_config`."""
         await self._ready.wait()
         assert self._config is not None
         return self._config
@@ -56,28 +56,29 @@ class RayRendezvous:
         """See `Rendezvous.meet`. Raises the errors of `find` and `launch_service`."""
         if not ray.is_initialized():
             return None
+        # A configuration, or the new actor to which this process gives the configuration of a new service.
         found = _find_or_create(actor_name(name))
         started = isinstance(found, ActorHandle)
-        with ExitStack() as leaving:
+        with ExitStack() as undo:
             if isinstance(found, ActorHandle):
                 service = _launch(config, prepare, found)
-                leaving.callback(service.shutdown)
-                leaving.callback(_end, found)
+                undo.callback(service.shutdown)
+                undo.callback(_kill_actor, found)
                 found = service.config
             if name is not None and (forget := self.share(found)) is not None:
-                leaving.callback(forget)
-            return Meeting(config=found, started=started, close=leaving.pop_all().close)
+                undo.callback(forget)
+            return Meeting(config=found, started=started, close=undo.pop_all().close)
 
     def share(self, config: DataPlaneConfig) -> Callable[[], None] | None:
         """See `Rendezvous.share`."""
         if not ray.is_initialized() or (actor := _create_actor(actor_name(None))) is None:
             return None
         try:
-            ray.get(actor.tell.remote(config), timeout=START_TIMEOUT_S)
+            ray.get(actor.set_config.remote(config), timeout=START_TIMEOUT_S)
         except BaseException:
-            _end(actor)
+            _kill_actor(actor)
             raise
-        return lambda: _end(actor)
+        return lambda: _kill_actor(actor)
 
 
 def actor_name(name: str | None) -> str:
@@ -85,11 +86,11 @@ def actor_name(name: str | None) -> str:
     return f"{NAME}-job-{ray.get_runtime_context().get_job_id()}" if name is None else f"{NAME}-named-{name}"
 
 
-def _stored_config(place: str) -> DataPlaneConfig | None:
+def _stored_config(holder_name: str) -> DataPlaneConfig | None:
     """Return the configuration that the actor stores, waiting for a starting service. None without the actor."""
     try:
-        actor = ray.get_actor(place, namespace=NAMESPACE)
-        config: DataPlaneConfig = ray.get(actor.ask.remote(), timeout=START_TIMEOUT_S)
+        actor = ray.get_actor(holder_name, namespace=NAMESPACE)
+        config: DataPlaneConfig = ray.get(actor.get_config.remote(), timeout=START_TIMEOUT_S)
     except (ValueError, RayActorError):
         return None
     except RayError as error:
@@ -97,20 +98,20 @@ def _stored_config(place: str) -> DataPlaneConfig | None:
     return config
 
 
-def _find_or_create(place: str) -> DataPlaneConfig | ActorHandle:
+def _find_or_create(holder_name: str) -> DataPlaneConfig | ActorHandle:
     """Return the configuration of the stored service, or else the actor for it, which this process just created."""
     end = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < end:  # Ray can keep the name of an ended actor for a moment
-        found = _stored_config(place) or _create_actor(place)
+        found = _stored_config(holder_name) or _create_actor(holder_name)
         if found is not None:
             return found
-    raise ServiceStartError(f"the actor {place!r} exists, but does not respond; end the process that created it")
+    raise ServiceStartError(f"the actor {holder_name!r} exists, but does not respond; end the process that created it")
 
 
-def _create_actor(place: str) -> ActorHandle | None:
+def _create_actor(holder_name: str) -> ActorHandle | None:
     """Create the actor that stores the service. Return None if it exists already."""
-    remote: Any = ray.remote(Whereabouts)
-    options = remote.options(name=place, namespace=NAMESPACE, num_cpus=0, max_concurrency=CALLS)
+    remote: Any = ray.remote(ConfigHolder)
+    options = remote.options(name=holder_name, namespace=NAMESPACE, num_cpus=0, max_concurrency=CALLS)
     try:
         actor: ActorHandle = options.remote()
     except ValueError:
@@ -124,7 +125,7 @@ def _launch(config: DataPlaneConfig, prepare: Prepare, actor: ActorHandle) -> La
     try:
         service = launch_service(config, name=f"{CONTROLLER}-{secrets.token_hex(4)}")
         prepare(service.config, urlsplit(service.http_url).netloc)
-        ray.get(actor.tell.remote(service.config), timeout=START_TIMEOUT_S)
+        ray.get(actor.set_config.remote(service.config), timeout=START_TIMEOUT_S)
     except BaseException:
         if service is not None:
             service.shutdown()
@@ -133,6 +134,6 @@ def _launch(config: DataPlaneConfig, prepare: Prepare, actor: ActorHandle) -> La
     return service
 
 
-def _end(actor: ActorHandle) -> None:
+def _kill_actor(actor: ActorHandle) -> None:
     if ray.is_initialized():
         ray.kill(actor)

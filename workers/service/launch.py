@@ -16,8 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.core.durations import seconds
-from workers.service.actors import ASK_AGAIN_S, ControllerActor
-from workers.service.nodes import Nodes, Storage, capacity_of_each, check_storage, taker
+from workers.service.actors import RETRY_S, ControllerActor
+from workers.service.nodes import Nodes, Storage, capacity_of_each, check_storage, node_selector
 from workers.service.plan import ServicePlan, ServiceStartError, supervisor_name
 from workers.service.queries import living_actor
 from workers.service.resolver import actor_address
@@ -69,35 +69,41 @@ def launch_service(
     """
     timeout_s = seconds("timeout_s", timeout_s)
     _check_name(name)
-    merged = _settings(config, settings)
+    merged = _merge_settings(config, settings)
     check_storage(storage, merged.units)
     capacity = capacity_of_each(storage, capacity_per_node, merged.capacity_bytes, merged.units)
     if capacity is not None and capacity < MIB:
         raise ValueError(f"capacity_per_node={capacity_per_node}: each unit needs at least {MIB} bytes (1 MiB)")
-    taker(nodes)
+    node_selector(nodes)  # raises for invalid `nodes`
     namespace, here = ray.get_runtime_context().namespace, ray.get_runtime_context().get_node_id()
     token = merged.secret() or secrets.token_urlsafe(32)
     merged = replace(merged, token=token, token_file=None, capacity_bytes=capacity)
-    reached = ServiceConfig(**{**vars(merged), "address": actor_address(name, namespace)})
+    service_config = ServiceConfig(**{**vars(merged), "address": actor_address(name, namespace)})
     plan = ServicePlan(
-        name=name, namespace=namespace, config=reached, storage=storage, nodes=nodes, driver=here, detached=detached
+        name=name,
+        namespace=namespace,
+        config=service_config,
+        storage=storage,
+        nodes=nodes,
+        driver=here,
+        detached=detached,
     )
     end = time.monotonic() + timeout_s
-    controller = _controller(plan, merged)
+    controller = _create_controller(plan, merged)
     supervisor = None
     try:
         _end_leftovers(plan, end)
-        supervisor = _supervisor(plan)
-        _started("the controller", controller.start.remote(), end, timeout_s)
+        supervisor = _create_supervisor(plan)
+        _await_start("the controller", controller.start.remote(), end, timeout_s)
         left_s = max(end - time.monotonic(), 0.0)
-        _started("the supervisor", supervisor.start.remote(left_s), end + LATE_S, timeout_s)
+        _await_start("the supervisor", supervisor.start.remote(left_s), end + LATE_S, timeout_s)
     except BaseException:
         end_service(name, namespace, supervisor, controller)
         raise
-    return LaunchedService(reached, name, namespace, supervisor, controller)
+    return LaunchedService(service_config, name, namespace, supervisor, controller)
 
 
-def _settings(config: DataPlaneConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> DataPlaneConfig:
+def _merge_settings(config: DataPlaneConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> DataPlaneConfig:
     """Merge `settings` into `config`. TypeError for unknown settings, ValueError if an address is set."""
     known = {setting.name for setting in fields(DataPlaneConfig)}
     unknown = sorted(set(settings) - known)
@@ -123,7 +129,7 @@ def _options(plan: ServicePlan, name: str, *, lasting: bool) -> dict[str, Any]:
     }
 
 
-def _controller(plan: ServicePlan, config: DataPlaneConfig) -> ActorHandle:
+def _create_controller(plan: ServicePlan, config: DataPlaneConfig) -> ActorHandle:
     """Create the controller's actor. ValueError if its name is in use."""
     options = _options(plan, plan.name, lasting=config.state_dir is not None)
     try:
@@ -136,6 +142,7 @@ def _controller(plan: ServicePlan, config: DataPlaneConfig) -> ActorHandle:
 
 
 def _check_name(name: object) -> None:
+    """Raise TypeError or ValueError for an invalid name of the controller's actor."""
     if not isinstance(name, str):
         raise TypeError(f"name={name!r}: expected the name of the controller's actor, a str")
     if not name or "@" in name:
@@ -145,19 +152,20 @@ def _check_name(name: object) -> None:
 def _end_leftovers(plan: ServicePlan, end: float) -> None:
     """End the supervisor and the storage units of an earlier service of this name whose controller has ended."""
     name = supervisor_name(plan.name)
-    while (left := living_actor(name, plan.namespace)) is not None:
-        end_service(plan.name, plan.namespace, left, None)
+    while (supervisor := living_actor(name, plan.namespace)) is not None:
+        end_service(plan.name, plan.namespace, supervisor, None)
         if time.monotonic() > end:
             raise ServiceStartError(f"supervisor {name!r} of an ended service did not end in time; kill that actor")
-        time.sleep(ASK_AGAIN_S)
+        time.sleep(RETRY_S)
 
 
-def _supervisor(plan: ServicePlan) -> ActorHandle:
+def _create_supervisor(plan: ServicePlan) -> ActorHandle:
+    """Create the supervisor's actor."""
     options = _options(plan, supervisor_name(plan.name), lasting=True)
     return ray.remote(SupervisorActor).options(max_concurrency=SUPERVISOR_CALLS, **options).remote(plan)
 
 
-def _started(what: str, starting: ObjectRef, end: float, timeout_s: float) -> None:
+def _await_start(what: str, starting: ObjectRef, end: float, timeout_s: float) -> None:
     """Wait for a start until `end`. `ServiceStartError` if it fails or times out."""
     try:
         ray.get(starting, timeout=max(end - time.monotonic(), 0.0))

@@ -40,28 +40,30 @@ def node_of(entry: Mapping[str, Any]) -> RayNode:
     )
 
 
-def taker(nodes: Nodes | None) -> Callable[[RayNode], bool]:
-    """Return a function that selects nodes. TypeError for an invalid `nodes`."""
+def node_selector(nodes: Nodes | None) -> Callable[[RayNode], bool]:
+    """Return a function that tells whether a node is one of `nodes` (None: every node is). TypeError for an invalid
+    `nodes`."""
     if nodes is None:
         return lambda node: True
     if callable(nodes):
         return nodes
     if isinstance(nodes, Mapping):
-        wanted = dict(nodes)
-        for name, value in wanted.items():
+        required = dict(nodes)
+        for name, value in required.items():
             if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, str | int | float):
                 raise TypeError(
                     f"nodes={{{name!r}: {value!r}}}: expected a label and its value, a str, or a resource and its "
                     "minimum amount, a number"
                 )
-        return lambda node: all(_has(node, name, value) for name, value in wanted.items())
+        return lambda node: all(_has_resource(node, name, value) for name, value in required.items())
     if isinstance(nodes, str | bytes) or not all(isinstance(ident, str) for ident in nodes):
         raise TypeError(f"nodes={nodes!r}: expected node ids, a mapping of labels and resources, or a function")
     idents = frozenset(nodes)
     return lambda node: node.ident in idents
 
 
-def _has(node: RayNode, name: str, value: str | float) -> bool:
+def _has_resource(node: RayNode, name: str, value: str | float) -> bool:
+    """Return whether the node has label `name` with a value that is a str, or at least that amount of a resource."""
     if isinstance(value, str):
         return node.labels.get(name) == value
     return node.resources.get(name, 0.0) >= value
@@ -98,33 +100,33 @@ def capacity_of_each(
     return capacity_per_node // units
 
 
-def missing(
+def units_to_start(
     storage: Storage,
     nodes: Sequence[str],
     running: Mapping[str, int],
     *,
     each: int,
     driver: str,
-    asked: Collection[str] = (),
+    added: Collection[str] = (),
 ) -> dict[str, int]:
-    """Return the number of units to start, by node.
+    """Return the number of units to start on each node that lacks some.
 
     nodes: ids of the usable nodes, in order of preference. running: their numbers of units. each: units per node.
-    asked: nodes that get units for any `storage`. A total number of units is distributed to the nodes with the fewest
+    added: nodes that get units for any `storage`. A total number of units is distributed to the nodes with the fewest
     units; running units are never moved for balance.
     """
-    lacking: dict[str, int] = {}
+    to_start: dict[str, int] = {}
     for ident in nodes:
-        here = storage == "per_node" or (storage == "driver_node" and ident == driver) or ident in asked
-        if here and each > running.get(ident, 0):
-            lacking[ident] = each - running.get(ident, 0)
+        gets_units = storage == "per_node" or (storage == "driver_node" and ident == driver) or ident in added
+        if gets_units and each > running.get(ident, 0):
+            to_start[ident] = each - running.get(ident, 0)
     if isinstance(storage, int) and nodes:
-        counts = {ident: running.get(ident, 0) + lacking.get(ident, 0) for ident in nodes}
+        counts = {ident: running.get(ident, 0) + to_start.get(ident, 0) for ident in nodes}
         for _ in range(storage - sum(counts.values())):
             fewest = min(nodes, key=counts.__getitem__)
             counts[fewest] += 1
-            lacking[fewest] = lacking.get(fewest, 0) + 1
-    return lacking
+            to_start[fewest] = to_start.get(fewest, 0) + 1
+    return to_start
 
 
 def next_unit(host: str, taken: Iterable[str]) -> tuple[str, int]:

@@ -30,16 +30,16 @@ def leaving_nodes() -> dict[str, float | None]:
     autoscaler, `ray drain-node`), each with the time by which it leaves, in seconds since 1970 (None: unknown). Empty
     if this private Ray function is missing."""
     try:
-        found = ray._private.state.state.get_draining_nodes()
+        deadlines = ray._private.state.state.get_draining_nodes()
     except AttributeError:
         return {}
-    return {ident: deadline_ms / 1000 if deadline_ms else None for ident, deadline_ms in found.items()}
+    return {ident: deadline_ms / 1000 if deadline_ms else None for ident, deadline_ms in deadlines.items()}
 
 
-def forget_units(config: DataPlaneConfig, outdated: Mapping[str, int], who: str) -> None:
+def forget_units(config: DataPlaneConfig, outdated: Mapping[str, int], client_name: str) -> None:
     """Make the controller drop every unit whose number is below that of its name in `outdated`, with the unit's rows.
-    Blocks; raises the errors of a client. who: the client name."""
-    channel = ControllerChannel.open(replace(config, client_name=who))
+    Blocks; raises the errors of a client. client_name: of this request's client."""
+    channel = ControllerChannel.open(replace(config, client_name=client_name))
     try:
         _, report = channel.call(c.Stats())
         assert isinstance(report, c.StatsReport)
@@ -67,9 +67,9 @@ def living_actor(name: str, namespace: str) -> ActorHandle | None:
 def unit_actors(service: str, namespace: str) -> list[ActorHandle]:
     """Return the running or restarting storage unit actors of the service in `namespace`."""
     actor_namespace, prefix = units_namespace(namespace), unit_actor_name(service, "unit-")
-    found = []
+    actors = []
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == actor_namespace and actor["name"].startswith(prefix):
             with suppress(ValueError):  # the actor ended after the listing
-                found.append(ray.get_actor(actor["name"], namespace=actor_namespace))
-    return found
+                actors.append(ray.get_actor(actor["name"], namespace=actor_namespace))
+    return actors

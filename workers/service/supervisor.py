@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import ray
@@ -18,31 +18,31 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane.config import DataPlaneConfig
 from dataplane.errors import DataPlaneError
-from workers.service.actors import ASK_AGAIN_S, StorageUnitActor, started_again
-from workers.service.nodes import RayNode, missing, next_unit, taker
+from workers.service.actors import RETRY_S, StorageUnitActor, was_restarted
+from workers.service.nodes import RayNode, next_unit, node_selector, units_to_start
 from workers.service.plan import (
     STOP_TIMEOUT_S,
     ServiceNode,
     ServicePlan,
     ServiceStartError,
     ServiceUnit,
-    State,
     supervisor_name,
     unit_actor_name,
     units_namespace,
 )
 from workers.service.queries import forget_units, leaving_nodes, living_nodes, unit_actors
+from workers.service.units import NodeBackoff, Unit, start_error
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 2.0
+CHECK_INTERVAL_S = 2.0
 """Interval of polling Ray for nodes that join or leave (Ray sends no events), and of checking the service's actors."""
 LEAST_DRAIN_S = 5.0
-LEAVE_AGAIN_S = 10.0
+DRAIN_RETRY_S = 10.0
 """Delay before a failed drain of a leaving node is retried."""
 NEVER = 1 << 62
 """Larger than every unit's number."""
-LONGEST_REST_S = 60.0
+MAX_BACKOFF_S = 60.0
 """Maximum backoff for a node on which storage units fail to start or end at once."""
 STEADY_S = 60.0
 """After a storage unit ran for this long, its end resets the backoff of its node."""
@@ -52,56 +52,36 @@ SUPERVISOR_CALLS = 100_000
 """Maximum number of concurrent calls. Every storage unit has one pending call to its supervisor."""
 
 
-@dataclass(eq=False, kw_only=True)
-class _Unit:
-    """begun: done when the unit serves or failed to start. number: its number at the controller; 0 until it serves."""
-
-    name: str
-    node: RayNode
-    actor: ActorHandle
-    begun: asyncio.Future[None]
-    state: State = "starting"
-    number: int = 0
-    since: float = 0.0
-    monitor_task: asyncio.Task[None] | None = None
-
-    def __str__(self) -> str:
-        return f"storage unit {self.name} on node {self.node.host}"
-
-
-@dataclass(kw_only=True)
-class _Backoff:
-    """The backoff of a node: the number of consecutive failures of its units, and the time of the next attempt."""
-
-    failures: int = 0
-    until: float = 0.0
-
-
 class SupervisorActor:
     """Start, monitor and end the storage units of a service. Calls run concurrently in one event loop.
 
     Units are detached actors, so that no data is lost when this actor's process dies. Ray restarts it, and it finds the
     units by their names.
+
+    `_alive`: the nodes of the Ray cluster, by id, at the last check; `_announced`: those that will leave, with their
+    deadlines; `_announced_drains`: those of them that are being drained for that. `_drain_states`: the nodes that are
+    being drained or are drained; `_added`: the nodes of `add_node`. `_outdated`: numbers by name of a unit; the
+    controller has to drop units of that name with lower numbers.
     """
 
     def __init__(self, plan: ServicePlan) -> None:
         self._plan = plan
-        self._takes = taker(plan.nodes)
+        self._is_selected = node_selector(plan.nodes)
         self._alive: dict[str, RayNode] = {}
-        self._units: dict[str, _Unit] = {}
+        self._units: dict[str, Unit] = {}
         self._drain_states: dict[str, Literal["draining", "drained"]] = {}
         self._announced_drains: set[str] = set()
         self._announced: dict[str, float | None] = {}
         self._added: set[str] = set()
-        self._backoffs: dict[str, _Backoff] = {}
+        self._backoffs: dict[str, NodeBackoff] = {}
         self._outdated: dict[str, int] = {}
         self._reconcile_lock = asyncio.Lock()
         self._start_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = False
         self._resumed = False
-        if started_again():
-            threading.Thread(target=_resume, name="tq-go-on", daemon=True).start()
+        if was_restarted():
+            threading.Thread(target=_call_resume, name="tq-resume", daemon=True).start()
 
     # --- calls
 
@@ -113,11 +93,11 @@ class SupervisorActor:
         if not units:
             self._check_nodes()
         else:
-            await asyncio.wait([unit.begun for unit in units], timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        failed = [unit for unit in units if unit.begun.done() and unit.begun.exception() is not None]
+            await asyncio.wait([unit.started for unit in units], timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [unit for unit in units if unit.started.done() and unit.started.exception() is not None]
         if failed:
-            raise _start_error(failed[0])
-        late = sorted(str(unit) for unit in units if not unit.begun.done())
+            raise start_error(failed[0])
+        late = sorted(str(unit) for unit in units if not unit.started.done())
         if late:
             raise ServiceStartError(f"not ready within {timeout_s:.0f} s: {', '.join(late)}")
         self._spawn(self._watch())
@@ -128,34 +108,34 @@ class SupervisorActor:
         nodes = sorted(self._alive.values(), key=lambda node: (node.host, node.ident))
         if plan.storage == "driver_node":
             nodes = [node for node in nodes if node.ident == plan.driver]
-        if not any(self._takes(node) for node in nodes):
+        if not any(self._is_selected(node) for node in nodes):
             raise ServiceStartError(
                 f"no storage unit can start: nodes={plan.nodes!r} with storage={plan.storage!r} matches none of "
                 f"{'; '.join(map(str, nodes[:NODES_NAMED])) or 'no node'}"
             )
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         """After a restart of this actor's process: find the running units, and monitor them again."""
         if self._resumed:
             return
         self._resumed = True
         log.warning("Supervisor of service %s restarted", self._plan.name)
         with suppress(RayError):
-            asked, drained = await self._controller().remembered.remote()
-            self._added = set(asked)
+            added, drained = await self._controller().stored_node_choices.remote()
+            self._added = set(added)
             self._drain_states = dict.fromkeys(drained, "drained")
         nodes = {node.ident: node for node in await asyncio.to_thread(living_nodes)}
         for actor in await asyncio.to_thread(unit_actors, self._plan.name, self._plan.namespace):
             with suppress(RayError, KeyError):
-                name, ident = await actor.where.remote()
+                name, ident = await actor.name_and_node.remote()
                 self._monitor(name, nodes[ident], actor)
         self._spawn(self._watch())
 
     async def units(self) -> list[ServiceUnit]:
         """Return the storage units, sorted by name."""
-        found = sorted(self._units.values(), key=lambda unit: unit.name)
+        units = sorted(self._units.values(), key=lambda unit: unit.name)
         return [
-            ServiceUnit(name=unit.name, node=unit.node.ident, host=unit.node.host, state=unit.state) for unit in found
+            ServiceUnit(name=unit.name, node=unit.node.ident, host=unit.node.host, state=unit.state) for unit in units
         ]
 
     async def nodes(self) -> list[ServiceNode]:
@@ -167,7 +147,7 @@ class SupervisorActor:
                 ident=node.ident,
                 host=node.host,
                 state=self._drain_states.get(node.ident, "serving"),
-                units=tuple(sorted(unit.name for unit in self._on(node.ident))),
+                units=tuple(sorted(unit.name for unit in self._units_on(node.ident))),
             )
             for node in sorted(nodes.values(), key=lambda node: (node.host, node.ident))
         ]
@@ -182,15 +162,15 @@ class SupervisorActor:
         self._drain_states.pop(ident, None)
         self._backoffs.pop(ident, None)
         self._added.add(ident)
-        await self._remember()
+        await self._store_node_choices()
         await self._reconcile()
-        units = self._on(ident)
-        await asyncio.wait([unit.begun for unit in units], timeout=timeout_s)
+        units = self._units_on(ident)
+        await asyncio.wait([unit.started for unit in units], timeout=timeout_s)
         for unit in units:
-            if not unit.begun.done():
+            if not unit.started.done():
                 raise ServiceStartError(f"not ready within {timeout_s:.0f} s: {unit}; the start continues")
-            if unit.begun.exception() is not None:
-                raise _start_error(unit)
+            if unit.started.exception() is not None:
+                raise start_error(unit)
         return [unit.name for unit in units]
 
     async def drain_node(self, ident: str, timeout_s: float, for_good: bool = False) -> None:
@@ -202,19 +182,20 @@ class SupervisorActor:
         """
         if self._drain_states.get(ident) == "drained":
             return
-        units = self._on(ident)
+        units = self._units_on(ident)
         if ident in self._drain_states or not units:
-            raise ValueError(f"node {ident!r} {'is being drained' if units else 'has no storage unit of this service'}")
+            why = "is being drained" if units else "has no storage unit of this service"
+            raise ValueError(f"node {ident!r} {why}")
         self._drain_states[ident] = "draining"
         end = time.monotonic() + timeout_s
         try:
             await self._start_missing()
-            others = [unit.begun for unit in self._units.values() if unit.node.ident != ident]
+            others = [unit.started for unit in self._units.values() if unit.node.ident != ident]
             if others:
                 await asyncio.wait(others, timeout=timeout_s / 2)
             left_s = max(end - time.monotonic(), 0.0)
             outcomes = await asyncio.gather(
-                *(self._drain(unit, left_s, for_good) for unit in units), return_exceptions=True
+                *(self._drain_unit(unit, left_s, for_good) for unit in units), return_exceptions=True
             )
             for outcome in outcomes:
                 if isinstance(outcome, BaseException):
@@ -224,7 +205,7 @@ class SupervisorActor:
             raise
         self._drain_states[ident] = "drained"
         self._added.discard(ident)
-        await self._remember()
+        await self._store_node_choices()
         log.warning("Node %s drained; its storage units have ended", units[0].node.host)
 
     async def drop_unit(self, name: str) -> None:
@@ -247,7 +228,7 @@ class SupervisorActor:
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
         units, self._units = list(self._units.values()), {}
-        await asyncio.gather(*(self._end(unit) for unit in units))
+        await asyncio.gather(*(self._stop_unit(unit) for unit in units))
 
     # --- background work
 
@@ -270,14 +251,14 @@ class SupervisorActor:
     def _controller(self) -> ActorHandle:
         return ray.get_actor(self._plan.name, namespace=self._plan.namespace)
 
-    async def _remember(self) -> None:
+    async def _store_node_choices(self) -> None:
         """Store the added and the drained nodes at the controller, for a restart of this actor."""
         drained = [ident for ident, state in self._drain_states.items() if state == "drained"]
         with suppress(RayError):
-            await self._controller().remember.remote(sorted(self._added), drained)
+            await self._controller().store_node_choices.remote(sorted(self._added), drained)
 
     async def _watch(self) -> None:
-        """Reconcile every `LOOK_EVERY_S`, and end the service when its controller has ended."""
+        """Reconcile every `CHECK_INTERVAL_S`, and end the service when its controller has ended."""
         controller = self._controller()
         while not self._stopping:
             try:
@@ -291,7 +272,7 @@ class SupervisorActor:
                 return
             except Exception:
                 log.exception("Supervisor of service %s failed to check its nodes; it continues", self._plan.name)
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def _reconcile(self) -> None:
         """Compare the running units with the plan. The lock keeps an older result from replacing a newer one."""
@@ -299,6 +280,7 @@ class SupervisorActor:
             await self._reconcile_locked()
 
     async def _reconcile_locked(self) -> None:
+        """Update the nodes: handle those that left, drain those that will leave, and start missing units."""
         nodes = await asyncio.to_thread(living_nodes)
         self._alive = {node.ident: node for node in nodes}
         for unit in list(self._units.values()):
@@ -308,14 +290,14 @@ class SupervisorActor:
             del self._drain_states[ident]
         self._announced = await asyncio.to_thread(leaving_nodes)
         for ident, deadline in self._announced.items():
-            if ident not in self._drain_states and ident not in self._announced_drains and self._on(ident):
+            if ident not in self._drain_states and ident not in self._announced_drains and self._units_on(ident):
                 self._announced_drains.add(ident)
-                self._spawn(self._leave(ident, deadline))
+                self._spawn(self._drain_leaving_node(ident, deadline))
         if not self._stopping:
             await self._start_missing()
         await self._forget_outdated()
 
-    async def _leave(self, ident: str, deadline: float | None) -> None:
+    async def _drain_leaving_node(self, ident: str, deadline: float | None) -> None:
         """Drain a node that will leave according to Ray, before its deadline if there is one."""
         left_s = self._plan.drain_s if deadline is None else max(deadline - time.time(), LEAST_DRAIN_S)
         host = self._alive[ident].host if ident in self._alive else ident
@@ -324,40 +306,41 @@ class SupervisorActor:
             await self.drain_node(ident, left_s, for_good=True)
         except (DataPlaneError, RayError, ValueError) as error:
             log.error("Drain of node %s failed, and the node will leave the Ray cluster with its rows: %s", host, error)
-            await asyncio.sleep(LEAVE_AGAIN_S)
+            await asyncio.sleep(DRAIN_RETRY_S)
         finally:
             self._announced_drains.discard(ident)
 
     async def _start_missing(self) -> None:
+        """Start the missing units. The lock keeps two calls from starting the same unit."""
         async with self._start_lock:
-            for node in self._lacking():
+            for node in self._nodes_to_start_on():
                 await self._start_on(node)
 
-    def _lacking(self) -> list[RayNode]:
+    def _nodes_to_start_on(self) -> list[RayNode]:
         """Return the nodes to start units on, each once per missing unit."""
         plan, now = self._plan, time.monotonic()
-        able = [
+        usable_nodes = [
             node
             for node in sorted(
                 self._alive.values(), key=lambda node: (node.ident != plan.driver, node.host, node.ident)
             )
             if node.ident not in self._drain_states
             and node.ident not in self._announced
-            and (node.ident in self._added or self._takes(node))
+            and (node.ident in self._added or self._is_selected(node))
         ]
-        running = {node.ident: len(self._on(node.ident)) for node in able}
-        lacking = missing(
+        running = {node.ident: len(self._units_on(node.ident)) for node in usable_nodes}
+        counts = units_to_start(
             plan.storage,
-            [node.ident for node in able],
+            [node.ident for node in usable_nodes],
             running,
             each=plan.config.units,
             driver=plan.driver,
-            asked=self._added,
+            added=self._added,
         )
         return [
             self._alive[ident]
-            for ident, count in lacking.items()
-            if self._backoffs.get(ident, _Backoff()).until <= now
+            for ident, count in counts.items()
+            if self._backoffs.get(ident, NodeBackoff()).until <= now
             for _ in range(count)
         ]
 
@@ -365,18 +348,18 @@ class SupervisorActor:
         """Create the actor of the node's next unit and monitor it."""
         plan = self._plan
         name, number = next_unit(node.host, self._units)
-        place = NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False)
-        maker = ray.remote(StorageUnitActor).options(
+        placement = NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False)
+        actor_class = ray.remote(StorageUnitActor).options(
             name=unit_actor_name(plan.name, name),
             namespace=units_namespace(plan.namespace),
             lifetime="detached",
             num_cpus=0,
-            scheduling_strategy=place,
+            scheduling_strategy=placement,
         )
         supervisor = (supervisor_name(plan.name), plan.namespace)
         settings = replace(plan.config.of_unit(number), address=None)
         try:
-            actor = await asyncio.to_thread(maker.remote, settings, plan.config.address, name, supervisor)
+            actor = await asyncio.to_thread(actor_class.remote, settings, plan.config.address, name, supervisor)
         except ValueError as error:
             log.warning("Storage unit %s not started: an actor of that name has not ended yet (%s)", name, error)
             self._back_off(node.ident)
@@ -385,45 +368,48 @@ class SupervisorActor:
 
     def _monitor(self, name: str, node: RayNode, actor: ActorHandle) -> None:
         """Register a unit and monitor its actor in a background task."""
-        begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        unit = self._units[name] = _Unit(name=name, node=node, actor=actor, begun=begun)
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        unit = self._units[name] = Unit(name=name, node=node, actor=actor, started=started)
         unit.monitor_task = self._spawn(self._run_unit(unit))
 
-    async def _run_unit(self, unit: _Unit) -> None:
+    async def _run_unit(self, unit: Unit) -> None:
         """Start a unit and monitor it until it ends."""
         try:
             await unit.actor.start.remote()
             unit.number = await unit.actor.number.remote()
         except RayError as error:
-            unit.begun.set_exception(error)
-            self._remove(unit)
-            log.error("%s", _start_error(unit))
+            unit.started.set_exception(error)
+            self._remove_unit(unit)
+            log.error("%s", start_error(unit))
             return
-        unit.state, unit.since = "serving", time.monotonic()
-        unit.begun.set_result(None)
+        unit.state, unit.serving_since = "serving", time.monotonic()
+        unit.started.set_result(None)
         log.info("%s serves", unit)
+        # The controller keeps a lost unit with a state directory until the unit of its name serves under a new number.
         if self._plan.config.state_dir is not None:
             self._outdated[unit.name] = unit.number
         why = await self._until_ended(unit)
         if self._units.get(unit.name) is unit:
             self._handle_loss(unit, why)
 
-    async def _drain(self, unit: _Unit, timeout_s: float, for_good: bool) -> None:
+    async def _drain_unit(self, unit: Unit, timeout_s: float, for_good: bool) -> None:
+        """Move the rows of a unit to other units, then end it. If that fails, the unit stays; raises the reason."""
         unit.state = "draining"
         try:
             await unit.actor.drain.remote(timeout_s, for_good=for_good)
         except RayTaskError as error:
             unit.state = "serving"
             raise error.cause from error
+        # The unit ends on purpose: its end is not a loss.
         if self._units.pop(unit.name, None) is unit and unit.monitor_task is not None:
             unit.monitor_task.cancel()
-        await self._end(unit, for_good=True)
+        await self._stop_unit(unit, for_good=True)
         self._outdated[unit.name] = unit.number + 1
 
-    async def _until_ended(self, unit: _Unit) -> str:
+    async def _until_ended(self, unit: Unit) -> str:
         """Poll the unit and update its number until its actor has ended. Return the reason."""
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             try:
                 unit.number = await unit.actor.number.remote()
             except ActorUnavailableError:
@@ -431,9 +417,10 @@ class SupervisorActor:
             except RayError as error:
                 return str(error).strip().splitlines()[0]
 
-    def _handle_loss(self, unit: _Unit, why: str) -> None:
+    def _handle_loss(self, unit: Unit, why: str) -> None:
         """Handle the unexpected end of a unit's process or of its node."""
-        self._remove(unit)
+        self._remove_unit(unit)
+        # Its monitor task may be the caller.
         if unit.monitor_task is not asyncio.current_task() and unit.monitor_task is not None:
             unit.monitor_task.cancel()
         if self._plan.config.state_dir is not None:
@@ -442,28 +429,29 @@ class SupervisorActor:
         log.error("%s was lost with its rows (%s)", unit, why)
         self._outdated[unit.name] = unit.number + 1
 
-    def _remove(self, unit: _Unit) -> None:
+    def _remove_unit(self, unit: Unit) -> None:
         """Remove a unit, kill its actor, and increase the backoff of its node."""
         del self._units[unit.name]
-        if unit.since and time.monotonic() - unit.since > STEADY_S:
+        if unit.serving_since and time.monotonic() - unit.serving_since > STEADY_S:
             self._backoffs.pop(unit.node.ident, None)
         self._back_off(unit.node.ident)
         with suppress(Exception):
             ray.kill(unit.actor)
 
     def _back_off(self, ident: str) -> None:
-        backoff = self._backoffs.setdefault(ident, _Backoff())
+        """Delay the next start of a unit on a node, by 0.5 s, 1 s, 2 s, ..., at most `MAX_BACKOFF_S`."""
+        backoff = self._backoffs.setdefault(ident, NodeBackoff())
         backoff.failures += 1
-        backoff.until = time.monotonic() + min(2.0 ** (backoff.failures - 2), LONGEST_REST_S)
+        backoff.until = time.monotonic() + min(2.0 ** (backoff.failures - 2), MAX_BACKOFF_S)
 
-    async def _end(self, unit: _Unit, *, for_good: bool = False) -> None:
+    async def _stop_unit(self, unit: Unit, *, for_good: bool = False) -> None:
         """Stop the unit, with a timeout, then kill its actor in any case."""
         with suppress(RayError, asyncio.TimeoutError):
             await asyncio.wait_for(unit.actor.stop.remote(for_good=for_good), STOP_TIMEOUT_S)
         with suppress(Exception):
             ray.kill(unit.actor)
 
-    def _on(self, ident: str) -> list[_Unit]:
+    def _units_on(self, ident: str) -> list[Unit]:
         return [unit for unit in self._units.values() if unit.node.ident == ident]
 
     # --- units to drop at the controller
@@ -478,23 +466,18 @@ class SupervisorActor:
         except DataPlaneError as error:
             log.warning("Service %s: reporting lost units to the controller failed: %s", self._plan.name, error)
             return
-        for name, before in outdated.items():
-            if self._outdated.get(name) == before:
+        # The entry may have changed during the request.
+        for name, number in outdated.items():
+            if self._outdated.get(name) == number:
                 del self._outdated[name]
 
 
-def _resume() -> None:
-    """Call `go_on` of this process's actor as soon as it accepts calls."""
-    this = ray.get_runtime_context().current_actor
+def _call_resume() -> None:
+    """Call `resume` of this process's actor as soon as it accepts calls."""
+    actor = ray.get_runtime_context().current_actor
     while True:
         try:
-            ray.get(this.go_on.remote())
+            ray.get(actor.resume.remote())
             return
         except ActorUnavailableError:
-            time.sleep(ASK_AGAIN_S)
-
-
-def _start_error(unit: _Unit) -> ServiceStartError:
-    error = unit.begun.exception()
-    cause = getattr(error, "cause", None) or error
-    return ServiceStartError(f"{unit} did not start: {type(cause).__name__}: {cause}")
+            time.sleep(RETRY_S)

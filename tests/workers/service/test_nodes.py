@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.service.nodes import RayNode, capacity_of_each, check_storage, missing, next_unit, node_of, taker
+from workers.service.nodes import (
+    RayNode,
+    capacity_of_each,
+    check_storage,
+    next_unit,
+    node_of,
+    node_selector,
+    units_to_start,
+)
 
 NODE = RayNode(
     ident="ab12", host="10.0.0.1", labels={"pool": "rollout", "zone": "a"}, resources={"CPU": 8.0, "GPU": 2.0}
@@ -44,7 +52,7 @@ def test_a_node_of_rays() -> None:
     ],
 )
 def test_which_nodes_are_taken(nodes: Any, taken: bool) -> None:
-    assert taker(nodes)(NODE) is taken
+    assert node_selector(nodes)(NODE) is taken
 
 
 @pytest.mark.parametrize(
@@ -58,7 +66,7 @@ def test_which_nodes_are_taken(nodes: Any, taken: bool) -> None:
 )
 def test_what_says_nothing_about_nodes(nodes: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        taker(nodes)
+        node_selector(nodes)
 
 
 def test_where_units_may_be() -> None:
@@ -104,11 +112,11 @@ def test_the_capacity_of_a_node_is_shared_by_its_units() -> None:
 def test_what_is_missing(
     storage: Any, running: dict[str, int], each: int, asked: list[str], expected: dict[str, int]
 ) -> None:
-    assert missing(storage, ["a", "b", "c"], running, each=each, driver="a", asked=asked) == expected
+    assert units_to_start(storage, ["a", "b", "c"], running, each=each, driver="a", added=asked) == expected
 
 
 def test_no_node_may_have_any() -> None:
-    assert missing(3, [], {}, each=1, driver="a") == {}
+    assert units_to_start(3, [], {}, each=1, driver="a") == {}
 
 
 @given(
@@ -117,11 +125,11 @@ def test_no_node_may_have_any() -> None:
     st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 5)),
 )
 def test_a_number_of_units_is_dealt_evenly(storage: int, nodes: list[str], running: dict[str, int]) -> None:
-    lacking = missing(storage, nodes, running, each=1, driver="a")
+    to_start = units_to_start(storage, nodes, running, each=1, driver="a")
     before = {node: running.get(node, 0) for node in nodes}
-    after = {node: before[node] + lacking.get(node, 0) for node in nodes}
+    after = {node: before[node] + to_start.get(node, 0) for node in nodes}
     assert sum(after.values()) == max(storage, sum(before.values()))
-    assert all(after[node] <= min(after.values()) + 1 for node in lacking)
+    assert all(after[node] <= min(after.values()) + 1 for node in to_start)
 
 
 def test_names_are_of_the_host_and_used_again() -> None:

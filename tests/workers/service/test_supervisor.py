@@ -15,7 +15,8 @@ from dataplane.config import DataPlaneConfig
 from workers.service import supervisor as module
 from workers.service.nodes import RayNode
 from workers.service.plan import ServicePlan
-from workers.service.supervisor import SupervisorActor, _Unit
+from workers.service.supervisor import SupervisorActor
+from workers.service.units import Unit
 
 HERE, THERE = RayNode(ident="here", host="10.0.0.1"), RayNode(ident="there", host="10.0.0.2")
 WAIT_S = 60.0
@@ -43,12 +44,12 @@ def supervisor() -> SupervisorActor:
     return SupervisorActor(ServicePlan(name="s", namespace="n", config=config, storage=2, nodes=None, driver="here"))
 
 
-def unit_on(made: SupervisorActor, node: RayNode, drain: Callable[..., Awaitable[None]], *, serves: bool) -> _Unit:
-    begun = asyncio.get_running_loop().create_future()
+def unit_on(made: SupervisorActor, node: RayNode, drain: Callable[..., Awaitable[None]], *, serves: bool) -> Unit:
+    started = asyncio.get_running_loop().create_future()
     if serves:
-        begun.set_result(None)
+        started.set_result(None)
     actor: Any = SimpleNamespace(drain=SimpleNamespace(remote=drain))
-    unit = _Unit(name=f"unit-{node.host}-0", node=node, actor=actor, begun=begun)
+    unit = Unit(name=f"unit-{node.host}-0", node=node, actor=actor, started=started)
     made._units[unit.name] = unit
     return unit
 
@@ -86,7 +87,7 @@ def test_a_node_that_leaves_may_be_gone_before_its_drain_fails(
 
         unit_on(made, THERE, fails, serves=True)
         made._announced_drains.add("there")
-        leaving = asyncio.ensure_future(made._leave("there", None))
+        leaving = asyncio.ensure_future(made._drain_leaving_node("there", None))
         await asyncio.wait([leaving], timeout=0.2)
         assert not leaving.done(), "it is tried again after a while"
         leaving.cancel()

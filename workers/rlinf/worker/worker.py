@@ -15,8 +15,9 @@ from workers.rlinf.hardware import AcceleratorType
 from workers.rlinf.manager.worker_manager import WorkerInfo
 
 
-class _Kind:
-    """A class attribute that is computed on access, because a call at class creation would initialize CUDA."""
+class _AcceleratorTypeAttribute:
+    """`Worker.accelerator_type`, a class attribute that is computed on access: at class creation it would initialize
+    CUDA."""
 
     def __get__(self, instance: object, owner: type) -> AcceleratorType:
         return AcceleratorType.NV_GPU if torch.cuda.is_available() else AcceleratorType.NO_ACCEL
@@ -26,7 +27,7 @@ class Worker(PlainWorker):
     """`workers.Worker` with additional members that RLinf's code uses. Each worker process imports the module that
     RLINF_EXT_MODULE names, and calls its `register()`."""
 
-    accelerator_type: Any = _Kind()
+    accelerator_type: Any = _AcceleratorTypeAttribute()
 
     def __init__(
         self, parent_address: WorkerAddress | None = None, world_size: int | None = None, rank: int | None = None
