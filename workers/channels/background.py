@@ -54,7 +54,7 @@ class _OpenRequest:
 
 
 @dataclass(slots=True, eq=False)
-class _Confirming:
+class _Confirmation:
     """Acknowledged items whose acknowledgement the broker has to confirm."""
 
     future: Future[None]
@@ -66,7 +66,6 @@ class _DelayedPut:
     """A put whose item waits in this process for space at the broker, or behind another such put of its queue.
     reserve_number: the number of its Reserve request, 0 before that is sent."""
 
-    open: _OpenRequest
     request: wire.Put
     parcel: Parcel
     queue_key: tuple[str, bytes]
@@ -81,15 +80,15 @@ class Pump:
     """Sends the asynchronous requests of one handle to one broker, and receives the answers in its own thread.
     Thread-safe. Puts of one thread arrive in the order in which they began.
 
+    The pump's thread completes the futures: with an answer, with `ArrivedItems`, whose items the caller takes or
+    drops, or with an error. Their callbacks must not block. lost_error: makes the error of all pending futures if the
+    broker dies. `begin` and `begin_put` raise `PumpEndedError` if the thread has ended.
+
     `_open`: the requests without an answer, by number; `_puts`: the numbers of those that are puts. `_timers`: a heap
     of (time, number): when to look at a request or confirmation again; timers of completed ones stay in it for a
     while. `_delayed`: the delayed puts of each queue, in order; `_reserving`: those with a Reserve request, by its
     number. `_arrived`: the gets whose items were neither acknowledged nor returned; `_unwanted`: the gets to cancel,
-    because their handles were garbage-collected.
-
-    The pump's thread completes the futures: with an answer, with `ArrivedItems`, whose items the caller takes or
-    drops, or with an error. Their callbacks must not block. lost_error: makes the error of all pending futures if the
-    broker dies. `begin` and `begin_put` raise `PumpEndedError` if the thread has ended.
+    because their handles were garbage-collected; `_confirming`: the gets whose acknowledgement is to be confirmed.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Pump:
         self._delayed_bytes = 0
         self._puts: set[int] = set()
         self._arrived: set[int] = set()
-        self._confirming: dict[int, _Confirming] = {}
+        self._confirming: dict[int, _Confirmation] = {}
         self._last_payload_at = -math.inf
         self._unwanted: deque[int] = deque()
         self._retiring = False
@@ -167,9 +166,8 @@ class Pump:
             self._puts.add(request.number)
             request.item = parcel.item(space)
             if must_wait:
-                self._delay_put(
-                    _DelayedPut(entry, request, parcel.with_private_copy(self._connection.buffer_pool), queue_key)
-                )
+                kept = parcel.with_private_copy(self._connection.buffer_pool)
+                self._delay_put(_DelayedPut(request, kept, queue_key))
             else:
                 self._try_write(lambda: self._connection.put(request, parcel, time.monotonic() + GRACE_S))
         return request.number, entry.future
@@ -195,6 +193,7 @@ class Pump:
         self._thread.forget()
 
     def _check_running(self) -> None:
+        """Raise `PumpEndedError` if the pump has ended."""
         if self.ended is not None:
             raise PumpEndedError from self.ended
 
@@ -202,7 +201,7 @@ class Pump:
         """Add the request to the open requests, with a timer. Return its record."""
         now = time.monotonic()
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
+        future.set_running_or_notify_cancel()  # from now on the future cannot be cancelled
         entry = self._open[number] = _OpenRequest(future, what, now, until)
         self._set_timer(number, min(until, now + waiting.LOG_EVERY_S))
         return entry
@@ -236,6 +235,7 @@ class Pump:
             self._try_write(lambda: self._reserve_space(delayed))
 
     def _reserve_space(self, delayed: _DelayedPut) -> None:
+        """Send a Reserve request for a delayed put."""
         delayed.reserve_number = self._connection.next_number()
         self._reserving[delayed.reserve_number] = delayed
         nbytes, nowait = delayed.parcel.nbytes, delayed.request.nowait
@@ -336,12 +336,12 @@ class Pump:
         of the confirmation, None if the broker sends none. Raises if the items cannot be acknowledged: the next getter
         receives them, and the bytes that were read may already have belonged to another item."""
         number = request.number
-        confirming: _Confirming | None = None
+        confirming: _Confirmation | None = None
         with self._guard:
             self._arrived.discard(number)
             if self.ended is None:
                 if isinstance(request, wire.AckItems) and request.confirm:
-                    confirming = self._confirming[number] = _Confirming(Future(), time.monotonic() + CONFIRM_S)
+                    confirming = self._confirming[number] = _Confirmation(Future(), time.monotonic() + CONFIRM_S)
                     self._set_timer(number, confirming.until)
                 self._try_write(lambda: self._send(wire.encode(request)))
             ended = self.ended
@@ -410,9 +410,9 @@ class Pump:
                 waited_s, left_s = now - entry.begun, entry.until - now
                 log.warning("%s: waiting for %.0f s, at most %.0f s more", entry.what, waited_s, left_s)
                 self._set_timer(number, min(entry.until, now + waiting.LOG_EVERY_S))
-            elif entry.cancelled:
+            elif entry.cancelled:  # the broker has not answered the Cancel
                 self._check_silence(number, now, GRACE_S, now, StreamSilentError())
-            elif not self._cancel_delayed_put(number, entry, completions):
+            elif not self._cancel_delayed_put(number, completions):
                 entry.cancelled = True
                 self._send(wire.encode(wire.Cancel(number)))
                 self._set_timer(number, now + GRACE_S)
@@ -425,7 +425,7 @@ class Pump:
             raise error
         self._set_timer(number, until)
 
-    def _cancel_delayed_put(self, number: int, entry: _OpenRequest, completions: Completions) -> bool:
+    def _cancel_delayed_put(self, number: int, completions: Completions) -> bool:
         """Cancel put `number` if it is a delayed one. Return whether it was."""
         for queue in self._delayed.values():
             for delayed in queue:
@@ -442,7 +442,7 @@ class Pump:
             log.error("Channel %r: its background thread failed", self._channel, exc_info=defect)
         with self._guard:
             self.ended = error = defect or self.ended or disconnected(self._channel)
-            left, self._open = list(self._open.values()), {}
+            open_requests, self._open = list(self._open.values()), {}
             confirming, self._confirming = list(self._confirming.values()), {}
             self._puts.clear()
             self._delayed.clear()
@@ -451,5 +451,5 @@ class Pump:
             # Closed by this process: the error says so. Otherwise who has the items now is uncertain.
             why = error if isinstance(error, ChannelClosedError) else StreamLostError(UNCONFIRMED)
             unconfirmed.future.set_exception(self._unacknowledged_error(why))
-        for entry in left:
+        for entry in open_requests:
             entry.future.set_exception(self._lost_error(entry.what, error))

@@ -125,7 +125,7 @@ class ChannelBroker:
         put is applied when all bytes have arrived."""
         if not isinstance(request, wire.Put) or request.item.space == NOWHERE or request.item.nbytes != nbytes:
             raise ValueError("the client sent bytes that belong to no item")
-        self._state.space_of(client, request.item)
+        self._state.reserved_bytes(client, request.item)
         target = self._memory.data.data[request.item.space : request.item.space + nbytes]
         return Payload(target, lambda: self._send_answers(self._state.apply(client, request)))
 

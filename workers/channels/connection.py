@@ -151,12 +151,12 @@ class BrokerConnection:
     """A connection to a broker. Connects on construction and blocks for at most `CONNECT_S`. `StreamLostError` or
     another OSError if it cannot connect.
 
-    local: the broker's memory is mapped (until `close`); remote: it was never mapped. memory: a pool for the bytes of
-    received items. `preallocated`: space at the broker for the next put, and its bytes; `NOWHERE` if there is none.
+    local: the broker's memory is mapped (until `close`); remote: it was never mapped. buffer_pool: memory for the bytes
+    of received items. preallocated: space at the broker for the next put, and its bytes; `NOWHERE` if there is none.
     """
 
-    def __init__(self, endpoint: Endpoint, memory: BufferPool) -> None:
-        self.buffer_pool = memory
+    def __init__(self, endpoint: Endpoint, buffer_pool: BufferPool) -> None:
+        self.buffer_pool = buffer_pool
         self.preallocated = (NOWHERE, 0)
         self._number = 0
         self._arena: Bytes | None = None
@@ -204,7 +204,8 @@ class BrokerConnection:
         return arena[space : space + nbytes]
 
     def put(self, request: wire.Put, parcel: Parcel, until: float) -> None:
-        """Send the item of `parcel`, whose space is reserved."""
+        """Send a put. Its item is in the request if the parcel is carried. Otherwise space is reserved for it: write it
+        there, or send its bytes along if the broker's memory is not mapped."""
         if parcel.carried:
             self.stream.send([wire.encode(request)], until)
         elif self.local:
@@ -217,7 +218,7 @@ class BrokerConnection:
             self.stream.send([wire.encode(request, parcel.nbytes), *parcel.runs()], until)
 
     def receive_answer(self, message: Message, until: float, send: SendSettlement) -> wire.AnyAnswer | ArrivedItems:
-        """Decode an answer and receive its payload."""
+        """Decode an answer and receive its payload, if it has one. send: sends the acknowledgement of its items."""
         answer = wire.decode_answer(message.body)
         if not isinstance(answer, wire.Items):
             return answer
@@ -233,11 +234,11 @@ class BrokerConnection:
 
     def take_preallocated(self, nbytes: int) -> int:
         """Return the preallocated space if it has `nbytes`, else `NOWHERE`. Smaller space is released."""
-        space, have_bytes = self.preallocated
+        space, preallocated_bytes = self.preallocated
         if space == NOWHERE:
             return NOWHERE
         self.preallocated = (NOWHERE, 0)
-        if have_bytes >= nbytes:
+        if preallocated_bytes >= nbytes:
             return space
         self.stream.send([wire.encode(wire.ReleaseSpace(self.next_number(), space))], time.monotonic() + GRACE_S)
         return NOWHERE
@@ -247,6 +248,7 @@ class BrokerConnection:
     def ask(self, request: wire.AnyRequest, what: str, until: float) -> wire.AnyAnswer | ArrivedItems:
         """Send a request and return its answer. `ChannelTimeoutError` at `until`; the request then had no effect."""
         begun = time.monotonic()
+        # Sending always gets `GRACE_S`: a request that is sent in part would end the connection.
         self.stream.send([wire.encode(request)], max(until, begun + GRACE_S))
         return self.await_answer(request.number, what, begun, until)
 
@@ -271,9 +273,9 @@ class BrokerConnection:
 
     def _cancel(self, number: int) -> Message:
         """Cancel a request. Return the confirmation, or the answer if the broker had already sent it."""
-        grace = time.monotonic() + GRACE_S
-        self.stream.send([wire.encode(wire.Cancel(number))], grace)
-        return self.stream.receive(grace)
+        deadline = time.monotonic() + GRACE_S
+        self.stream.send([wire.encode(wire.Cancel(number))], deadline)
+        return self.stream.receive(deadline)
 
     def _settle(self, request: wire.AckItems | wire.NackItems) -> None:
         """Send an acknowledgement, and wait for its confirmation if it requests one."""

@@ -104,8 +104,8 @@ class Link:
             # Small items travel within the request. Others need space at the broker, if none is preallocated.
             space = NOWHERE if parcel.carried else connection.take_preallocated(parcel.nbytes)
             if space == NOWHERE and not parcel.carried:
-                queue = (request.channel, request.key)
-                reserve = wire.Reserve(connection.next_number(), *queue, parcel.nbytes, request.nowait)
+                queue_key = (request.channel, request.key)
+                reserve = wire.Reserve(connection.next_number(), *queue_key, parcel.nbytes, request.nowait)
                 answer = connection.ask(reserve, what, until)
                 if not isinstance(answer, wire.ItemSpace):
                     return answer
@@ -151,6 +151,7 @@ class Link:
         return connection
 
     def _connect(self, what: str) -> BrokerConnection:
+        """Open a connection. `ChannelLostError` if the broker cannot be reached."""
         with OpenFilesError.of(what):
             try:
                 return BrokerConnection(self.endpoint, self._memory)

@@ -70,14 +70,14 @@ class LocalLink:
             if not done_within(future, what, until - begun):
                 self._apply(wire.Cancel(number))
             reply: Reply = future.result()
-        except BaseException:
+        except BaseException:  # such as KeyboardInterrupt during the wait
             self._drop_request(number)
             raise
         if isinstance(reply, wire.Cancelled):
             raise ChannelTimeoutError(what=what, waited_s=time.monotonic() - begun)
         return reply
 
-    ask_after_puts = ask
+    ask_after_puts = ask  # requests are applied in the order of calls
 
     def put(self, request: wire.Put, value: object, what: str, until: float) -> Reply:
         """Put the object `value` itself."""
@@ -95,7 +95,7 @@ class LocalLink:
         timer.daemon = True
         begun = time.monotonic()
 
-        def pass_on(answered: Future[Any]) -> None:
+        def complete_outer(answered: Future[Any]) -> None:
             timer.cancel()
             error = answered.exception()
             if error is not None:
@@ -107,7 +107,7 @@ class LocalLink:
 
         if not inner.done():
             timer.start()
-        inner.add_done_callback(pass_on)
+        inner.add_done_callback(complete_outer)
         return outer, lambda: self._drop_request(number)
 
     def begin_put(self, request: wire.Put, value: object, what: str, until: float) -> tuple[int, Future[Any]]:

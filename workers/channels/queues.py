@@ -129,9 +129,9 @@ class Broker:
                 raise ValueError(f"{type(request).__name__} is not a request to the state of a broker")
         return self._take_answers()
 
-    def space_of(self, client: Client, item: wire.Item) -> int:
-        """Return the bytes that `client` reserved for an item that it is about to put. ValueError if the space is not
-        its own."""
+    def reserved_bytes(self, client: Client, item: wire.Item) -> int:
+        """Return the size of the space that `client` reserved for an item that it is about to put. ValueError if the
+        space is not reserved for it, or is too small."""
         nbytes = self._clients[client].spaces.get(item.space)
         if nbytes is None or not 0 < item.nbytes <= nbytes:
             raise ValueError(f"{item.nbytes} bytes at {item.space} are not reserved for this client")
@@ -150,7 +150,7 @@ class Broker:
         """Store the item, or let the put wait for a free place."""
         item, space_bytes = request.item, 0
         if item.space != NOWHERE:
-            space_bytes = self.space_of(client, item)
+            space_bytes = self.reserved_bytes(client, item)
             del self._clients[client].spaces[item.space]
         self._last_place += 1
         stored = Stored(item, request.weight, self._last_place, space_bytes)
@@ -181,7 +181,7 @@ class Broker:
             return False
         carried = len(item.body)
         # A single item is stored even if it exceeds the limit.
-        if carried and 0 < self._carried_bytes > self._memory.capacity_bytes - carried:
+        if carried and self._carried_bytes and self._carried_bytes + carried > self._memory.capacity_bytes:
             self._queues_over_limit[queue] = None
             return False
         return True
@@ -220,7 +220,7 @@ class Broker:
             self._clients[client].open[request.number] = get
         elif queue.items:
             self._lease_items(get, [queue.items.popleft()])
-        elif channel.closed and not queue.leased:
+        elif channel.closed and not queue.leased:  # leased items could return
             self._answer(client, wire.Ended(request.number))
         else:
             self._answer(client, wire.Empty(request.number))
@@ -254,7 +254,7 @@ class Broker:
                 return True
         return False
 
-    # --- the lines
+    # --- waiting puts and gets
 
     def _serve(self, queue: Queue) -> None:
         """Store the items of waiting puts, and answer waiting gets, as far as possible."""
@@ -267,12 +267,12 @@ class Broker:
                 self._store(put)
                 moved = True
             if queue.gets:
-                get, before = queue.gets[0], len(queue.items)
+                get, count_before = queue.gets[0], len(queue.items)
                 if self._collect(get) or (get.taken and self._cannot_grow(queue)):
                     queue.gets.popleft()
                     self._lease_items(get, get.taken)
                     moved = True
-                moved = moved or len(queue.items) < before
+                moved = moved or len(queue.items) < count_before
         if queue.channel.closed:
             self._end_queue(queue)
         else:
@@ -368,7 +368,7 @@ class Broker:
             queue.leased -= len(record.taken)
         else:
             queue.gets.remove(record)
-        if record.taken:
+        if record.taken:  # they return to their places
             queue.items = deque(sorted([*record.taken, *queue.items], key=_place_of))
 
     # --- memory
