@@ -96,6 +96,7 @@ class ChannelBroker:
             self._send_answers(self._state.leave(client))
 
     def _close_memory(self, defect: BaseException | None) -> None:
+        """Free the memory after the server's thread has ended. defect: the error that ended it, or None."""
         if defect is not None:
             log.critical("Channel broker failed; the items of its channels are lost", exc_info=defect)
         self._memory.close()
@@ -125,7 +126,7 @@ class ChannelBroker:
         put is applied when all bytes have arrived."""
         if not isinstance(request, wire.Put) or request.item.space == NOWHERE or request.item.nbytes != nbytes:
             raise ValueError("the client sent bytes that belong to no item")
-        self._state.reserved_bytes(client, request.item)
+        self._state.reserved_bytes(client, request.item)  # raises if the space is not the client's
         target = self._memory.data.data[request.item.space : request.item.space + nbytes]
         return Payload(target, lambda: self._send_answers(self._state.apply(client, request)))
 
@@ -133,7 +134,7 @@ class ChannelBroker:
         """Send the answers. If one cannot be sent, its client's connection ends; the others are sent."""
         for client, answer in effects:
             local = self._is_local.get(client)
-            if local is None:
+            if local is None:  # the client has left
                 continue
             try:
                 self._send_answer(client, answer, local)

@@ -80,6 +80,7 @@ class Channel:
         self._links: list[Link | LocalLink] = [Link(endpoint, settings.name) for endpoint in settings.endpoints] or [
             LocalLink(settings.name)
         ]
+        # The keys that this handle uses first are stored on this node, if the channel has a part here.
         wish = settings.nodes.index(self._node_rank) if self._node_rank in settings.nodes else 0
         self._routes = Routes(settings.ident, self._links, wish=wish)
 
@@ -130,10 +131,10 @@ class Channel:
             channel = make(settings)
             channel._create()
             return channel
-        with directory_or_default(directory, join=True) as known:
-            settings = dataclasses.replace(settings, directory=known.address)
-            channel = _create_on_brokers(known, None if distributed else node_rank, settings, make)
-            return _register_or_find(channel, known)
+        with directory_or_default(directory, join=True) as client:
+            settings = dataclasses.replace(settings, directory=client.address)
+            channel = _create_on_brokers(client, None if distributed else node_rank, settings, make)
+            return _register_or_find(channel, client)
 
     @classmethod
     def connect(
@@ -148,8 +149,8 @@ class Channel:
         """Return the channel of that name. Blocks for up to `wait_s` until it exists. Raises `NameNotFoundError`
         after that, `WorkerLostError` if the channel was closed, `ChannelLostError` if its brokers are lost."""
         check_name(name)
-        with directory_or_default(directory) as known:
-            settings = ChannelSettings.of(known.lookup_channel(name, wait_s), known.address)
+        with directory_or_default(directory) as client:
+            settings = ChannelSettings.of(client.lookup_channel(name, wait_s), client.address)
         channel = cls(settings, node_rank=here, timeout_s=timeout_s)
         lost = channel._find_lost_parts(f"connection to channel {name!r}")
         if len(lost) == len(settings.endpoints):
@@ -192,7 +193,7 @@ class Channel:
         Raises `NotSerializableError`, `ItemTooLargeError` or `ChannelClosedError`; the channel is then unchanged.
         """
         what = self._describe("put", key)
-        packed, request, link = self._prepare(item, weight, key, False, what)
+        packed, request, link = self._prepare_put(item, weight, key, False, what)
         until = self._deadline(timeout_s)
         if async_op:
             _, future = link.begin_put(request, packed, what, until)
@@ -204,7 +205,7 @@ class Channel:
     def put_nowait(self, item: Any, weight: float = 0, key: Any = DEFAULT_KEY) -> None:
         """Put `item` without waiting. `asyncio.QueueFull` if the queue has no free place or the broker no memory."""
         what = self._describe("put_nowait", key)
-        packed, request, link = self._prepare(item, weight, key, True, what)
+        packed, request, link = self._prepare_put(item, weight, key, True, what)
         self._check_put(link.put(request, packed, what, self._deadline(ASK_S)), key)
 
     def get(self, key: Any = DEFAULT_KEY, async_op: bool = False, *, timeout_s: float | None = None) -> Any:
@@ -215,7 +216,7 @@ class Channel:
     def get_nowait(self, key: Any = DEFAULT_KEY) -> Any:
         """Return the first item without waiting. `asyncio.QueueEmpty` if the queue has none."""
         what = self._describe("get_nowait", key)
-        make, link = self._get_request(key, None, True, what)
+        make, link = self._prepare_get(key, None, True, what)
         return self._take_items(link.ask(make, what, self._deadline(ASK_S)), key)[0]
 
     def get_batch(
@@ -313,7 +314,7 @@ class Channel:
                 self._close_created(self._links[:place], error)
                 raise
 
-    def _prepare(self, item: Any, weight: float, key: Any, nowait: bool, what: str) -> tuple[Any, wire.Put, Any]:
+    def _prepare_put(self, item: Any, weight: float, key: Any, nowait: bool, what: str) -> tuple[Any, wire.Put, Any]:
         """Return the packed item (in a local channel the item itself), the request, and the link to the part of
         the key."""
         weight, raw_key = as_weight(f"{what}: weight", weight), self._encode_key(key)
@@ -332,7 +333,7 @@ class Channel:
     ) -> T | AsyncWork[T]:
         """Get one item, or with `target` a batch. Return what `finish` makes of the answer, or the work for that."""
         what = self._describe(verb, key)
-        make, link = self._get_request(key, target, False, what)
+        make, link = self._prepare_get(key, target, False, what)
         if not async_op:
             refuse_waiting(what)
             return finish(link.ask(make, what, self._deadline(timeout_s)))
@@ -342,7 +343,7 @@ class Channel:
         weakref.finalize(work, drop).atexit = False
         return work
 
-    def _get_request(
+    def _prepare_get(
         self, key: Any, target: float | None, nowait: bool, what: str
     ) -> tuple[Callable[[int], wire.Get], Any]:
         """Return a function that makes the request of a number, and the link to the part that stores the key."""
@@ -481,10 +482,10 @@ def _find_existing(channel: Channel, directory: DirectoryClient) -> Channel | No
     error: Exception | None = lost[0] if lost else None
     if error is not None:
         error.add_note(f"Other parts of {existing!r} are alive; to replace the channel, `connect` to it and `close` it")
-    alike = (existing_settings.maxsize, existing_settings.distributed) == (ours.maxsize, ours.distributed)
+    same_kind = (existing_settings.maxsize, existing_settings.distributed) == (ours.maxsize, ours.distributed)
     # A distributed channel keeps the nodes that had a broker when it was created, so its nodes may differ.
     same_nodes = existing_settings.distributed or existing_settings.nodes == ours.nodes
-    if not alike or not same_nodes:
+    if not same_kind or not same_nodes:
         error = error or ChannelSettingsError(channel=channel.name, got=str(ours), expected=str(existing_settings))
     if error is not None:
         existing.disconnect()

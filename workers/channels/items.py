@@ -61,14 +61,14 @@ class Parcel(NamedTuple):
 
     def write(self, target: Bytes) -> None:
         """Copy all bytes into `target`, which has the same length."""
-        if self.own is None:
+        if self.private_copy is None:
             self.packed.write(target)
         else:
-            np.copyto(target, self.own)
+            np.copyto(target, self.private_copy)
 
     def runs(self) -> list[memoryview]:
         """Return all bytes as consecutive buffers."""
-        return self.packed.runs() if self.own is None else [self.own.data]
+        return self.packed.runs() if self.private_copy is None else [self.private_copy.data]
 
     def with_private_copy(self, pool: BufferPool) -> Parcel:
         """Return a parcel with a private copy of the bytes."""

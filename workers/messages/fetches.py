@@ -73,7 +73,7 @@ class Fetches(dict[MessageId, Fetch]):
         fetch = Fetch(posting, arrival, staging, post.relay, forwarded)
         self[arrival.id] = fetch
         for _ in range(CHUNKS_AHEAD):
-            self.ask_for_more(fetch)
+            self.request_chunk(fetch)
         self._watch(fetch)
 
     def join(self, posting: Posting, arrival: Arrival) -> None:
@@ -109,7 +109,7 @@ class Fetches(dict[MessageId, Fetch]):
             nbytes=nbytes,
         )
         if not self._ask_relay(relay, want):
-            self.turn_to_source(fetch)
+            self.pull_from_source(fetch)
 
     def pull_from_source(self, fetch: Fetch) -> None:
         """Stop using the relay: request the outstanding chunks again from the source, and the later ones too."""
@@ -137,4 +137,4 @@ class Fetches(dict[MessageId, Fetch]):
             return
         source = fetch.arrival.post.source
         _log.warning("Relay %s sent no bytes of a message of %s; pulling from the source", fetch.relay.worker, source)
-        self.turn_to_source(fetch)
+        self.pull_from_source(fetch)

@@ -202,7 +202,9 @@ class Incoming:
         if not posting.future.done():
             self.withdraw(posting)
             return
-        arrival = None if posting.future.exception() is not None else posting.future.result().give_back()
+        if posting.future.exception() is not None:
+            return
+        arrival = posting.future.result().give_back()
         if arrival is None or self._outdated(arrival.post):
             return
         self._requeue_or_drop(arrival)
@@ -217,8 +219,7 @@ class Incoming:
             self._requeue(arrival)
 
     def _requeue(self, arrival: Arrival) -> None:
-        """Queue a message at its place among those of its sender, and notify the sender, which need not wait for a
-        receive."""
+        """Queue a message at its place among those of its sender. The sender need not wait for a receive."""
         queue = self._arrivals.setdefault(arrival.key, deque())
         bisect.insort(queue, arrival, key=lambda each: each.order)
         arrival.queued = True
@@ -248,7 +249,7 @@ class Incoming:
         self._match_or_queue(Arrival(route, post, memory, own=post.slab is None))
         if post.passes_on:
             for asker, want in self._relays.record_message(post):
-                self.wanted(asker, want)
+                self.handle_want(asker, want)
 
     def _match_or_queue(self, arrival: Arrival) -> None:
         """Match a message if it is the first of its queue. If it stays queued, report that to its sender."""
@@ -269,7 +270,7 @@ class Incoming:
         key = (chunk.source, chunk.stream, chunk.number)
         fetch = self._fetches.get(key)
         if fetch is None or _incarnations(fetch.arrival.post) != _incarnations(chunk):
-            return
+            return  # the chunk of an earlier message
         part = np.frombuffer(body, dtype=np.uint8)
         end, expected = chunk.start + part.size, fetch.requested.get(chunk.start, part.size)
         if not part.size or end > fetch.staging.size or part.size != expected:
@@ -399,7 +400,7 @@ class Incoming:
         post = arrival.post
         contact = self._contact(posting.source, posting.stream, posting.options)
         if contact.options != post.options:
-            if not contact.proven:
+            if not contact.proven:  # the next operation is again the first contact
                 self._forget(posting.source, posting.stream)
             theirs, ours = str(post.options), str(contact.options)
             posting.fail(GroupOptionsError(worker=self._worker, peer=post.source, ours=ours, theirs=theirs))
@@ -420,6 +421,7 @@ class Incoming:
             self._deliver(posting, arrival)
 
     def _fail_mismatch(self, posting: Posting, arrival: Arrival) -> None:
+        """Fail a receive and the message that it does not accept."""
         post = arrival.post
         error = MessageMismatchError(
             sender=post.source, receiver=self._worker, sent=str(post.form), expected=str(posting.form)

@@ -30,7 +30,7 @@ async def nothing(*_: Any, **__: Any) -> None:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[RayNode]:
     """The nodes that Ray tells of."""
     nodes = [HERE, THERE]
-    monkeypatch.setattr(module, "started_again", lambda: False)
+    monkeypatch.setattr(module, "was_restarted", lambda: False)
     monkeypatch.setattr(module, "living_nodes", lambda: list(nodes))
     monkeypatch.setattr(module, "leaving_nodes", dict)
     monkeypatch.setattr(module, "forget_units", lambda *_: None)
