@@ -418,8 +418,8 @@ class Pump:
                 self._set_timer(number, now + GRACE_S)
 
     def _check_silence(self, number: int, until: float, silent_s: float, now: float, error: Exception) -> None:
-        """Raise `error` if `until` has passed and no payload was received in the last `silent_s`; otherwise set a timer
-        for the next check."""
+        """Raise `error` if `until` has passed and no payload, which delays other answers, was received in the last
+        `silent_s`. Otherwise set a timer for the next check."""
         until = max(until, self._last_payload_at + silent_s)
         if now >= until:
             raise error

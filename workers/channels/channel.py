@@ -346,7 +346,7 @@ class Channel:
     def _prepare_get(
         self, key: Any, target: float | None, nowait: bool, what: str
     ) -> tuple[Callable[[int], wire.Get], Any]:
-        """Return a function that makes the request of a number, and the link to the part that stores the key."""
+        """Return a function that makes the request with a number, and the link to the part that stores the key."""
         ident, raw_key = self._settings.ident, self._encode_key(key)
         return lambda number: wire.Get(number, ident, raw_key, target, nowait), self._routes.link(raw_key, what)
 

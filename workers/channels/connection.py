@@ -302,7 +302,7 @@ class BrokerConnection:
 
 
 def lost_error(what: str, endpoint: Endpoint, error: BaseException) -> ChannelLostError:
-    """Return the error for a request `what` that failed with `error`, because the broker does not answer."""
+    """Return the error for the request `what`, whose connection to the broker failed with `error`."""
     why = "it does not answer" if isinstance(error, StreamSilentError) else str(error) or type(error).__name__
     lost = ChannelLostError(what=what, broker=endpoint.address, why=why)
     lost.__cause__ = error

@@ -94,6 +94,7 @@ class Link:
     def put(self, request: wire.Put, parcel: Parcel, what: str, until: float) -> Reply:
         """Put `parcel` after the pending asynchronous puts, and return the answer."""
         pump = self._pump
+        # Puts over different connections could overtake each other.
         if pump is not None and pump.putting:
             refuse_waiting(what)
             _, future = self.begin_put(request, parcel, what, until)

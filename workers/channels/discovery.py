@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from workers.channels.jobs import job_directory
 from workers.channels.settings import BROKER_NAME, broker_name
-from workers.directory import DIRECTORY_VARIABLE, DirectoryClient, Kind
+from workers.directory import DIRECTORY_VARIABLE, DirectoryClient, DirectoryEntry, Kind
 from workers.errors import NameNotFoundError, WorkerLostError
 
 FIND_S = 60.0
@@ -63,8 +63,14 @@ def await_broker_change(directory: DirectoryClient, brokers: dict[int, str], unt
     at most until `until`."""
     names = {broker_name(rank): endpoint for rank, endpoint in brokers.items()}
     changed = threading.Event()
-    unsubscribe = directory.subscribe(lambda entry: changed.set() if entry.name in names else None)
+
+    def notice_end(entry: DirectoryEntry) -> None:
+        if entry.name in names:
+            changed.set()
+
+    unsubscribe = directory.subscribe(notice_end)
     try:
+        # The directory reports the end of the entries that this client has looked up.
         for name, endpoint in names.items():
             if directory.lookup_channel(name).endpoints != (endpoint,):
                 return True

@@ -389,11 +389,10 @@ class Broker:
             return
         queue = channel.queue(request.key)
         wait = RoomWait(client, request.number, queue, request.nbytes)
-        if not queue.waits and self._give_space(wait):
-            pass
-        elif request.nowait:
+        granted = not queue.waits and self._give_space(wait)
+        if not granted and request.nowait:
             self._answer(client, wire.Full(request.number))
-        else:
+        elif not granted:
             queue.waits.append(wait)
             self._queues_waiting[queue] = None
             self._clients[client].open[request.number] = wait

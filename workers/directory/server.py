@@ -99,7 +99,7 @@ class Directory:
 
     def _bind(self, host: str) -> int:
         """Bind a free port of `host` and return it."""
-        self._socket.set(zmq.ROUTER_HANDOVER, 1)
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a client's new connection replaces its old one
         self._socket.set(zmq.BACKLOG, 4096)
         end_silent(self._socket, HEARTBEAT_MS, SILENCE_MS)
         return bind_tcp(self._socket, resolve_host(host))

@@ -95,7 +95,7 @@ class AsyncWork(Generic[T]):
 
         def call() -> None:
             try:
-                self._result()
+                self._result()  # raises the error of this operation
                 result = func(*args, **kwargs)
             except Exception as error:
                 future.set_exception(error)
@@ -111,13 +111,13 @@ class AsyncWork(Generic[T]):
     def _complete_with_result(self, target: Future[Any]) -> None:
         """Complete `target` with the result or error of this work, once it has one."""
 
-        def settle() -> None:
+        def copy_outcome() -> None:
             try:
                 target.set_result(self._result())
             except Exception as error:
                 target.set_exception(error)
 
-        self._call_when_settled(settle)
+        self._call_when_settled(copy_outcome)
 
     def _call_when_settled(self, call: Callable[[], None]) -> None:
         """Call `call` once `_result` no longer blocks."""
@@ -132,9 +132,10 @@ class AsyncWork(Generic[T]):
         begins to settle the operation."""
         with self._guard:
             if self._settled is None:
-                begin = self._settle_function()
+                settle = self._settle_function()
                 try:
-                    self._settled = (None if begin is None else begin()) or self._future
+                    confirmed = None if settle is None else settle()
+                    self._settled = self._future if confirmed is None else confirmed
                 except Exception as error:
                     self._settled = Future()
                     self._settled.set_exception(error)

@@ -46,6 +46,7 @@ class BroadcastCalls:
         stream = self._streams.get(key)
         if stream is None:
             return 0
+        # The next message is expected by the oldest waiting call, or else by the next call.
         waiting = self._waiting.get(key, ())
         return (waiting[0].number if waiting else stream.calls) - number
 

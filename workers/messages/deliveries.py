@@ -60,9 +60,9 @@ class Arrival:
 
 @dataclass(eq=False)
 class Posting:
-    """A waiting receive. target: of recv_tensor; ready: an event to wait for on the GPU before target is written;
-    eager: no thread waits yet, so the I/O thread copies messages of any size; number: of its message, in a
-    broadcast."""
+    """A waiting receive. target: of recv_tensor; device: the GPU on which tensors of recv arrive, if any; ready: an
+    event to wait for on the GPU before target is written; eager: no thread waits yet, so the I/O thread copies messages
+    of any size; number: of its message, in a broadcast."""
 
     source: str
     stream: bytes

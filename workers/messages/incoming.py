@@ -160,7 +160,7 @@ class Incoming:
         if key in self._calls and key not in self._postings:
             self._match(key)
 
-    def settle(self) -> None:
+    def notify_unsettled(self) -> None:
         """Notify senders that wait for an early answer that this worker has begun to wait."""
         for arrival in self._unsettled:
             if arrival.queued and arrival.key not in self._postings:
@@ -443,6 +443,7 @@ class Incoming:
 
     def _deliver(self, posting: Posting, arrival: Arrival) -> None:
         """Complete a receive with its message, and copy the values out if they are small or no thread waits."""
+        # Any thread may take the delivery, and answers are sent in this one.
         delivery = Delivery(posting, arrival, self._pool, lambda: self._call(lambda: self._send_received(arrival)))
         # With `async_op` the caller may drop the work, and then the next receive gets the message.
         revocable = posting.eager and posting.target is not None

@@ -73,6 +73,10 @@ class IoThread:
     A failed operation or message does not affect others. If the directory declares this worker lost, all pending
     operations fail with `WorkerLostError`, as they do at its peers; later operations run under the worker's new
     incarnation. If the thread fails, the worker leaves the directory, which notifies its peers.
+
+    `_calls`: functions to call in the thread; `_timers`: a heap of (time, number, function), where the number keeps
+    equal times in order; `_next_expiry`: the first deadline of an operation; `_until_registered`: functions to call
+    once this worker is registered again; `_ended`: the error of all operations after the thread's end.
     """
 
     def __init__(
@@ -163,7 +167,14 @@ class IoThread:
     def settled(self) -> Future[None]:
         """Return a future that completes once receivers no longer need this worker for the messages it sent."""
         future: Future[None] = Future()
-        self.call(lambda: self._settle_futures.append(future) if self._ended is None else future.set_result(None))
+
+        def complete_or_keep() -> None:
+            if self._ended is None:
+                self._settle_futures.append(future)
+            else:
+                future.set_result(None)
+
+        self.call(complete_or_keep)
         return future
 
     def close(self) -> None:
@@ -208,7 +219,7 @@ class IoThread:
         while self._calls:
             try:
                 work = self._calls.popleft()
-            except IndexError:
+            except IndexError:  # another thread took the last call
                 return
             self._attempt(work)
 
@@ -254,7 +265,7 @@ class IoThread:
                 self._disconnect(sending.to, self._peer(sending.to))
                 self._fail_messages(sending.to, InternalError(what=f"{sending.what}: {defect!r}"))
         if self._ended is None:
-            self.incoming.settle()
+            self.incoming.notify_unsettled()
 
     def _send(self, sending: Sending) -> None:
         """Queue a message. It is sent once the receiver's address is known."""
@@ -268,13 +279,14 @@ class IoThread:
         if self._ended is not None:
             posting.fail(self._ended)
             return
-        defect = self._attempt(partial(self._post, posting))
+        defect = self._attempt(partial(self._post_receive, posting))
         if defect is not None:
             self.incoming.withdraw(posting)
             posting.fail(InternalError(what=f"{posting.what}: {defect!r}"))
-        self.incoming.settle()
+        self.incoming.notify_unsettled()
 
-    def _post(self, posting: Posting) -> None:
+    def _post_receive(self, posting: Posting) -> None:
+        """Match a receive with an arrived message, or let it wait and look its source up."""
         self._next_expiry = min(self._next_expiry, posting.deadline)
         is_alive = self._peer(posting.source).state is _PeerState.ALIVE
         if self.incoming.post(posting, is_alive):
@@ -325,9 +337,10 @@ class IoThread:
         self.incoming.match(name)
 
     def _entry_changed(self, entry: DirectoryEntry) -> None:
-        """Handle a change of a worker's directory entry."""
+        """Schedule the handling of a changed directory entry. Called in the directory client's thread."""
         if entry.kind is Kind.WORKER:
-            self.call(lambda: self._own_entry_changed(entry) if entry.name == self.name else self._peer_lost(entry))
+            handle = self._own_entry_changed if entry.name == self.name else self._peer_lost
+            self.call(partial(handle, entry))
 
     def _peer_lost(self, entry: DirectoryEntry) -> None:
         """Fail the messages of a peer that has ended, if this worker used that incarnation of it."""
@@ -362,13 +375,14 @@ class IoThread:
         """Record the incarnation of a peer, and discard the state of an earlier one."""
         if peer.incarnation == incarnation:
             return
-        was_alive, peer.incarnation = peer.state is _PeerState.ALIVE, incarnation
+        was_alive = peer.state is _PeerState.ALIVE
+        peer.incarnation = incarnation
         self.incoming.outdate(name, incarnation)
         if was_alive:
             self._disconnect(name, peer)
             self.outgoing.lose(name, WorkerLostError(worker=name, why="it was restarted"))
             if self.incoming.waits_for(name):
-                self._contact_peer(name, 0.0)
+                self._contact_peer(name, 0.0)  # looks it up for at least `_lookup_s`
 
     def _disconnect(self, name: str, peer: _Peer) -> None:
         """Close the connection to a peer. The next operation looks the peer up again."""
@@ -376,16 +390,19 @@ class IoThread:
         self._links.cut(name)
 
     def _fail_messages(self, name: str, error: Exception) -> None:
+        """Fail the messages to and from a peer."""
         self.outgoing.lose(name, error)
         self.incoming.lose(name, error)
 
     # --- frames ---------------------------------------------------------------------------------------------------
 
     def _transmit(self, name: str, post: PostMessage, snapshot: ValueSnapshot) -> None:
+        """Send a message's header and inline bytes to a peer."""
         frames = (encode(post), snapshot.inline)
         self._links.send(name, self._peer(name).endpoint, frames, self.outgoing.idle)
 
     def _reply(self, route: bytes, answer: wire.Answer, body: Bytes | None = None) -> None:
+        """Answer along the route of a message. body: the bytes of a chunk."""
         if self._ended is None:
             send(self._router, (route, encode(answer), *([] if body is None else [frame(body)])))
 
@@ -406,6 +423,7 @@ class IoThread:
         return True
 
     def _receive_requests(self) -> None:
+        """Handle the messages of peers that connected to this worker. An exception at a message refuses it."""
         for route, request, frames in received(self._router, wire.decode_request, self._reader, wire.FOLLOWED):
             defect = self._attempt(partial(self._handle_request, route, request, frames[1:]))
             if defect is not None and isinstance(request, PostMessage):
@@ -433,6 +451,7 @@ class IoThread:
                     self.incoming.handle_want(route, request)
 
     def _receive_answers(self) -> None:
+        """Handle what peers send over the connections of this worker to them."""
         for name, answer, frames in self._links.received(wire.decode_answer, self._reader, wire.FOLLOWED):
             match answer:
                 case Pull():

@@ -81,6 +81,7 @@ class SupervisorActor:
         self._stopping = False
         self._resumed = False
         if was_restarted():
+            # `resume` needs the actor's event loop, which runs after this constructor.
             threading.Thread(target=_call_resume, name="tq-resume", daemon=True).start()
 
     # --- calls
@@ -238,8 +239,6 @@ class SupervisorActor:
         async def run() -> None:
             try:
                 await work
-            except asyncio.CancelledError:
-                raise
             except Exception:
                 log.exception("Supervisor of service %s: a task failed; the supervisor continues", self._plan.name)
 
@@ -404,7 +403,7 @@ class SupervisorActor:
         if self._units.pop(unit.name, None) is unit and unit.monitor_task is not None:
             unit.monitor_task.cancel()
         await self._stop_unit(unit, for_good=True)
-        self._outdated[unit.name] = unit.number + 1
+        self._outdated[unit.name] = unit.number + 1  # the controller drops this unit too
 
     async def _until_ended(self, unit: Unit) -> str:
         """Poll the unit and update its number until its actor has ended. Return the reason."""
