@@ -77,9 +77,9 @@ class Channel:
         self._settings = settings
         self._timeout_s = seconds("timeout_s", timeout_s)
         self._node_rank = node_rank_here() if node_rank is None else node_rank
-        self._links: list[Link | LocalLink] = [Link(endpoint, settings.name) for endpoint in settings.endpoints] or [
-            LocalLink(settings.name)
-        ]
+        self._links: list[Link | LocalLink] = [Link(endpoint, settings.name) for endpoint in settings.endpoints]
+        if not self._links:
+            self._links.append(LocalLink(settings.name))
         # The keys that this handle uses first are stored on this node, if the channel has a part here.
         wish = settings.nodes.index(self._node_rank) if self._node_rank in settings.nodes else 0
         self._routes = Routes(settings.ident, self._links, wish=wish)
@@ -470,7 +470,7 @@ def _register(channel: Channel, directory: DirectoryClient) -> Channel:
 def _find_existing(channel: Channel, directory: DirectoryClient) -> Channel | None:
     """Return the existing channel of the same name; None if the name is free now, also because all brokers of that
     channel are lost. Raises if some are lost, or if the existing channel has other settings."""
-    entries = [each for each in directory.listing(Kind.CHANNEL) if each.name == channel.name]
+    entries = [entry for entry in directory.listing(Kind.CHANNEL) if entry.name == channel.name]
     if not entries:
         return None
     existing_settings, ours = ChannelSettings.of(entries[0], directory.address), channel._settings

@@ -251,7 +251,8 @@ class Link:
         """Close idle connections, and the others as soon as they are unused."""
         with self._guard:
             self._retired = True
-            idle, self._idle[:] = list(self._idle), []
+            idle = list(self._idle)
+            self._idle.clear()
             pump = self._pump
         for connection in idle:
             connection.close()

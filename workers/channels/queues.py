@@ -87,9 +87,9 @@ class Broker:
         """Remove a client: drop its waiting requests and return its unacknowledged items to their queues."""
         state = self._clients.pop(client)
         queues: dict[Queue, None] = {}
-        for each in state.open.values():
-            queues[each.queue] = None
-            self._undo_request(each)
+        for record in state.open.values():
+            queues[record.queue] = None
+            self._undo_request(record)
         for space, nbytes in state.spaces.items():
             self._memory.give(space, nbytes)
         self._serve_all(queues)
@@ -234,7 +234,7 @@ class Broker:
             taken.sort(key=_place_of)
         queue.leased += len(taken)
         self._clients[get.client].open[get.number] = ItemLease(queue, taken)
-        self._answer(get.client, wire.Items(get.number, [each.item for each in taken]))
+        self._answer(get.client, wire.Items(get.number, [stored.item for stored in taken]))
 
     def _collect(self, get: OpenGet) -> bool:
         """Move items to `get.taken`, which stay there until the get is answered or withdrawn. Return whether it is
@@ -246,7 +246,7 @@ class Broker:
             return bool(get.taken)
         while items:
             weight, rounded_off = get.weight_with(items[0].weight)
-            if get.taken and weight + rounded_off > get.target:
+            if get.taken and weight + rounded_off > get.target:  # a heavier first item is taken alone
                 return True
             get.taken.append(items.popleft())
             get.weight, get.rounded_off = weight, rounded_off

@@ -205,7 +205,7 @@ class DirectoryClient:
     def close(self) -> None:
         """End all entries that this process owns, and close the connection. Blocks for up to a few seconds.
         Idempotent."""
-        if self._pid != os.getpid():
+        if self._pid != os.getpid():  # in a forked child, the connection is the parent's
             return
         with contextlib.suppress(errors.DirectoryLostError, FutureTimeout):
             self._ask(wire.LeaveJob(number=next(self._numbers))).result(_CLOSE_S)

@@ -120,7 +120,8 @@ class Registry:
         if ended is not None:
             return [(session, _lost_reply(request.number, request.name, ended))]
         group = self._live.get((Kind.GROUP, _group_name(key)))
-        if group is not None and (error := _rank_error(key, group.entry)):
+        error = None if group is None else _rank_error(key, group.entry)
+        if error is not None:
             return [(session, failed(request.number, error))]
         waiter = _Waiter(session, request.number, now, now + request.wait_s)
         if request.wait_s <= 0:

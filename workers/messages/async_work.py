@@ -168,7 +168,7 @@ class TensorWork(AsyncWork[None]):
         done = super().done()
         if done:
             with contextlib.suppress(Exception):
-                self._result()
+                self._result()  # takes the message
         return done
 
 
@@ -218,13 +218,13 @@ def _cancel_again(task: asyncio.Task[Any], message: tuple[Any, ...]) -> None:
 def all_of(works: list[AsyncWork[Any]], what: str, result: T) -> AsyncWork[T]:
     """Return work that is done when all `works` are, with `result`, or the first error of `works` in their order."""
     future: Future[T] = Future()
-    left = [len(works)]
+    works_left = [len(works)]
     guard = threading.Lock()
 
     def count_down() -> None:
         with guard:
-            left[0] -= 1
-            if left[0]:
+            works_left[0] -= 1
+            if works_left[0]:
                 return
         try:
             for work in works:

@@ -322,7 +322,7 @@ class Incoming:
         fetch = self._fetches.pop(key)
         self._relays.drop_incomplete(fetch.arrival.post)
         error = InternalError(what=f"{self._worker}: a message from {key[0]}: {why}")
-        if fetch.posting is None:
+        if fetch.posting is None:  # the message is queued
             self._filter_arrivals(key[0], lambda arrival: arrival is not fetch.arrival)
         else:
             fetch.posting.fail(error)
@@ -350,13 +350,15 @@ class Incoming:
         """Discard messages of earlier incarnations of the source, whose process was restarted, and restart the
         numbering of calls."""
         self._filter_arrivals(source, lambda arrival: arrival.post.incarnation >= incarnation)
+        # The receives of incomplete messages wait again, before those that were posted later.
         for posting in reversed(self._remove_fetches(source)):
             self._postings.setdefault(posting.key, deque()).appendleft(posting)
         self._calls.source_renewed(source)
 
     def _remove_fetches(self, source: str) -> list[Posting]:
         """Remove fetches from the source, whose bytes will not arrive. Return their receives."""
-        fetches = [self._fetches.pop(key) for key in [key for key in self._fetches if key[0] == source]]
+        keys = [key for key in self._fetches if key[0] == source]
+        fetches = [self._fetches.pop(key) for key in keys]
         for fetch in fetches:
             self._relays.drop_incomplete(fetch.arrival.post)
         return [fetch.posting for fetch in fetches if fetch.posting is not None]

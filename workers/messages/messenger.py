@@ -122,6 +122,7 @@ class Messenger:
         self._guard = threading.Lock()
         self._backlog = Backlog(_half_of_memory() if backlog_bytes is None else backlog_bytes)
         with OpenFilesError.of(f"messages of worker {self._name}", least=OF_A_CONTEXT):
+            # Memory is shared among workers with equal `here`; a unique one shares none.
             here = this_host() if shared_memory else f"only {this_host()}/{os.getpid()}/{self._name}"
             self._slabs = Slabs(here)
             self._io_thread = IoThread(
@@ -301,6 +302,7 @@ class Messenger:
         try:
             nothing = self._snapshot(fault, pickling.NOTHING, len(others), "a fault")
         except MessageBacklogError:
+            # The receivers' calls of this number then fail when the message of a later call arrives.
             self._io_thread.call(lambda: self._io_thread.outgoing.skip(others, stream))
         else:
             # Invalid options may be the reason of the fault.

@@ -107,8 +107,8 @@ class StorageUnitActor(ComponentActor):
         """Create the arena, listen on this node's address, and register with the controller. Further calls have no
         effect."""
         if self._unit is None:
-            here = replace(self._config, host=ray.util.get_node_ip_address())
-            self._unit = StorageUnit(here, self._controller_address, name=self._name).start()
+            config_here = replace(self._config, host=ray.util.get_node_ip_address())
+            self._unit = StorageUnit(config_here, self._controller_address, name=self._name).start()
             self._exit_when_set(self._unit.lost, f"storage unit {self._name}")
 
     def number(self) -> int:

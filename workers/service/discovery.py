@@ -56,22 +56,29 @@ class RayRendezvous:
         """See `Rendezvous.meet`. Raises the errors of `find` and `launch_service`."""
         if not ray.is_initialized():
             return None
-        # A configuration, or the new actor to which this process gives the configuration of a new service.
         found = _find_or_create(actor_name(name))
-        started = isinstance(found, ActorHandle)
         with ExitStack() as undo:
             if isinstance(found, ActorHandle):
+                # There was no service: launch one, and keep its configuration in the new actor.
                 service = _launch(config, prepare, found)
                 undo.callback(service.shutdown)
                 undo.callback(_kill_actor, found)
-                found = service.config
-            if name is not None and (forget := self.share(found)) is not None:
+                service_config = service.config
+            else:
+                service_config = found
+            # The other processes of this job find a named service without knowing its name.
+            forget = None if name is None else self.share(service_config)
+            if forget is not None:
                 undo.callback(forget)
-            return Meeting(config=found, started=started, close=undo.pop_all().close)
+            started = isinstance(found, ActorHandle)
+            return Meeting(config=service_config, started=started, close=undo.pop_all().close)
 
     def share(self, config: DataPlaneConfig) -> Callable[[], None] | None:
         """See `Rendezvous.share`."""
-        if not ray.is_initialized() or (actor := _create_actor(actor_name(None))) is None:
+        if not ray.is_initialized():
+            return None
+        actor = _create_actor(actor_name(None))
+        if actor is None:
             return None
         try:
             ray.get(actor.set_config.remote(config), timeout=START_TIMEOUT_S)

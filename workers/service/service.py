@@ -141,6 +141,7 @@ class LaunchedService:
         try:
             return ray.get(getattr(self._supervisor, method).remote(*arguments), timeout=within_s + ANSWER_S)
         except RayTaskError as error:
+            # An error that the supervisor raised is raised as it is; errors of Ray stay wrapped.
             if isinstance(error.cause, Exception) and not isinstance(error.cause, RayError):
                 raise error.cause from error
             raise

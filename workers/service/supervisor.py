@@ -307,6 +307,7 @@ class SupervisorActor:
             log.error("Drain of node %s failed, and the node will leave the Ray cluster with its rows: %s", host, error)
             await asyncio.sleep(DRAIN_RETRY_S)
         finally:
+            # After a failure, the next check of the nodes drains it again.
             self._announced_drains.discard(ident)
 
     async def _start_missing(self) -> None:
