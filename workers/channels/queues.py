@@ -324,11 +324,12 @@ class Broker:
     def _nack(self, client: Client, request: wire.NackItems) -> None:
         """Return leased items to their places in the queue, and drop those at the positions `request.lost`."""
         lease = self._pop_lease(client, request.number)
-        taken, lost = lease.taken, set(request.lost)
-        lease.taken = [stored for place, stored in enumerate(taken) if place not in lost]
-        lease.queue.leased -= len(taken) - len(lease.taken)
-        self._undo_request(lease)
-        self._free_items(stored for place, stored in enumerate(taken) if place in lost)
+        taken, positions = lease.taken, set(request.lost)
+        lost = [stored for position, stored in enumerate(taken) if position in positions]
+        lease.taken = [stored for position, stored in enumerate(taken) if position not in positions]
+        lease.queue.leased -= len(lost)
+        self._undo_request(lease)  # returns the others
+        self._free_items(lost)
         self._serve_all((lease.queue,))
 
     def _pop_lease(self, client: Client, number: int) -> ItemLease:

@@ -218,13 +218,14 @@ def _cancel_again(task: asyncio.Task[Any], message: tuple[Any, ...]) -> None:
 def all_of(works: list[AsyncWork[Any]], what: str, result: T) -> AsyncWork[T]:
     """Return work that is done when all `works` are, with `result`, or the first error of `works` in their order."""
     future: Future[T] = Future()
-    works_left = [len(works)]
+    works_left = len(works)
     guard = threading.Lock()
 
     def count_down() -> None:
+        nonlocal works_left
         with guard:
-            works_left[0] -= 1
-            if works_left[0]:
+            works_left -= 1
+            if works_left:
                 return
         try:
             for work in works:

@@ -54,7 +54,7 @@ class BroadcastCalls:
         """Record that the call of that number was matched with a message of a lost source: it does not belong to the
         next process of that name."""
         stream = self._streams.get(key)
-        if stream is not None and stream.next_from is not None:
+        if stream is not None and stream.next_from is not None:  # not None: the source is lost
             stream.next_from = max(stream.next_from, number + 1)
 
     def source_lost(self, source: str) -> None:

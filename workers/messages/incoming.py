@@ -302,7 +302,7 @@ class Incoming:
     def handle_want(self, route: bytes, want: WantMessage) -> None:
         """Send values that another receiver requests, and fetch them first if they are not here yet."""
         if self._relays.serve_or_wait(route, want) or self._relays.keep_early(route, want):
-            return
+            return  # answered, or kept until the chunk or the message arrives
         if self._is_alive(want.source):
             self._begin_for_others(want)
         if not self._relays.serve_or_wait(route, want):

@@ -20,7 +20,7 @@ class DispatchTarget:
     dummy: bool
 
 
-def known_axes(sharding: NamedSharding, **axes: Sequence[str]) -> None:
+def check_axes(sharding: NamedSharding, **axes: Sequence[str]) -> None:
     """ValueError, naming the argument, for an unknown axis, an axis that an argument names twice, and a str instead
     of a list."""
     for argument, names in axes.items():
@@ -35,7 +35,7 @@ def known_axes(sharding: NamedSharding, **axes: Sequence[str]) -> None:
 
 def workers_at_zero(sharding: NamedSharding, axes: Sequence[str]) -> list[int]:
     """Return the workers at 0 on each of `axes`, ascending. All workers if `axes` is empty."""
-    known_axes(sharding, run_rank_0_only_axes=axes)
+    check_axes(sharding, run_rank_0_only_axes=axes)
     return [worker for worker in worker_order(sharding) if is_axis_zero(sharding.get_worker_coords(worker), axes)]
 
 
@@ -53,7 +53,7 @@ def shard_targets(
     data. On the other (free) axes only position 0 has data; the other positions get a dummy call if `dummies`.
     ValueError for an unknown axis and for an axis in both roles.
     """
-    known_axes(sharding, in_sharded_axes=sharded, replicate_on_axes=replicated)
+    check_axes(sharding, in_sharded_axes=sharded, replicate_on_axes=replicated)
     twice = set(sharded) & set(replicated)
     if twice:
         raise ValueError(
@@ -72,7 +72,7 @@ def shard_targets(
 def result_workers(sharding: NamedSharding, targets: Sequence[DispatchTarget], replicated: Sequence[str]) -> list[int]:
     """Return the targets whose results are returned: those at 0 on the `replicated` output axes, without dummy
     calls."""
-    known_axes(sharding, output_is_replicated=replicated)
+    check_axes(sharding, output_is_replicated=replicated)
     return [
         target.worker
         for target in targets
