@@ -24,7 +24,7 @@ from workers.channels.records import (
     OpenGet,
     OpenPut,
     Queue,
-    RoomWait,
+    SpaceWait,
     Stored,
 )
 from workers.channels.wire import NOWHERE
@@ -276,7 +276,7 @@ class Broker:
         if queue.channel.closed:
             self._end_queue(queue)
         else:
-            queue.channel.forget(queue)
+            queue.channel.remove_if_unneeded(queue)
 
     @staticmethod
     def _cannot_grow(queue: Queue) -> bool:
@@ -291,7 +291,7 @@ class Broker:
                 del self._clients[get.client].open[get.number]
                 self._answer(get.client, wire.Ended(get.number))
         channel = queue.channel
-        channel.forget(queue)
+        channel.remove_if_unneeded(queue)
         if not channel.queues:
             self._channels.pop(channel.ident, None)
 
@@ -319,7 +319,7 @@ class Broker:
         if lease.queue.channel.closed or self._queues_waiting or self._queues_over_limit:
             self._serve_all((lease.queue,))
         else:
-            lease.queue.channel.forget(lease.queue)
+            lease.queue.channel.remove_if_unneeded(lease.queue)
 
     def _nack(self, client: Client, request: wire.NackItems) -> None:
         """Return leased items to their places in the queue, and drop those at the positions `request.lost`."""
@@ -355,10 +355,10 @@ class Broker:
         self._undo_request(record)
         self._serve_all((record.queue,))
 
-    def _undo_request(self, record: OpenPut | OpenGet | RoomWait | ItemLease) -> None:
+    def _undo_request(self, record: OpenPut | OpenGet | SpaceWait | ItemLease) -> None:
         """Undo the effect of an open request on its queue."""
         queue = record.queue
-        if isinstance(record, RoomWait):
+        if isinstance(record, SpaceWait):
             self._end_wait(record)
             return
         if isinstance(record, OpenPut):
@@ -389,7 +389,7 @@ class Broker:
             self._answer(client, wire.TooLarge(request.number, limit))
             return
         queue = channel.queue(request.key)
-        wait = RoomWait(client, request.number, queue, request.nbytes)
+        wait = SpaceWait(client, request.number, queue, request.nbytes)
         granted = not queue.waits and self._give_space(wait)
         if not granted and request.nowait:
             self._answer(client, wire.Full(request.number))
@@ -397,9 +397,9 @@ class Broker:
             queue.waits.append(wait)
             self._queues_waiting[queue] = None
             self._clients[client].open[request.number] = wait
-        channel.forget(queue)
+        channel.remove_if_unneeded(queue)
 
-    def _give_space(self, wait: RoomWait) -> bool:
+    def _give_space(self, wait: SpaceWait) -> bool:
         """Reserve space for a waiting request. Return whether there was enough."""
         space = self._memory.take(wait.nbytes)
         if space is None:
@@ -427,13 +427,13 @@ class Broker:
                 self._queues_waiting[wait.queue] = None
                 turns.append(wait.queue)
 
-    def _end_wait(self, wait: RoomWait) -> None:
+    def _end_wait(self, wait: SpaceWait) -> None:
         """Remove a request from those of its queue that wait for memory."""
         queue = wait.queue
         queue.waits.remove(wait)
         if not queue.waits:
             self._queues_waiting.pop(queue, None)
-            queue.channel.forget(queue)
+            queue.channel.remove_if_unneeded(queue)
 
     def _release(self, client: Client, space: int) -> None:
         """Free space that the client reserved and does not use."""

@@ -57,7 +57,7 @@ class OpenGet:
 
 
 @dataclass(slots=True, eq=False)
-class RoomWait:
+class SpaceWait:
     """A request that waits for memory."""
 
     client: Client
@@ -84,7 +84,7 @@ class Queue:
     items: deque[Stored] = field(default_factory=deque)
     puts: deque[OpenPut] = field(default_factory=deque)
     gets: deque[OpenGet] = field(default_factory=deque)
-    waits: deque[RoomWait] = field(default_factory=deque)
+    waits: deque[SpaceWait] = field(default_factory=deque)
     leased: int = 0
 
     @property
@@ -110,7 +110,7 @@ class ChannelQueues:
             queue = self.queues[key] = Queue(self, key)
         return queue
 
-    def forget(self, queue: Queue) -> None:
+    def remove_if_unneeded(self, queue: Queue) -> None:
         """Remove a queue that has no items and no requests."""
         if self.queues.get(queue.key) is queue and not queue.needed:
             del self.queues[queue.key]
@@ -121,4 +121,4 @@ class HeldItems:
     """State of a client: its reserved spaces with their bytes, and its open requests by number."""
 
     spaces: dict[int, int] = field(default_factory=dict)
-    open: dict[int, OpenPut | OpenGet | RoomWait | ItemLease] = field(default_factory=dict)
+    open: dict[int, OpenPut | OpenGet | SpaceWait | ItemLease] = field(default_factory=dict)
