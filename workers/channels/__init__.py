@@ -37,6 +37,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
+    """Import an exported name on its first use."""
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -52,6 +52,7 @@ class OpenGet:
         total = self.weight + more
         if total == inf:
             return total, 0.0
+        # What `total` lost by rounding is exact if it is computed from the larger summand.
         larger, smaller = (self.weight, more) if self.weight >= more else (more, self.weight)
         return total, self.rounded_off + (smaller - (total - larger))
 

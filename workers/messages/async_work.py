@@ -55,6 +55,7 @@ class AsyncWork(Generic[T]):
         this would block in a function given to `then`."""
         timeout = seconds_if_any("timeout", timeout)
         self._wait_for(self._future, timeout)
+        # To settle the operation takes an answer of the broker, for which such a function must not wait.
         if self._settled is None and self._settle_function() is not None:
             refuse_waiting(self._what)
         # No timeout: a caller that left before the broker's confirmation would lose the item.
@@ -62,6 +63,7 @@ class AsyncWork(Generic[T]):
         return self._result()
 
     def _wait_for(self, future: Future[Any], timeout: float | None) -> None:
+        """Block until `future` is done. `MessageTimeoutError` after `timeout` seconds."""
         if not future.done():
             refuse_waiting(self._what)
         begun = time.monotonic()
@@ -181,11 +183,11 @@ def _woken_by(future: Future[Any]) -> asyncio.Future[None]:
         if not woken.done():
             woken.set_result(None)
 
-    def done(_: Future[Any]) -> None:
+    def wake_loop(_: Future[Any]) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(wake)
 
-    future.add_done_callback(done)
+    future.add_done_callback(wake_loop)  # called in the thread that completes `future`
     return woken
 
 

@@ -16,12 +16,12 @@ def participants(groups: Sequence[tuple[str, Ranks]]) -> list[WorkerAddress]:
     """Return the workers of `groups` in their order: `("g", 0)` is one worker, `("g", [0, 1])` are two, `("g", (0,
     1))` is the worker of that path, `("g", [(0, 0), (0, 1)])` are the two of those paths. ValueError if there are
     none or one occurs twice."""
-    named = []
+    workers = []
     for name, ranks in groups:
-        each: Sequence[int | tuple[int, ...]] = ranks if isinstance(ranks, list) else [ranks]
-        named += [WorkerAddress(name, rank) for rank in each]
-    check(named)
-    return named
+        rank_list: Sequence[int | tuple[int, ...]] = ranks if isinstance(ranks, list) else [ranks]
+        workers += [WorkerAddress(name, rank) for rank in rank_list]
+    check(workers)
+    return workers
 
 
 def check(workers: Sequence[WorkerAddress]) -> None:

@@ -113,7 +113,7 @@ class Incoming:
         if is_alive:
             self._match(posting.key)
         queued = self._postings.get(posting.key)
-        return queued is not None and queued[-1] is posting
+        return queued is not None and queued[-1] is posting  # whether it is still queued
 
     def match(self, source: str) -> None:
         """Match receives from the source with its queued messages."""

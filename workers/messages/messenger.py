@@ -287,6 +287,7 @@ class Messenger:
         except BaseException as error:
             self._send_fault(error, others, stream, options)
             raise
+        # Receivers of large values on many hosts forward them to each other.
         if snapshot.slab is not None and len(others) >= RECEIVERS_FROM:
             snapshot.tree = Tree(self._io_thread.host)
         works = self._submit_sends(snapshot, others, stream, options, timeout_s)
@@ -449,7 +450,8 @@ class Messenger:
             deadline=now + self._timeout_or_default(timeout_s),
         )
         self._io_thread.submit_recv(posting)
-        work: AsyncWork[Any] = (AsyncWork if target is None else TensorWork)(posting.future, what, finish)
+        work_class: type[AsyncWork[Any]] = AsyncWork if target is None else TensorWork
+        work = work_class(posting.future, what, finish)
         if async_op:
             # If the work is garbage-collected, the next receive gets the message.
             weakref.finalize(work, self._io_thread.drop, posting).atexit = False

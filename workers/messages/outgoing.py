@@ -241,6 +241,7 @@ class OutgoingMessages:
         contact = self.contacts.get((sending.to, sending.stream))
         if contact is not None:
             contact.waits = True
+        # The options were not agreed on, so the next message is the first contact again.
         if isinstance(error, GroupOptionsError) and contact is not None and not contact.proven:
             del self.contacts[sending.to, sending.stream]
         if not sending.fail(error):
@@ -292,7 +293,10 @@ class OutgoingMessages:
     def fail_all(self, error: Exception) -> None:
         """Fail all messages: every peer is lost. If messages were delivered and none was pending, the next operation
         with that peer raises the error, because those messages may be lost."""
-        for peer in {*self._queued, *self._sent, *(peer for peer, _ in {*self.contacts, *self._numbers})}:
+        peers = {*self._queued, *self._sent}
+        peers.update(peer for peer, _ in self.contacts)
+        peers.update(peer for peer, _ in self._numbers)
+        for peer in peers:
             delivered = peer in self._sent
             if not self.lose(peer, error) and delivered:
                 self._late[peer] = error

@@ -86,7 +86,8 @@ def _read_num_nodes(cluster_cfg: Mapping[str, Any], num_nodes: int | None) -> in
             )
     for name in UNUSED:
         part = cluster_cfg.get(name)
-        if part and not (isinstance(part, Mapping) and part.get("enabled", True) is False):
+        disabled = isinstance(part, Mapping) and part.get("enabled", True) is False
+        if part and not disabled:
             log.warning("cluster.%s is ignored by this scheduler", name)
     configured = int(cluster_cfg["num_nodes"])
     if num_nodes not in (None, configured):
