@@ -223,19 +223,19 @@ class Link:
                 connection = self._connect(what)
                 try:
                     with OpenFilesError.of(what):
-                        self._pump = Pump(connection, self._channel, self._make_error_of_loss)
+                        self._pump = Pump(connection, self._channel, self._loss_error_factory())
                 except OpenFilesError:
                     connection.close()
                     raise
+                # The pump ends when this object is garbage-collected.
                 weakref.finalize(self, self._pump.close).atexit = False
                 if self._retired:
                     self._pump.retire()
             return self._pump
 
-    @property
-    def _make_error_of_loss(self) -> Callable[[str, BaseException], Exception]:
-        """A function for the pump that makes an error like `_error_of_loss`. It does not refer to this object, which
-        can thus be garbage-collected while the pump's thread runs."""
+    def _loss_error_factory(self) -> Callable[[str, BaseException], Exception]:
+        """Return a function for the pump that makes an error like `_error_of_loss`. It does not refer to this object,
+        which can thus be garbage-collected while the pump's thread runs."""
         endpoint, channel = self.endpoint, self._channel
 
         def make(what: str, error: BaseException) -> Exception:
@@ -264,8 +264,8 @@ class Link:
         self.retire()
         with self._guard:
             self._closed = True
-            using, pump = list(self._in_use), self._pump
-        for connection in using:
+            in_use, pump = list(self._in_use), self._pump
+        for connection in in_use:
             connection.shut()
         if pump is not None:
             pump.close()

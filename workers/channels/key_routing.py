@@ -40,22 +40,24 @@ class Routes:
     def _find_part(self, key: bytes, what: str) -> int:
         """Return the part that stores the key: that which the first part assigns, or, if that has ended or is lost, the
         part that has the key already. 0 if no part has it: its operations then report the end of the channel."""
-        lost_first: list[ChannelLostError] = []
+        lost: list[ChannelLostError] = []
         part: int | None = None
         try:
             part = self._ask_part(0, key, self._wish, what)
         except ChannelLostError as error:
-            lost_first.append(error)
+            lost.append(error)
         if part is not None:
-            if part:
+            if part != 0:
                 # The assigned part notes the key, for the case that the first part is lost.
                 self._ask_part(part, key, part, what)
             return part
         # The first part has ended or is lost. Another part may store the key.
-        parts_with_key, lost = self.find_parts_with_key(key, what, first=len(lost_first))
-        if (lost_first or lost) and not parts_with_key:
-            raise (lost_first or lost)[0]
-        return parts_with_key[0] if parts_with_key else 0
+        parts_with_key, other_lost = self.find_parts_with_key(key, what, first=1 if lost else 0)
+        if parts_with_key:
+            return parts_with_key[0]
+        if lost or other_lost:
+            raise [*lost, *other_lost][0]
+        return 0
 
     def _ask_part(self, part: int, key: bytes, wish: int, what: str) -> int | None:
         """Ask `part` which part stores the key; a new key gets the part `wish`. Return None if `part` has ended."""

@@ -26,6 +26,7 @@ from workers.channels.records import (
     Queue,
     SpaceWait,
     Stored,
+    place_of,
 )
 from workers.channels.wire import NOWHERE
 
@@ -231,7 +232,7 @@ class Broker:
         queue = get.queue
         if len(taken) > 1:
             # An item that was returned meanwhile precedes the items that were collected before its return.
-            taken.sort(key=_place_of)
+            taken.sort(key=place_of)
         queue.leased += len(taken)
         self._clients[get.client].open[get.number] = ItemLease(queue, taken)
         self._answer(get.client, wire.Items(get.number, [stored.item for stored in taken]))
@@ -370,7 +371,7 @@ class Broker:
         else:
             queue.gets.remove(record)
         if record.taken:  # they return to their places
-            queue.items = deque(sorted([*record.taken, *queue.items], key=_place_of))
+            queue.items = deque(sorted([*record.taken, *queue.items], key=place_of))
 
     # --- memory
 
@@ -459,6 +460,7 @@ class Broker:
             self._answer(client, wire.Counted(request.number, *counts, routed))
 
     def _peek(self, client: Client, request: wire.Peek) -> None:
+        """Answer with the first items of a queue."""
         channel = self._channels.get(request.channel)
         queue = channel.queues.get(request.key) if channel else None
         items = queue.items if queue else ()
@@ -466,6 +468,7 @@ class Broker:
         self._answer(client, wire.Peeked(request.number, len(items), first))
 
     def _route(self, client: Client, request: wire.RouteKey) -> None:
+        """Answer with the part that stores the key, which is the wanted part if the key is new."""
         channel = self._channels.get(request.channel)
         if channel is None:
             self._answer(client, wire.Ended(request.number))
@@ -492,7 +495,3 @@ class Broker:
         if not channel.queues:
             self._channels.pop(ident, None)
         self._serve_all(())
-
-
-def _place_of(stored: Stored) -> int:
-    return stored.place

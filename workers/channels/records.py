@@ -22,6 +22,11 @@ class Stored:
     space_bytes: int
 
 
+def place_of(stored: Stored) -> int:
+    """Return the sort key that keeps items in the order of their puts."""
+    return stored.place
+
+
 @dataclass(slots=True, eq=False)
 class OpenPut:
     """A put that waits for a free place. preallocate_bytes: see `wire.Put`."""

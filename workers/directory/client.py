@@ -127,7 +127,7 @@ class DirectoryClient:
         """Register a group's name, so that its workers can register. Records of workers of an ended group with that
         name are deleted. The entry stays until `end`, even if this process ends. `NameInUseError` while another
         group has the name; ValueError or TypeError for a name that no worker address can have."""
-        WorkerAddress(name)
+        WorkerAddress(name)  # raises for an invalid name
         return self._single_entry(
             self._ask_register(Kind.GROUP, name, (), facts, owned=False), f"registering group {name!r}"
         )
@@ -229,6 +229,7 @@ class DirectoryClient:
         owned: bool,
         returns: bool = False,
     ) -> Answer:
+        """Send a registration without blocking. Return the future of the new entry."""
         request = wire.RegisterProcess(
             number=next(self._numbers),
             kind=kind,
@@ -284,6 +285,7 @@ class DirectoryClient:
             self._socket.send(self._outbox.popleft())
 
     def _on_thread_end(self, defect: BaseException | None) -> None:
+        """Close the connection and fail all calls. defect: the error that ended the thread, or None."""
         why = "this client was closed"
         if defect is not None:
             _log.error("Directory client thread failed", exc_info=defect)
@@ -330,6 +332,7 @@ class DirectoryClient:
                     self._complete(reply.number, InternalError(what=f"{type(reply).__name__}: {error!r}"))
 
     def _handle_reply(self, reply: wire.Reply) -> None:
+        """Handle one message of the directory."""
         match reply:
             case wire.Found():
                 self._complete(reply.number, reply.entries)

@@ -82,7 +82,7 @@ class Registry:
         if existing is not None and not (existing.returns and request.returns):
             error = errors.NameInUseError(kind=request.kind, name=request.name)
             return [(session, failed(request.number, error))]
-        if existing is not None:
+        if existing is not None:  # the new process replaces it
             effects, _ = self._end_entry(existing, EntryState.LOST, "another process took its place")
         self._incarnation += 1
         entry = DirectoryEntry(
@@ -94,6 +94,7 @@ class Registry:
         )
         self._ended.pop(key, None)
         if request.kind is Kind.GROUP:
+            # Workers of an earlier group of this name may register again.
             for stale_key in [ended_key for ended_key in self._ended if _is_worker_of(ended_key, request.name)]:
                 del self._ended[stale_key]
             for waited_key in list(self._waiting):

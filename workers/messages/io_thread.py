@@ -147,7 +147,7 @@ class IoThread:
         """Schedule `work` in the I/O thread, in the order of calls."""
         self._calls.append(work)
         self._thread.wake()
-        if self._ended is not None:
+        if self._ended is not None:  # the thread no longer runs them
             self._run_calls()
 
     def submit_send(self, sendings: list[Sending]) -> None:
@@ -240,7 +240,8 @@ class IoThread:
         """Run the due timers, and fail the operations whose deadline passed."""
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
-            self._attempt(heapq.heappop(self._timers)[2])
+            _, _, work = heapq.heappop(self._timers)
+            self._attempt(work)
         if self._next_expiry <= now:
             self._next_expiry = min(self.outgoing.expire(now), self.incoming.expire(now))
 
@@ -304,9 +305,9 @@ class IoThread:
             self.outgoing.flush(name, self.incarnation, peer.incarnation, peer.endpoint)
         elif peer.state is _PeerState.UNKNOWN:
             wait_s = max(self._lookup_s, deadline - time.monotonic())
-            asked = self._directory.ask(Kind.WORKER, name, wait_s)
+            lookup = self._directory.ask(Kind.WORKER, name, wait_s)
             peer.state = _PeerState.LOOKUP
-            asked.add_done_callback(lambda future: self.call(lambda: self._attempt_lookup(name, future)))
+            lookup.add_done_callback(lambda future: self.call(partial(self._attempt_lookup, name, future)))
 
     def _attempt_lookup(self, name: str, future: Future[tuple[DirectoryEntry, ...]]) -> None:
         """Handle the directory's answer about a peer. An exception fails the messages of that peer."""

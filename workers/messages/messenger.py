@@ -467,8 +467,9 @@ def _load_result(delivery: Delivery) -> Any:
     """Return the result of `recv`."""
     unpacked = delivery.take()
     assert unpacked is not None, delivery.form
-    loaded = unpacked.load()
-    return WithPayload(*loaded) if isinstance(delivery.form, ObjectForm) and delivery.form.piggyback else loaded
+    value = unpacked.load()
+    has_payload = isinstance(delivery.form, ObjectForm) and delivery.form.piggyback
+    return WithPayload(*value) if has_payload else value
 
 
 def _take_tensor(delivery: Delivery) -> None:

@@ -122,10 +122,12 @@ class Slabs:
         with self._guard:
             self._idle.append(slab)
             self._idle_bytes += slab.name.nbytes
-            while self._idle and (
-                self._closed or self._idle_bytes > self._idle_limit_bytes or len(self._idle) > MAX_IDLE_SLABS
-            ):
+            while self._idle and self._has_too_many_idle():
                 self._close_oldest()
+
+    def _has_too_many_idle(self) -> bool:
+        """Return whether an idle slab must be closed."""
+        return self._closed or self._idle_bytes > self._idle_limit_bytes or len(self._idle) > MAX_IDLE_SLABS
 
     def abandon(self, slab: OwnSlab) -> None:
         """Close a slab that a given-up receiver may still read. It is never reused; the kernel frees it with its last

@@ -120,7 +120,7 @@ def bundles_by_node(bundle_counts: Sequence[int], hosts: Sequence[str]) -> list[
     for bundle, host in enumerate(hosts):
         free_bundles.setdefault(host, []).append(bundle)
     nodes: list[list[int]] = [[] for _ in bundle_counts]
-    for node, count in sorted(enumerate(bundle_counts), key=lambda item: -item[1]):
+    for node, count in sorted(enumerate(bundle_counts), key=lambda node_and_count: -node_and_count[1]):
         while len(nodes[node]) < count:
             needed = count - len(nodes[node])
             sufficient_hosts = [host for host in free_bundles if len(free_bundles[host]) >= needed]
