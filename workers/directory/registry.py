@@ -94,7 +94,7 @@ class Registry:
         )
         self._ended.pop(key, None)
         if request.kind is Kind.GROUP:
-            # Workers of an earlier group of this name may register again.
+            # Forget the ended workers of an earlier group of this name, so that lookups wait for the new ones.
             for stale_key in [ended_key for ended_key in self._ended if _is_worker_of(ended_key, request.name)]:
                 del self._ended[stale_key]
             for waited_key in list(self._waiting):
@@ -150,7 +150,8 @@ class Registry:
         for record in self._live.values():
             record.watchers.discard(session)
         effects: Effects = []
-        for record in [record for record in self._live.values() if record.owner == session]:
+        owned = [record for record in self._live.values() if record.owner == session]
+        for record in owned:
             # The end of a group, earlier in this loop, has ended its workers too.
             if (record.entry.kind, record.entry.name) in self._live:
                 effects += self._end_entry(record, state, why)[0]
@@ -184,11 +185,11 @@ class Registry:
         """End an entry, and with a group its workers. Return the notifications for watchers and waiting lookups, and
         the ended entry."""
         effects: Effects = []
-        last = record.entry
-        for member in list(self._with_members(record)):
+        ended = record.entry
+        for member in list(self._with_members(record)):  # the record itself comes last
             entry = member.entry
             key = (entry.kind, entry.name)
-            last = DirectoryEntry(
+            ended = DirectoryEntry(
                 kind=entry.kind,
                 name=entry.name,
                 incarnation=entry.incarnation,
@@ -200,13 +201,13 @@ class Registry:
             del self._live[key]
             # Lookups of a lost entry with `returns` wait for its successor, so it must not count as ended.
             if not (member.returns and state is EntryState.LOST):
-                self._record_end(key, last)
-            effects += [(watcher, Gone(last)) for watcher in sorted(member.watchers)]
+                self._record_end(key, ended)
+            effects += [(watcher, Gone(ended)) for watcher in sorted(member.watchers)]
         if record.entry.kind is Kind.GROUP:
             for key in [key for key in self._waiting if _is_worker_of(key, record.entry.name)]:
                 for waiter in self._waiting.pop(key):
-                    effects.append((waiter.session, _lost_reply(waiter.number, key[1], last)))
-        return effects, last
+                    effects.append((waiter.session, _lost_reply(waiter.number, key[1], ended)))
+        return effects, ended
 
     def _with_members(self, record: _Record) -> Iterator[_Record]:
         """Yield the record, and before it the workers if it is a group."""

@@ -105,21 +105,21 @@ def units_to_start(
     nodes: Sequence[str],
     running: Mapping[str, int],
     *,
-    each: int,
+    units_per_node: int,
     driver: str,
     added: Collection[str] = (),
 ) -> dict[str, int]:
     """Return the number of units to start on each node that lacks some.
 
-    nodes: ids of the usable nodes, in order of preference. running: their numbers of units. each: units per node.
+    nodes: ids of the usable nodes, in order of preference. running: their numbers of units. units_per_node: number of units that a node gets.
     added: nodes that get units for any `storage`. A total number of units is distributed to the nodes with the fewest
     units; running units are never moved for balance.
     """
     to_start: dict[str, int] = {}
     for ident in nodes:
         gets_units = storage == "per_node" or (storage == "driver_node" and ident == driver) or ident in added
-        if gets_units and each > running.get(ident, 0):
-            to_start[ident] = each - running.get(ident, 0)
+        if gets_units and units_per_node > running.get(ident, 0):
+            to_start[ident] = units_per_node - running.get(ident, 0)
     if isinstance(storage, int) and nodes:
         counts = {ident: running.get(ident, 0) + to_start.get(ident, 0) for ident in nodes}
         for _ in range(storage - sum(counts.values())):

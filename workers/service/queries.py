@@ -68,8 +68,8 @@ def unit_actors(service: str, namespace: str) -> list[ActorHandle]:
     """Return the running or restarting storage unit actors of the service in `namespace`."""
     actor_namespace, prefix = units_namespace(namespace), unit_actor_name(service, "unit-")
     actors = []
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == actor_namespace and actor["name"].startswith(prefix):
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == actor_namespace and entry["name"].startswith(prefix):
             with suppress(ValueError):  # the actor ended after the listing
-                actors.append(ray.get_actor(actor["name"], namespace=actor_namespace))
+                actors.append(ray.get_actor(entry["name"], namespace=actor_namespace))
     return actors

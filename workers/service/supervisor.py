@@ -333,7 +333,7 @@ class SupervisorActor:
             plan.storage,
             [node.ident for node in usable_nodes],
             running,
-            each=plan.config.units,
+            units_per_node=plan.config.units,
             driver=plan.driver,
             added=self._added,
         )

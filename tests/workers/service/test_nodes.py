@@ -112,11 +112,11 @@ def test_the_capacity_of_a_node_is_shared_by_its_units() -> None:
 def test_what_is_missing(
     storage: Any, running: dict[str, int], each: int, asked: list[str], expected: dict[str, int]
 ) -> None:
-    assert units_to_start(storage, ["a", "b", "c"], running, each=each, driver="a", added=asked) == expected
+    assert units_to_start(storage, ["a", "b", "c"], running, units_per_node=each, driver="a", added=asked) == expected
 
 
 def test_no_node_may_have_any() -> None:
-    assert units_to_start(3, [], {}, each=1, driver="a") == {}
+    assert units_to_start(3, [], {}, units_per_node=1, driver="a") == {}
 
 
 @given(
@@ -125,7 +125,7 @@ def test_no_node_may_have_any() -> None:
     st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 5)),
 )
 def test_a_number_of_units_is_dealt_evenly(storage: int, nodes: list[str], running: dict[str, int]) -> None:
-    to_start = units_to_start(storage, nodes, running, each=1, driver="a")
+    to_start = units_to_start(storage, nodes, running, units_per_node=1, driver="a")
     before = {node: running.get(node, 0) for node in nodes}
     after = {node: before[node] + to_start.get(node, 0) for node in nodes}
     assert sum(after.values()) == max(storage, sum(before.values()))
