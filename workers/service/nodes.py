@@ -111,9 +111,9 @@ def units_to_start(
 ) -> dict[str, int]:
     """Return the number of units to start on each node that lacks some.
 
-    nodes: ids of the usable nodes, in order of preference. running: their numbers of units. units_per_node: number of units that a node gets.
-    added: nodes that get units for any `storage`. A total number of units is distributed to the nodes with the fewest
-    units; running units are never moved for balance.
+    nodes: ids of the usable nodes, in order of preference. running: their numbers of units. units_per_node: for
+    the nodes that get units. added: nodes that get units for any `storage`. A total number of units is distributed to
+    the nodes with the fewest units; running units are never moved for balance.
     """
     to_start: dict[str, int] = {}
     for ident in nodes:
