@@ -34,6 +34,8 @@ class Item(msgspec.Struct, array_like=True):
 
 
 class BrokerRequest(msgspec.Struct, array_like=True):
+    """number: chosen by the client; the answer carries it."""
+
     number: int
 
 
@@ -118,11 +120,15 @@ class Cancel(BrokerRequest, tag=10):
 
 
 class Count(BrokerRequest, tag=11):
+    """Ask for the counts of a queue. Answered by Counted."""
+
     channel: str
     key: bytes
 
 
 class Close(BrokerRequest, tag=12):
+    """Close a channel for all clients. Answered by BrokerDone."""
+
     channel: str
 
 
@@ -135,6 +141,8 @@ class Peek(BrokerRequest, tag=13):
 
 
 class BrokerReply(msgspec.Struct, array_like=True):
+    """number: of the request."""
+
     number: int
 
 
@@ -153,10 +161,14 @@ class BrokerDone(BrokerReply, tag=2):
 
 
 class ItemSpace(BrokerReply, tag=3):
+    """The answer to Reserve: the offset of the reserved space in the arena."""
+
     space: int
 
 
 class Items(BrokerReply, tag=4):
+    """The answer to Get. The items are leased to the client until it acknowledges or returns them."""
+
     items: list[Item]
 
 
@@ -177,7 +189,7 @@ class Closed(BrokerReply, tag=8):
 
 
 class Cancelled(BrokerReply, tag=9):
-    pass
+    """The answer to a request that Cancel has cancelled. It had no effect."""
 
 
 class Counted(BrokerReply, tag=10):
@@ -193,6 +205,8 @@ class Counted(BrokerReply, tag=10):
 
 
 class Routed(BrokerReply, tag=11):
+    """The answer to RouteKey: the index of the replica that stores the key."""
+
     replica: int
 
 
@@ -203,6 +217,8 @@ class TooLarge(BrokerReply, tag=12):
 
 
 class Rejected(BrokerReply, tag=13):
+    """The answer to OpenBroker of a client that the broker does not accept."""
+
     why: str
 
 

@@ -28,6 +28,8 @@ class Kind(enum.StrEnum):
 
 
 class EntryState(enum.StrEnum):
+    """Whether an entry is live, or how it ended."""
+
     LIVE = "live"
     ENDED = "ended"
     """Ended by its owner or by a request."""
@@ -110,11 +112,15 @@ class End(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Listing(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Request all live entries of a kind."""
+
     number: int
     kind: Kind
 
 
 class LeaveJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """End all entries that this session owns, and the session."""
+
     number: int
 
 

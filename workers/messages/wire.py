@@ -138,6 +138,8 @@ class Settled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class MessageReceived(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A receive took the message, or no receive will: the sender may reuse its memory."""
+
     stream: bytes
     number: int
 
@@ -152,6 +154,8 @@ class RefusedMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Request `nbytes` of the message's values, from offset `start` on. Answered by Data."""
+
     stream: bytes
     number: int
     start: Annotated[int, msgspec.Meta(ge=0)]

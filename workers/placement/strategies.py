@@ -46,6 +46,8 @@ class WorkerPlacement:
 
 
 class PlacementStrategy(Protocol):
+    """Decides how many workers a group has, and where each of them runs."""
+
     def get_placement(self, cluster: Accelerators, isolate_accelerator: bool = True) -> list[WorkerPlacement]:
         """Return the workers in rank order. isolate_accelerator: each worker sees only its own accelerators.
         ValueError for a node or accelerator that the cluster does not have."""
