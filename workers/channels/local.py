@@ -67,7 +67,7 @@ class LocalLink:
         begun = time.monotonic()
         number, future = self._start(make)
         try:
-            if not done_within(future, what, until - begun):
+            if not done_within(future, what, until - begun):  # the deadline has passed
                 self._apply(wire.Cancel(number))
             reply: Reply = future.result()
         except BaseException:  # such as KeyboardInterrupt during the wait

@@ -385,7 +385,7 @@ class DirectoryClient:
                 self.ask_end(entry.kind, entry.name, entry.incarnation, why="its registration timed out")
 
     def _record_owned(self, request: wire.Request, entries: tuple[DirectoryEntry, ...]) -> None:
-        """Record the entries that this process owns."""
+        """Update the entries that this process owns after a registration or an end."""
         for entry in entries:
             if isinstance(request, wire.RegisterProcess) and request.owned:
                 self._owned[entry.kind, entry.name] = (entry, request)

@@ -319,11 +319,11 @@ class Incoming:
 
     def _fail_fetch(self, key: MessageId, why: str) -> None:
         """End a fetch. Its receive and its message's sender get an error."""
-        fetch = self._fetches.pop(key)
+        fetch, source = self._fetches.pop(key), key[0]
         self._relays.drop_incomplete(fetch.arrival.post)
-        error = InternalError(what=f"{self._worker}: a message from {key[0]}: {why}")
+        error = InternalError(what=f"{self._worker}: a message from {source}: {why}")
         if fetch.posting is None:  # the message is queued
-            self._filter_arrivals(key[0], lambda arrival: arrival is not fetch.arrival)
+            self._filter_arrivals(source, lambda arrival: arrival is not fetch.arrival)
         else:
             fetch.posting.fail(error)
         self._refuse(fetch.arrival, error)

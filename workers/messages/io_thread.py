@@ -206,7 +206,7 @@ class IoThread:
         self._mappings.close()
         self._pool.drop()
         self._context.destroy(linger=LINGER_MS)
-        self._run_calls()
+        self._run_calls()  # operations that were scheduled before the end fail
         self._complete_settled()
 
     def _complete_settled(self) -> None:

@@ -221,6 +221,7 @@ class _Mapping:
         if address == _FAILED:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
+        # From this description numpy makes an array of the memory, which keeps a reference to this object.
         self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
         weakref.finalize(self, _libc.munmap, address, nbytes).atexit = False
 
