@@ -315,8 +315,8 @@ class Channel:
                 raise
 
     def _prepare_put(self, item: Any, weight: float, key: Any, nowait: bool, what: str) -> tuple[Any, wire.Put, Any]:
-        """Return the packed item (in a local channel the item itself), the request, whose number and item the link sets,
-        and the link to the part of the key."""
+        """Return the packed item (in a local channel the item itself), the request, whose number and item the link
+        sets, and the link to the part of the key."""
         weight, raw_key = as_weight(f"{what}: weight", weight), self._encode_key(key)
         link = self._routes.link(raw_key, what)
         packed = item if isinstance(link, LocalLink) else Parcel.of(item, f"an item of {what}")

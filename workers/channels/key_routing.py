@@ -55,8 +55,9 @@ class Routes:
         parts_with_key, other_lost = self.find_parts_with_key(key, what, first=1 if lost else 0)
         if parts_with_key:
             return parts_with_key[0]
-        if lost or other_lost:
-            raise [*lost, *other_lost][0]
+        lost += other_lost
+        if lost:
+            raise lost[0]
         return 0
 
     def _ask_part(self, part: int, key: bytes, wish: int, what: str) -> int | None:
