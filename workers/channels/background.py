@@ -213,8 +213,8 @@ class Pump:
             self._thread.wake()
 
     def _try_write(self, write: Callable[[], None]) -> None:
-        """Write to the connection. Return also if that fails: the pump then ends, and its thread sets the error in the
-        futures of all pending requests."""
+        """Write to the connection. Does not raise if that fails: the pump then ends, and its thread sets the error in
+        the futures of all pending requests."""
         try:
             write()
         except (StreamLostError, StreamSilentError) as error:
@@ -448,7 +448,7 @@ class Pump:
             self._delayed.clear()
             self._connection.close()
         for unconfirmed in confirming:
-            # Closed by this process: the error says so. Otherwise who has the items now is uncertain.
+            # Unless this process closed the pump, it is unknown whether the broker received the acknowledgement.
             why = error if isinstance(error, ChannelClosedError) else StreamLostError(UNCONFIRMED)
             unconfirmed.future.set_exception(self._unacknowledged_error(why))
         for entry in open_requests:
