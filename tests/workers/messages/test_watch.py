@@ -113,7 +113,7 @@ def _pulled_for_others(engine: Engine) -> None:
 
 def test_one_that_has_less_time_turns_to_the_source_in_time(engine: Engine) -> None:
     _pulled_for_others(engine)
-    engine.incoming.post(_receive(RELAY_S / 2), lives=True)
+    engine.incoming.post(_receive(RELAY_S / 2), is_alive=True)
     at_s, look = engine.timers[-1]
     assert at_s <= RELAY_S / 8
     look()
@@ -136,12 +136,12 @@ def test_receives_that_are_given_up_lose_no_message_and_leave_the_order(engine: 
         engine.incoming.arrive(b"route", msgspec.structs.replace(POST, **here), body)
     dropped = [_receive(RELAY_S, b"") for _ in order]
     for receive in dropped:
-        assert not engine.incoming.post(receive, lives=True)
+        assert not engine.incoming.post(receive, is_alive=True)
     for place in order:
         engine.incoming.abandon(dropped[place])
     received = []
     for _ in range(3):
         receive = _receive(RELAY_S, b"")
-        assert not engine.incoming.post(receive, lives=True), "its message is there"
+        assert not engine.incoming.post(receive, is_alive=True), "its message is there"
         received.append(receive.future.result().take().load())
     assert received == [0, 1, 2]
