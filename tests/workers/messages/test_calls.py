@@ -305,7 +305,7 @@ def test_whatever_fails_the_n_th_call_gets_the_n_th_or_nothing(seed: int) -> Non
         elif step < 0.6 and ends.in_flight:
             ends.arrive()
         elif step < 0.9:
-            ends.call(fails=chance.random() < 0.1, is_alive=chance.random() < 0.8)
+            ends.call(fails=chance.random() < 0.1, lives=chance.random() < 0.8)
         elif step < 0.96:
             ends.give_up(chance)
         elif step < 0.98:
