@@ -30,7 +30,7 @@ def test_a_confirmation_that_comes_behind_other_items_is_waited_for(
         found = real(arrived)
         proxy.pause()
         of_far: Any = far._links[0]._pump  # type: ignore[union-attr]
-        of_far._heard = time.monotonic() + 600.0
+        of_far._last_payload_at = time.monotonic() + 600.0
         copied.set()
         return found
 
