@@ -212,7 +212,7 @@ def test_what_there_is_is_told_in_short(monkeypatch: pytest.MonkeyPatch) -> None
     dead = {"Alive": False, "Resources": {"CPU": 99.0}}
     nodes = [{"Alive": True, "Resources": {"CPU": 2.0, "memory": 1.0}}] * 7 + [{"Alive": True, "Resources": {}}] * 3
     monkeypatch.setattr(ray, "nodes", lambda: [dead, *nodes])
-    assert module._nodes() == " + ".join([*["(2 CPU)"] * 7, "(no CPU and no GPU)"]) + " and 2 more"
+    assert module._nodes_text() == " + ".join([*["(2 CPU)"] * 7, "(no CPU and no GPU)"]) + " and 2 more"
 
 
 def test_an_end_that_goes_wrong_is_told_and_goes_on(
