@@ -339,15 +339,15 @@ class Ledger:
         not arrived yet. The caller undoes what it did if it was executed."""
         if not 1 <= target < number:
             raise InvalidRequestError(f"call {number} cannot withdraw call {target}, only earlier calls")
-        cancelled = CallCancelledError(session=session.number, number=target)
         answer = session.answers.get(target)
         if target in session.parked:
-            self._state.unpark(session.parked[target], cancelled)
+            self._state.unpark(session.parked[target], CallCancelledError(session=session.number, number=target))
         elif isinstance(answer, c.Result) and not isinstance(answer, kind):
             expected = getattr(kind, "__name__", kind)
             raise InvalidRequestError(f"call {target} was answered {type(answer).__name__}, expected {expected}")
         elif not session.is_settled(target) and not isinstance(answer, DataPlaneError):
             # If the call arrives or is repeated later, it gets this error.
+            cancelled = CallCancelledError(session=session.number, number=target)
             session.keep_answer(target, cancelled, self._state.limits)
 
     # --- time

@@ -54,8 +54,8 @@ class Commits:
         self.state = state
 
     def commit(self, session: Session, number: int, command: Commit) -> Committed:
-        """Commit a put. An error changes nothing except that the reservation is freed; preallocated space stays
-        reserved."""
+        """Commit a put. After an error, the values of all samples are as before and the reservation is freed;
+        preallocated space stays reserved. Consumed samples that were evicted to make space stay evicted."""
         held = None if command.reservation is None else session.reservations.get(command.reservation)
         try:
             partition = self.state.partition(command.partition)
