@@ -425,6 +425,8 @@ def _keeper_is_missing(path: Path, superseded: Path | None) -> bool:
         return True
     start = _KEEPER_AT + _KEEPER.size
     mounts, length = _KEEPER.unpack_from(raw, _KEEPER_AT)
+    if mounts == 0:  # its creation ended before the keeper was written
+        return True
     if mounts != _mounts():
         return False
     keeper = raw[start : start + length]

@@ -357,3 +357,12 @@ def test_an_arena_whose_keeper_is_no_path_stays(record: UnitRecord, memory: Path
         file.write(b"\x03\0/\0x")
     assert sweep_recorded(memory) == []
     assert path.exists()
+
+
+def test_an_arena_whose_creation_ended_before_its_keeper_was_written_goes(record: UnitRecord, memory: Path) -> None:
+    path = left_by(record, memory)
+    with open(path, "r+b") as file:
+        file.seek(1024)
+        file.write(bytes(4096 - 1024))
+    assert sweep_recorded(memory) == [path]
+    assert not path.exists()
