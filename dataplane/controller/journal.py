@@ -73,7 +73,8 @@ def _databases() -> weakref.WeakSet[_Database]:
 
 
 class Log:
-    """Read access to a journal, also while its owner writes to it."""
+    """Read access to a journal, also while its owner writes to it. An image is a file of its own, which a process other
+    than the owner may write, too."""
 
     def __init__(self, directory: Path) -> None:
         """Open the log. Raises StateDirError if the directory has none, or one of another version."""
@@ -178,7 +179,8 @@ class Log:
                 return
 
     def write_image(self, number: int, image: bytes) -> None:
-        """Write an image next to the journal, atomically. If the journal is fsynced, the image is on disk on return."""
+        """Write the ledger as of record `number` next to the journal, atomically; see `image` for the format. If the
+        journal is fsynced, the image is on disk on return."""
         path = self.image_path(number)
         aside = path.with_name(f"{path.name}.aside")
         with self._state_error(f"{path.name} cannot be written"):

@@ -71,8 +71,9 @@ class Registry:
         self._incarnation = 0
 
     def register(self, session: Session, request: RegisterProcess) -> Effects:
-        """Reply with the new entry. `NameInUseError` if the name has a live entry, unless this same request made it,
-        or both the entry and the request have `returns` set."""
+        """Make an entry, and reply with it to the request and to the lookups that wait for it. `NameInUseError` if the
+        name has a live entry, unless this same request made it (reply with it again), or both the entry and the request
+        have `returns` set (replace it). Lookups that wait for a rank that a new group does not have fail."""
         key, request_id = (request.kind, request.name), (session, request.number)
         effects: Effects = []
         existing = self._live.get(key)
@@ -98,7 +99,7 @@ class Registry:
             for stale_key in [ended_key for ended_key in self._ended if _is_worker_of(ended_key, request.name)]:
                 del self._ended[stale_key]
             for waited_key in list(self._waiting):
-                rank_error = _rank_error(waited_key, entry)
+                rank_error = _missing_rank_error(waited_key, entry)
                 if rank_error is not None:
                     waiters = self._waiting.pop(waited_key)
                     effects += [(waiter.session, failed(waiter.number, rank_error)) for waiter in waiters]
@@ -121,7 +122,7 @@ class Registry:
         if ended is not None:
             return [(session, _lost_reply(request.number, request.name, ended))]
         group = self._live.get((Kind.GROUP, _group_name(key)))
-        error = None if group is None else _rank_error(key, group.entry)
+        error = None if group is None else _missing_rank_error(key, group.entry)
         if error is not None:
             return [(session, failed(request.number, error))]
         waiter = _Waiter(session, request.number, now, now + request.wait_s)
@@ -233,7 +234,7 @@ def _is_worker_of(key: Key, group: str) -> bool:
     return key[0] is Kind.WORKER and _group_name(key) == group
 
 
-def _rank_error(key: Key, group: DirectoryEntry) -> errors.NoSuchRankError | None:
+def _missing_rank_error(key: Key, group: DirectoryEntry) -> errors.NoSuchRankError | None:
     """Return the error for a worker of that group whose rank the group does not have, else None."""
     size = group.facts.get(WORLD_SIZE)
     if not _is_worker_of(key, group.name) or not isinstance(size, int):

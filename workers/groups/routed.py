@@ -42,7 +42,7 @@ class Peers(Protocol):
 
 
 class Sender(Protocol):
-    """The worker attributes that this module uses."""
+    """The worker attributes that this module uses, to send and to receive."""
 
     _rank: int
     _world_size: int
@@ -221,7 +221,7 @@ def recv_batch(
 
     def finish(parts: list[Any]) -> Any:
         """Check the row counts of the received parts and join them."""
-        if route.router is not None:
+        if route.router is not None:  # a decoupled exchange, whose parts carry their routes
             parts = _unwrap_parts(parts, route.router)
         for part, entry in zip(parts, plan.entries, strict=True):
             rows = get_batch_size(part, infer_batch_size_fn)

@@ -108,7 +108,7 @@ def _parse_value(value: Any) -> tuple[bool, str]:
 
 
 def _place_processes(text: str, cluster: Cluster, by_nodes: bool) -> tuple[RankMap, PlacementStrategy]:
-    """Return the rank map and the strategy of a placement text. by_nodes: ranks are ranks of nodes."""
+    """Return the rank map and the strategy of a placement text. by_nodes: its resources are nodes, not accelerators."""
     count = cluster.num_nodes if by_nodes else cluster.num_accelerators
     rank_map = _parse_rank_map(text, list(range(count)), "node" if by_nodes else "accelerator")
     resources_of_process: dict[int, list[int]] = {}
@@ -119,12 +119,12 @@ def _place_processes(text: str, cluster: Cluster, by_nodes: bool) -> tuple[RankM
         for index, process in enumerate(processes):
             first = index // processes_per_resource * per_process
             resources_of_process[process] = list(resources[first : first + per_process])
-    ranks = [resources_of_process[process] for process in sorted(resources_of_process)]
+    resources_by_rank = [resources_of_process[process] for process in sorted(resources_of_process)]
     if not by_nodes:
-        return rank_map, FlexiblePlacementStrategy(ranks)
-    if any(len(nodes) > 1 for nodes in ranks):
+        return rank_map, FlexiblePlacementStrategy(resources_by_rank)
+    if any(len(nodes) > 1 for nodes in resources_by_rank):
         raise ValueError(f"component_placement {text!r}: a process cannot be on several nodes")
-    return rank_map, NodePlacementStrategy([nodes[0] for nodes in ranks])
+    return rank_map, NodePlacementStrategy([nodes[0] for nodes in resources_by_rank])
 
 
 def _parse_rank_map(text: str, available: list[int], kind: str) -> RankMap:

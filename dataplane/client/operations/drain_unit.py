@@ -208,9 +208,10 @@ def _move_page(session_state: SessionState, progress: _Progress) -> Operation[c.
 
 
 def _move(session_state: SessionState, unit: int, found: Sent) -> Operation[c.Moved]:
-    """Copy the page's values to new space, point its cells there, and release the pin on the page."""
+    """Copy the page's values to new space, point its cells there, and release the pin on the page, which `FindCells`
+    took. found: the outcome of `FindCells`. If the move fails, free the new space (see `release_space`)."""
     page: c.FoundCells = found.result
-    unfinished: set[int] = set()
+    unfinished: set[int] = set()  # units that may still write to the new space, kept up to date by the copy
     try:
         allocated = yield Send(_allocate(page, c.OnFull.REJECT, 0.0))
         try:

@@ -111,7 +111,7 @@ class Recorder:
     def count(self) -> None:
         """Count all pending answers. Any thread."""
         with self._counting:
-            self._pending_samples = 0
+            self._pending_samples = 0  # first, because the ledger's thread may add answers meanwhile
             while self._pending:
                 item, output, began, now = self._pending.popleft()
                 try:

@@ -93,7 +93,7 @@ class Partition:
         for name, spec in command.fields.items():
             field = fields[name] = self.fields.get(name) or Field(spec, self.rows.capacity)
             field.declared = spec
-            if not field.live:
+            if not field.live:  # else the field keeps the spec by which its rows are stored
                 field.settle(spec)
         for name, field in self.fields.items():
             if field.live and name not in fields:

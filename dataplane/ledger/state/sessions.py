@@ -165,9 +165,14 @@ class Session:
     number of the call that created them. Call numbers below `watermark` and those in `above` are settled: the client
     has their answers, or will get none. `large`: sizes of large answers in bytes; `large_bytes`: their sum.
 
-    `lock_path`: path of the lock as reported by the client, needed if a unit's report of the attachment was lost.
-    `attached`: units that the session has attached to, in order, with the path of its lock. `fencing`: units that still
-    have to prove that an ending session cannot access them. `heard`, `probed` and `suspected` are ledger times.
+    `nonce`: chosen by the client, the same in repetitions of its request to open the session. `why`: why it ended.
+    `lock_path`: path of the lock that the client holds while it runs, as reported by the client; needed if a unit's
+    report of the attachment was lost. `attached`: units that the session has attached to, in order, with the path of
+    that lock. `fencing`: units that still have to prove that an ending session cannot access them, with the same path.
+
+    Ledger times: `heard`, of the last contact; `probed`, of the last order to units to prove the session's state;
+    `suspected`, when a session that timed out during a pause of the ledger got one more heartbeat. `silent`: its
+    liveness stream has ended, without a contact since.
     """
 
     def __init__(self, number: int, nonce: str, name: str, host: str, lock_path: str, now: float) -> None:
