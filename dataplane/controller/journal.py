@@ -183,7 +183,7 @@ class Log:
         journal is fsynced, the image is on disk on return."""
         path = self.image_path(number)
         aside = path.with_name(f"{path.name}.aside")
-        with self._state_error(f"{path.name} cannot be written"):
+        with self._state_error("cannot be written", path.name):
             with open(aside, "wb", opener=private) as file:
                 file.write(zlib.crc32(image).to_bytes(4, "little"))
                 file.write(image)
@@ -199,15 +199,17 @@ class Log:
         return StateDirError(directory=str(self.directory), why=why, hint=hint)
 
     @contextlib.contextmanager
-    def _state_error(self, what: str) -> Iterator[None]:
-        """Turn the errors of SQLite and of the system into StateDirError. what: what failed, as "cannot be read". The
-        subject of an OSError's text, "it", is the directory."""
+    def _state_error(self, what: str, file: str = "") -> Iterator[None]:
+        """Turn the errors of SQLite and of the system into StateDirError. what: what failed, as "cannot be read". file:
+        the subject of that; otherwise the log for errors of SQLite, and "it", the directory, for those of the
+        system."""
         try:
             yield
         except StateDirError:
             raise
         except (sqlite3.Error, OSError, UnicodeError) as error:
-            raise self.error(f"{'it' if isinstance(error, OSError) else LOG_NAME} {what}: {error}") from error
+            subject = file or ("it" if isinstance(error, OSError) else LOG_NAME)
+            raise self.error(f"{subject} {what}: {error}") from error
 
     def close(self) -> None:
         """Close the database. Idempotent."""
