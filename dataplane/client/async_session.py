@@ -49,14 +49,14 @@ class AsyncConnection:
     async def open(cls, config: DataPlaneConfig) -> AsyncConnection:
         """Open a session. Raise the same errors as `DataPlaneClient.connect`."""
         check_pickles(config)
-        lock = session_lock(config)
+        lock = session_lock(config)  # held while the session may use shared memory; None if it uses none
         try:
-            channel = await AsyncChannel.open(config, "" if lock is None else str(lock.path))
+            channel = await AsyncChannel.open(config, lock_path="" if lock is None else str(lock.path))
         except BaseException:
             if lock is not None:
                 lock.close()
             raise
-        return cls(config, channel, lock)
+        return cls(config, channel, lock)  # its `close` releases the lock
 
     async def run(self, operation: Operation[T]) -> T:
         """Execute the operation's steps until it returns. A cancelled call returns immediately; if its copy is in

@@ -29,7 +29,8 @@ SAMPLE_S = 1.0
 
 class HttpInterface:
     """Serves the state of `ledger` and the counters of `recorder` over HTTP. A thread keeps its session with the ledger
-    alive. why_not: health check of `/healthz`; returns why the service is unhealthy, or ""."""
+    alive. why_not: health check of `/healthz`; returns why the service is unhealthy, or "". address: the controller's,
+    for errors of the session; the server binds to the host and port in `config`."""
 
     def __init__(
         self,
@@ -51,17 +52,13 @@ class HttpInterface:
         token, tls = config.secret(), config.tls
         guard = Guard(token, secure=tls is not None, local=is_loopback(config.host))
         journal = ledger if isinstance(ledger, DurableLedger) else None
-        files = page()
+        files = page()  # the dashboard's handlers by path
         metrics_handler = {"/metrics": metrics(ServiceMetrics(self._session.ask, recorder, journal))}
-        site = Guarded(
-            guard,
-            {**files, **api(self._session.ask, recorder), **metrics_handler},
-            {
-                **{path: files[path] for path in LOGIN_FILES},
-                "/healthz": health(why_not),
-                **(metrics_handler if config.open_metrics and token is not None else {}),
-            },
-        )
+        public = {**{path: files[path] for path in LOGIN_FILES}, "/healthz": health(why_not)}
+        # Without a token, the guard requires none anyway; it must still check the host name of each request.
+        if config.open_metrics and token is not None:
+            public.update(metrics_handler)
+        site = Guarded(guard, {**files, **api(self._session.ask, recorder), **metrics_handler}, open=public)
         context = None if tls is None else server_context(tls)
         self.server = HttpServer(site, config.host, config.http_port, context=context)
         self._stopping = threading.Event()

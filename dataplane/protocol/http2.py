@@ -89,14 +89,15 @@ def call(
         connection.initiate_connection()
         stream = connection.get_next_available_stream_id()
         connection.send_headers(stream, list(headers.items()))
+        # The message in gRPC's framing: a byte for compression (0: none), four bytes for the length.
         connection.send_data(stream, b"\0" + len(message).to_bytes(4, "big") + message, end_stream=True)
-        return _receive_reply(peer, connection, time_left)
+        return _exchange(peer, connection, time_left)
     except H2Error as error:
         raise Http2Error(f"the server there does not speak HTTP/2: {error}") from error
 
 
-def _receive_reply(peer: socket.socket, connection: H2Connection, time_left: TimeLeft) -> bytes:
-    """Receive the reply and return its message."""
+def _exchange(peer: socket.socket, connection: H2Connection, time_left: TimeLeft) -> bytes:
+    """Send what `connection` has queued over `peer`, receive the reply and return its message."""
     body, received_bytes, status, text = b"", 0, "", ""
     while received_bytes <= MAX_TRAFFIC_BYTES:
         peer.sendall(connection.data_to_send())

@@ -146,9 +146,10 @@ class ChannelBroker:
                 self._server.drop(client)
 
     def _send_answer(self, client: int, answer: wire.AnyAnswer, local: bool) -> None:
-        """Send an answer, and the bytes of its items if the client does not map the memory."""
+        """Send an answer, and after it the bytes of its items in the memory, which a `local` client maps itself."""
         payload: list[memoryview] = []
         if not local and isinstance(answer, wire.Items):
             data = self._memory.data.data
+            # Small items are not in the memory (`NOWHERE`): their bytes are part of the answer.
             payload = [data[item.space : item.space + item.nbytes] for item in answer.items if item.space != NOWHERE]
         self._server.send(client, [wire.encode(answer, sum(map(len, payload))), *payload])

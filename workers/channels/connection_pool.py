@@ -96,13 +96,14 @@ class Link:
         pump = self._pump
         # Puts over different connections could overtake each other.
         if pump is not None and pump.putting:
-            refuse_waiting(what)
+            refuse_waiting(what)  # a thread that completes futures must not wait for one
             _, future = self.begin_put(request, parcel, what, until)
             reply: Reply = future.result()
             return reply
         with self._borrowed_connection(what) as connection:
             begun = time.monotonic()
-            # Small items travel within the request. Others need space at the broker, if none is preallocated.
+            # Small items travel within the request. Others need space at the broker: preallocated by the last put, or
+            # reserved now.
             space = NOWHERE if parcel.carried else connection.take_preallocated(parcel.nbytes)
             if space == NOWHERE and not parcel.carried:
                 queue_key = (request.channel, request.key)
@@ -112,7 +113,9 @@ class Link:
                     return answer
                 space = answer.space
             request.number, request.item = connection.next_number(), parcel.item(space)
+            # Request space of the same size for the next put; the answer may have it.
             request.preallocate_bytes = 0 if parcel.carried else parcel.nbytes
+            # A request that is sent in part would end the connection, so sending gets `GRACE_S` even beyond `until`.
             connection.put(request, parcel, max(until, begun + GRACE_S))
             reply = connection.await_answer(request.number, what, begun, until)
             if isinstance(reply, wire.BrokerDone) and reply.space != NOWHERE:

@@ -111,13 +111,15 @@ class Registry:
         return effects
 
     def lookup(self, session: Session, request: Lookup, now: float) -> Effects:
-        """Reply with the entry as soon as it is live. `WorkerLostError` if it or its group has ended for good (a
-        lost entry with `returns` is awaited instead); `NoSuchRankError` for a rank that the group does not have."""
+        """Reply with the entry if it is live; otherwise wait for it, up to the request's `wait_s`. `WorkerLostError` if
+        it or its group has ended for good, `NoSuchRankError` for a rank that the group does not have,
+        `NameNotFoundError` after the wait."""
         key = (request.kind, request.name)
         record = self._live.get(key)
         if record is not None:
             record.watchers.add(session)
             return [(session, Found(request.number, (record.entry,)))]
+        # A lost entry with `returns` is not among the ended ones: its successor is awaited.
         ended = self._ended.get(key) or self._ended.get((Kind.GROUP, _group_name(key)))
         if ended is not None:
             return [(session, _lost_reply(request.number, request.name, ended))]

@@ -70,18 +70,21 @@ class CommMapper:
     def decoupled_get_batch_size(
         batch_size: int, src_world_size: int, dst_world_size: int, queue_size: int = 0
     ) -> list[int]:
-        """Return the rows of each part of one rank of the group of `src_world_size` ranks. There is one part per
-        peer (or `queue_size` parts, if positive), each with the rows of one rank of the larger group. ValueError for
-        a `batch_size` that cannot be spread evenly, and for a `queue_size` above the number of peers."""
-        parts = max(src_world_size, dst_world_size)
-        if batch_size % parts:
-            raise ValueError(f"batch_size={batch_size} cannot be spread evenly over {parts} ranks")
+        """Return the number of rows of each part that one rank of the group of `src_world_size` ranks sends or
+        receives in one call.
+
+        Each part has the rows of one rank of the larger group. A rank of the smaller group therefore has one part per
+        peer, a rank of the larger group has one part. queue_size: if positive, only so many parts. ValueError for a
+        `batch_size` that cannot be spread evenly, and for a `queue_size` above the number of peers."""
+        larger_size = max(src_world_size, dst_world_size)
+        if batch_size % larger_size:
+            raise ValueError(f"batch_size={batch_size} cannot be spread evenly over {larger_size} ranks")
         peers_per_rank = max(dst_world_size // src_world_size, 1)
         if queue_size > peers_per_rank:
             raise ValueError(
                 f"a queue of {queue_size} parts is too long: one rank of {src_world_size} has at most {peers_per_rank}"
             )
-        return [batch_size // parts] * (queue_size if queue_size > 0 else peers_per_rank)
+        return [batch_size // larger_size] * (queue_size if queue_size > 0 else peers_per_rank)
 
     @staticmethod
     def build_channel_key(src_rank: int, dst_rank: int, extra: str) -> str:

@@ -26,7 +26,8 @@ class Shrinks:
         self.state = state
 
     def shrink(self, session: Session, number: int, command: Shrink) -> Shrunken | None:
-        """Return the result, or None if the call was parked."""
+        """Order every connected unit to release its free bytes at the end. Return the result, or None if orders are
+        pending: the call is then parked until they have been carried out, or until its timeout."""
         if not command.timeout_s >= 0:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         parked = ParkedShrink(session, number, self.state.now, command.timeout_s)
@@ -35,9 +36,9 @@ class Shrinks:
             if not unit.connected:
                 parked.found[unit.number] = msgspec.structs.replace(result, error="it is not connected")
                 continue
-            given = self._take_out_of_use(unit)
+            given = self._order_release(unit)
             parked.found[unit.number] = msgspec.structs.replace(result, given_bytes=given)
-            if unit.shrinking:
+            if unit.shrinking:  # an order is pending: this one, or that of an earlier call
                 parked.waits_for[unit.number] = unit.shrinks
         if not parked.waits_for:
             return self._result(parked)
@@ -45,7 +46,7 @@ class Shrinks:
         self.state.shrinkers[parked.key] = parked
         return None
 
-    def _take_out_of_use(self, unit: Unit) -> int:
+    def _order_release(self, unit: Unit) -> int:
         """Take whole free pages above the highest used byte out of use, and order the unit to release them. Return
         their bytes."""
         top = -(-unit.space.highest_used_bytes // PAGE_BYTES) * PAGE_BYTES

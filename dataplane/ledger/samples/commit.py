@@ -56,6 +56,7 @@ class Commits:
     def commit(self, session: Session, number: int, command: Commit) -> Committed:
         """Commit a put. After an error, the values of all samples are as before and the reservation is freed;
         preallocated space stays reserved. Consumed samples that were evicted to make space stay evicted."""
+        # The space to free after an error. `_find_reservation` checks it, and may refuse it.
         held = None if command.reservation is None else session.reservations.get(command.reservation)
         try:
             partition = self.state.partition(command.partition)
@@ -63,7 +64,7 @@ class Commits:
             named = self._resolve_samples(partition, command, reservation)
             self._check_columns(partition, command, reservation)
             check_tags(self.state, partition, command.tags, len(command.samples))
-            if command.located is not None:
+            if command.located is not None:  # the new values were made from cells that the client has read
                 self._check_unchanged(session, partition, command, command.located, named.rows)
         except Exception:
             if held is not None and command.reservation is not None and not isinstance(held, Preallocation):
@@ -74,13 +75,14 @@ class Commits:
         rows = self._create_rows(partition, command, named)
         if isinstance(reservation, PreallocatedPut):
             reservation.cut(self.state.extents)
-        elif command.reservation is not None:
+        elif reservation is not None:
+            assert command.reservation is not None
             del session.reservations[command.reservation]
-            if reservation is not None:
-                self.state.unprotect_targets(reservation)
+            self.state.unprotect_targets(reservation)
         written, overwritten_bytes = self._write_cells(partition, command, reservation, rows)
         partition.tags.merge(rows, command.tags)
         partition.notify_watches(rows)
+        # Record the write for `why_blocked`, and let waiting claims and puts be evaluated again.
         fields = [column.name for column in command.columns] if len(rows) else ()
         partition.record_write(session.number, session.name, self.state.now, fields)
         if written or len(named.unborn):
