@@ -207,7 +207,7 @@ class DataPlaneConfig:
         if isinstance(config, DataPlaneConfig):
             return config
         if not isinstance(config, Mapping):
-            raise TypeError(f"expected a DataPlaneConfig or a mapping of settings, got {type(config).__name__}")
+            raise TypeError(f"config: expected a DataPlaneConfig or a mapping of settings, got {type(config).__name__}")
         known = {setting.name for setting in fields(cls)}
         unknown = sorted(set(config) - known)
         if unknown:

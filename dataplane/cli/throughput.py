@@ -52,7 +52,10 @@ def fetch_rates(host_port: tuple[str, int], config: DataPlaneConfig, seconds: fl
         body = _fetch(host_port, config)
         report = msgspec.json.decode(body, type=FlowReport)
     except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
-        why = f"GET {_PATH} from its HTTP port failed: {error}; pass the port that `tq serve --metrics` printed"
+        why = (
+            f"GET {_PATH} from its HTTP port failed: {error}; pass the port that `tq serve --metrics` printed, and the "
+            "service's token if it has one (--token-file or TQ_TOKEN)"
+        )
         raise ServiceUnavailableError(address=f"{host_port[0]}:{host_port[1]}", why=why) from error
     return _mean_rates(report, max(1, min(round(seconds), _LONGEST_S)))  # the report has one value per second
 
@@ -70,7 +73,7 @@ def _fetch(host_port: tuple[str, int], config: DataPlaneConfig) -> bytes:
     finally:
         connection.close()
     if response.status != http.client.OK:
-        raise OSError(f"it answered {response.status} {response.reason}")
+        raise OSError(f"the answer is {response.status} {response.reason}")
     return body
 
 

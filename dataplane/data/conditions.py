@@ -39,7 +39,7 @@ def _check_condition(number: int, part: object) -> Condition:
     if not isinstance(part, Sequence) or len(part) != 3 or part[1] not in OPERATORS:
         raise InvalidRequestError(
             f"where[{number}]={part!r}: expected text such as 'reward > 0.5', or (tag, operator, value) with one of "
-            f"{' '.join(OPERATORS)}"
+            f"the operators {', '.join(OPERATORS)}"
         )
     tag, operator, value = part
     if operator == "in" and (isinstance(value, str) or not isinstance(value, Iterable)):

@@ -333,7 +333,7 @@ def _to_numpy_description(description: Any) -> Any:
     """Restore the tuples in a dtype description: a str, or a list of fields (name, description, optional shape)."""
     if isinstance(description, str):
         if not _PLAIN_DTYPE.fullmatch(description):  # numpy parses other strings too, some as Python code
-            raise ValueError(f"not a dtype: {description!r}")
+            raise ValueError(f"not a dtype such as '<f4': {description!r}")
         return description
     return [
         (tuple(name) if isinstance(name, list) else name, _to_numpy_description(kind), *map(tuple, shape))

@@ -94,7 +94,8 @@ class Sessions:
     def admit(self, session: int) -> None:
         """Raises SessionExpiredError for a fenced session."""
         if session in self._fenced:
-            raise SessionExpiredError(session=session, why="the storage unit has fenced it because its process ended")
+            why = "the service has closed it, and the storage unit rejects its requests"
+            raise SessionExpiredError(session=session, why=why)
 
     def stop_put(self, session: int, reservation: int) -> None:
         """Reject every further write of this put."""

@@ -102,7 +102,7 @@ class StorageUnit:
         self._folder = _sweep_directories(config)
         self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)
         if self._given_up:
-            raise ClientClosedError(why="give_up() was called before the storage unit started")
+            raise ClientClosedError(why="the storage unit was stopped during its start")
         self._link.open(
             self._start_server(self._link),
             on_order=self._execute_order,

@@ -81,7 +81,7 @@ class ReplayBuffer:
         group_size: int | None = None,
     ) -> None:
         if group_size is not None and policy.batch_size % group_size:
-            raise ValueError(f"batch_size={policy.batch_size}: expected whole groups of {group_size} samples")
+            raise ValueError(f"batch_size={policy.batch_size}: must be a multiple of group_size={group_size}")
         self.policy = policy
         self._client = client
         self._partition = partition_id
@@ -285,7 +285,9 @@ class ReplayBuffer:
         if `version` decreases."""
         with self._changed:
             if version < self._version:
-                raise ValueError(f"advance({version}): the weights are already at version {self._version}")
+                raise ValueError(
+                    f"advance({version}): the weights are already at version {self._version}, which cannot decrease"
+                )
             self._version = version
             abortable = [each for each in self._running.values() if not (each.aborted or each.storing)]
             aborted = [each for each in abortable if self.policy.aborts(each.version, version)]

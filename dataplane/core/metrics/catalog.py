@@ -48,7 +48,7 @@ SERVICE = [
         "gauge",
         "",
         session_silence_seconds="Longest silence of a session that is not ending.",
-        pins="Reads whose bytes are pinned.",
+        pins="Reads in progress: their bytes are pinned, which means that they are not reused.",
         reservations="Puts that have reserved space and are not committed.",
         waiting_puts="Puts that wait for space.",
         partitions="Partitions.",
@@ -59,7 +59,7 @@ JOURNAL = [
     *_families(
         "gauge",
         "",
-        journal_lag_records="Records after the journal's last image, which a restart has to replay.",
+        journal_lag_records="Records after the journal's last image (a copy of the state); a restart replays them.",
         journal_bytes="Disk space of journal and image.",
     ),
     *_families("histogram", "", journal_sync_seconds='Duration of an fsync of the journal (durability "machine").'),
@@ -84,7 +84,7 @@ UNITS = _families(
     unit_largest_free_bytes="Size of the largest free range.",
     unit_fragmentation_ratio="Fraction of the free bytes that is outside the largest free range.",
     unit_free_ranges="Free ranges.",
-    unit_extents="Extents (columns of puts) that hold bytes.",
+    unit_extents="Extents with bytes. An extent is the memory of one column of one put.",
 )
 PARTITIONS = [
     *_families(
@@ -93,7 +93,7 @@ PARTITIONS = [
         partition_live_samples="Live samples.",
         partition_born_samples="Samples put since the partition was registered.",
         partition_expected_samples="Expected number of samples, if registered.",
-        partition_live_bytes="Bytes of extents with live cells.",
+        partition_live_bytes="Bytes of extents (see `tq_unit_extents`) that have a live value.",
         partition_used_bytes="Bytes that count against the budget: live, reserved, and cleared but still read.",
         partition_budget_bytes="The budget of the partition, if it has one.",
         partition_limit_bytes="Maximum usage of the budget by new rows.",
@@ -126,11 +126,11 @@ TASKS = [
         "partition task",
         task_ready_samples="Samples that the task could claim now: they have all fields of its latest claim.",
         task_leased_samples="Samples on lease.",
-        task_held_samples="Samples that are held for their data-parallel ranks.",
+        task_held_samples="Samples in shares of a step that their data-parallel ranks have not requested yet.",
         task_claimed_samples="Live samples that the task has claimed, including samples on lease.",
         task_waiting_claims="Claims of the task that wait.",
         task_oldest_wait_seconds="Longest wait of these claims so far.",
-        task_staleness_versions="Maximum lag, in versions, of the oldest ready samples behind the partition's version.",
+        task_staleness_versions="Maximum lag of the oldest ready samples: versions behind the partition's version.",
     ),
     *_families(
         "counter",
@@ -144,7 +144,7 @@ BULK = [
     *_families(
         "counter",
         "verb outcome",
-        bulk_requests_total='Requests from other hosts, and attachments. outcome: "ok", or the error.',
+        bulk_requests_total='Requests from other hosts, and requests to map the arena. outcome: "ok", or the error.',
     ),
     *_families("histogram", "verb", bulk_request_seconds="Busy time of the unit's thread per request."),
     *_families(

@@ -412,7 +412,11 @@ class _FieldEncoder:
         starts, lengths = host_starts_and_lengths(nested)
         negative = len(lengths) and np.minimum.reduce(starts | lengths) < 0  # `|`: negative if either is
         if negative or (len(lengths) and np.maximum.reduce(starts + lengths) > len(values)):
-            raise InvalidRequestError(f"field {self.name!r}: nested tensor has offsets or lengths outside its values")
+            row = int(np.argmax((starts < 0) | (lengths < 0) | (starts + lengths > len(values))))
+            raise InvalidRequestError(
+                f"field {self.name!r}: row {row} of the nested tensor (start {starts[row]}, length {lengths[row]}) is "
+                f"outside its values (length {len(values)}); correct its offsets or lengths"
+            )
         spec = self._field_spec(FieldKind.JAGGED, values, tuple(values.shape[1:]))
         if values.device.type == "cpu" and values.is_contiguous():
             unit_bytes = spec.unit_bytes

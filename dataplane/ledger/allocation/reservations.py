@@ -441,10 +441,12 @@ def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
     """Check the columns of a put, given as (name, value sizes). Raises InvalidRequestError or LimitError."""
     limits = state.limits
     check_limit("columns of one put", len(columns), limits.columns, "Put fewer fields at a time.")
-    if len({name for name, _ in columns}) != len(columns):
-        raise InvalidRequestError("a column is named twice in one put")
+    seen: set[str] = set()
     for name, sizes in columns:
         state.check_name("field", name)
+        if name in seen:
+            raise InvalidRequestError(f"column {name!r} is named twice in one put")
+        seen.add(name)
         check_limit(f"values of column {name!r} in one put", len(sizes), limits.samples, "Put fewer rows at a time.")
         most = top(sizes)
         # The sum is only computed, in floats that do not overflow, if it may be too large.

@@ -168,13 +168,15 @@ class Commits:
         """Check that the unit is in use, and in the epoch of the reservation: a later epoch lost the bytes."""
         unit = self.state.units.get(number)
         if unit is None:
-            raise StorageUnitError(unit=number, endpoint="", why="it was dropped from the service with all its data")
+            why = "it was dropped from the service, with the space reserved for this put; repeat the put"
+            raise StorageUnitError(unit=number, endpoint="", why=why)
         if unit.epoch != epoch:
             what = f"the space reserved in storage unit {number}"
             raise ServiceRestartedError(expected_epoch=unit.epoch, got_epoch=epoch, what=what)
         if not (unit.connected or unit.awaited):  # an awaited unit may still be running
             endpoint = unit.offer.endpoints[0] if unit.offer.endpoints else unit.offer.name
-            raise StorageUnitError(unit=number, endpoint=endpoint, why="its connection to the controller is lost")
+            why = "its connection to the controller is lost; repeat the put"
+            raise StorageUnitError(unit=number, endpoint=endpoint, why=why)
 
     def _resolve_samples(self, partition: Partition, command: Commit, reservation: PutReservation | None) -> Named:
         """Resolve the samples of the commit to rows, and check that its mode allows them."""
