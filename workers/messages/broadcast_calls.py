@@ -35,7 +35,8 @@ class BroadcastCalls:
         return key in self._streams
 
     def next_number(self, key: Key) -> int:
-        """Return the number of a call that is made now."""
+        """Return the number of a call that is made now. In a new stream, all calls belong to the source's next process
+        unless its present one is known."""
         stream = self._streams.setdefault(key, _CallNumbers(next_from=None if key[0] in self._sources else 0))
         stream.calls += 1
         return stream.calls - 1
@@ -69,6 +70,7 @@ class BroadcastCalls:
         self._sources.add(source)
         for key, stream in self._streams_of(source):
             waiting = self._waiting.get(key, ())
+            # None: the source was replaced without a reported loss, so all calls so far belong to its previous process.
             first = stream.calls if stream.next_from is None else stream.next_from
             # Calls that wait have no message of the previous process, so they belong to the new one.
             first = min([first, *(posting.number for posting in waiting)])

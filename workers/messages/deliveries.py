@@ -60,9 +60,10 @@ class Arrival:
 
 @dataclass(eq=False)
 class Posting:
-    """A waiting receive. target: of recv_tensor; device: the GPU on which tensors of recv arrive, if any; ready: an
-    event to wait for on the GPU before target is written; eager: no thread waits yet, so the I/O thread copies messages
-    of any size; number: of its message, in a broadcast."""
+    """A waiting receive. target: of recv_tensor, None for recv; form: what it expects; device: the GPU on which tensors
+    of recv arrive, if any; ready: an event to wait for on the GPU before target is written; eager: no thread waits yet,
+    so the I/O thread copies messages of any size; begun, deadline: on the monotonic clock; future: gets the delivery or
+    the error; number: of its message, in a broadcast, otherwise -1."""
 
     source: str
     stream: bytes
@@ -97,6 +98,9 @@ class Delivery:
 
     Afterwards this refers to neither posting nor arrival, so received values are freed with their last reference, not
     by a garbage collection.
+
+    `_pending`: None once the message was taken or given back, or its values could not be copied; `_copied`: whether the
+    values are in the target or in `_values`, which is None for a tensor.
     """
 
     def __init__(self, posting: Posting, arrival: Arrival, pool: BufferPool, notify_sender: Callable[[], None]) -> None:

@@ -43,8 +43,9 @@ class Fetch:
 
 
 class Fetches(dict[MessageId, Fetch]):
-    """The current fetches. reply: sends a request to the source, along a message's route; ask_relay: sends one to a
-    relay, False if that fails; schedule: calls a function in the I/O thread after some seconds."""
+    """The current fetches, by their messages. relays: told which bytes it may forward; reply: sends a request to the
+    source, along a message's route; ask_relay: sends one to a relay, False if that fails; schedule: calls a function in
+    the I/O thread after some seconds."""
 
     def __init__(
         self,
@@ -63,8 +64,8 @@ class Fetches(dict[MessageId, Fetch]):
         self._schedule = schedule
 
     def begin(self, posting: Posting | None, arrival: Arrival) -> None:
-        """Pull the bytes of a message for a receive. posting None: only for other receivers; does nothing if the bytes
-        cannot be forwarded."""
+        """Pull the bytes of a message for a receive, from its relay if it names one. posting None: only for other
+        workers that receive it; does nothing if the bytes cannot be forwarded."""
         post = arrival.post
         staging = fresh(post.nbytes, self._pool)
         forwarded = self._relays.begin(post, staging)
@@ -80,13 +81,14 @@ class Fetches(dict[MessageId, Fetch]):
         """Attach a receive to a message that is already being pulled."""
         fetch = self[arrival.id]
         fetch.posting = posting
-        self._watch(fetch)
+        self._watch(fetch)  # again, because the timer depends on the receive's deadline
 
     def request_chunk(self, fetch: Fetch) -> None:
         """Request the next chunk, if any is left."""
         nbytes = min(CHUNK_BYTES, fetch.staging.size - fetch.requested_bytes)
         if nbytes > 0:
             start, fetch.requested_bytes = fetch.requested_bytes, fetch.requested_bytes + nbytes
+            # Recorded first: if the relay cannot be reached, all recorded chunks are requested from the source.
             fetch.requested[start] = nbytes
             self._send_request(fetch, start, nbytes)
 
@@ -124,6 +126,7 @@ class Fetches(dict[MessageId, Fetch]):
         if fetch.relay is None:
             return
         fetch.watch += 1
+        # A quarter of the time that the receive has left, so that the rest suffices for the source.
         left_s = math.inf if fetch.posting is None else fetch.posting.deadline - time.monotonic()
         check = partial(self._check_progress, fetch, fetch.watch, fetch.received_bytes)
         self._schedule(min(RELAY_S * fetch.relay.depth, left_s / 4), check)

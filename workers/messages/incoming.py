@@ -57,7 +57,8 @@ class Incoming:
     forget: return or delete the contact with a source in a stream; busy: whether this worker waits for any operation;
     is_alive: whether a source is known to be alive, and watched; outdated: whether a message is from or for an earlier
     incarnation. `_arrivals`, `_postings`: queued messages and waiting receives, by source and stream; `_unsettled`:
-    messages whose senders wait for a `Settled`; `_missed`: by key, the error that the next receive raises."""
+    messages whose senders wait for a `Settled`; `_missed`: by key, the error that the next receive raises; `_fetches`:
+    messages whose values are being pulled; `_calls`: the numbers of this worker's broadcast calls."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class Incoming:
     def notify_unsettled(self) -> None:
         """Notify senders that wait for an early answer that this worker has begun to wait."""
         for arrival in self._unsettled:
-            if arrival.queued and arrival.key not in self._postings:
+            if arrival.queued and arrival.key not in self._postings:  # no receive has taken it or is about to
                 self._reply(arrival.route, Settled(stream=arrival.post.stream, number=arrival.post.number))
         self._unsettled.clear()
 
@@ -189,7 +190,7 @@ class Incoming:
             if not queued:
                 del self._postings[posting.key]
         for fetch in self._fetches.values():
-            if fetch.posting is posting:
+            if fetch.posting is posting:  # it was matched, and its message is being fetched
                 fetch.posting = None
                 self._requeue_or_drop(fetch.arrival)
                 self._match(posting.key)
@@ -205,10 +206,10 @@ class Incoming:
         if posting.future.exception() is not None:
             return
         arrival = posting.future.result().give_back()
-        if arrival is None or self._outdated(arrival.post):
+        if arrival is None or self._outdated(arrival.post):  # it was taken, or an end has a new incarnation
             return
         self._requeue_or_drop(arrival)
-        if self._is_alive(posting.source):
+        if self._is_alive(posting.source):  # otherwise a lookup precedes the match
             self._match(posting.key)
 
     def _requeue_or_drop(self, arrival: Arrival) -> None:
@@ -242,7 +243,8 @@ class Incoming:
 
     def arrive(self, route: bytes, post: PostMessage, inline: Any) -> None:
         """Match an arrived message with the receive that has waited longest for it, or queue it. ValueError if it has
-        fewer bytes than its header names."""
+        fewer bytes than its header names. inline: its bytes if it has no slab. A slab that cannot be mapped leaves
+        `memory` None: the values are then fetched for the receive."""
         memory = np.frombuffer(bytearray(inline), np.uint8) if post.slab is None else self._mappings.open(post.slab)
         if memory is not None and memory.size < post.nbytes:
             raise ValueError(f"message has {memory.size} bytes, its header names {post.nbytes}")
@@ -262,7 +264,7 @@ class Incoming:
                 return
         busy = self._busy()
         self._send_held(arrival, busy)
-        if arrival.post.settling and not busy:
+        if arrival.post.settling and not busy:  # its sender is to be told when this worker gets busy
             self._unsettled.append(arrival)
 
     def receive_chunk(self, chunk: Data, body: Any) -> None:
@@ -276,8 +278,7 @@ class Incoming:
         if not part.size or end > fetch.staging.size or part.size != expected:
             self._fail_fetch(key, f"malformed chunk of {part.size} bytes at {chunk.start} of {fetch.staging.size}")
             return
-        if chunk.start not in fetch.requested:
-            # A duplicate: the chunk came from both the relay and the source.
+        if chunk.start not in fetch.requested:  # a duplicate: it came from both the relay and the source
             return
         del fetch.requested[chunk.start]
         fetch.staging[chunk.start : chunk.start + part.size] = part
@@ -288,7 +289,7 @@ class Incoming:
             return
         del self._fetches[key]
         fetch.arrival.memory, fetch.arrival.own = fetch.staging, not fetch.forwarded
-        if fetch.posting is None:
+        if fetch.posting is None:  # no receive waits for it: it stays queued
             self._send_held(fetch.arrival, busy=True)
         else:
             self._attempt(self._deliver, fetch.posting, fetch.arrival)
@@ -314,7 +315,7 @@ class Incoming:
             post = arrival.post
             if (post.serial, post.incarnation) == (want.serial, want.incarnation):
                 if post.passes_on and arrival.memory is None and arrival.id not in self._fetches:
-                    self._fetches.begin(None, arrival)
+                    self._fetches.begin(posting=None, arrival=arrival)
                 return
 
     def _fail_fetch(self, key: MessageId, why: str) -> None:
@@ -343,7 +344,7 @@ class Incoming:
         for key in [key for key in self._postings if key[0] == source]:
             for posting in self._postings.pop(key):
                 posting.fail(error)
-        if isinstance(error, WorkerLostError):
+        if isinstance(error, WorkerLostError):  # its process has ended: a successor numbers its calls anew
             self._calls.source_lost(source)
 
     def outdate(self, source: str, incarnation: int) -> None:
@@ -438,8 +439,7 @@ class Incoming:
             return
         try:
             self._fetches.begin(posting, arrival)
-        except Exception as error:
-            # Out of memory for its bytes. The next receive may find some.
+        except Exception as error:  # out of memory for its bytes; the next receive may find some
             posting.fail(error)
             self._requeue_or_drop(arrival)
 
@@ -447,7 +447,8 @@ class Incoming:
         """Complete a receive with its message, and copy the values out if they are small or no thread waits."""
         # Any thread may take the delivery, and answers are sent in this one.
         delivery = Delivery(posting, arrival, self._pool, lambda: self._call(lambda: self._send_received(arrival)))
-        # With `async_op` the caller may drop the work, and then the next receive gets the message.
+        # With `async_op` the caller may drop the work. Until it has observed the end, a tensor's message is not taken:
+        # the next receive may get it.
         revocable = posting.eager and posting.target is not None
         if posting.eager or arrival.post.nbytes <= EAGER_BYTES:
             try:

@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 
 class _PeerState(enum.Enum):
-    """What this worker knows of a peer. LOOKUP: it waits for the directory's answer; ALIVE: the peer is registered, and
-    the directory reports its end."""
+    """What this worker knows of a peer. UNKNOWN: the next operation looks it up; LOOKUP: this waits for the directory's
+    answer; ALIVE: the peer is registered, and the directory reports its end."""
 
     UNKNOWN = enum.auto()
     LOOKUP = enum.auto()
@@ -74,9 +74,11 @@ class IoThread:
     operations fail with `WorkerLostError`, as they do at its peers; later operations run under the worker's new
     incarnation. If the thread fails, the worker leaves the directory, which notifies its peers.
 
-    `_calls`: functions to call in the thread; `_timers`: a heap of (time, number, function), where the number keeps
-    equal times in order; `_next_expiry`: the first deadline of an operation; `_until_registered`: functions to call
-    once this worker is registered again; `_ended`: the error of all operations after the thread's end.
+    incarnation: of this worker, 0 between its loss and its new registration. `_calls`: functions to call in the thread;
+    `_timers`: a heap of (time, number, function), where the number keeps equal times in order; `_next_expiry`: the
+    first deadline of an operation; `_until_registered`: functions to call once this worker is registered again;
+    `_settle_futures`: those of `settled` that are not done; `_ended`: the error of all operations after the thread's
+    end; `_expelled_error`: the reason to end if another process may have this worker's name.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class IoThread:
     # --- called from any thread -----------------------------------------------------------------------------------
 
     def call(self, work: Callable[[], None]) -> None:
-        """Schedule `work` in the I/O thread, in the order of calls."""
+        """Schedule `work` in the I/O thread, in the order of calls. After the thread's end the caller runs it."""
         self._calls.append(work)
         self._thread.wake()
         if self._ended is not None:  # the thread no longer runs them
@@ -200,7 +202,7 @@ class IoThread:
             _log.error("Worker %s: its message thread failed", self.name, exc_info=defect)
             error = InternalError(what=f"the message thread of worker {self.name} failed: {defect!r}")
             self._directory.ask_end(Kind.WORKER, self.name, self.incarnation, why=f"message thread failed: {defect!r}")
-        self._ended = error = self._expelled_error or error
+        self._ended = error = self._expelled_error or error  # from now on, callers of `call` run their own work
         self.outgoing.fail_all(error)
         self.incoming.fail_all(error)
         self._mappings.close()
@@ -233,6 +235,7 @@ class IoThread:
         return None
 
     def _timeout_ms(self) -> int | None:
+        """Return the time until the next timer or deadline, None if there is neither."""
         next_time = min(self._next_expiry, self._timers[0][0] if self._timers else math.inf)
         return None if next_time == math.inf else poll_ms(next_time - time.monotonic())
 
@@ -255,7 +258,8 @@ class IoThread:
     # --- operations -----------------------------------------------------------------------------------------------
 
     def _send_all(self, sendings: list[Sending]) -> None:
-        """Begin to send these messages. An exception at one of them fails the messages to its receiver."""
+        """Begin to send these messages. An exception at one of them fails the messages to its receiver. Senders that
+        wait for a receive of this worker are told that it now waits for these."""
         for sending in sendings:
             if self._ended is not None:
                 sending.fail(self._ended)
@@ -299,7 +303,8 @@ class IoThread:
         return self._peers.setdefault(name, _Peer())
 
     def _contact_peer(self, name: str, deadline: float) -> None:
-        """Look the peer up, so that its death is reported to this end. Then send the messages queued for it."""
+        """Look the peer up, so that its death is reported to this end, and then send the messages queued for it; send
+        them now if it is known. deadline: of the operation; the lookup lasts until then, and at least `_lookup_s`."""
         peer = self._peer(name)
         if peer.state is _PeerState.ALIVE:
             self.outgoing.flush(name, self.incarnation, peer.incarnation, peer.endpoint)
@@ -373,7 +378,8 @@ class IoThread:
             self.incoming.fail_all(error)
 
     def _record_incarnation(self, name: str, peer: _Peer, incarnation: int) -> None:
-        """Record the incarnation of a peer, and discard the state of an earlier one."""
+        """Record the incarnation of a peer, and discard the state of an earlier one. A peer that was alive has been
+        restarted: fail the messages to it."""
         if peer.incarnation == incarnation:
             return
         was_alive = peer.state is _PeerState.ALIVE

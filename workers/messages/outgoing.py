@@ -34,9 +34,10 @@ _serials = itertools.count()
 class ValueSnapshot:
     """A message's bytes as they were at the call, kept in a slab or inline until all receivers have them.
 
-    inline: the frame of the inline bytes, made once for all receivers; tree: the tree of relays, None if all
-    receivers pull from this worker. free: called once all receivers released the bytes, with the slab and whether a
-    receiver that was given up may still read it.
+    inline: the frame of the inline bytes, made once for all receivers; slab: None if the bytes are inline, and after
+    the release; serial: number of the values in this process; tree: the tree of relays, None if all receivers pull from
+    this worker. free: called once all receivers released the bytes (at once if there are none), with the slab and
+    whether a receiver that was given up may still read it. `_references`: receivers that have not released the bytes.
     """
 
     def __init__(
@@ -74,8 +75,9 @@ class ValueSnapshot:
 
 @dataclass(eq=False)
 class Sending:
-    """A message to one receiver. deadline: on the monotonic clock; kept: the receiver no longer needs this worker's
-    bytes; settling: the send waits up to `SETTLE_S` for a refusal, see `Contact.waits`."""
+    """A message to one receiver. begun, deadline: on the monotonic clock; future: of the send; number: of the message
+    in its stream to this receiver, -1 before `queue`; kept: the receiver no longer needs this worker's bytes; settling:
+    the send waits up to `SETTLE_S` for a refusal, see `Contact.waits`."""
 
     to: str
     stream: bytes
@@ -118,9 +120,10 @@ Transmit = Callable[[str, PostMessage, ValueSnapshot], None]
 class OutgoingMessages:
     """The messages that this worker sends. worker: this end's name. transmit, schedule: of the I/O thread.
 
-    `_queued`: the messages for `flush`, by receiver. `_sent`: those sent and neither received nor refused, by receiver,
-    then by stream and number. `_pending`: number of sends that have not ended. `_numbers`: the next number by receiver
-    and stream. `_late`: by receiver, the error of a message whose `send` had returned.
+    contacts: by receiver and stream. `_queued`: the messages for `flush`, by receiver. `_sent`: those sent and neither
+    received nor refused, by receiver, then by stream and number. `_pending`: number of sends that have not ended.
+    `_numbers`: the next number by receiver and stream. `_late`: by receiver, the error of a message whose `send` had
+    returned.
     """
 
     def __init__(self, worker: str, transmit: Transmit, schedule: Schedule) -> None:
@@ -178,7 +181,8 @@ class OutgoingMessages:
                 sending.fail(InternalError(what=f"{sending.what}: {error!r}"))
 
     def _send(self, peer: str, sending: Sending, ours: int, theirs: int, endpoint: str) -> None:
-        """Record the message as sent, give its receiver a place in the tree of relays, and transmit it."""
+        """Record the message as sent, give its receiver a place in the tree of relays (if there is one), and transmit
+        it. ours, theirs, endpoint: see `flush`."""
         contact = self.contact(peer, sending.stream, sending.options)
         sending.settling = contact.waits
         self._sent.setdefault(peer, {})[sending.stream, sending.number] = sending
@@ -212,7 +216,7 @@ class OutgoingMessages:
         match answer:
             case Held():
                 sending.kept = answer.kept
-                if answer.busy or not sending.settling:
+                if answer.busy or not sending.settling:  # busy: the receive, and a refusal, may be far off
                     self._settle(sending)
                 else:
                     self._schedule(SETTLE_S, lambda: self._settle(sending))
@@ -263,11 +267,12 @@ class OutgoingMessages:
     def expire(self, now: float) -> float:
         """Fail the messages whose deadline passed; those already sent may still arrive. Return the next deadline."""
         overdue = [sending for queue in self._queued.values() for sending in queue if sending.deadline <= now]
-        for sending in overdue:
+        for sending in overdue:  # not sent yet: the lookup of the receiver has not ended
             self._queued[sending.to].remove(sending)
             sending.snapshot.release()
             what = f"{sending.what} (no such worker is registered; check that its group was launched under this name)"
             sending.fail(MessageTimeoutError(what=what, waited_s=now - sending.begun))
+        # Sent messages are kept after their send has failed: their receivers may still take them.
         for sending in [sending for sending in self._all_sent() if sending.deadline <= now]:
             sending.fail(MessageTimeoutError(what=sending.what, waited_s=now - sending.begun))
         waiting = itertools.chain(self._all_sent(), *self._queued.values())
@@ -297,7 +302,7 @@ class OutgoingMessages:
         peers.update(peer for peer, _ in self.contacts)
         peers.update(peer for peer, _ in self._numbers)
         for peer in peers:
-            delivered = peer in self._sent
+            delivered = peer in self._sent  # looked up first, because `lose` removes the sent messages
             if not self.lose(peer, error) and delivered:
                 self._late[peer] = error
 
