@@ -44,6 +44,7 @@ AWAY_S = 5.0
 STILL_S = 30.0
 """The same for a directory that accepts connections but sends nothing, because its process or host is paused."""
 _CLOSE_S = 2.0
+"""How long `close` waits until the directory has ended the entries."""
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 
 _log = logging.getLogger(__name__)
@@ -80,7 +81,9 @@ class DirectoryClient:
     `_calls`: the pending requests by number; `_outbox`: requests to send; `_owned`: the entries that this process owns,
     with the requests that registered them; `_had_reply`: the directory has replied before; `_accepted`: the kernel has
     accepted the present connection, but the directory has sent nothing; `_away_since`: since when there is no working
-    connection; `_lost_error`: the error of all calls while the directory is considered lost.
+    connection, None while there is one; `_lost_error`: the error of all calls while the directory is considered lost;
+    `_pid`: the process that made this client, to detect a forked child. `_guard` protects `_calls`, `_owned`,
+    `_listeners` and `_lost_error`. Only the client's thread uses `_had_reply`, `_accepted` and `_away_since`.
     """
 
     def __init__(self, address: str) -> None:
@@ -129,7 +132,7 @@ class DirectoryClient:
         group has the name; ValueError or TypeError for a name that no worker address can have."""
         WorkerAddress(name)  # raises for an invalid name
         return self._single_entry(
-            self._ask_register(Kind.GROUP, name, (), facts, owned=False), f"registering group {name!r}"
+            self._ask_register(Kind.GROUP, name, endpoints=(), facts=facts, owned=False), f"registering group {name!r}"
         )
 
     def register_worker(self, address: WorkerAddress, endpoint: str, facts: Facts | None = None) -> DirectoryEntry:
@@ -198,7 +201,7 @@ class DirectoryClient:
         return entries[0] if entries else None
 
     def ask_end(self, kind: Kind, name: str, incarnation: int | None, why: str) -> Answer:
-        """`end` without blocking. Return a future of the ended entry, or of an empty tuple."""
+        """`end` without blocking. Return a future of the ended entry, or of an empty tuple. incarnation None: any."""
         number = next(self._numbers)
         return self._ask(wire.End(number=number, kind=kind, name=name, incarnation=incarnation, why=why))
 
@@ -264,7 +267,7 @@ class DirectoryClient:
         limit_s = wait_s + ANSWER_S
         if done_within(future, what, limit_s):
             return future.result()
-        future.cancel()
+        future.cancel()  # if the reply to a registration still comes, `_complete` ends the entry
         raise errors.DirectoryLostError(address=self.address, why=f"waited {limit_s:.1f} s for {what}")
 
     # --- the thread -----------------------------------------------------------------------------------------------
@@ -294,6 +297,8 @@ class DirectoryClient:
         self._fail_all(errors.DirectoryLostError(address=self.address, why=why))
 
     def _timeout_ms(self) -> int | None:
+        """Return the time until the next check how long the connection is away. None while it works, or if the
+        directory is already considered lost: then only events change that."""
         return None if self._away_since is None or self._lost_error is not None else poll_ms(AWAY_S / 4)
 
     def _track_connection(self) -> None:
@@ -302,6 +307,7 @@ class DirectoryClient:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._on_connected()
                 continue
+            # The other events report that the connection ended or could not be made.
             self._accepted = event == zmq.EVENT_CONNECTED
             if self._away_since is None:
                 self._away_since = time.monotonic()
@@ -344,10 +350,11 @@ class DirectoryClient:
                 self._restore_session(reply.why)
 
     def _restore_session(self, why: str) -> None:
-        """Register owned entries again after the directory has dropped this client's session."""
+        """Register owned entries again after the directory has dropped this client's session: listeners get each as
+        LOST, and later the new entry. why: the directory's reason."""
         _log.warning("Directory at %s dropped the session of this process: %s", self.address, why)
         with self._guard:
-            owned, self._owned = list(self._owned.values()), {}
+            owned, self._owned = list(self._owned.values()), {}  # each successful registration adds its entry again
         for entry, request in owned:
             lost = msgspec.structs.replace(entry, state=EntryState.LOST, why=why)
             self._notify(lost)

@@ -37,5 +37,5 @@ def _state(pid: int) -> tuple[str, int]:
     """Return the kernel's state letter of the process, and its start time in clock ticks since the boot."""
     text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     # The fields follow the command's name, which is in parentheses and may contain spaces and parentheses.
-    fields = text.rpartition(")")[2].split()
+    fields = text.rpartition(")")[2].split()  # from field 3, the state; the start time is field 22 (see proc(5))
     return fields[0], int(fields[19])

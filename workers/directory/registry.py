@@ -62,6 +62,10 @@ class Registry:
 
     The end of a group ends its workers, and fails the lookups that wait for one of them. Registration of a group
     deletes the records of workers of the earlier group with its name.
+
+    `_ended`: the ended entries to report, the latest ended last; a name is in `_live`, in `_ended` or in neither.
+    `_waiting`: the lookups of names that are in neither, in the order of arrival; `_incarnation`: that of the latest
+    entry.
     """
 
     def __init__(self) -> None:
@@ -147,7 +151,8 @@ class Registry:
         return [(session, Found(request.number, entries))]
 
     def leave(self, session: Session, state: EntryState, why: str) -> Effects:
-        """End everything that a session owns, because its process closed it (ENDED) or died (LOST)."""
+        """End everything that a session owns, because its process closed it (ENDED) or died (LOST), and forget what it
+        waits for and watches. Return the notifications for other sessions."""
         for key, waiters in list(self._waiting.items()):
             self._set_waiters(key, [waiter for waiter in waiters if waiter.session != session])
         for record in self._live.values():
@@ -189,7 +194,7 @@ class Registry:
         the ended entry."""
         effects: Effects = []
         ended = record.entry
-        for member in list(self._with_members(record)):  # the record itself comes last
+        for member in list(self._with_members(record)):  # the record itself comes last: `ended` is then its entry
             entry = member.entry
             key = (entry.kind, entry.name)
             ended = DirectoryEntry(
@@ -243,7 +248,7 @@ def _missing_rank_error(key: Key, group: DirectoryEntry) -> errors.NoSuchRankErr
         return None
     try:
         path = WorkerAddress.from_name(key[1]).rank_path
-    except ValueError:
+    except ValueError:  # a lookup may name anything
         return None
     if not path or path[0] < size:
         return None

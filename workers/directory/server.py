@@ -36,8 +36,9 @@ from workers.transport.zmq_sockets import Socket, end_silent, events, open_socke
 GRACE_S = 3.0
 HEARTBEAT_MS = 1000
 SILENCE_MS = 5000
+"""Both ends send heartbeats this often, and close a connection that is silent for that long."""
 _RECHECK_S = 0.05
-"""A process closes its connections shortly before its end is visible."""
+"""How often lost clients are checked. A process closes its connections shortly before its end is visible."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,9 @@ class Directory:
     """A directory that a thread serves until `close`. `address` is "host:port".
 
     It keeps a connection to each client, so it raises this process's limit of open files to the hard limit.
+
+    `_clients`: the sessions that were not dropped; `_connected_fds`: the descriptors of the present connections. After
+    the construction only the thread uses them.
     """
 
     @classmethod
@@ -176,7 +180,8 @@ class Directory:
         now = time.monotonic()
         match request:
             case wire.RegisterProcess():
-                # The name of a process whose connection has ended is free at once, without `GRACE_S`.
+                # The name of a process whose connection has ended is free at once, without `GRACE_S`: drop its session
+                # before the registration.
                 owner = self._registry.owner(request.kind, request.name)
                 if owner is not None and owner in self._clients and self._clients[owner].fd is None:
                     self._send_replies(self._drop_session(owner))
@@ -213,7 +218,8 @@ class Directory:
                 self._send_replies(self._drop_session(session))
 
     def _drop_session(self, session: Session) -> Effects:
-        """Remove a client, whose entries are then lost. Return the notifications to send."""
+        """Remove a client, whose entries are then lost. Return the notifications to send to the clients that watch
+        them."""
         client = self._clients.pop(session)
         why = f"its process {client.process.pid} died" if has_ended(client.process) else "its connection broke"
         return self._registry.leave(session, EntryState.LOST, why)

@@ -27,6 +27,9 @@ class AsyncWork(Generic[T]):
     function to call once before `finish`. If this function returns a future, `finish` waits for it. While a wait
     lasts, it logs every `waiting.LOG_EVERY_S` what it waits for. The operation has its own timeout, so a wait without
     a timeout ends too.
+
+    `_settled`: the future of the settling, None before it began; `_results`: the result that `finish` made, empty
+    before; `_error`: the error that `finish` raised.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class AsyncWork(Generic[T]):
         return self._result()
 
     def _wait_for(self, future: Future[Any], timeout: float | None) -> None:
-        """Block until `future` is done. `MessageTimeoutError` after `timeout` seconds."""
+        """Block until `future` is done. `MessageTimeoutError` after `timeout` seconds; RuntimeError if this would block
+        in a function given to `then`."""
         if not future.done():
             refuse_waiting(self._what)
         begun = time.monotonic()
@@ -137,6 +141,7 @@ class AsyncWork(Generic[T]):
                 settle = self._settle_function()
                 try:
                     confirmed = None if settle is None else settle()
+                    # Without a confirmation to wait for, the future of the operation, which is done, stands for it.
                     self._settled = self._future if confirmed is None else confirmed
                 except Exception as error:
                     self._settled = Future()
@@ -224,6 +229,7 @@ def all_of(works: list[AsyncWork[Any]], what: str, result: T) -> AsyncWork[T]:
     guard = threading.Lock()
 
     def count_down() -> None:
+        """Note that one more work has ended. The last one completes `future`."""
         nonlocal works_left
         with guard:
             works_left -= 1

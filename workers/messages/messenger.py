@@ -63,6 +63,7 @@ INLINE_BYTES = 64 << 10
 MESSAGE_BYTES = 4 << 10
 """Approximate bytes of a message at each of its ends besides its values; counted with them."""
 _PAIR = b""
+"""The stream of messages between a pair of workers. A broadcast's stream has a name."""
 
 
 class WithPayload(NamedTuple):
@@ -210,7 +211,7 @@ class Messenger:
         form, what = tensors.form_of(tensor), f"{self._name}: recv_tensor from {src}"
         tensors.check_target(tensor)
         work: AsyncWork[None] | None = self._receive(
-            src, _PAIR, form, options, timeout_s, async_op, what, _take_tensor, tensor
+            src, _PAIR, form, options, timeout_s, async_op, what, _take_tensor, target=tensor
         )
         return work
 
@@ -280,7 +281,8 @@ class Messenger:
         timeout_s: float | None,
         async_op: bool,
     ) -> Any:
-        """Send `object` to `others`. If that fails, send them the error instead."""
+        """Send `object` to `others`, and return it, or with `async_op` the work for it. If it cannot be sent, send the
+        others the error instead."""
         try:
             self._check_arguments(options, timeout_s, *others)
             snapshot = self._snapshot(ObjectForm(), pickling.pack(object), len(others), f"{self._name}: broadcast")
@@ -308,7 +310,7 @@ class Messenger:
         else:
             # Invalid options may be the reason of the fault.
             options = options if isinstance(options, CollectiveGroupOptions) else None
-            self._submit_sends(nothing, others, stream, options, None)
+            self._submit_sends(nothing, others, stream, options, timeout_s=None)
 
     # --- close ----------------------------------------------------------------------------------------------------
 
@@ -320,6 +322,7 @@ class Messenger:
             closed, self._closed = self._closed, True
         if closed:
             return
+        # Before the end of the entry, which fails receives of incomplete values.
         with contextlib.suppress(FutureTimeout):
             self._io_thread.settled().result(LINGER_S)
         with contextlib.suppress(DirectoryLostError):
@@ -343,7 +346,7 @@ class Messenger:
         if self._closed:
             raise MessengerClosedError(worker=self._name)
         checked(options)
-        self._timeout_or_default(timeout_s)
+        self._timeout_or_default(timeout_s)  # raises for an invalid timeout
         for peer in peers:
             if not peer.rank_path:
                 raise ValueError(f"{peer} is a worker group: name one of its workers, by a rank or a path of ranks")
@@ -397,7 +400,8 @@ class Messenger:
         return [AsyncWork(sending.future, sending.what) for sending in sendings]
 
     def _snapshot(self, form: Form, packed: Packed, receivers: int, what: str) -> ValueSnapshot:
-        """Copy the values as they are now, and count them in the backlog until all receivers have them."""
+        """Copy the values as they are now, and count them in the backlog until all receivers have them. Large values
+        are copied into a slab, others into one bytes object. receivers: their number; what: names the operation."""
         size = packed.nbytes + MESSAGE_BYTES * (1 + receivers)
         self._backlog.admit(size, what)
         try:
@@ -434,7 +438,8 @@ class Messenger:
         finish: Callable[[Delivery], Any],
         target: Tensor | None = None,
     ) -> Any:
-        """Submit a receive, and wait for it unless `async_op`. The receive is dropped if the wait fails."""
+        """Submit a receive, and wait for it unless `async_op`. The receive is dropped if the wait fails. finish: makes
+        the result from the delivery; target: the tensor of recv_tensor."""
         now = time.monotonic()
         posting = Posting(
             source=src.get_name(),

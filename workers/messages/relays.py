@@ -43,8 +43,8 @@ class Tree:
         self._first: dict[str, Relay] = {}
 
     def place(self, worker: str, incarnation: int, endpoint: str) -> tuple[Relay | None, bool]:
-        """Add the next receiver. Return the relay to pull from, None for the source, and whether others may pull from
-        it."""
+        """Add the next receiver. Return the relay that it pulls from, None for the source, and whether others may pull
+        from this receiver."""
         host = split_address(endpoint)[0]
         if host == self._here:
             return None, False
@@ -82,8 +82,8 @@ class Relays:
     """The values that this worker forwards. For the I/O thread only. backlog: counts them; reply: sends an answer along
     a route; schedule: calls a function after some seconds.
 
-    `_latest`: by source, the incarnation and serial of its latest message; `_early`: the requests that arrived before
-    the message with their values.
+    `_forwarded`: the values that are here or arrive; `_latest`: by source, the incarnation and serial of its latest
+    message whose values may be forwarded; `_early`: the requests that arrived before the message with their values.
     """
 
     def __init__(self, backlog: Backlog, reply: Reply, schedule: Schedule) -> None:
@@ -118,14 +118,14 @@ class Relays:
 
     def begin(self, post: PostMessage, memory: Bytes) -> bool:
         """Prepare to receive the values of `post` into `memory`. Return whether they are forwarded and so must stay
-        unchanged."""
+        unchanged: not if this worker is no relay for them, or if the backlog has no space."""
         if not post.passes_on:
             return False
         try:
             self._backlog.admit(memory.size, f"forwarding a broadcast of {post.source}")
         except MessageBacklogError:
             return False
-        self.drop(_values_key(post))
+        self.drop(_values_key(post))  # what an earlier fetch of the same values left
         self._forwarded[_values_key(post)] = _Forwarded(memory, time.monotonic())
         self._schedule(KEEP_S, partial(self._check_idle, _values_key(post)))
         return True
@@ -146,6 +146,7 @@ class Relays:
         if values is None:
             return False
         values.last_used = time.monotonic()
+        # If all chunks are here and none starts there, `_serve` refuses the request.
         if want.start in values.chunks or values.is_complete:
             self._serve(values, route, want)
         else:

@@ -30,7 +30,9 @@ MAX_OPEN = 1 << 12
 OPEN_SHARE = 4
 """A process's slabs have at most `MAX_OPEN` descriptors, and at most 1 / `OPEN_SHARE` of its limit of open files."""
 _STEPS = 8
+"""Number of sizes of new slabs from one power of two to the next."""
 _LEAST_BYTES = 64 << 10
+"""The smallest new slab, and the least difference of two sizes."""
 _NO_FD = -1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,7 +43,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class OwnSlab:
-    """A slab of this process. `memory` is at least as long as requested."""
+    """A slab of this process. memory: at least as long as requested; name: by which other processes map it."""
 
     def __init__(self, host: str, nbytes: int) -> None:
         """Create a slab that the processes of this host can map by its descriptor. OSError if there is no free
@@ -79,6 +81,8 @@ class Slabs:
     """This process's slabs, those in use and the idle ones. Thread-safe.
 
     open_limit: limit of the slabs with a descriptor; None: `MAX_OPEN`, or less if this process may open few files.
+    idle_bytes: most bytes of idle slabs. `_idle`: the idle slabs, oldest first; `_open_count`: slabs with a descriptor,
+    idle, in use or being created; `_closed_inodes`: for `pop_closed`; `_closed`: keep no slabs any more.
     """
 
     def __init__(self, host: str, *, idle_bytes: int = IDLE_BYTES, open_limit: int | None = None) -> None:
@@ -93,8 +97,8 @@ class Slabs:
         self._closed = False
 
     def take(self, nbytes: int) -> OwnSlab:
-        """Return a slab of at least `nbytes`; a new one is at most about an eighth larger. A `PrivateSlab` if the
-        limit of descriptors is reached. MemoryError if there is no memory."""
+        """Return a slab of at least `nbytes`: an idle one of at most about twice the size, or a new one, at most about
+        an eighth larger. A `PrivateSlab` if the limit of descriptors is reached. MemoryError if there is no memory."""
         with self._guard:
             fitting = [slab for slab in self._idle if nbytes <= slab.name.nbytes <= 2 * max(nbytes, _LEAST_BYTES)]
             if fitting:
@@ -106,7 +110,7 @@ class Slabs:
                 self._close_oldest()
             if self._open_count >= self._open_limit:
                 return PrivateSlab(nbytes)
-            self._open_count += 1
+            self._open_count += 1  # counted before it is created without the lock
         try:
             return OwnSlab(self._host, _rounded_up(nbytes))
         except OSError:
@@ -117,7 +121,7 @@ class Slabs:
     def give_back(self, slab: OwnSlab) -> None:
         """Keep a slab that no receiver reads for the next message, and close the oldest idle slabs beyond the
         limits."""
-        if not slab.shared:
+        if not slab.shared:  # freed with its last reference
             return
         with self._guard:
             self._idle.append(slab)
@@ -175,8 +179,8 @@ class Mappings:
         self._held: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def open(self, slab: Slab) -> Bytes | None:
-        """Return the bytes of a slab. None if it is on another host, this process may not map it, or has too many
-        mappings."""
+        """Return the bytes of a slab, and keep its mapping for the next message. None if it is on another host, this
+        process may not map it, or has too many mappings."""
         if slab.host != self._host:
             return None
         memory = self._mapped.get(slab.inode)
@@ -207,7 +211,7 @@ class Mappings:
         except OSError:
             return None
         if memory is not None:
-            self._held.add(memory.base)
+            self._held.add(memory.base)  # the `_Mapping`
         return memory
 
 

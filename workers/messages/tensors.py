@@ -20,6 +20,7 @@ def check_target(tensor: Tensor) -> None:
     """Raise ValueError for a tensor with overlapping elements, such as an expanded tensor."""
     span = 0  # distance of the first and the last element in the dimensions so far
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        # From the smallest stride on, a dimension must step over all elements of the dimensions before it.
         if tensor.numel() and size > 1:
             if stride <= span:
                 raise ValueError(
