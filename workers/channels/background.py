@@ -85,10 +85,13 @@ class Pump:
     broker dies. `begin` and `begin_put` raise `PumpEndedError` if the thread has ended.
 
     `_open`: the requests without an answer, by number; `_puts`: the numbers of those that are puts. `_timers`: a heap
-    of (time, number): when to look at a request or confirmation again; timers of completed ones stay in it for a
-    while. `_delayed`: the delayed puts of each queue, in order; `_reserving`: those with a Reserve request, by its
-    number. `_arrived`: the gets whose items were neither acknowledged nor returned; `_unwanted`: the gets to cancel,
-    because their handles were garbage-collected; `_confirming`: the gets whose acknowledgement is to be confirmed.
+    of (time, number): when to look at a request or confirmation again; timers of completed ones stay in it for a while.
+    `_delayed`: the delayed puts of each queue, in order; `_reserving`: those with a Reserve request, by its number;
+    `_delayed_bytes`: the bytes of all delayed puts. `_arrived`: the gets whose items were neither acknowledged nor
+    returned; `_unwanted`: the gets to cancel, because their handles were garbage-collected; `_confirming`: the gets
+    whose acknowledgement is to be confirmed. `_next_timer`: the timer for which the thread wakes by itself;
+    `_last_payload_at`: when the last payload was complete; `_retiring`: end once nothing is pending. ended: why the
+    pump has ended or is about to, None while it accepts requests.
     """
 
     def __init__(
@@ -142,7 +145,8 @@ class Pump:
         """Put `parcel` as it is now. Set the number of `request`; return it and the future of the answer.
 
         The bytes are copied into the broker's memory, or, if it has no space for them yet, into this process's memory.
-        `MemoryError` if the waiting puts would exceed `LATER_BYTES`.
+        `MemoryError` if the waiting puts would exceed `LATER_BYTES`. With `nowait` a put behind a delayed one
+        gets Full at once.
         """
         queue_key = (request.channel, request.key)
         with self._guard:
@@ -209,7 +213,7 @@ class Pump:
     def _set_timer(self, number: int, at: float) -> None:
         """Look at the request or confirmation `number` again at the time `at`."""
         heapq.heappush(self._timers, (at, number))
-        if at < self._next_timer:
+        if at < self._next_timer:  # the thread would wake too late by itself
             self._thread.wake()
 
     def _try_write(self, write: Callable[[], None]) -> None:
@@ -316,7 +320,7 @@ class Pump:
             while (message := self._connection.stream.arrived()) is not None:
                 answer = self._connection.receive_answer(message, time.monotonic() + GRACE_S, self._settle)
                 if message.payload_bytes:
-                    # No other answer could arrive while this payload was received.
+                    # No other answer could arrive while this payload was received: see `_check_silence`.
                     self._last_payload_at = time.monotonic()
                 delayed = self._reserving.get(answer.number)
                 if delayed is not None:
@@ -349,7 +353,7 @@ class Pump:
             # These may have been the last items before the thread's end.
             self._thread.wake()
         if confirming is not None:
-            return confirming.future
+            return confirming.future  # has an error if the pump ends first, see `_thread_ended`
         if ended is not None:
             raise self._unacknowledged_error(ended)
         return None
@@ -403,7 +407,9 @@ class Pump:
             _, number = heapq.heappop(self._timers)
             entry, confirming = self._open.get(number), self._confirming.get(number)
             if confirming is not None:
-                self._check_silence(number, confirming.until, CONFIRM_S, now, StreamLostError(UNCONFIRMED))
+                self._check_silence(
+                    number, until=confirming.until, silent_s=CONFIRM_S, now=now, error=StreamLostError(UNCONFIRMED)
+                )
             if entry is None:
                 continue
             if now < entry.until:
@@ -411,7 +417,7 @@ class Pump:
                 log.warning("%s: waiting for %.0f s, at most %.0f s more", entry.what, waited_s, left_s)
                 self._set_timer(number, min(entry.until, now + waiting.LOG_EVERY_S))
             elif entry.cancelled:  # the broker has not answered the Cancel
-                self._check_silence(number, now, GRACE_S, now, StreamSilentError())
+                self._check_silence(number, until=now, silent_s=GRACE_S, now=now, error=StreamSilentError())
             elif not self._cancel_delayed_put(number, completions):
                 entry.cancelled = True
                 self._send(wire.encode(wire.Cancel(number)))
@@ -426,7 +432,8 @@ class Pump:
         self._set_timer(number, until)
 
     def _cancel_delayed_put(self, number: int, completions: Completions) -> bool:
-        """Cancel put `number` if it is a delayed one. Return whether it was."""
+        """Cancel put `number` if it is a delayed one. Return whether it was. It stays in its queue until
+        `_continue_queue` comes to it."""
         for queue in self._delayed.values():
             for delayed in queue:
                 if delayed.request.number == number:
@@ -437,7 +444,8 @@ class Pump:
         return False
 
     def _thread_ended(self, defect: BaseException | None) -> None:
-        """Fail all pending requests after the thread has ended."""
+        """Fail all pending requests and confirmations after the thread has ended. defect: the exception that ended it,
+        None if the pump ended as intended or its broker was lost."""
         if defect is not None:
             log.error("Channel %r: its background thread failed", self._channel, exc_info=defect)
         with self._guard:

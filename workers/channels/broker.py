@@ -35,7 +35,8 @@ class ChannelBroker:
     loopback. capacity_bytes: memory for items, backed when needed, by default a share of the space of `directory`.
     OSError if the host cannot be bound, ArenaSpaceError if the memory is not available, `OpenFilesError`.
 
-    `_is_local`: for each client that has sent a valid token, whether it maps the memory.
+    `_is_local`: for each client that has sent a valid token, whether it maps the memory; `_owner`: the process that
+    made the broker; `_state`: the queues, which only the thread uses.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ChannelBroker:
     def _handle_message(self, connection: Connection, message: Message) -> Payload | None:
         """Handle one message of a client. Return where to write the item's bytes if they follow the message."""
         request = wire.decode_request(message.body)
-        if connection.ident not in self._is_local:
+        if connection.ident not in self._is_local:  # its first message
             self._greet(connection, request)
         elif message.payload_bytes:
             return self._expect_payload(connection.ident, request, message.payload_bytes)
@@ -115,7 +116,12 @@ class ChannelBroker:
         self._is_local[client] = local = request.local and connection.local
         memory = self._memory
         mapped_bytes = memory.nbytes if local else 0
-        welcome = wire.Welcome(request.number, memory.capacity_bytes, mapped_bytes, memory.nbytes - len(memory.data))
+        welcome = wire.Welcome(
+            request.number,
+            memory.capacity_bytes,
+            arena_bytes=mapped_bytes,
+            data_from=memory.nbytes - len(memory.data),  # the usable area is the end of the arena
+        )
         if local:
             connection.send_with(wire.encode(welcome), memory.fd)
         else:

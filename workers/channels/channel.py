@@ -68,6 +68,8 @@ class Channel:
 
     Every call may raise `ChannelLostError` if the broker's process died, `ChannelClosedError` after `disconnect`, and
     ValueError for an infinite timeout.
+
+    `_links`: one for each part, in the order of `settings.nodes`; `_routes`: finds the link of a key.
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class Channel:
         timeout_s: float = TIMEOUT_S,
     ) -> Channel:
         """Return the channel of that name. Blocks for up to `wait_s` until it exists. Raises `NameNotFoundError`
-        after that, `WorkerLostError` if the channel was closed, `ChannelLostError` if its brokers are lost."""
+        after that, `WorkerLostError` if the channel was closed, `ChannelLostError` if all of its brokers are lost."""
         check_name(name)
         with directory_or_default(directory) as client:
             settings = ChannelSettings.of(client.lookup_channel(name, wait_s), client.address)
@@ -193,7 +195,7 @@ class Channel:
         Raises `NotSerializableError`, `ItemTooLargeError` or `ChannelClosedError`; the channel is then unchanged.
         """
         what = self._describe("put", key)
-        packed, request, link = self._prepare_put(item, weight, key, False, what)
+        packed, request, link = self._prepare_put(item, weight, key, nowait=False, what=what)
         until = self._deadline(timeout_s)
         if async_op:
             _, future = link.begin_put(request, packed, what, until)
@@ -205,7 +207,7 @@ class Channel:
     def put_nowait(self, item: Any, weight: float = 0, key: Any = DEFAULT_KEY) -> None:
         """Put `item` without waiting. `asyncio.QueueFull` if the queue has no free place or the broker no memory."""
         what = self._describe("put_nowait", key)
-        packed, request, link = self._prepare_put(item, weight, key, True, what)
+        packed, request, link = self._prepare_put(item, weight, key, nowait=True, what=what)
         self._check_put(link.put(request, packed, what, self._deadline(ASK_S)), key)
 
     def get(self, key: Any = DEFAULT_KEY, async_op: bool = False, *, timeout_s: float | None = None) -> Any:
@@ -216,7 +218,7 @@ class Channel:
     def get_nowait(self, key: Any = DEFAULT_KEY) -> Any:
         """Return the first item without waiting. `asyncio.QueueEmpty` if the queue has none."""
         what = self._describe("get_nowait", key)
-        make, link = self._prepare_get(key, None, True, what)
+        make, link = self._prepare_get(key, target=None, nowait=True, what=what)
         return self._take_items(link.ask(make, what, self._deadline(ASK_S)), key)[0]
 
     def get_batch(
@@ -299,7 +301,7 @@ class Channel:
         if settings.directory is None or settings.incarnation is None:
             return
         with contextlib.suppress(DirectoryLostError), DirectoryClient(settings.directory) as directory:
-            directory.end(Kind.CHANNEL, settings.name, settings.incarnation, "it was closed")
+            directory.end(Kind.CHANNEL, settings.name, settings.incarnation, why="it was closed")
 
     # --- internals
 
@@ -333,7 +335,7 @@ class Channel:
     ) -> T | AsyncWork[T]:
         """Get one item, or with `target` a batch. Return what `finish` makes of the answer, or the work for that."""
         what = self._describe(verb, key)
-        make, link = self._prepare_get(key, target, False, what)
+        make, link = self._prepare_get(key, target, nowait=False, what=what)
         if not async_op:
             refuse_waiting(what)
             return finish(link.ask(make, what, self._deadline(timeout_s)))
@@ -444,7 +446,7 @@ def _register_or_find(channel: Channel, directory: DirectoryClient) -> Channel:
         channel._close_created(channel._links, error)
         channel.disconnect()
         raise
-    if registered is not channel:
+    if registered is not channel:  # the parts of `channel` have no name, so nobody can use them
         channel.close()
         channel.disconnect()
     return registered
@@ -477,7 +479,7 @@ def _find_existing(channel: Channel, directory: DirectoryClient) -> Channel | No
     existing = Channel(existing_settings, node_rank=channel._node_rank, timeout_s=channel._timeout_s)
     lost = existing._find_lost_parts(f"creation of channel {channel.name!r}")
     if len(lost) == len(existing_settings.endpoints):
-        directory.end(Kind.CHANNEL, existing_settings.name, existing_settings.incarnation, "its brokers are lost")
+        directory.end(Kind.CHANNEL, existing_settings.name, existing_settings.incarnation, why="its brokers are lost")
         return None
     error: Exception | None = lost[0] if lost else None
     if error is not None:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
 GRACE_S = 10.0
-"""How long a broker may take to confirm a cancellation."""
+"""How long a broker may take to confirm a cancellation, or to read what is sent to it."""
 CONFIRM_S = 30.0
 """How long a broker on another host may take to confirm an acknowledgement. The kernel reports a lost network
 sooner."""
@@ -45,7 +45,7 @@ class ArrivedItems:
 
     payload: the items' bytes that came over the network, one item after another; None if the broker's memory is mapped
     or no bytes came; send: sends the acknowledgement; missing: set if there was no memory for the bytes, which were
-    then discarded. `_build`: set by `acknowledge`, returns the values of the items.
+    then discarded. `_settle`: this `send`; `_build`: set by `acknowledge`, returns the values of the items.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class ArrivedItems:
             values = self._build_batch(unpacked)
             self._build = lambda: values
         else:
+            # A single item that cannot be built is lost in any case, so its acknowledgement need not wait for that.
             self._build = lambda: [each.load() for each in unpacked]
         return self._settle(wire.AckItems(self.number, confirm=self.remote))
 
@@ -153,6 +154,8 @@ class BrokerConnection:
 
     local: the broker's memory is mapped (until `close`); remote: it was never mapped. buffer_pool: memory for the bytes
     of received items. preallocated: space at the broker for the next put, and its bytes; `NOWHERE` if there is none.
+    `_arena`: the broker's memory, None if it is not mapped; `_writing`: held while an item is copied into it; `_shut`:
+    set by `shut`, after which nothing may be copied into it.
     """
 
     def __init__(self, endpoint: Endpoint, buffer_pool: BufferPool) -> None:
@@ -184,7 +187,7 @@ class BrokerConnection:
             self.capacity_bytes = answer.capacity_bytes
             if fds and answer.arena_bytes:
                 mapping = mmap.mmap(fds[0], answer.arena_bytes)
-                mapping.madvise(mmap.MADV_DONTDUMP)
+                mapping.madvise(mmap.MADV_DONTDUMP)  # not in core dumps
                 self._arena = np.frombuffer(mapping, np.uint8)[answer.data_from :]
                 self.local, self.remote = True, False
         finally:
@@ -209,7 +212,7 @@ class BrokerConnection:
         if parcel.carried:
             self.stream.send([wire.encode(request)], until)
         elif self.local:
-            with self._writing:
+            with self._writing:  # `shut` waits for the copy
                 if self._shut:
                     raise StreamLostError("the connection was closed")
                 parcel.write(self.mapped(request.item.space, parcel.nbytes))
@@ -218,7 +221,8 @@ class BrokerConnection:
             self.stream.send([wire.encode(request, parcel.nbytes), *parcel.runs()], until)
 
     def receive_answer(self, message: Message, until: float, send: SendSettlement) -> wire.AnyAnswer | ArrivedItems:
-        """Decode an answer and receive its payload, if it has one. send: sends the acknowledgement of its items."""
+        """Decode an answer and receive its payload, if it has one, until `until`. send: sends the acknowledgement of
+        its items."""
         answer = wire.decode_answer(message.body)
         if not isinstance(answer, wire.Items):
             return answer
@@ -226,9 +230,9 @@ class BrokerConnection:
         if message.payload_bytes:
             try:
                 payload = pickling.fresh(message.payload_bytes, self.buffer_pool)
-            except MemoryError as error:
+            except MemoryError as error:  # raised by `acknowledge`, which returns the items to the queue
                 self.stream.skip(message.payload_bytes, until)
-                return ArrivedItems(answer, self, None, send, error)
+                return ArrivedItems(answer, self, payload=None, send=send, missing=error)
             self.stream.receive_into(payload.data, until)
         return ArrivedItems(answer, self, payload, send)
 
@@ -278,7 +282,8 @@ class BrokerConnection:
         return self.stream.receive(deadline)
 
     def _settle(self, request: wire.AckItems | wire.NackItems) -> None:
-        """Send an acknowledgement, and wait for its confirmation if it requests one."""
+        """Send an acknowledgement, and wait for its confirmation if it requests one: `StreamLostError` if that does not
+        arrive within `CONFIRM_S`."""
         self.stream.send([wire.encode(request)], time.monotonic() + GRACE_S)
         if isinstance(request, wire.AckItems) and request.confirm:
             try:

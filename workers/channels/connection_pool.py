@@ -49,7 +49,9 @@ class Link:
     """Sends the requests of one channel handle to one broker. Thread-safe. Each synchronous call uses its own
     connection; all asynchronous calls share one connection and one thread, a `Pump`. A forked child opens new ones.
 
-    what: names the call in errors; make: returns the request for a number; until: deadline of the call.
+    what: names the call in errors; make: returns the request for a number; until: deadline of the call. `_idle`,
+    `_in_use`: the connections for synchronous calls; `_pump`: the latest one, which may have ended; `_retired`: keep no
+    idle connections, calls still work; `_closed`: calls fail; `_memory`: for the bytes of received items.
 
     Calls raise `ChannelLostError` if the broker is lost, `ChannelTimeoutError` at the time `until`,
     `ChannelClosedError` after `close`, and `OpenFilesError` if this process can open no more files.
@@ -186,7 +188,7 @@ class Link:
     def reset_in_child(self) -> None:
         """Close this child's copies of the parent's connections after a fork, so that the broker sees when the parent
         ends."""
-        self._finalizer.detach()
+        self._finalizer.detach()  # `_reset` makes a new one
         pump, connections = self._pump, [*self._idle, *self._in_use]
         self._reset()
         for connection in connections:
@@ -232,7 +234,7 @@ class Link:
                     raise
                 # The pump ends when this object is garbage-collected.
                 weakref.finalize(self, self._pump.close).atexit = False
-                if self._retired:
+                if self._retired:  # then it ends once no request is pending
                     self._pump.retire()
             return self._pump
 
@@ -266,7 +268,7 @@ class Link:
         """Close all connections. Pending calls of other threads raise `ChannelClosedError`. Idempotent."""
         self.retire()
         with self._guard:
-            self._closed = True
+            self._closed = True  # first: errors of the calls that are ended below say that the handle was closed
             in_use, pump = list(self._in_use), self._pump
         for connection in in_use:
             connection.shut()

@@ -68,7 +68,7 @@ def await_broker_change(directory: DirectoryClient, brokers: dict[int, str], unt
         if entry.name in names:
             changed.set()
 
-    unsubscribe = directory.subscribe(notice_end)
+    unsubscribe = directory.subscribe(notice_end)  # before the lookups, so that no end is missed
     try:
         # The directory reports the end of the entries that this client has looked up.
         for name, endpoint in names.items():

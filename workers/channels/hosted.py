@@ -39,7 +39,7 @@ class HostedBroker:
 
     def close(self) -> None:
         """Close the broker. The items of its channels are lost. Idempotent."""
-        self._closing = True
+        self._closing = True  # first: `wait` reads it once the broker has ended
         self._broker.close()
         self._directory.close()
 

@@ -19,7 +19,7 @@ class Routes:
     Thread-safe.
 
     The first part assigns keys. The assigned part learns of its key and reports it if the first part is lost: keys in
-    use still work, and new keys raise `ChannelLostError`.
+    use still work, and new keys raise `ChannelLostError`. `_parts`: the parts of the keys that this handle has used.
     """
 
     def __init__(self, ident: str, links: Sequence[Link | LocalLink], *, wish: int) -> None:
@@ -52,6 +52,7 @@ class Routes:
                 self._ask_part(part, key, part, what)
             return part
         # The first part has ended or is lost. Another part may store the key.
+        # A lost first part is not asked a second time.
         parts_with_key, other_lost = self.find_parts_with_key(key, what, first=1 if lost else 0)
         if parts_with_key:
             return parts_with_key[0]

@@ -48,8 +48,8 @@ Reply = wire.AnyAnswer | LocalItems
 class LocalLink:
     """The counterpart of `Link` for a channel of this process: applies requests to its own `Broker`. Thread-safe.
 
-    `_open`: the futures of requests without an answer, by number; `_arrived`: the gets whose items were neither taken
-    nor returned.
+    `_number`: of the latest request; `_open`: the futures of requests without an answer, by number; `_arrived`: the
+    gets whose items were neither taken nor returned; `_closed`: set by `close`, requests then fail.
     """
 
     def __init__(self, channel: str) -> None:
@@ -105,6 +105,7 @@ class LocalLink:
             else:
                 outer.set_result(answered.result())
 
+        # Before the callback, which cancels the timer.
         if not inner.done():
             timer.start()
         inner.add_done_callback(complete_outer)

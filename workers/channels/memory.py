@@ -33,7 +33,7 @@ class ChannelMemory:
         try:
             self.fd = os.open(self._arena.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            self._arena.close(unlink=False)
+            self._arena.close(unlink=False)  # `finally` removes the name
             raise
         finally:
             self._arena.path.unlink()
@@ -54,7 +54,8 @@ class ChannelMemory:
         return self._arena.data
 
     def take(self, nbytes: int) -> int | None:
-        """Reserve space for `nbytes`. None if there is none now. Blocks while the kernel clears new pages."""
+        """Reserve space for `nbytes`, and back more of the arena if needed. None if there is no space now. Blocks while
+        the kernel clears new pages."""
         space = self._space.take(nbytes)
         if space is None and self._grow(nbytes):
             space = self._space.take(nbytes)

@@ -39,7 +39,7 @@ def _format_item(item: wire.Item, local: bool) -> str:
             return repr(item.head)
         if item.space != NOWHERE:
             return items.outline(item.head)
-        memory = np.frombuffer(bytearray(item.body), np.uint8)
+        memory = np.frombuffer(bytearray(item.body), np.uint8)  # a small item: its bytes came with the answer
         return repr(items.unpack(item.head, memory, BufferPool(0), own=True).load())
     except Exception as error:  # raised by the item's own code
         return f"<cannot be shown: {type(error).__name__}: {error}>"

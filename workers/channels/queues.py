@@ -60,7 +60,8 @@ class Broker:
     memory: space for the bytes of items. Small items carry their bytes in their messages; these carried bytes may be as
     many as the memory's, beyond that puts wait. `_queues_waiting`: the queues with requests that wait for memory;
     `_queues_over_limit`: the queues whose first put waits until there are fewer carried bytes. Both are ordered sets.
-    `_last_place`: place of the newest item in the order of all puts.
+    `_last_place`: place of the newest item in the order of all puts. `_carried_bytes`: number of carried bytes of
+    all stored and leased items; `_outgoing`: the answers that the present call returns.
     """
 
     def __init__(self, memory: ItemMemory) -> None:
@@ -90,7 +91,7 @@ class Broker:
         queues: dict[Queue, None] = {}
         for record in state.open.values():
             queues[record.queue] = None
-            self._undo_request(record)
+            self._undo_request(record)  # all of them before a queue is served, so that this client gets no items
         for space, nbytes in state.spaces.items():
             self._memory.give(space, nbytes)
         self._serve_all(queues)
@@ -159,7 +160,7 @@ class Broker:
         if channel is None or channel.closed:
             self._free_space(stored)
             self._answer(client, wire.Closed(request.number))
-            self._serve_all(())
+            self._serve_all(())  # the freed space may suffice for waiting requests
             return
         queue = channel.queue(request.key)
         put = OpenPut(client, request.number, queue, stored, request.preallocate_bytes)
@@ -273,7 +274,7 @@ class Broker:
                     queue.gets.popleft()
                     self._lease_items(get, get.taken)
                     moved = True
-                moved = moved or len(queue.items) < count_before
+                moved = moved or len(queue.items) < count_before  # taken items leave places for puts
         if queue.channel.closed:
             self._end_queue(queue)
         else:
@@ -453,7 +454,7 @@ class Broker:
         maxsize = channel.maxsize if channel else 0
         routed = channel is not None and request.key in channel.routes
         if queue is None:
-            self._answer(client, wire.Counted(request.number, 0, maxsize, 0, 0, 0, routed))
+            self._answer(client, wire.Counted(request.number, 0, maxsize, puts=0, gets=0, leased=0, routed=routed))
         else:
             puts = len(queue.puts) + len(queue.waits)
             counts = (len(queue.items), maxsize, puts, len(queue.gets), queue.leased)
@@ -476,7 +477,8 @@ class Broker:
             self._answer(client, wire.Routed(request.number, channel.routes.setdefault(request.key, request.wish)))
 
     def _close(self, ident: str) -> None:
-        """Close a channel: answer its waiting puts with Closed. Its gets receive the remaining items, then Ended."""
+        """Close a channel: answer its waiting puts, also those that wait for memory, with Closed. Its gets receive the
+        remaining items, then Ended."""
         channel = self._channels.get(ident)
         if channel is None:
             return
