@@ -66,7 +66,7 @@ class ChannelBroker:
 
     def close(self) -> None:
         """End all connections and free the memory. The items of the channels are lost. Idempotent. Does nothing in a
-        forked child."""
+        forked child. RuntimeError if the thread does not stop within `STOP_WAIT_S`."""
         if os.getpid() != self._owner:
             return
         self._server.thread.close(STOP_WAIT_S)
@@ -103,7 +103,8 @@ class ChannelBroker:
         self._memory.close()
 
     def _greet(self, connection: Connection, request: wire.AnyRequest) -> None:
-        """Check the token and version of a new client, and send it the descriptor of the memory if it is local."""
+        """Check the token and version of a new client, and send it the descriptor of the memory if it is local and
+        requests that. ValueError for an invalid token; another version is answered with Rejected."""
         if not isinstance(request, wire.OpenBroker) or not hmac.compare_digest(
             request.token.encode(), self._token.encode()
         ):

@@ -34,7 +34,7 @@ class BrokerActor:
         self._broker.close()
 
     def _exit_after_failure(self) -> None:
-        if not self._broker.wait():
+        if not self._broker.wait():  # it was not closed
             os._exit(1)
 
 

@@ -392,7 +392,7 @@ class Broker:
             return
         queue = channel.queue(request.key)
         wait = SpaceWait(client, request.number, queue, request.nbytes)
-        granted = not queue.waits and self._give_space(wait)
+        granted = not queue.waits and self._give_space(wait)  # not before the queue's earlier requests
         if not granted and request.nowait:
             self._answer(client, wire.Full(request.number))
         elif not granted:

@@ -55,7 +55,7 @@ class OpenGet:
         """Return `weight` and `rounded_off` after an item of weight `more`. The sum of both is that of all weights,
         rounded once (Neumaier's summation)."""
         total = self.weight + more
-        if total == inf:
+        if total == inf:  # the sum has overflowed
             return total, 0.0
         # What `total` lost by rounding is exact if it is computed from the larger summand.
         larger, smaller = (self.weight, more) if self.weight >= more else (more, self.weight)

@@ -18,6 +18,7 @@ from workers.transport.framing import framed
 
 VERSION = 5
 NOWHERE = -1
+"""In place of the offset of a space: there is none."""
 
 
 class Item(msgspec.Struct, array_like=True):
@@ -147,7 +148,8 @@ class BrokerReply(msgspec.Struct, array_like=True):
 
 
 class Welcome(BrokerReply, tag=1):
-    """arena_bytes: bytes to map of the descriptor sent along; 0 if none is sent."""
+    """arena_bytes: bytes to map of the descriptor sent along; 0 if none is sent. data_from: where offset 0 of the
+    spaces is in them."""
 
     capacity_bytes: int
     arena_bytes: int

@@ -156,7 +156,8 @@ class Directory:
             self._send_replies([(session, wire.failed(request.number, internal))])
 
     def _handle_request(self, session: Session, fd: int, request: wire.Request) -> None:
-        """Handle one request of a client. The `OpenDirectory` of a dropped session gets an `Unknown` reply."""
+        """Handle one request of a client. fd: the descriptor of the connection on which it came. The `OpenDirectory` of
+        a dropped session gets an `Unknown` reply, a request of a client with another version an error."""
         client = self._clients.get(session)
         if isinstance(request, wire.OpenDirectory):
             if client is None and request.known:

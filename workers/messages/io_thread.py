@@ -370,7 +370,7 @@ class IoThread:
         if not self.incarnation:
             self._expelled_error = error
             self._thread.stop()
-        elif self.incarnation == entry.incarnation and entry.state is EntryState.LOST:
+        elif self.incarnation == entry.incarnation and entry.state is EntryState.LOST:  # it registers again
             self.incarnation = 0
             for name, peer in self._peers.items():
                 self._disconnect(name, peer)
@@ -454,7 +454,7 @@ class IoThread:
             case ForgetMessage():
                 self._mappings.forget(request.inodes)
             case WantMessage():
-                if request.receiver == self.incarnation:
+                if request.receiver == self.incarnation:  # otherwise the asker soon turns to the source
                     self.incoming.handle_want(route, request)
 
     def _receive_answers(self) -> None:
