@@ -19,7 +19,7 @@ def start(name: str) -> NoReturn:
     the variable.
     """
     if not any((Path(directory) / HOOK).is_file() for directory in sys.path):
-        raise SystemExit(f"{HOOK} was not found on sys.path: install the package with `pip install rl-dataplane`")
+        raise SystemExit(f"{HOOK} was not found on sys.path: install the package with `pip install` (see README.md)")
     try:
         names = names_in(os.environ.get(VARIABLE, ""))
     except ValueError as error:
