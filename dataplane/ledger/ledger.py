@@ -269,7 +269,7 @@ class Ledger:
             self._confirm(session, call)
         if number in session.parked:
             return
-        answered = session.answers.get(number)
+        answered = session.answers.get(number)  # the answer that the call has got, if it is kept
         if answered is not None:
             state.out.append(c.Answer(session=session.number, number=number, result=answered))
         elif session.is_settled(number) or number < call.watermark:
@@ -365,7 +365,7 @@ class Ledger:
         state.watermarks = item.low_watermark, item.high_watermark
         for unit in state.units.values():
             unit.reserve_fraction = item.reserve_fraction
-            unit.awaited = unit.awaited or unit.connected
+            unit.awaited = unit.awaited or unit.connected  # before `lost`, which clears `connected`
             self._units.lost(c.UnitLost(unit=unit.number))  # until it offers its arena again
         self._liveness.restarted()
         state.leases.renew(state.now)
@@ -390,10 +390,10 @@ class Ledger:
         state.wake()
         self._liveness.check_sessions(gap)
         if self._reservations.retry_at() <= state.now:
-            state.extents.freed = True
+            state.extents.freed = True  # evaluates the waiting puts, which orders the growth again
         # Calls that can be served now must not time out.
         self._serve_parked_calls()
-        while state.alarms and state.alarms[0][0] <= state.now:
+        while state.alarms and state.alarms[0][0] <= state.now:  # an alarm begins with its deadline
             _, _, session_number, call_number = heapq.heappop(state.alarms)
             session = state.sessions.get(session_number)
             parked = None if session is None else session.parked.get(call_number)

@@ -43,7 +43,8 @@ class Liveness:
     stays live while its lock is held, however long it is silent. A session without attachment ends after
     `session_timeout_s` of silence. A unit that fences a session ends its access to the unit's
     bytes and reports `SessionGone`; if it finds the lock of a local session held, it reports `SessionAlive` instead.
-    To probe a session is to order its units to fence it. `next_look` is when sessions must be checked.
+    To probe a session is to order its units to fence it. `Session` explains its times `heard`, `probed` and
+    `suspected`. `next_look` is when sessions must be checked.
     """
 
     def __init__(self, state: State) -> None:
@@ -70,7 +71,7 @@ class Liveness:
     def _open(self, item: OpenSession) -> Session:
         """Return the session with the client's nonce, or a new one. Raises the error of a rejected client."""
         state = self.state
-        if item.epoch > state.epoch:
+        if item.epoch > state.epoch:  # the client has seen a later epoch, which this state does not contain
             lost = f"the latest changes of session {item.session}"
             raise ServiceRestartedError(expected_epoch=item.epoch, got_epoch=state.epoch, what="the service", lost=lost)
         known = state.sessions.get(self.nonces.get(item.nonce, 0))
@@ -176,10 +177,11 @@ class Liveness:
             state.unprotect_targets(reservation)
         for lease in state.leases.owned_by(session.number):
             state.return_rows(state.partitions[lease.partition], lease.task, lease.rows_on_lease())
-        # These units must report `SessionGone` before the session's bytes there are freed.
+        # These units must report `SessionGone` before the session's bytes there are freed. The lock path that a unit
+        # reported replaces the one from the client.
         session.fencing = {**self._units_in_use(session), **session.attached}
         session.attached = {}
-        session.probed = None
+        session.probed = None  # probes of the live session do not count
         self._forget_empty(session)
         self._probe(session)
         self._remove_if_done(session)
@@ -311,7 +313,7 @@ class Liveness:
                 self._check_silent(session, gap)
             else:
                 self._schedule_check(session.heard + 2 * state.heartbeat_s)
-        if self.next_look <= state.now:
+        if self.next_look <= state.now:  # a time that has passed already
             self.next_look = state.now + state.heartbeat_s
 
     def _check_silent(self, session: Session, gap: float) -> None:
@@ -330,6 +332,7 @@ class Liveness:
             # The ledger was paused too, and messages of the client may still be in transit.
             session.suspected = state.now
             self._schedule_check(state.now + state.heartbeat_s)
+        # Without a pause of the ledger, or after the one more heartbeat.
         elif session.suspected is None or state.now >= session.suspected + state.heartbeat_s:
             self.end(session, f"its client was silent for {state.now - session.heard:.1f} s")
         else:
@@ -339,7 +342,7 @@ class Liveness:
         """Return the connected units that can check the session (if it is live) or owe proof of its end, with
         its lock path."""
         units = self.state.units
-        where = session.attached if session.live else session.fencing
+        where = session.attached if session.live else session.fencing  # unit -> lock path
         return {unit: path for unit, path in where.items() if unit in units and units[unit].connected}
 
     def _probe_due(self, session: Session) -> bool:

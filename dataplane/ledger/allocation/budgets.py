@@ -107,12 +107,13 @@ class Evictions:
         """Store the result of a failed attempt: what the consumed samples, and all samples that may be evicted, would
         free at most (see `Outlook`). It is kept while puts of the partition wait."""
         extents = self.state.extents
-        extents.outlooks += 1
+        extents.outlooks += 1  # a new number: extents counted for an earlier outlook count again
         outlook = partition.outlook = Outlook(extents.outlooks, self._open_units(), consumed, every)
         self._count_potential(partition, outlook, partition.rows.in_order())
 
     def _count_potential(self, partition: Partition, outlook: Outlook, rows: Int64s) -> None:
-        """Add to `hope_bytes` the extents of those rows that may be evicted, or could be without their readers."""
+        """Add to `hope_bytes` the extents of those rows that may be evicted, or could be without their readers.
+        Extents that this outlook counts already (`Extents.hoped` has its number) are skipped."""
         extents = self.state.extents
         evictable, consumed = self._eviction_status(partition, rows)
         if partition.when_full is not WhenFull.EVICT_OLDEST:
@@ -166,7 +167,7 @@ class Evictions:
 
     def _eviction_status(self, partition: Partition, rows: Int64s) -> tuple[Bools, Bools]:
         """Return which of the rows may be evicted (ignoring pins), and which are consumed. A row may not be evicted if
-        a put in progress names it, or if a claim that is not permanent holds it."""
+        a put in progress names it, or if a claim that is not permanent holds it. Without tasks, no row is consumed."""
         evictable, consumed = ~partition.targeted(rows), np.full(len(rows), bool(partition.tasks))
         for task in partition.tasks.values():
             permanent = task.claimed_permanently(rows)
@@ -185,7 +186,7 @@ class Evictions:
         bytes in open units)."""
         cells = self._extents_of(partition, rows)
         numbers = np.unique(np.concatenate(cells)) if cells else np.zeros(0, np.int32)
-        sizes = self.state.extents.sizes[numbers]
+        sizes = self.state.extents.sizes[numbers]  # number 0 (no cell) has size 0
         return int(sizes.sum()), int(sizes[goal.on_open_units(numbers)].sum())
 
     def _count_needed(self, partition: Partition, goal: _Goal, rows: Int64s) -> int | None:
@@ -242,7 +243,8 @@ class Evictions:
 
 class _Goal:
     """The bytes that an eviction must free: `excess` of the partition, and `short` in open units. `_wanted`: the used
-    bytes at which the goal is reached."""
+    bytes at which the goal is reached, as (of the partition, in open units). `_units` and `_numbers`: the units that
+    were open when the goal was created, and their numbers."""
 
     def __init__(self, state: State, partition: Partition, excess: int, short: int) -> None:
         self._extents = state.extents
@@ -352,10 +354,11 @@ def out_of_space(
     earlier: ParkedAllocate | None = None,
 ) -> CapacityTimeoutError:
     """Return the error of a put without space. It describes the budget if that is used up, else the units.
-    `earlier` is the put that this one waits for, if any; the error names it if there is space for this one."""
+    `earlier` is the put that this one waits for, if any; the error names it if there is space for this one. A move
+    (`moving`) has no budget."""
     over_budget = not moving and budget_excess(state, partition, wanted, update=update) > 0
     enough_free = is_fragmented(state, wanted, update=update)
-    if over_budget or not enough_free:
+    if over_budget or not enough_free:  # without the earlier put there would be no space either
         earlier = None
     behind = "" if earlier is None else _put_text(earlier)
     # Describe the budget also if the earlier put of this partition waits for it.

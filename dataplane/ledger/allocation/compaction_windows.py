@@ -74,9 +74,11 @@ def _cheapest_windows(edges: _Edges, goal: int, most: int, free: int) -> Iterato
     last = np.searchsorted(edges.ends, edges.begins + goal)
     first = np.flatnonzero(last < len(edges.ends))
     last = last[first]
+    # The window ends after `goal` bytes, or with its last span if that ends later.
     stops = np.maximum(edges.begins[first] + goal, edges.begins[last])
     moved = edges.moved[last] - edges.moved[first]
-    # A window with more bytes than are free in the arena cannot be emptied.
+    # The bytes to move must fit into the free bytes outside the window. They and the free bytes in it are all of
+    # its bytes, so the window must not be larger than the free bytes of the arena.
     fits = np.flatnonzero((moved <= most) & (stops - edges.begins[first] <= free))
     for i in fits[moved[fits].argsort(kind="stable")][:CHEAPEST].tolist():
         yield int(first[i]), int(last[i]), int(stops[i])

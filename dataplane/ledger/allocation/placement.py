@@ -44,7 +44,7 @@ def place(want: Want, units: list[Unit]) -> tuple[list[Piece] | None, list[Unit]
             pieces = _place_by_columns(want, [unit])
         if pieces is not None:
             return pieces, []
-        if want.prefers(unit) and can_grow(unit):
+        if want.prefers(unit) and can_grow(unit):  # wait for its growth instead of using another unit
             return None, [unit]
     # No unit has all of the put now. One that has it after growth is better than several units.
     growable = [unit for unit in ordered if can_grow(unit) and unit.available_bytes(update=want.update) > 0]
@@ -73,6 +73,7 @@ def retry_target(unit: Unit, need: int, now: float) -> int | None:
     """Return the backing in bytes to order from a unit that failed to grow and may be tried again now, or None."""
     if not unit.problem or unit.asked or unit.shrinking or not unit.open or now < unit.retry_at:
         return None
+    # Up to the capacity: the failed growth lowered the ceiling to what is backed.
     return min(unit.space.backed_bytes + max(STEP_BYTES, need), unit.space.capacity_bytes)
 
 
@@ -120,7 +121,7 @@ def place_in(unit: Unit, sizes: Int64s, most: int) -> list[Piece] | None:
     while first < len(sizes):
         # As many values as the largest free range can hold.
         last = int(np.searchsorted(ends, ends[first] + unit.space.largest_bytes, side="right")) - 1
-        if last == first or len(pieces) == most:
+        if last == first or len(pieces) == most:  # not even one value fits, or too many pieces
             give_back(pieces)
             return None
         size = granules_up(int(ends[last] - ends[first]))
@@ -147,9 +148,9 @@ def _place_column(want: Want, column: int, units: list[Unit], pieces: list[Piece
         stop = last
         if taken is None and split:
             best = max(units, key=lambda unit: _largest_usable_piece(want, unit))
-            block = _largest_usable_piece(want, best)
-            stop = int(np.searchsorted(ends, ends[first] + block, side="right")) - 1
-            if stop > first:
+            largest = _largest_usable_piece(want, best)
+            stop = int(np.searchsorted(ends, ends[first] + largest, side="right")) - 1
+            if stop > first:  # at least one value fits
                 taken = _take_piece(want, [best], granules_up(int(ends[stop] - ends[first])))
         if taken is None:
             return False

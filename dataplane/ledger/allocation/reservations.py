@@ -1,5 +1,4 @@
-"""Space for puts: reservations, waiting for space, preallocated space for small puts, and growth of arenas in
-advance."""
+"""Space for puts: reservations, waiting for space, preallocated space, and growth of arenas in advance."""
 
 from __future__ import annotations
 
@@ -69,7 +68,8 @@ class Reservations:
         self.evictions = Evictions(state)
 
     def allocate(self, session: Session, number: int, command: Allocate) -> Allocated | None:
-        """Return the reservation, or None if the call was parked."""
+        """Return the reservation of call `number`, or None if the call was parked. The samples that the put
+        names are protected from eviction while it lasts."""
         partition = self.state.partition(command.partition)
         if not self.state.has_waiting_put(partition.account.number):
             partition.outlook = None  # it is kept up to date only while puts wait
@@ -89,11 +89,11 @@ class Reservations:
         held_up_by_partition, blocker = self._find_blockers(parked)
         granted = None if held_up_by_partition else self._try_to_reserve(parked, behind=blocker is not None)
         if granted is not None:
-            # A put that waits only for growing arenas may have lost its space, and must then fail.
+            # A put that waits only for growing arenas may have lost its space: evaluate the waiting puts again.
             if self._any_growing(self._open_units()):
                 self.state.extents.freed |= any(map(_waits_for_growth_only, self.state.all_puts()))
             return granted
-        self.liveness.probe_silent()
+        self.liveness.probe_silent()  # dead sessions may hold space
         if self._fails_now(parked):
             raise self.out_of_space(parked)
         self.state.park(parked)
@@ -102,7 +102,8 @@ class Reservations:
 
     def _find_blockers(self, asking: ParkedAllocate) -> tuple[bool, ParkedAllocate | None]:
         """Return whether a waiting put of the same partition holds up this call, and the first put of any partition
-        that does (None: no put). Moves hold up only moves. `asking` is new, or waits itself."""
+        that does (None: no put). Updates hold up updates and moves, new rows only new rows, moves only moves. `asking`
+        is new, or waits itself."""
         if asking.command.moving:
             return bool(self.state.moves), self._update_before_moves()
         blocker = None
@@ -133,7 +134,7 @@ class Reservations:
         for the units' memory, so this one may only use memory that it freed itself. `excess`: by how many bytes the
         budget is too small; `short`: how many bytes the open units lack."""
         partition, want = parked.partition, parked.want
-        if want.moving:
+        if want.moving:  # a move has no budget and evicts nothing
             return None if behind else self._take_space(parked)
         excess = budget_excess(self.state, partition, want.total, update=want.update)
         if excess <= 0 and not behind:
@@ -231,7 +232,7 @@ class Reservations:
         If a put no longer holds up others, `extents.freed` is set, so that these are served in the next round."""
         behind, resting = False, self.state.resting[update]  # behind: an earlier put waits for the units' memory
         turns = WaitQueues(self._active_lines(update, loosened))
-        resting.difference_update(loosened)
+        resting.difference_update(loosened)  # their accounts changed
         for parked in turns:
             partition = parked.partition
             account = partition.account.number
@@ -243,8 +244,8 @@ class Reservations:
                     continue  # it has its answer
                 if self._needs_account_change(parked):
                     resting.add(account)
-            held_up_before, parked.holds_up = parked.holds_up, self._holds_up_all(parked)
-            self.state.extents.freed |= held_up_before and not parked.holds_up
+            held_others_up, parked.holds_up = parked.holds_up, self._holds_up_all(parked)
+            self.state.extents.freed |= held_others_up and not parked.holds_up
             if self._holds_up_partition(parked):
                 turns.skip_line()
             behind = behind or parked.holds_up
@@ -260,7 +261,7 @@ class Reservations:
 
     def _serve_moves(self) -> None:
         """Serve moves in order, with space that no update waits for, until one must wait."""
-        moves = list(self.state.moves.values())
+        moves = list(self.state.moves.values())  # a copy, because served moves leave the queue
         behind = bool(moves) and self._update_before_moves() is not None
         for parked in moves:
             still_waits = self._try_to_serve(parked, behind=behind)
@@ -287,7 +288,7 @@ class Reservations:
         return result is None
 
     def _attempt(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | DataPlaneError | None:
-        """Return the result of the call, or None if it continues to wait."""
+        """Return the result or error that ends the wait of the call, or None if it continues to wait."""
         self._check_can_ever_fit(parked.partition, parked.want)
         granted = self._try_to_reserve(parked, behind=behind)
         if granted is None and self._fails_now(parked):
@@ -322,8 +323,7 @@ class Reservations:
         return sum(max(unit.available_bytes(update=want.update), 0) for unit in self._open_units())
 
     def retry_at(self) -> float:
-        """Return the ledger time at which arenas that could not grow must be ordered again to grow, for waiting puts
-        (infinity: never)."""
+        """Return when arenas that could not grow must be ordered again to grow, for waiting puts (infinity: never)."""
         if not self.state.puts_wait:
             return float("inf")
         units = [unit for unit in self.state.units.values() if unit.problem and unit.open and not unit.asked]
@@ -351,7 +351,7 @@ class Reservations:
         for column in command.columns:
             if column.by_schema and not partition.determines_kind(column.name):
                 raise StaleSchemaError(partition=partition.name, field=column.name)
-        if not command.timeout_s >= 0:
+        if not command.timeout_s >= 0:  # this form also rejects NaN
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         if command.moving and (len(command.columns) != 1 or not command.update):
             raise InvalidRequestError(
@@ -382,7 +382,7 @@ class Reservations:
 
     def _take_pieces(self, want: Want) -> list[Piece] | None:
         """Take space for the put and return its pieces, or order growth of arenas and return None."""
-        if not want.whole:
+        if not want.whole:  # no columns
             return []
         units = self._open_units()
         if not units:
@@ -391,7 +391,7 @@ class Reservations:
         if pieces is None:
             for unit in growing:
                 self._order_growth(unit, growth_target(unit, want.total))
-            for unit in units:
+            for unit in units:  # those that failed to grow earlier, if it is time to retry
                 self._order_growth(unit, retry_target(unit, want.total, self.state.now))
             return None
         for unit in {piece.unit.number: piece.unit for piece in pieces}.values():
@@ -401,7 +401,7 @@ class Reservations:
     def _order_growth(self, unit: Unit, backed_bytes: int | None) -> None:
         """Order the unit to grow its arena to `backed_bytes` (None: no order)."""
         if backed_bytes is not None:
-            if not unit.asked:
+            if not unit.asked:  # a larger order keeps the time of the pending one
                 unit.ordered_at = self.state.now
             unit.asked = backed_bytes
             self.state.out.append(GrowArena(unit=unit.number, backed_bytes=backed_bytes))
@@ -413,7 +413,7 @@ class Reservations:
         names, sizes = [column.name for column in command.columns], [column.sizes for column in command.columns]
         reservation = PutReservation(parked.partition, names, sizes, update=command.update, moving=command.moving)
         reservation.samples, reservation.targets, parked.targets = parked.samples, parked.targets, ()
-        account = None if command.moving else parked.partition.account
+        account = None if command.moving else parked.partition.account  # moved cells are charged after the move
         placements = []
         for piece in pieces:
             unit = piece.unit
@@ -448,7 +448,7 @@ def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
             raise InvalidRequestError(f"column {name!r} is named twice in one put")
         seen.add(name)
         check_limit(f"values of column {name!r} in one put", len(sizes), limits.samples, "Put fewer rows at a time.")
-        most = top(sizes)
+        most = top(sizes)  # a negative size counts as a very large one
         # The sum is only computed, in floats that do not overflow, if it may be too large.
         if most > MAX_BYTES or (most * len(sizes) > MAX_BYTES and float(sizes.sum(dtype=np.float64)) > MAX_BYTES):
             raise InvalidRequestError(f"column {name!r}: value sizes must be in [0, {MAX_BYTES}]")
@@ -496,6 +496,6 @@ class PreallocatedPut(PutReservation):
         offset, account = self.offset, self.partition.account
         for column, sizes, nbytes in zip(self.pieces, self.sizes, self.nbytes, strict=True):
             start = offset if nbytes else 0  # an extent of empty values holds no bytes
-            if len(sizes):
+            if len(sizes):  # a column without values needs no extent
                 column.append((0, len(sizes), extents.reserve(self.space.unit, start, nbytes, account), start))
             offset += nbytes

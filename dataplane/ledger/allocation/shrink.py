@@ -28,7 +28,7 @@ class Shrinks:
     def shrink(self, session: Session, number: int, command: Shrink) -> Shrunken | None:
         """Order every connected unit to release its free bytes at the end. Return the result, or None if orders are
         pending: the call is then parked until they have been carried out, or until its timeout."""
-        if not command.timeout_s >= 0:
+        if not command.timeout_s >= 0:  # this form also rejects NaN
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         parked = ParkedShrink(session, number, self.state.now, command.timeout_s)
         for unit in self.state.units.values():
@@ -53,7 +53,7 @@ class Shrinks:
         given = unit.space.unback(top)
         if given:
             unit.shrinks += 1
-            unit.shrinking, unit.asked = True, 0
+            unit.shrinking, unit.asked = True, 0  # 0: the unit discards earlier orders to grow
             self._send_order(unit)
         return given
 
@@ -80,7 +80,7 @@ class Shrinks:
             return
         if item.number == unit.shrinks and unit.shrinking:
             unit.shrinking = False
-            unit.space.back(item.backed_bytes)
+            unit.space.back(item.backed_bytes)  # more than was ordered, if the memory was not returned
             self.state.extents.freed = True
         self._end_waits(unit.number, item.number, item.error or "")
 

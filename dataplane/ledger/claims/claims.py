@@ -72,6 +72,9 @@ class Claims:
     """The ledger's part for claims: executes the commands Claim, Ack, Nack, Extend, CheckConsumption and WhyBlocked,
     serves parked claims, and ends leases.
 
+    Parked claims that wait for the same samples share a watch (`state.watches`), which counts for them. A claim with a
+    `step` gets its rank's share of the step's selection, which the first such claim deals to all ranks (`shares`).
+
     The methods that take (session, number, command) execute call `number` of that session. A method that returns None
     has parked the call, which is answered later."""
 
@@ -123,7 +126,7 @@ class Claims:
                     continue
                 served = self._try_to_serve(parked)
                 if served and watch in servable and not self._servable_watches(partition, [watch]):
-                    del servable[watch]
+                    del servable[watch]  # none of its other claims can be served now
                 if not servable and not dealt:
                     break
 
@@ -192,11 +195,11 @@ class Claims:
         if dealt is None:
             overdue = self._process_overdue_groups(partition, ready_index, command)
             more_later = overdue.next_at < float("inf")
-            if parked.watch is not None:
+            if parked.watch is not None:  # it is parked: try again at once while samples are overdue
                 parked.watch.next_at = self.state.now if len(overdue.rows) else overdue.next_at
             chosen = selection.select(partition, ready_index, command, overdue.rows, pending=more_later)
             if chosen is None:
-                if not command.blocking:
+                if not command.blocking:  # it gets nothing, and does not wait
                     return self._take_rows(parked, task, np.zeros(0, np.int64))
                 self.state.wake_at(partition, overdue.next_at)
                 return None

@@ -65,14 +65,15 @@ def whole_groups(groups: Int64s, size: int, wanted: int, released: Bools | None 
 
 def runs(units: int, ranks: int, weights: Float64s | None = None) -> Int64s:
     """Return the rank of each unit: rank 0 gets the first units, rank 1 the next, and so on. Lower ranks get the
-    remainder."""
+    remainder. `weights` have no effect."""
     counts = np.full(ranks, units // ranks)
     counts[: units % ranks] += 1
     return np.repeat(np.arange(ranks), counts)
 
 
 def turns(units: int, ranks: int, weights: Float64s | None = None) -> Int64s:
-    """Return the rank of each unit in round-robin order, so that early and late units are spread evenly."""
+    """Return the rank of each unit in round-robin order, so that early and late units are spread evenly. `weights` have
+    no effect."""
     return np.arange(units) % ranks
 
 

@@ -53,7 +53,7 @@ def select(
     if ready_index.count < least and not len(released) and not partition.complete and command.blocking:
         return None
     chosen = _find_candidates(partition, ready_index, command, released)
-    if chosen.amount >= least // (command.group_size or 1):
+    if chosen.amount >= least // (command.group_size or 1):  # in units: groups, or single samples
         if command.dp_world is not None:
             # The same number of units for each rank.
             return Chosen(*chosen.picked.first(chosen.amount // command.dp_world * command.dp_world))
@@ -96,7 +96,7 @@ def _more_can_come(partition: Partition, ready_index: ReadyIndex, command: Claim
     unclaimed, and samples on lease, which may become unclaimed again."""
     task = ready_index.task
     where = conditions(partition.version, command)
-    if not where and command.group_size is None:
+    if not where and command.group_size is None:  # are more samples unclaimed or on lease than are ready?
         return ready_index.count < partition.rows.live - task.claimed + task.unsettled
     rows = partition.rows.in_order()
     rows = rows[(task.claim_ids[rows] == 0) | task.not_settled(rows)]

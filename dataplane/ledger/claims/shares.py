@@ -43,14 +43,14 @@ def claimable_share(selection: Selection, partition: Partition, task: Task, comm
     earlier_claims = selection.given.get(rank, [])
     of_others = ~available & ~np.isin(np.abs(claim_ids), earlier_claims)
     if some(of_others):
-        lost = rows[of_others]
+        taken = rows[of_others]
         raise ShareConflictError(
             partition=partition.name,
             task=task.name,
             step=step,
             rank=rank,
-            samples=partition.rows.names_of(lost[:5]),
-            total=len(lost),
+            samples=partition.rows.names_of(taken[:5]),
+            total=len(taken),
         )
     if earlier_claims and not some(available):
         raise InvalidRequestError(

@@ -22,7 +22,7 @@ def refresh(watch: Watch, partition: Partition) -> None:
         return
     all_again, earliest = _recount(watch.counts, partition, watch.ready_index)
     after = watch.command.partial_after_s
-    if all_again:
+    if all_again:  # then `earliest` covers all groups
         watch.next_at = NEVER
     if after is not None:
         watch.next_at = min(watch.next_at, earliest + after)

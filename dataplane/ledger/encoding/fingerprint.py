@@ -14,8 +14,8 @@ from dataplane.errors import DataPlaneError
 
 
 class _Walk:
-    """Feeds an object graph to a hash. Dicts, sets and plain objects get a number at the first visit (`seen`, by id),
-    so that cycles end. `alive` keeps them, so that no id is reused."""
+    """Feeds an object graph to a hash, `sum`. Dicts, sets and plain objects get a number at the first visit (`seen`, by
+    id), so that cycles end. `alive` keeps them, so that no id is reused."""
 
     def __init__(self) -> None:
         self.sum = hashlib.blake2b(digest_size=16)

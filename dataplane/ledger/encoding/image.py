@@ -63,7 +63,7 @@ def dump(roots: list[Any]) -> bytes:
 def load(image: bytes) -> list[Any]:
     """Decode the roots from bytes written by `dump`. Raises `ImageError` for other bytes."""
     try:
-        content = msgspec.msgpack.decode(image)
+        content = msgspec.msgpack.decode(image)  # [format, roots, table]
         image_format = content[0] if isinstance(content, list) and content else "?"
         if image_format != FORMAT:
             raise ImageError(f"image has format {image_format}, expected {FORMAT}")
@@ -200,7 +200,8 @@ def _class_name(kind: type) -> str:
 
 class _Reader:
     """Decoder of a `_Writer`'s table. Creates all objects first, then fills them, because entries may refer to each
-    other. `_objects`: the objects by table index."""
+    other. `_objects`: the objects by table index. `_FILL` has the functions that fill them, by the letter of the entry;
+    an array of numbers is complete at its creation."""
 
     def __init__(self, table: list[list[Any]]) -> None:
         self._objects = [self._create_empty(entry) for entry in table]

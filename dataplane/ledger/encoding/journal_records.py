@@ -46,7 +46,7 @@ def decode(record: bytes | memoryview) -> Input:
             value = load(_content.decode(parts[1]))[0]
         else:
             value = _decoders[name].decode(parts[-1])
-        if len(parts) == 2 and isinstance(value, Input):
+        if len(parts) == 2 and isinstance(value, Input):  # an input other than a call, or any input as an image
             return value
         # A call: `value` is its command. The four parts in between are decoded together, as one array.
         session, number, watermark, confirmed = _place.decode(_FOUR + b"".join(map(bytes, parts[1:-1])))
@@ -67,9 +67,12 @@ def _array(kind: Any, content: bytes) -> Any:
 
 
 _AS_IMAGE = ""
+"""The name of a record whose input is encoded as an image; no input has this name."""
 _FOUR = b"\x94"
 """The msgpack header of an array of four."""
 _encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+# Decoders of a record into its encoded parts, and of these parts: an image; a name; the (session, number, watermark,
+# confirmed) of a call; an input or command, by name.
 _split = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _content = msgspec.msgpack.Decoder(bytes)
 _text = msgspec.msgpack.Decoder(str)

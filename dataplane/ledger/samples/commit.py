@@ -179,7 +179,8 @@ class Commits:
             raise StorageUnitError(unit=number, endpoint=endpoint, why=why)
 
     def _resolve_samples(self, partition: Partition, command: Commit, reservation: PutReservation | None) -> Named:
-        """Resolve the samples of the commit to rows, and check that its mode allows them."""
+        """Resolve the samples of the commit to rows, and check that its mode allows them. Samples named by row and
+        generation must exist whatever the mode."""
         samples = command.samples
         self.state.check_samples(samples)
         if samples.ids is None:
@@ -187,7 +188,7 @@ class Commits:
             refuse_repeats(rows)
             return Named(rows, np.zeros(0, np.int64))
         if len(set(samples.ids)) != len(samples.ids):
-            seen: set[str] = set()
+            seen: set[str] = set()  # to find the first repeated id, for the error
             for repeated in samples.ids:
                 if repeated in seen:
                     break
@@ -225,6 +226,7 @@ class Commits:
         for column, sizes in zip(command.columns, reservation.sizes, strict=True):
             self._check_spec(partition, column)
             _check_shape(column, len(command.samples))
+            # The sizes of a `PreallocatedPut` are those of the commit itself.
             if not isinstance(reservation, PreallocatedPut) and _sizes_differ(column, sizes):
                 raise InvalidRequestError(f"column {column.name!r}: lengths differ from the reserved sizes")
         new_fields = sum(name not in partition.fields for name in names)
@@ -304,10 +306,10 @@ class Commits:
         if reservation is None:
             return written, 0
         unused: list[int] = []  # extents without samples
-        rows_copy = rows.copy()  # kept by the extents' records
+        rows_copy = rows.copy()  # kept by the extents' records (`Several.rows`)
         for column, sizes, pieces in zip(command.columns, reservation.sizes, reservation.pieces, strict=True):
             if not len(rows):
-                unused += [piece[2] for piece in pieces]
+                unused += [piece[2] for piece in pieces]  # piece[2]: its extent
                 continue
             field = partition.fields.get(column.name)
             if field is None:
@@ -401,7 +403,7 @@ def _check_shape(column: CommitColumn, samples: int) -> None:
     """Check that the column has one value per sample, or an index that assigns them. Lengths are >= 0, and 1 in
     dense columns."""
     values = len(column.lengths)
-    longest = top(column.lengths)
+    longest = top(column.lengths)  # a negative length counts as more than INT64_MAX
     if longest > INT64_MAX or longest * column.spec.unit_bytes > MAX_BYTES:
         raise InvalidRequestError(f"column {column.name!r}: a length is negative or exceeds {MAX_BYTES} bytes")
     if column.spec.kind is FieldKind.DENSE and some(column.lengths != 1):

@@ -197,7 +197,7 @@ class Compactions:
             index=page.values,
             offsets=field.offsets[firsts],
             lengths=field.lengths_of(firsts),
-            located=0,
+            located=0,  # no calls of a session found the cells and reserved the space
             reservation=0,
         )
         return Relocation(partition, command, reservation, pinned)
@@ -223,6 +223,7 @@ class Compactions:
             if item.error or unit.checking:
                 self.drains.drop_copies(relocation.reservation, relocation.pinned)
             else:
+                # Before `relocate`, which unpins: an extent with live cells elsewhere must leave the window.
                 state.extents.trim_after_last_pin(relocation.pinned)
                 self.drains.relocate(
                     relocation.partition, relocation.command, relocation.reservation, relocation.pinned

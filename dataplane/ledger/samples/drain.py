@@ -30,8 +30,8 @@ NO_ROWS: Int64s = np.zeros(0, np.int64)
 
 
 class Page(NamedTuple):
-    """Cells of a field by address: `rows`, the number of the value of each row (rows may share a value), and the
-    position of the first row of each value."""
+    """Cells of a field by address. `rows`: the rows of the cells. `values`: for each row the number of its value, 0, 1,
+    ... ascending (rows may share a value). `firsts`: for each value the position in `rows` of its first row."""
 
     rows: Int64s
     values: Int64s
@@ -46,7 +46,8 @@ class Drains:
         self.commits = commits
 
     def drain(self, session: Session, number: int, command: Drain) -> Done:
-        """Mark the unit as draining, or with `undo` end that. Waiting puts are evaluated again."""
+        """Mark the unit as draining, or with `undo` end that. Waiting puts are evaluated again. Raises DrainError if no
+        other unit has space, unless `force` is set or the unit is draining already."""
         unit = self.state.unit(command.unit)
         if not (command.undo or command.force or unit.draining):
             self._check_space_elsewhere(unit)
@@ -75,7 +76,7 @@ class Drains:
 
     def find(self, session: Session, number: int, command: FindCells) -> FoundCells | None:
         """Find and pin cells on the unit, or return None if the call was parked."""
-        if command.max_cells < 1 or command.max_bytes < 1 or not command.timeout_s >= 0:
+        if command.max_cells < 1 or command.max_bytes < 1 or not command.timeout_s >= 0:  # or NaN
             raise InvalidRequestError(
                 f"max_cells={command.max_cells}, max_bytes={command.max_bytes}, timeout_s={command.timeout_s}: "
                 "max_cells and max_bytes must be at least 1, timeout_s must not be negative"
@@ -182,7 +183,7 @@ class Drains:
         return list(live_bytes), facts
 
     def _live_fields(self, partitions: list[Partition], command: FindCells) -> Iterator[tuple[Partition, str]]:
-        """Yield every live field of the partitions, the requested one first."""
+        """Yield the fields with live cells of the partitions, the requested one first."""
         requested = command.partition, command.field
         fields = [
             (partition, name) for partition in partitions for name, field in partition.fields.items() if field.live
@@ -341,7 +342,7 @@ class Drains:
         checksums = None if field.checksums is None else field.checksums[rows]
         partition.release_cells([field.write(rows, new_extents, offsets, lengths, checksums)])
         self.state.recheck_puts(partition, rows)
-        extents.unpin(pinned)
+        extents.unpin(pinned)  # frees the old bytes, unless readers use them: before the new ones are charged
         # Space for moved cells has had no account until now. The values of skipped cells are trimmed.
         for _, _, number, _ in pieces:
             if number not in unused:

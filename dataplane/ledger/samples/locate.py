@@ -31,7 +31,8 @@ class Reads:
         self.state = state
 
     def locate(self, session: Session, number: int, command: c.Locate) -> c.Located:
-        """Locate and pin every cell of the samples and fields. If anything is missing, nothing is pinned."""
+        """Locate and pin every cell of the samples and fields; with `unpinned`, only locate them. If anything is
+        missing, nothing is pinned. With `missing_ok`, missing cells are no error."""
         partition = self.state.partition(command.partition)
         self.state.check_samples(command.samples)
         check_limit("fields in one command", len(command.fields), self.state.limits.columns, SPLIT)
@@ -55,7 +56,8 @@ class Reads:
 
     def _locate_existing(self, session: Session, number: int, command: c.Locate, partition: Partition) -> c.Located:
         """Locate and pin the cells that exist: those of the fields, then those of their hidden columns (`variants_of`)
-        that some of the rows have. A sample that does not exist has row -1."""
+        that some of the rows have. A sample named by id that does not exist has row -1. With `unpinned`, nothing is
+        pinned."""
         ids = command.samples.ids
         rows = partition.resolve(command.samples).copy() if ids is None else partition.rows.find(ids)
         located: list[c.FieldLocations] = []
@@ -80,7 +82,7 @@ class Reads:
             pinned = np.unique(np.concatenate(to_pin)) if to_pin else np.zeros(0, np.int32)
             self.state.extents.pin(pinned)
             session.pins[number] = pinned
-        # Generation 0 for samples that do not exist.
+        # Generation 0 for samples that do not exist. A partition without rows has no table of generations.
         generations = (
             np.where(rows >= 0, partition.generations_of(rows), 0) if partition.rows.capacity else np.zeros_like(rows)
         )

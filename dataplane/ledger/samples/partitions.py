@@ -48,6 +48,7 @@ class Partitions:
             partition = state.partitions[command.partition] = Partition(command.partition, state.extents, state.leases)
         _check_live_fields(partition, command)
         partition.register(command)
+        # The new policy may evict samples: protect those that puts in progress name.
         for put in state.unfinished_puts(partition):
             state.protect_targets(put)
         # Budget and policy may have changed: evaluate waiting puts, and `pressed`, again.
@@ -202,6 +203,7 @@ class UnitReports:
     def _add_again(self, unit: Unit, item: c.AddUnit) -> None:
         """Handle a unit that comes back with the arena that it had. A rejected offer changes nothing."""
         refused = None
+        # An offer in the same epoch needs the loss of the connection before it, or the unit's number.
         is_back = not unit.connected or item.unit == unit.number
         if item.epoch < unit.epoch or (item.epoch == unit.epoch and not is_back):
             refused = f"storage unit {unit.number} already offered this arena in epoch {unit.epoch}"
@@ -211,6 +213,7 @@ class UnitReports:
             error = InvalidRequestError(f"AddUnit {item.name!r}: {refused}")
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
             return
+        # Compared before the new offer replaces the old one: a new epoch, or a check that has not ended.
         recheck = item.recheck and (item.epoch > unit.epoch or unit.checking)
         if item.host != unit.host:
             self.liveness.machine_restarted(unit.number, unit.host)
@@ -314,7 +317,7 @@ class UnitReports:
             state.touch(partition)
         self.shrinks.unit_gone(unit.number)
         state.compactions.pop(unit.number, None)
-        self.liveness.unit_dropped(unit.number)
+        self.liveness.unit_dropped(unit.number)  # before the extents, which sessions refer to, are removed
         state.extents.drop_unit(unit.number)
         del state.units[unit.number]
         state.recheck_all_puts()

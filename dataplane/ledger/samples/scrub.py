@@ -30,7 +30,7 @@ class Recheck:
 
     def begin(self, unit: Unit) -> None:
         """Order the check of the first page of a unit's rows, if it has any."""
-        self._order_next_page(unit, ("", "", -1))
+        self._order_next_page(unit, ("", "", -1))  # before all partitions, fields and rows
 
     def checked(self, item: RowsChecked) -> None:
         """Drop damaged samples, and order the check of the next page."""

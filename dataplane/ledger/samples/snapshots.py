@@ -180,6 +180,7 @@ class Saves:
             for lease in leased:
                 lease.partition = saved.partition
             self.partitions.register(session, number, _registration(saved))
+            # After `register`, which resets the count and the seal.
             partition.born, partition.sealed, partition.version = saved.born, saved.sealed, saved.version
             self._restore_claims(partition, saved)
             partition.outlook = None

@@ -43,6 +43,7 @@ def checksums_to_compare(state: State, session: Session, checksums: UInt32s, uni
 
 
 def _all_in(units: Int32s, attached: Collection[int]) -> bool:
+    """Whether all of the units are attached. If all are the same unit, as usual, one lookup decides."""
     if len(units) and int(units[0]) in attached and every(units == units[0]):
         return True
     return all(unit in attached for unit in np.unique(units).tolist())

@@ -76,14 +76,16 @@ class Extents:
     """Table of extents. Its columns are indexed by extent number; number 0 means "no extent".
 
     `live`: number of live cells of each extent. `pins`: number of `pin` calls without `unpin`. `sizes`: bytes held, in
-    whole granules; an extent of empty values holds none. `owners`: account numbers (0: preallocated space without a
-    partition). `serials` distinguish successive extents with one number; `made` counts all extents. Numbers below
-    `high` are in use, or `spare`. `several`: records of the extents with several values (`is_several`).
+    whole granules; an extent of empty values holds none. `owners`: account numbers (0: space without an account, which
+    is preallocated, or taken for moved cells or a compaction). `serials` distinguish successive extents with one
+    number; `made` counts all extents. Numbers below `high` are in use, or `spare`. `several`: records of the extents
+    with several values (`is_several`). `accounts`: open accounts, and closed ones that still have bytes, by number;
+    `opened` is the last number given out.
 
     `freed`: bytes were freed, or may be available, since the last reset. `moved`: accounts (including 0) that gained or
     lost bytes since then. `loosened`: accounts whose extents were reserved, died, were freed or lost their last reader
-    since then. `hoped`: number of the `Outlook` that counts the extent. `stirred`: on a unit in `watched`, an extent
-    became live or was released."""
+    since then. `hoped`: number of the `Outlook` that counts the extent (`outlooks`: the last such number). `stirred`:
+    on a unit in `watched`, an extent became live or was released."""
 
     made = 0
     outlooks = 0
@@ -147,12 +149,12 @@ class Extents:
         return number
 
     def cut(self, number: int, start: int, nbytes: int) -> list[int]:
-        """Remove [start, start + nbytes), whole granules within a reserved extent, for use by other extents. Return the
-        extents that hold the rest, by address: the extent itself, a new one, both or none."""
+        """Remove [start, start + nbytes), whole granules within a reserved extent without an account, for use by other
+        extents. Return the extents that hold the rest, by address: the extent itself, a new one, both or none."""
         first, stop = int(self.starts[number]), start + nbytes
         bytes_after = first + int(self.sizes[number]) - stop
         self.sizes[number] = start - first
-        if start > first:
+        if start > first:  # the extent keeps the part before the range
             return [number] if not bytes_after else [number, self.reserve(int(self.units[number]), stop, bytes_after)]
         if not bytes_after:
             self._clear_entries(np.array([number], np.int32))
@@ -359,7 +361,7 @@ class Extents:
     def _trim(self, number: int, several: Several) -> None:
         """Free the granules of the extent without live cells, and update its record and account."""
         cells = several.cells
-        several.rows = several.rows[cells.extents[several.rows] == number]
+        several.rows = several.rows[cells.extents[several.rows] == number]  # those with a cell in it still
         several.whole_bytes = several.live_bytes
         starts = cells.offsets[several.rows]
         kept = _touched_granules(starts, starts + cells.bytes_of(several.rows))

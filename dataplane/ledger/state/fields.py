@@ -73,7 +73,7 @@ class Field:
         self.live -= int(np.count_nonzero(old))
         self.extents[rows] = 0
         self.lengths[rows] = 0
-        if not self.live:
+        if not self.live:  # as after the declaration
             self.checksums = None
             self.settle(self.declared or FieldSpec())
         return old, old_bytes

@@ -128,7 +128,7 @@ class FreeSpace:
         position = bisect_left(self._starts[block], offset)
         joins_previous = self._previous_ends_at(block, position, offset)
         following = self._fragment_at(block, position, offset + size)
-        if joins_previous and following is not None:
+        if joins_previous and following is not None:  # the range closes a gap: two fragments become one
             size += self._sizes[following[0]][following[1]]
             self._resize(block, position - 1, self._sizes[block][position - 1] + size)
             self._remove(*following)

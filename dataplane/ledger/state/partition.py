@@ -28,17 +28,18 @@ WRITERS = 16
 
 
 class Partition:
-    """State of one partition. A row is the slot number of a sample in all its tables (see `Rows`).
+    """State of one partition. A row is the slot number of a sample in all its tables (see `Rows`). `extents` and
+    `leases` are shared by all partitions; `account` counts the bytes of the partition's extents.
 
-    `born` counts the samples that were live at the last Register and the samples created since. `interests`: the
-    ready samples by task and fields. `watches`: parked claims by kind. `dealt`: a step was dealt since the last
-    evaluation of claims that wait for their share. `outlook`: estimate of the space that eviction can free, while
-    puts wait for it. `dropped` is set when the whole partition is dropped. `version`: the trainer's version, None
-    until set. `dropped_partial` counts samples cleared as members of partial groups. `wakes_at`: time at which
-    parked claims are evaluated again because the wait for a group ends. `writers`: name and time of the last
+    `born` counts the samples that were live at the last Register and the samples created since. `interests`: the ready
+    samples by task and fields, the most recently used last. `watches`: parked claims by kind. `dealt`: a step was dealt
+    since the last evaluation of claims that wait for their share. `outlook`: estimate of the space that eviction can
+    free, while puts wait for it. `dropped` is set when the whole partition is dropped. `version`: the trainer's
+    version, None until set. `dropped_partial` counts samples cleared as members of partial groups. `wakes_at`: time at
+    which parked claims are evaluated again because the wait for a group ends. `writers`: name and time of the last
     writing sessions, latest last. `targets`: by sample id, the number of active puts that name the sample and so
-    protect it from eviction. `owner`: the session that staged the partition and has not published it. `lost`:
-    samples lost with storage units, if any.
+    protect it from eviction. `owner`: the session that staged the partition and has not published it. `lost`: samples
+    lost with storage units, if any.
     """
 
     lost: Lost | None = None
@@ -275,6 +276,7 @@ class Partition:
         self.tags.drop(rows)
         self.notify_watches(rows)
         dead = [field.erase(rows) for field in self.fields.values() if field.live]
+        # A field that the schema does not have ends with its last cell.
         self.fields = {name: field for name, field in self.fields.items() if field.live or field.declared is not None}
         self.rows.remove(rows)
         self.release_cells(dead)
@@ -302,7 +304,7 @@ class Partition:
 
     def record_write(self, session: int, name: str, now: float, fields: Iterable[str] = ()) -> None:
         """Record that the session with this number and name wrote to the partition, and to these of its fields."""
-        self.writers.pop(session, None)
+        self.writers.pop(session, None)  # so that it becomes the latest one
         self.writers[session] = (name, now)
         if len(self.writers) > WRITERS:
             del self.writers[next(iter(self.writers))]

@@ -65,6 +65,7 @@ class Rows:
         generations from `first_generation` on. Return the rows."""
         count = len(ids)
         fresh = max(count - len(self.free), 0)  # slots beyond the free ones
+        # The others come from the end of `free`.
         reused = self.free[len(self.free) - (count - fresh) :]
         del self.free[len(self.free) - (count - fresh) :]
         used = len(self.names)

@@ -228,10 +228,10 @@ class Session:
         """Keep an answer for repetitions of its call. An answer beyond the limits is not kept, and repetitions of its
         call are rejected."""
         size = size_of(result)
-        # The first large answer is kept whatever its size.
+        # The first large answer is kept whatever its size. A small answer has size 0 (see `size_of`).
         fits = not size or not self.large_bytes or self.large_bytes + size <= limits.answer_bytes
         if not fits or len(self.answers) >= 2 * limits.in_flight:
-            self.above.add(number, number)
+            self.above.add(number, number)  # settled
             return
         self.answers[number] = result
         if size:
@@ -270,7 +270,7 @@ class Session:
         if not confirmed:
             return settled
         numbers = list(settled)
-        for first, last in zip(confirmed[::2], confirmed[1::2], strict=False):
+        for first, last in zip(confirmed[::2], confirmed[1::2], strict=False):  # an odd number at the end is ignored
             first = max(first, self.watermark)
             # Between two ranges is an unanswered call, and their number is limited. A client that confirms more ranges
             # is faulty: the ranges beyond the limit stay unconfirmed.

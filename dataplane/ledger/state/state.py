@@ -48,10 +48,15 @@ class State:
     states, so that a sample of a lost state is never confused with one of this state. `out`: outputs of the current
     input. `watermarks`: parts of a limit at which `pressed` ends and begins. `touched`: partitions whose parked claims
     must be evaluated again. `claim_waiters`: parked claims, by session and call number. `space_waiters`: puts that wait
-    for space, by `update`; puts that move cells are in `moves`. `resting`: accounts whose budget is exhausted, so that
-    their first put can only be granted after a change of the account. `compactions`: active compactions, by unit. The
-    next compaction for waiting puts starts at `compact_at` at the earliest. `alarms` and `wakes` are heaps by time;
-    outdated entries are skipped. `checksums`: the checksum policy. `several_hosts`: cached result of
+    for space, by `update`, then by account; puts that move cells are in `moves`. `shrinkers` and `finders`: parked
+    `Shrink` and `FindCells` calls. `parked`: the number of all parked calls. `resting`: accounts whose budget is
+    exhausted, so that their first put can only be granted after a change of the account, by `update`. `budgeted`:
+    partitions with a budget, by account. `compactions`: active compactions, by unit. The next compaction for waiting
+    puts starts at `compact_at` at the earliest.
+
+    `alarms` and `wakes` are heaps by time; outdated entries are skipped. `alarms`: (deadline, place, session number,
+    call number) of parked calls. `wakes`: (time, serial, partition) at which parked claims are evaluated again because
+    the wait for a group ends. `checksums`: the checksum policy. `several_hosts`: cached result of
     `spans_several_hosts`, None if it must be computed."""
 
     checksums = Checksums.ACROSS_HOSTS
@@ -314,7 +319,7 @@ class State:
         queue, number = self._queue_of(parked), parked.partition.account.number
         del queue[parked.key]
         if not parked.command.moving:
-            self.resting[parked.command.update].discard(number)
+            self.resting[parked.command.update].discard(number)  # the next put of the line may fit
             if not queue:
                 del self.space_waiters[parked.command.update][number]
         if not self.has_waiting_put(number):
@@ -334,7 +339,7 @@ class State:
 
     def answer(self, session: Session, number: int, result: Result | DataPlaneError) -> None:
         """Send the only answer to call `number`, and keep it while the client may repeat the call."""
-        if not session.is_settled(number):
+        if not session.is_settled(number):  # a repetition of a settled call is rejected
             session.keep_answer(number, result, self.limits)
         self.out.append(Answer(session=session.number, number=number, result=result))
 

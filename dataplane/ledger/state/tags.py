@@ -56,7 +56,7 @@ class Tag:
         self.count -= int(np.count_nonzero(self.present[rows]))
         self.present[rows] = False
         if self.values.dtype == object:
-            self.values[rows] = None
+            self.values[rows] = None  # frees the values
 
 
 def packed(values: tuple[Scalar, ...]) -> np.ndarray[Any, Any]:
@@ -96,7 +96,7 @@ class Tags:
             if tag is None:
                 tag = self.columns[column.name] = Tag(values.dtype, self.capacity)
             where = rows if column.positions is None else rows[column.positions]
-            tag.set(where, values, repeats=column.positions is not None)
+            tag.set(where, values, repeats=column.positions is not None)  # positions may be repeated
 
     def drop(self, rows: Int64s) -> None:
         """Remove all tags of these rows (no repeats), and the columns that no row has any longer."""

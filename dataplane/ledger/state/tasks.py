@@ -19,6 +19,7 @@ HELD_ON_LEASE = -2
 REPORTED = 1 << 16
 """Maximum number of dropped samples named in the answer to a claim."""
 CHUNK = 8192
+"""A search for ready samples scans at least this many flags at a time."""
 SLACK = 64
 """The heap of lease ends is rebuilt if it has more entries than twice the number of open leases plus this."""
 Terms = dict[str, str]
@@ -126,6 +127,7 @@ class Task:
         """Return which of the rows count as consumed only after acknowledgement: those on lease, except rows held
         without `lease_s`."""
         unsettled = self.on_lease(rows)
+        # The owners matter only if some rows of the task are held without `lease_s`.
         if self.unsettled < self.leased + self.held:
             unsettled &= self.owners_of(rows) != HELD
         return unsettled
@@ -187,6 +189,7 @@ class ReadyIndex:
         added = positions[ready]
         if not len(added):
             return
+        # Widen [low, high), or begin it anew if no other flag is set.
         low, high = int(added.min()), int(added.max()) + 1
         self.low = low if not self.count else min(self.low, low)
         self.high = high if not self.count else max(self.high, high)
@@ -246,8 +249,8 @@ class ReadyIndex:
 
 class Lease:
     """The lease of one claim, while some of its `rows` are on lease; `count` is their number. `owner`: the claiming
-    session, or `HELD` or `HELD_ON_LEASE`. `lease_s`: the longest duration given. `looked_at`: time of the next check,
-    not later than the first end of its rows' leases."""
+    session, or `HELD` or `HELD_ON_LEASE`. `claim`: the claim id. `lease_s`: the longest duration given. `looked_at`:
+    ledger time of the next check, not later than the first end of its rows' leases."""
 
     def __init__(self, partition: str, task: Task, rows: Int64s, claim: int, owner: int, lease_s: float) -> None:
         self.partition = partition

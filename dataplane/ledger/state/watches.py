@@ -25,9 +25,9 @@ Key = tuple[str, Scalar]
 
 class Watch:
     """The parked claims of one `kind`. `waiters`: their (session, number), oldest first. `command`: one of their
-    commands. Claims without conditions and groups are counted by `ready_index` alone, others by `counts`. `leasts`:
-    number of claims by minimum number of samples. `next_at`: earliest time at which the wait for a partial group may
-    end."""
+    commands. Claims without conditions and groups are counted by `ready_index` alone, and `counts` is None; others are
+    counted by `counts`. `leasts`: for each minimum number of samples, the number of claims with it. `next_at`: earliest
+    time at which the wait for a partial group may end."""
 
     def __init__(self, kind: str, ready_index: ReadyIndex, command: Claim) -> None:
         self.kind = kind
@@ -67,7 +67,8 @@ class Watch:
 class Counts:
     """Row counts for claims with conditions or groups; `waiting.refresh` recounts. `states[row]` is HIT, OPEN or 0
     (neither); `hits` and `open` count the rows in these states. The next recount examines the `noted` rows, or all rows
-    if `stale`. `typed`: dtype of the group tag when the rows were last assigned to groups."""
+    if `stale`; `noted_rows` counts the noted rows, repeats included. `groups` is None for claims without groups.
+    `typed`: dtype of the group tag when the rows were last assigned to groups."""
 
     def __init__(self, command: Claim) -> None:
         self.command = command
@@ -92,9 +93,10 @@ class Counts:
 
 
 class Groups:
-    """Groups of unclaimed rows by the value of a tag. `of[row]`: number of the row's group plus one (0: no group). By
-    group number, `members` and `hits` count rows, and `oldest` is the earliest creation time of its past and present
-    rows. `whole`: number of groups with at least `size` hits."""
+    """Groups of unclaimed rows by the value of a tag. `numbers`: group number by key, the type and value of the tag;
+    `keys`: key by group number (None: number not in use); `spare`: the numbers not in use. `of[row]`: number of the
+    row's group plus one (0: no group). By group number, `members` and `hits` count rows, and `oldest` is the earliest
+    creation time of its past and present rows. `whole`: number of groups with at least `size` hits."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -156,7 +158,7 @@ class Groups:
         np.subtract.at(self.hits, left[was & (left >= 0)], 1)
         inside = joined >= 0
         np.add.at(self.members, joined[inside], 1)
-        np.add.at(self.hits, joined[is_hit], 1)
+        np.add.at(self.hits, joined[is_hit], 1)  # a hit is always in a group
         np.minimum.at(self.oldest, joined[inside], since[rows[inside]])
         self.of[rows] = joined + 1
         self.whole += int(np.count_nonzero(self.hits[touched] >= self.size)) - whole_before
