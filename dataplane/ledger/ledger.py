@@ -54,6 +54,9 @@ class Ledger:
     epoch: the current epoch of the service. reserve_fraction: the fraction of every arena that only updates may
     use. heartbeat_s: when a silent session is probed. session_timeout_s: when a silent session ends that no unit
     can prove alive. checksums: which rows get a checksum. low_watermark, high_watermark: see `Pressure`.
+
+    All parts (`_claims`, `_reservations`, ...) work on the same `_state`. `_handlers`: by type of command, the method
+    that executes it; `_reports`: by type, the method for each other input.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class Ledger:
         times = [self._liveness.next_look, self._reservations.retry_at(), state.leases.next_end()]
         times.append(self._compactions.next_search_at())
         times += [heap[0][0] for heap in (state.alarms, state.wakes) if heap]
-        if state.sessions:
+        if state.sessions:  # a longer gap between ticks means that the ledger was paused (`Liveness.check_sessions`)
             times.append(state.now + state.heartbeat_s)
         first = min(times)
         return None if first == float("inf") else first

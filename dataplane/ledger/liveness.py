@@ -317,7 +317,8 @@ class Liveness:
             self.next_look = state.now + state.heartbeat_s
 
     def _check_silent(self, session: Session, gap: float) -> None:
-        """Probe a silent session. End it if no unit can prove it alive and its timeout is over."""
+        """Probe a silent session. End it if no unit can prove it alive and its timeout is over. If the ledger was
+        paused (`gap` between ticks longer than a heartbeat), the session gets one more heartbeat first."""
         state = self.state
         if self._reachable_units(session):
             if self._probe_due(session):

@@ -76,7 +76,7 @@ class Evictions:
         # An attempt with `spare` says nothing about one without, so its result is not stored.
         if update or partition.when_full is not WhenFull.EVICT_OLDEST:
             if not len(spare):
-                self._store_outlook(partition, most, None)
+                self._store_outlook(partition, most, every=None)
             return None
         # `both`: the consumed samples, followed by unconsumed ones.
         both, count = self._choose_victims(partition, goal, consumed, spare, consumed=False)
@@ -394,7 +394,7 @@ def out_of_space(
         wanted_bytes=wanted,
         free_bytes=sum(max(unit.available_bytes(update=update), 0) for unit in units if unit.open),
         waited_s=waited_s,
-        holders=_largest_holders(closed_units, partitions, _session_holdings(state, None)),
+        holders=_largest_holders(closed_units, partitions, _session_holdings(state, partition=None)),
         fragments=sum(space.fragments for space in open_spaces) if enough_free and not behind else 0,
         largest_free_bytes=largest,
         arena=" ".join(f"Storage unit {unit.number} cannot grow: {why}" for unit, why in growth_problems if why),

@@ -127,7 +127,7 @@ def place_in(unit: Unit, sizes: Int64s, most: int) -> list[Piece] | None:
         size = granules_up(int(ends[last] - ends[first]))
         offset = unit.space.take(size)
         assert offset is not None, size
-        pieces.append(Piece(0, first, last, unit, offset, size))
+        pieces.append(Piece(0, first, last, unit, offset, size))  # 0: the only column
         first = last
     return pieces
 

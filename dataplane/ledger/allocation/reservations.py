@@ -60,7 +60,7 @@ class Reservations:
     Waiting puts are served first come, first served among updates and among new rows, updates first. A put that
     waits for its partition's budget does not hold up other partitions. Neither does a put that waits for a larger
     piece while enough bytes are free; it does not hold up its own partition either, if that has no budget. Moves
-    come last, whatever the budget."""
+    come last, whatever the budget. `liveness` probes silent sessions when a put has to wait."""
 
     def __init__(self, state: State, liveness: Liveness) -> None:
         self.state = state
@@ -202,7 +202,7 @@ class Reservations:
     def _is_spare(self, nbytes: int) -> bool:
         """Return whether `nbytes` can be reserved without taking them from a waiting call. Calls that wait for a
         budget do not wait for memory. Calls that wait for a larger piece must have enough bytes left."""
-        lines = [line for update in (True, False) for line in self._active_lines(update, set())]
+        lines = [line for update in (True, False) for line in self._active_lines(update, accounts=set())]
         return all(
             not waits_for_memory(self.state, parked) or waits_for_larger_piece(self.state, parked, spare=nbytes)
             for parked in chain.from_iterable(line.values() for line in (*lines, self.state.moves))

@@ -20,7 +20,7 @@ PAGE_BYTES = 4096
 
 class Shrinks:
     """Executes `Shrink` commands and sends the orders to the units. A parked `Shrink` waits for the last order of every
-    unit that was connected."""
+    unit that was connected. `Unit` explains its counters and flags `shrinks`, `shrinking` and `asked`."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -82,11 +82,11 @@ class Shrinks:
             unit.shrinking = False
             unit.space.back(item.backed_bytes)  # more than was ordered, if the memory was not returned
             self.state.extents.freed = True
-        self._end_waits(unit.number, item.number, item.error or "")
+        self._end_waits(unit.number, item.number, error=item.error or "")
 
     def unit_gone(self, unit: int) -> None:
         """Handle the loss or removal of a unit: no call waits for it any longer."""
-        self._end_waits(unit, None, "its connection to the controller was lost")
+        self._end_waits(unit, number=None, error="its connection to the controller was lost")
 
     def _end_waits(self, unit: int, number: int | None, error: str) -> None:
         """End the wait of parked calls for the unit's orders up to `number` (None: for all its orders). error: why the

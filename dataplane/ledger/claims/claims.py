@@ -361,7 +361,7 @@ class Claims:
         for predicate in command.where:
             _check_predicate(predicate)
         # It only carries the task and the fields: `blocked` counts the ready samples itself.
-        ready_index = ReadyIndex(task, tuple(sorted(set(command.fields))), 0)
+        ready_index = ReadyIndex(task, tuple(sorted(set(command.fields))), positions=0)
         return blocked(self.state, partition, ready_index, command)
 
     def _resolve_named(self, command: c.Ack | c.Nack | c.Extend, claims: Int64s | None) -> _Named:

@@ -116,4 +116,4 @@ def _count_rows(counts: Counts, partition: Partition, ready_index: ReadyIndex, r
     if tag is not None:
         tagged_positions = np.flatnonzero(unclaimed)[tagged]
         numbers[tagged_positions] = counts.groups.numbers_of(tag.values[rows[tagged_positions]])
-    return counts.groups.move(rows, numbers, old == HIT, new == HIT, partition.rows.since)
+    return counts.groups.move(rows, numbers, was=old == HIT, is_hit=new == HIT, since=partition.rows.since)

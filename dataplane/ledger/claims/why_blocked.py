@@ -97,7 +97,7 @@ def _last_writers(state: State, partition: Partition, fields: Sequence[str]) -> 
     for name in fields:
         writers = [field.writer for field in partition.columns_of(name) if field.writer is not None]
         if writers:
-            number, client, when = max(writers, key=lambda writer: writer[2])
+            number, client, when = max(writers, key=lambda writer: writer[2])  # by time
             fields_by_session.setdefault(number, []).append(name)
             last_writes.setdefault(number, (client, when))
     result = [

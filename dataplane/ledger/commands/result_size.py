@@ -11,6 +11,7 @@ from dataplane.errors import DataPlaneError
 from dataplane.ledger.commands import Allocated, Result
 
 FEW_ROWS = 32
+"""An answer about fewer rows or placements counts as small."""
 SMALL_BYTES = 4096
 """Smaller answers count as 0 bytes, because the number of answers is bounded, too."""
 _ITEM_BYTES = 64

@@ -48,7 +48,8 @@ class Named(NamedTuple):
 
 
 class Commits:
-    """Executes `Commit`: makes the bytes of a put the values of its samples."""
+    """Executes `Commit`: makes the bytes of a put the values of its samples. A piece of a reservation is (first, last,
+    extent, offset): the values [first, last) of a column, in this extent from this offset of the arena."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -313,7 +314,7 @@ class Commits:
                 continue
             field = partition.fields.get(column.name)
             if field is None:
-                field = partition.fields[column.name] = Field(None, partition.rows.capacity)
+                field = partition.fields[column.name] = Field(declared=None, capacity=partition.rows.capacity)
             cells = cells_at(column, sizes, pieces)
             unused += self.make_column_live(partition, field, column, pieces, rows_copy)
             replaced = field.write(rows, *cells)

@@ -39,7 +39,9 @@ class Page(NamedTuple):
 
 
 class Drains:
-    """Executes `Drain`, `FindCells` and `Move`, and moves the cells of compactions."""
+    """Executes `Drain`, `FindCells` and `Move`, and moves the cells of compactions. The methods that take (session,
+    number, command) execute call `number` of that session. A reservation is the space for copies, `pinned` are the
+    extents in which the cells were found. `commits` has the rules that moves share with puts."""
 
     def __init__(self, state: State, commits: Commits) -> None:
         self.state = state

@@ -28,7 +28,8 @@ BEYOND = 1 << 62
 
 
 class Inspection:
-    """Executes the commands Inspect, Show, MapMemory and Waits."""
+    """Executes the commands Inspect, Show, MapMemory and Waits. The methods that take (session, number, command)
+    execute call `number` of that session."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -100,6 +101,7 @@ class Inspection:
     def _show_cell(self, name: str, field: Field, row: int) -> c.ShownCell:
         """Return where the row's cell is, and whether other rows share its value."""
         extents, number = self.state.extents, int(field.extents[row])
+        # Empty values take no bytes that could be shared.
         same_value = (field.extents == number) & (field.offsets == field.offsets[row]) & (field.lengths > 0)
         return c.ShownCell(
             field=field_of(name),

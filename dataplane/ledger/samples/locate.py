@@ -25,7 +25,8 @@ from dataplane.ledger.state.units import Unit
 
 class Reads:
     """Executes the read-only commands: Locate, List, Describe, Units and Stats. `Locate` pins the extents of the cells,
-    so that their bytes stay in place until the session releases the call."""
+    so that their bytes stay in place until the session releases the call. The methods that take
+    (session, number, command) execute call `number` of that session."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -138,7 +139,7 @@ class Reads:
         """Return the schema, the tasks and the size of a partition."""
         partition = self.state.partition(command.partition)
         # A field may exist only in its hidden column.
-        known = {name: partition.fields.get(name) or Field(None, 0) for name in partition.names()}
+        known = {name: partition.fields.get(name) or Field(declared=None, capacity=0) for name in partition.names()}
         return c.Described(
             partition=partition.name,
             fields={

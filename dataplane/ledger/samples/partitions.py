@@ -29,7 +29,8 @@ from dataplane.ledger.state.units import Unit
 
 class Partitions:
     """Executes the commands that change a whole partition. `removed_task_error` creates the error for a parked claim
-    whose task a `Register` removed."""
+    whose task a `Register` removed. The methods that take (session, number, command) execute call `number` of that
+    session."""
 
     def __init__(self, state: State, removed_task_error: Callable[[ParkedClaim], DataPlaneError]) -> None:
         self.state = state
@@ -145,8 +146,10 @@ class Partitions:
 
 
 class UnitReports:
-    """Handles what storage units report about themselves: offers of arenas, losses and growth. `cookies`: unit numbers
-    by cookie, with which a unit names its arena; `added`: the last unit number given out."""
+    """Handles what storage units report about themselves: offers of arenas, losses and growth; also drops units.
+    `cookies`: unit numbers by cookie, with which a unit names its arena; `added`: the last unit number given out.
+    `recheck` orders the comparison of rows with checksums. The other attributes are the parts of the ledger that
+    reports concern: growth (`reservations`), pending orders (`shrinks`, `compactions`), sessions (`liveness`)."""
 
     def __init__(
         self, state: State, reservations: Reservations, liveness: Liveness, shrinks: Shrinks, compactions: Compactions

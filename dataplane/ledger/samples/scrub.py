@@ -14,6 +14,7 @@ from dataplane.ledger.state.state import State
 from dataplane.ledger.state.units import Unit
 
 PAGE_ROWS = 16_384
+"""One order has at most this many rows."""
 NAMED = 5
 """At most this many of the dropped samples are named in the log."""
 

@@ -27,7 +27,8 @@ class Saves:
     """Save partitions, and restore them: `stage`, ordinary puts, `publish`.
 
     A `Save` copies the location of every cell (20 bytes each, 24 with checksums). The session keeps the copy and the
-    pins until `Release`, or until the session ends.
+    pins until `Release`, or until the session ends. The methods that take (session, number, command) execute call
+    `number` of that session.
     """
 
     def __init__(self, state: State, partitions: Partitions) -> None:
@@ -64,7 +65,7 @@ class Saves:
         rows = partition.rows.in_order()
         tags = Tags(len(rows))
         for name, tag in partition.tags.columns.items():
-            tag_copy = tags.columns[name] = Tag(tag.values.dtype, 0)
+            tag_copy = tags.columns[name] = Tag(tag.values.dtype, capacity=0)
             tag_copy.values, tag_copy.present = tag.values[rows], tag.present[rows]
         fields = {}
         for name, field in partition.fields.items():

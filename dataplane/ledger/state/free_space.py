@@ -27,9 +27,9 @@ def granules_up(nbytes: int) -> int:
 class FreeSpace:
     """The free bytes of an arena. `give` and `take` round sizes up to whole granules.
 
-    No bytes are free until `back` sets the part of the arena that is backed by memory. `_starts[block][position]` and
-    `_sizes[block][position]` are offset and size of a fragment; `_firsts[block]` is the offset of the block's first
-    fragment, `_largest[block]` the size of its largest one.
+    `fragments`: the number of free ranges. No bytes are free until `back` sets the part of the arena that is backed by
+    memory. `_starts[block][position]` and `_sizes[block][position]` are offset and size of a fragment; `_firsts[block]`
+    is the offset of the block's first fragment, `_largest[block]` the size of its largest one.
     """
 
     def __init__(self, capacity_bytes: int) -> None:

@@ -46,8 +46,9 @@ class ReservedSpace:
 
 
 class PutReservation(ReservedSpace):
-    """Space for one put; `pieces` has the put's columns, with values in order. `moving`: space for moved cells, which
-    has no account until the move. `samples` and `targets`: as in `ParkedAllocate`."""
+    """Space for one put; `pieces` has the put's columns, with values in order. `names` and `sizes`: name of each
+    column, and the bytes of its values. `update`: no new samples may be put into it. `moving`: space for moved cells,
+    which has no account until the move. `samples` and `targets`: as in `ParkedAllocate`."""
 
     def __init__(
         self, partition: Partition, names: list[str], sizes: list[Int64s], *, update: bool, moving: bool = False
@@ -103,9 +104,9 @@ class ParkedClaim(Parked):
 
 
 class ParkedAllocate(Parked):
-    """A put that waits for space. `evicted`: ids of unconsumed samples evicted for it. `holds_up`: puts behind it in
-    line had to wait for it at its last evaluation. `samples`: the samples that the put will name. `targets`: the ids
-    protected from eviction for it."""
+    """A put that waits for space, or is tried for the first time. `want`: the space. `evicted`: ids of unconsumed
+    samples evicted for it. `holds_up`: puts behind it in line had to wait for it at its last evaluation. `samples`: the
+    samples that the put will name. `targets`: the ids protected from eviction for it."""
 
     holds_up = False
 
@@ -289,10 +290,10 @@ class Session:
 
 
 class Want:
-    """Space requested by an Allocate. `ends[c][k]`: sum of the first k value sizes of column c. `whole[c]`: bytes of
-    column c in one piece, in whole granules; `total`: their sum. `largest`: the largest value, in whole granules.
-    `update`: the put only rewrites existing samples. `moving`: it is a copy of cells that a unit moves elsewhere.
-    `wish`: number of the unit that the client prefers."""
+    """Space requested by an Allocate of `session`. `ends[c][k]`: sum of the first k value sizes of column c.
+    `whole[c]`: bytes of column c in one piece, in whole granules; `total`: their sum. `largest`: the largest value, in
+    whole granules. `update`: the put only rewrites existing samples. `moving`: it is a copy of cells that a unit moves
+    elsewhere. `wish`: number of the unit that the client prefers."""
 
     def __init__(self, session: Session, command: Allocate) -> None:
         self.session = session

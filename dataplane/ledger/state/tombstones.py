@@ -34,7 +34,7 @@ class Tombstones:
 
     def forget_all(self, ids: Iterable[str]) -> None:
         """Forget these ids, because new samples were put under them."""
-        for name in ids if self.generations else ():
+        for name in ids if self.generations else ():  # usually, there is nothing to forget
             self.forget(name)
 
     def among_ids(self, ids: Iterable[str]) -> list[str]:

@@ -19,7 +19,7 @@ class Unit:
     one is pending; meanwhile the unit gets no order to grow, and its reports of backing are outdated. `compactions`
     counts the orders to compact. `problem`: why the last growth failed; growth is retried at `retry_at` at the
     earliest. `ordered_at`: time of the pending order (`asked` or `shrinking`). `peak_bytes`: maximum of the used
-    bytes."""
+    bytes. `pressed`: the use reached the high watermark (see `Pressure`). `offer`: the unit's last offer."""
 
     draining = False
     ordered_at = 0.0

@@ -36,7 +36,7 @@ class Watch:
         self.waiters: dict[tuple[int, int], None] = {}
         self.leasts: dict[int, int] = {}
         self.next_at = NEVER
-        plain = not conditions(None, command) and command.group_size is None
+        plain = not conditions(version=None, command=command) and command.group_size is None
         self.counts = None if plain else Counts(command)
 
     def join(self, key: tuple[int, int], command: Claim) -> None:
