@@ -313,7 +313,7 @@ class Pressure:
             unit.peak_bytes = max(unit.peak_bytes, unit.used_bytes)
             self._update_gauge(unit, unit.used_bytes, unit.limit(update=False))
         for partition in [state.budgeted[number] for number in sorted(moved) if number in state.budgeted]:
-            limit = budget_limit(state, partition, update=False)
+            limit = budget_limit(state, partition, update=False)  # not None: the partition has a budget
             self._update_gauge(partition, partition.account.used_bytes, limit or 0)
 
     def _update_gauge(self, owner: Unit | Partition, used: int, limit: int) -> None:

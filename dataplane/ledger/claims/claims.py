@@ -259,7 +259,7 @@ class Claims:
         )
         if command.peek:
             return result
-        task.dropped = []
+        task.dropped = []  # the result reports them, once
         if len(rows):
             task.take(rows, claim_id)
             partition.update_after_claims(task, rows)

@@ -139,5 +139,5 @@ def overdue(partition: Partition, ready_index: ReadyIndex, command: Claim, now: 
     matching_counts = np.bincount(groups[may_match], minlength=len(firsts))
     partial = (ready_counts < command.group_size) & (matching_counts > 0)
     ends = partition.rows.since[rows[firsts]] + command.partial_after_s
-    over = partial & (ends <= now)
+    over = partial & (ends <= now)  # by group
     return Overdue(rows[over[groups]], float(np.min(ends[partial & ~over], initial=np.inf)))

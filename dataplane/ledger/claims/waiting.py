@@ -100,6 +100,7 @@ def _count_rows(counts: Counts, partition: Partition, ready_index: ReadyIndex, r
     candidates = rows[unclaimed]
     where = conditions(partition.version, command)
     ready, matching = partition.ready(task, ready_index.fields, candidates), tags.matches(where, candidates)
+    # hit: may be taken now; possible: may be taken later, with more fields or tags.
     hit, possible = ready & matching, tags.undecided(where, candidates) | (matching & ~ready)
     if counts.groups is not None:
         # A sample without the group tag is in no group; the tag may be set later.

@@ -168,6 +168,7 @@ class Saves:
             # A staged partition may have the name of another one's target: all are renamed at once.
             if existing is not None and existing not in partitions and not command.replace:
                 raise PartitionExistsError(partition=saved.partition)
+        # By the old names, before partitions are renamed.
         leases = [[lease for lease in state.leases.open.values() if lease.partition == name] for name in staged]
         for name in staged:
             del state.partitions[name]

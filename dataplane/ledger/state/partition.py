@@ -102,7 +102,7 @@ class Partition:
                 fields[name] = field
         self.fields = fields
         for name, task in self.tasks.items():
-            if name not in command.tasks:
+            if name not in command.tasks:  # removed below, but `leases` would keep its leases
                 task.end_all_leases()
         self.tasks = {name: self.tasks.get(name) or self._new_task(name) for name in command.tasks}
         self.interests = {key: kept for key, kept in self.interests.items() if key[0] in self.tasks}

@@ -258,7 +258,8 @@ class State:
     # --- calls that wait
 
     def park(self, parked: Parked) -> None:
-        """Register a call that waits, until `unpark`. Raises `LimitError` if too many calls wait."""
+        """Register a call that waits, until `unpark`. Raises `LimitError` if too many calls wait. A `ParkedShrink` is
+        added to `shrinkers` by the caller."""
         check_limit("waiting calls", self.parked + 1, self.limits.parked, "Try again later, or with blocking=False.")
         self.parked += 1
         parked.session.parked[parked.number] = parked

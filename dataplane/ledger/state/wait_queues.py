@@ -29,7 +29,7 @@ class WaitQueues:
         return self
 
     def __next__(self) -> ParkedAllocate:
-        if self._last is not None:
+        if self._last is not None:  # the line of the previous put, unless it was skipped
             self._queue(self._last)
         if not self._next:
             raise StopIteration
