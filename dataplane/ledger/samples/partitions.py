@@ -223,6 +223,7 @@ class UnitReports:
         unit.offer, unit.connected, unit.ceiling = item, True, unit.space.capacity_bytes
         unit.awaited = False
         backing_is_current = self.shrinks.handle_offer(unit, item.shrinks)
+        # Until the unit has carried out the last order to shrink, its backing counts as that order left it.
         unit.record_backing(item.backed_bytes if backing_is_current else unit.space.backed_bytes)
         unit.compactions = max(item.compactions, unit.compactions)
         self._announce(unit)
