@@ -38,7 +38,10 @@ C = TypeVar("C", bound=Closable)
 
 
 class ForkLocal(Generic[C]):
-    """Create one `C` per process on first use. A forked child creates its own and never touches its parent's."""
+    """Create one `C` per process on first use. A forked child creates its own and never touches its parent's.
+
+    `_instance` is the object of process `_pid`, `_inherited` are those of its parents.
+    """
 
     def __init__(self, make: Callable[[], C]) -> None:
         self._make = make
@@ -50,7 +53,7 @@ class ForkLocal(Generic[C]):
 
     def get(self) -> C:
         """Return this process's `C`. Raise `ClientClosedError` after `close()`."""
-        instance = self._instance
+        instance = self._instance  # the usual case needs no lock
         if instance is not None and self._pid == os.getpid() and not self._closed:
             return instance
         if self._pid != os.getpid():
@@ -129,7 +132,10 @@ def session_lock(config: DataPlaneConfig) -> SessionLock | None:
 
 
 class Connection:
-    """An open session and its session state. It executes operations in the calling thread. Thread-safe."""
+    """An open session and its session state. It executes operations in the calling thread. Thread-safe.
+
+    `_channel` sends the commands. `_copies` are the calls that have begun a copy, for which `close` waits.
+    """
 
     def __init__(self, config: DataPlaneConfig) -> None:
         check_pickles(config)
@@ -149,6 +155,7 @@ class Connection:
             durable=self._channel.durable,
             put_timeout_s=self._channel.put_timeout_s,
         )
+        # The callback first: a reconnection between these two lines may list other units.
         self._channel.on_units = self.session_state.connections.learn
         self.session_state.connections.learn(self._channel.units)
         session_states().add(self.session_state)
@@ -162,8 +169,8 @@ class Connection:
         """Execute the operation's steps until it returns. Errors, including a KeyboardInterrupt at any point, are
         passed through the operation's clean-up; resources that the operation never received are released."""
         self._post_leftovers()
-        acquired: list[tuple[int, Command]] = []
-        with (call := threading.Lock()):
+        acquired: list[tuple[int, Command]] = []  # see `_resume`
+        with (call := threading.Lock()):  # represents the call: see `begin_copy`
             try:
                 return self._resume(operation, call, acquired)
             except BaseException as error:
@@ -215,7 +222,7 @@ class Connection:
         finally:
             with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
                 for number, command in acquired:
-                    if isinstance(command, Preallocate):
+                    if isinstance(command, Preallocate):  # the buffer may have received the space, and released it
                         self.session_state.preallocated.give_up(number)
                     elif (undo := undo_of(number, command)) is not None:
                         self._channel.post(undo)
@@ -255,7 +262,7 @@ class Connection:
     def close(self) -> None:
         """See `DataPlaneClient.close`."""
         self._finalizer.detach()
-        end_copies(self._copies, self._config)
+        end_copies(self._copies, self._config)  # first: the clean-up of these calls still needs the session
         with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
             self._post_leftovers()
         _close_session(self.session_state, self._channel)

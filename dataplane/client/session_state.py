@@ -63,7 +63,8 @@ class _PinRef(weakref.ref[Pin]):
 
 class Pins:
     """The `Locate` numbers whose last view was deleted. Deletion runs no Python code of this class: an interrupt in
-    a finalizer would be swallowed, and the number lost."""
+    a finalizer would be swallowed, and the number lost. `_living` only keeps the weak references alive, until
+    `dropped` has yielded their numbers."""
 
     def __init__(self) -> None:
         self._living: set[_PinRef] = set()
@@ -115,7 +116,8 @@ WARNED = 4096
 
 
 class Warned:
-    """Field names for which this client has logged a warning, so that each is logged only once. Thread-safe."""
+    """Field names for which this client has logged a warning, so that each is logged only once. Thread-safe. `_names`
+    is used as an ordered set of (operation, partition, field name), the least recently passed first."""
 
     def __init__(self, most: int = WARNED) -> None:
         self._most = most
@@ -189,7 +191,9 @@ class SessionState:
     put_timeout_s: the service's value, used if the config has none.
 
     `memory` is the pool of buffers that reads reuse, and `empty` allocates tensors from it. `copier` copies long runs
-    in several threads. `warned` and `schemas` avoid repeated warnings and requests.
+    in several threads. `warned` and `schemas` avoid repeated warnings and requests. `pins` are the pins of returned
+    views, `preallocated` is the space for small puts. `_lock` is the session's file lock (None: no shared memory);
+    `_hold` is the session's reference that keeps it held (see `Hold`).
     """
 
     def __init__(
@@ -244,11 +248,12 @@ class SessionState:
         return self.leftovers()
 
     def forked(self) -> None:
-        """In a forked child, keep the parent's lock only if existing views need it."""
+        """In a forked child, drop the session's reference to the parent's lock: only existing views keep it held."""
         self._hold = None
 
     def close(self) -> None:
-        """Close the connections, free pooled memory and release the lock, unless existing views hold it."""
+        """Close the connections, free pooled memory and stop the copy threads. Release the lock, unless existing views
+        hold it."""
         self.connections.close()
         self.memory.drop()
         self.copier.close()

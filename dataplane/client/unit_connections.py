@@ -44,7 +44,8 @@ class Pinned(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class UnitConnections:
-    """Connections of one session to storage units, created on first use. Thread-safe.
+    """Connections of one session to storage units, created on first use. Thread-safe: `_guard` protects the dicts and
+    sets for a moment, and `_handshake` is held during a handshake, so that each unit gets one connection.
 
     session: the session's number. lock: the file lock that proves to units on this host that the client runs (None:
     all connections are remote). memory: buffers for remote reads. copier: copies long runs into local arenas.
@@ -65,15 +66,13 @@ class UnitConnections:
         self._memory = memory
         self._copier = copier
         self._transport = client_transport(config)
-        self._infos: dict[int, c.UnitInfo] = {}
-        self._connections: dict[int, UnitConnection] = {}
-        self._replaced: dict[int, int] = {}
-        """Unit -> its earlier epoch, whose connection was closed because the unit restarted."""
-        self._suspects: set[int] = set()
-        """Units of which a read or write failed since they were last listed."""
+        self._infos: dict[int, c.UnitInfo] = {}  # as last listed by the service
+        self._connections: dict[int, UnitConnection] = {}  # only to the epochs in `_infos`
+        self._replaced: dict[int, int] = {}  # unit -> its earlier epoch, whose connection was closed after a restart
+        self._suspects: set[int] = set()  # units of a read or write that failed since they were last listed
         self._unstopped: dict[int, dict[int, int]] = {}
         """Reservation -> unit -> epoch, for units that did not confirm to `stop` that they reject its writes."""
-        self._stopping_again = False
+        self._stopping_again = False  # whether the thread of `_stop_again` runs
         self._guard = threading.Lock()
         self._handshake = threading.Lock()
         self._closed = False
@@ -83,7 +82,7 @@ class UnitConnections:
         """Apply the service's list of units. Connections to an earlier epoch of a unit and to removed units are
         closed. Block until calls on such a connection have ended."""
         listed = {info.unit: info for info in units}
-        # Unit numbers only grow: a list that is older than a unit ends below its number.
+        # Unit numbers only grow. A unit above the highest listed number is newer than the list, so it is kept.
         newest = max(listed, default=0)
         with self._guard:
             removed = [unit for unit in self._infos if unit < newest and unit not in listed]
@@ -99,7 +98,7 @@ class UnitConnections:
                     self._replaced[info.unit] = known.epoch
                 self._infos[info.unit] = info
                 self._suspects.discard(info.unit)
-        for connection in stale:
+        for connection in stale:  # without `_guard`, because this waits for calls
             connection.close()
 
     def unknown(self, units: Iterable[int]) -> bool:
@@ -126,7 +125,8 @@ class UnitConnections:
         return {unit: self._infos[unit].epoch for unit in units if unit in self._infos}
 
     def connected(self, epochs: Mapping[int, int]) -> bool:
-        """Return whether each of these units is connected, has this epoch, and has not failed since."""
+        """Return whether each of these units is connected, has this epoch, and has not failed since it was
+        last listed."""
         return all(
             unit in self._connections and unit not in self._suspects and self._is_current(unit, epoch)
             for unit, epoch in epochs.items()
@@ -144,7 +144,7 @@ class UnitConnections:
         if connection is not None:
             return connection
         with self._handshake:
-            # `_connect` stores nothing if the unit restarted during the handshake.
+            # Repeated, because `_connect` stores nothing if the unit restarted during the handshake.
             while (connection := self._connections.get(unit)) is None:
                 self._connect(unit)
             return connection
@@ -174,7 +174,7 @@ class UnitConnections:
                 self._connections[unit] = connection
         if not usable:
             connection.close()
-        if self._closed:
+        if self._closed:  # closed during the handshake
             raise ClientClosedError()
 
     def local_unit(self) -> int | None:
@@ -256,7 +256,7 @@ class UnitConnections:
             return
         failpoints.hit("put.before_force")
         try:
-            connection.arena.force(*zip(*ranges, strict=True))
+            connection.arena.force(*zip(*ranges, strict=True))  # the offsets, the sizes
         except OSError as error:
             raise StorageUnitError(unit=unit, endpoint=str(connection.arena.path), why=str(error)) from error
 
@@ -267,7 +267,7 @@ class UnitConnections:
         Block up to the connect timeout for each unit. A unit that does not confirm stays in the set and a warning
         is logged: the space must then stay reserved until `take_settled` returns the reservation.
         """
-        epochs = self.epochs(unfinished)
+        epochs = self.epochs(unfinished)  # read first: a unit that restarts during the stop counts as settled
         try:
             self._stop(reservation, unfinished)
         finally:  # also after an interrupt
@@ -307,7 +307,7 @@ class UnitConnections:
                 if unit in silent:  # waiting for it again would only take another timeout
                     continue
                 if self._confirms_stop(unit, reservation):
-                    with self._guard:
+                    with self._guard:  # `take_settled` may have removed the reservation
                         self._unstopped.get(reservation, {}).pop(unit, None)
                 else:
                     silent.add(unit)
@@ -362,7 +362,7 @@ class UnitConnections:
         self, located: Sequence[c.FieldLocations], units: set[int], guard: object | None
     ) -> dict[str, RowSource]:
         """Return one `RowSource` per field: in the mapped arenas, and in buffers read from the other units."""
-        arena = self._arena(min(units)) if len(units) == 1 else None
+        arena = self._arena(min(units)) if len(units) == 1 else None  # `min`: the only unit
         if arena is not None:  # one arena holds all rows: their offsets are valid as they are
             whole = [_readable(arena, guard)]
             return {field.name: RowSource(field.spec, whole, None, field.offsets, field.lengths) for field in located}

@@ -46,12 +46,15 @@ class AsyncChannel(OpenChannel):
 
     A forked child must open its own channel: in the child, every method of this object raises `ClientClosedError`,
     and `close` does nothing.
+
+    `_dealer` is the socket for commands; None until the first one is sent, and after a reconnection. `_none_pending` is
+    set while no call is pending; `close` waits for it.
     """
 
     def __init__(
         self, config: DataPlaneConfig, session: OpenedSession, context: zmq.Context[Socket], dealer: Socket
     ) -> None:
-        """Create instances with `open`."""
+        """Create instances with `open`. dealer: the socket for heartbeats."""
         super().__init__(session, config)
         self._context = context
         self._pid = os.getpid()
@@ -185,8 +188,8 @@ class AsyncChannel(OpenChannel):
                 self.post(command)
 
     def _schedule_reconnect(self) -> None:
-        """Schedule `_reconnect` in the loop. The heartbeat thread calls this after the session moved, ended or was
-        given up."""
+        """Pass the storage units to `on_units`, and schedule `_reconnect` in the loop. The heartbeat thread calls this
+        after the session moved, ended or was given up."""
         session = self._calls.session
         if not self._calls.unreachable:
             self.on_units(session.units)
@@ -248,7 +251,7 @@ class AsyncChannel(OpenChannel):
                 await self._send_bye()
         finally:
             self._close_socket()
-            await self._loop.run_in_executor(None, self._end)
+            await self._loop.run_in_executor(None, self._end)  # it joins the heartbeat thread
 
     def _end(self) -> None:
         if self._heartbeat.close(CLOSE_S):

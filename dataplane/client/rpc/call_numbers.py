@@ -75,6 +75,7 @@ class CallNumbers:
             return ()
         watermark = self.watermark
         ranges = islice(self._settled, MOST_RANGES)
+        # The watermark covers ranges that end below it.
         return tuple(chain.from_iterable([each for each in ranges if each[1] > watermark]))
 
     @property
@@ -106,7 +107,7 @@ class CallNumbers:
         entry = self._open.get(number)
         if entry is None or entry.abandoned:
             return
-        if processed:
+        if processed:  # drop the numbers that this call listed, without those dropped since
             self._forget(entry.listed - self._forgotten_count)
         self._settle(number)
         if entry.settles is not None:
@@ -150,7 +151,7 @@ class CallNumbers:
         watermark = self.watermark
         while self._settled and self._settled[0][1] < watermark:
             self._forget(self._settled[0][1] - self._settled[0][0] + 1)
-        if len(self._settled) <= MOST_RANGES:
+        if len(self._settled) <= MOST_RANGES:  # the call lists all of them
             return self._settled_count
         return self._forgotten_count + sum([last - first + 1 for first, last in islice(self._settled, MOST_RANGES)])
 

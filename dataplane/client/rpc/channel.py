@@ -39,12 +39,15 @@ class ControllerChannel(OpenChannel):
 
     A forked child must open its own channel: in the child, every method of this object raises `ClientClosedError`,
     and `close` does nothing.
+
+    `_pool` has the sockets to the current endpoint. `_replaced_pools` are shut pools of earlier endpoints that still
+    have sockets in use. `_guard` protects both, and `_closing`, against concurrent changes.
     """
 
     def __init__(
         self, config: DataPlaneConfig, session: OpenedSession, context: zmq.Context[Socket], dealer: Socket
     ) -> None:
-        """Create instances with `open`."""
+        """Create instances with `open`. dealer: the socket for heartbeats."""
         super().__init__(session, config)
         self._context = context
         self._pid = os.getpid()
@@ -125,6 +128,7 @@ class ControllerChannel(OpenChannel):
                             send(dealer, self._calls.prepare_resend(outgoing))
                 finally:
                     pool.put_back(dealer, using, sound=answered)
+            # The pool is shut: continue with the next one, unless calls are impossible now.
             outgoing.frames = self._calls.prepare_resend(outgoing)
 
     def _poll_reply(self, pool: SocketPool, dealer: Socket, outgoing: OutgoingCall) -> zmq_frames.Reply | None:
@@ -160,6 +164,7 @@ class ControllerChannel(OpenChannel):
         self._pool.serve_idle(self._process_replies)
         self._repeat_posted(self._calls.due())
         with contextlib.suppress(ClientClosedError):
+            # While the service is unreachable, leftovers are not taken; a later heartbeat posts them.
             for command in [] if self._calls.unreachable else self.leftovers():
                 self.post(command)
 
@@ -194,7 +199,7 @@ class ControllerChannel(OpenChannel):
             if self._closing:
                 return
             replaced, self._pool = self._pool, SocketPool(self._context, session.endpoint, session.keys)
-            replaced.close()
+            replaced.close()  # wakes up the pending calls; they find the new pool, which is set already
             # Keep the pools that still have sockets in use: `close` waits for these.
             self._replaced_pools = [pool for pool in [*self._replaced_pools, replaced] if pool.wait(0.0)]
         if not self._calls.unreachable:
@@ -236,7 +241,7 @@ class ControllerChannel(OpenChannel):
     def _send_bye(self) -> None:
         """Report the end of the session to the service. Wait up to `CLOSE_S` for its confirmation; log a failure."""
         try:
-            with enough_for(self.endpoint):
+            with enough_for(self.endpoint):  # a socket of its own, because the pool is shut
                 dealer = dealer_socket(self._context, self.endpoint, self._calls.session.keys)
         except ServiceUnavailableError as error:
             log.warning("Session close could not be sent: %s", error)

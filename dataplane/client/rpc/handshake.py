@@ -115,7 +115,9 @@ def open_session(
         raise ValueError("no address of a data plane service: pass an address, or set config.address or TQ_ADDRESS")
     command = msgspec.structs.replace(_open_command(config, secrets.token_hex(16)), lock_path=lock_path)
     hit("session.before_open")
-    opened = _connect(config, context, resolve(config.address), command, config.connect_timeout_s, lambda: False)
+    opened = _connect(
+        config, context, resolve(config.address), command, config.connect_timeout_s, given_up=lambda: False
+    )
     hit("session.opened")
     return opened
 
@@ -154,7 +156,8 @@ def resume_session(
 
 
 def _open_command(config: DataPlaneConfig, nonce: str, session: int = 0, epoch: int = 0) -> c.OpenSession:
-    """Return the command that opens a session, or resumes `session`."""
+    """Return the command that opens a session, or resumes the session with this number (0: a new session). epoch: that
+    of the service at the last connection of the session."""
     name = config.client_name or f"{socket.gethostname()}:{os.getpid()}"
     return c.OpenSession(
         nonce=nonce,
@@ -211,7 +214,7 @@ def _connect_once(
 
     keys = keys_of(address, config.secret(), config.tls, deadline=deadline, check=check)
     zmq_address = zmq_address_of(keys.address)
-    probe(address, zmq_address, max(deadline - time.monotonic(), LOOK_S))
+    probe(address, zmq_address, max(deadline - time.monotonic(), LOOK_S))  # briefly, even at the deadline
     dealer = _dealer(context, f"tcp://{zmq_address}", keys)
     try:
         with _rejection_monitor(dealer) as monitor:
@@ -228,6 +231,7 @@ def _connect_once(
         units=result.units,
         address=address,
         endpoint=endpoint,
+        # The smaller of the service's interval (0: not set) and the client's.
         heartbeat_s=min(opened.heartbeat_s or config.heartbeat_s, config.heartbeat_s),
         nonce=command.nonce,
         durable=opened.durable,
@@ -323,7 +327,7 @@ def _choose_endpoint(
     """Return the best endpoint that works from this process, and a socket to it on which a heartbeat of the session was
     sent. An ipc endpoint is used only if it answers the heartbeat; `dealer`, the TCP socket, is then closed."""
     heartbeat = zmq_frames.request(c.Heartbeat(session=opened.session))
-    if opened.host == boot_id():
+    if opened.host == boot_id():  # the service runs on this host
         for endpoint in (each for each in opened.endpoints if each.startswith("ipc://")):
             ipc_dealer = dealer_socket(context, endpoint, keys)
             _send_heartbeat(ipc_dealer, heartbeat)

@@ -118,7 +118,7 @@ class HeartbeatThread:
         timeout_ms = max(0, int((self._next_beat_at - time.monotonic()) * 1000) + 1)
         sources = (self._dealer, self._monitor, self._waker.fd)
         zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], timeout_ms)
-        self._waker.clear()
+        self._waker.clear()  # before the flags are read: a later `wake` ends the next poll
         end, self._end_callback = self._end_callback, None
         if end is not None:
             threading.Thread(target=end, name="tq-close", daemon=True).start()
@@ -144,9 +144,10 @@ class HeartbeatThread:
     def _send_heartbeat(self) -> None:
         """Send one heartbeat, and reconnect if needed. Errors are logged and do not stop later heartbeats."""
         beat_s = self._calls.session.heartbeat_s
-        self._next_beat_at = time.monotonic() + beat_s
+        self._next_beat_at = time.monotonic() + beat_s  # `_miss` may set another time
         try:
             self._send_beat()
+            # Also after two heartbeats without a response.
             if self._check_requested or self._missed or time.monotonic() - self._last_response >= 2 * beat_s:
                 self._check_requested = False
                 self._reconnect()
@@ -204,6 +205,7 @@ class HeartbeatThread:
                 session, dealer = resume_session(self._config, self._context, before, lambda: self._closing)
                 monitor = _monitor(dealer)
         except ServiceUnavailableError as error:
+            # Calls of a durable service may wait for its restart. Without a state directory, a loss fails the calls.
             self._miss(str(error.why), lost=before.durable or not self._may_be_slow(error))
         except DataPlaneError as error:
             self._end(error)

@@ -65,7 +65,9 @@ class OutgoingCall:
 
 class Calls:
     """The calls of one session, and whether calls are possible: the state that a channel and its heartbeat thread
-    share. Thread-safe. No method blocks. `session` is the session as of the last connection.
+    share. Thread-safe. No method blocks. `session` is the session as of the last connection. `_pid` is the process that
+    opened it; a forked child can make no calls. `_lost_at` is the time at which the service was lost
+    (`time.monotonic`). `_lock` protects `_numbering`.
 
     on_doubt: called when a response reports that the service or the session ended; it must check this and return at
     once. It may run in any thread. Until the check is done, such responses are ignored: the service may restart
@@ -102,7 +104,7 @@ class Calls:
         """Raise the reason why calls are permanently impossible."""
         if self._pid != os.getpid():
             raise ClientClosedError(why="it was created before fork(); create one in the child process")
-        if self._over is not None:
+        if self._over is not None:  # the client was closed, or the session ended
             # A new exception each time: raised exceptions accumulate tracebacks.
             raise from_wire(*to_wire(self._over))
 
@@ -151,6 +153,7 @@ class Calls:
         service's response arrives first."""
         now = time.monotonic()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
+        # These commands can wait at the service.
         if isinstance(command, c.Allocate | c.Shrink | c.FindCells) or (
             isinstance(command, c.Claim) and command.blocking
         ):
@@ -199,7 +202,7 @@ class Calls:
         """Process a reply that no caller waits for: to a posted, abandoned or resent call, or to a heartbeat."""
         if self._is_shutdown_notice(reply):
             return
-        self._lost = ""
+        self._lost = ""  # the service responds
         if reply.outcome == _EXPIRED:
             self.on_doubt()
         elif reply.outcome not in _NOT_EXECUTED:
@@ -207,7 +210,7 @@ class Calls:
 
     def settle(self, outgoing: OutgoingCall, reply: zmq_frames.Reply) -> c.Result:
         """Return the result of the call, or raise its error. Record that its number is answered."""
-        self._lost = ""
+        self._lost = ""  # the service responds
         error = reply.error
         if isinstance(error, SessionExpiredError):
             self.end(error)

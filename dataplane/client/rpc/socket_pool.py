@@ -26,7 +26,11 @@ class SocketPool:
     pool grows only to the number of sockets in use at one time and closes sockets that are no longer needed. When the
     pool is shut (its service is lost or the client is closing), all callers that poll `waker` with their socket wake
     up, and returned sockets are closed. Thread-safe, and consistent after an interrupt at any point: a socket that was
-    not returned is closed with the pool at the latest."""
+    not returned is closed with the pool at the latest.
+
+    `_sockets` are all sockets, in use or idle; `_using` are the calls that use one. `_waker` is created with the first
+    socket.
+    """
 
     def __init__(self, context: zmq.Context[Socket], endpoint: str, keys: ConnectionKeys) -> None:
         self.endpoint = endpoint
@@ -58,7 +62,7 @@ class SocketPool:
         with self._guard:
             if self.shut:
                 return None
-            self._using.enter(call)
+            self._using.enter(call)  # before the socket exists, so that `wait` does not miss this call
             if self._idle:
                 return self._idle.pop()[0]
         try:
