@@ -54,7 +54,7 @@ def build_data_plane_client(
                 "bootstrap=False requires the address of a running service: set `address` in the data plane config"
             )
         return DataPlaneClient(config, on_event=on_event).connect()
-    server = serve(config)
+    server = serve(config)  # the client closes it, or this function after an error
     try:
         return DataPlaneClient(replace(config, address=server.address), owns=server, on_event=on_event).connect()
     except BaseException:

@@ -135,6 +135,7 @@ class DataPlaneConfig:
     client_name: str = ""
 
     def __post_init__(self) -> None:
+        """Raise TypeError for a setting of the wrong type, ValueError for an invalid value or combination."""
         self._check_types()
         for name in PATHS:
             if getattr(self, name) == "":
@@ -217,7 +218,7 @@ class DataPlaneConfig:
     def with_environment(self) -> DataPlaneConfig:
         """Return a copy in which unset address, token and TLS files come from TQ_ADDRESS, TQ_TOKEN and TQ_TLS_*. The
         TLS files come either all from the config or all from the environment."""
-        variables = ENV_TLS if self.tls is None else {}
+        variables = ENV_TLS if self.tls is None else {}  # TLS files of the config are not mixed with others
         from_environment: dict[str, Any] = {
             name: os.environ[variable] for name, variable in variables.items() if os.environ.get(variable)
         }
@@ -244,7 +245,8 @@ class DataPlaneConfig:
 
     def of_unit(self, number: int) -> DataPlaneConfig:
         """Return the config of storage unit `number` (from 0) of a service with this config."""
-        # Port 0 (any free port) and None (no HTTP server) stay as they are.
+        # `port` is the controller's: the unit uses any free port. `http_port` stays as it is if it is 0 (any free port)
+        # or None (no HTTP server).
         return replace(self, port=0, http_port=self.http_port and self.http_port + 1 + number)
 
     def guarded(self) -> bool:

@@ -16,7 +16,8 @@ from dataplane.storage.unit import StorageUnit
 class Server:
     """A running service. Pass `address` to `connect`. Close the server or use it as a context manager. If the process
     exits without `close`, the next storage unit that starts on the host removes the remaining arena files. A forked
-    child does not serve: the child has no listening sockets, and `close` does nothing there."""
+    child does not serve: the child has no listening sockets, and `close` does nothing there. `_pid` is the process that
+    created the server; `_units` are the storage units that were started."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self.config = config

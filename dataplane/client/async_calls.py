@@ -75,7 +75,7 @@ class AsyncCalls:
     async def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """See `DataPlaneClient.get_data`."""
         fields = get.chosen_fields(meta, select_fields)
-        return await self.perform(get.get, meta, meta.partition_id, fields, True)
+        return await self.perform(get.get, meta, meta.partition_id, fields, copy=True)
 
     async def locate(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> KVBatchMeta:
         """See `DataPlaneClient.locate`."""

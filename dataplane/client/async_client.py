@@ -32,8 +32,8 @@ class AsyncDataPlaneClient(AsyncCalls):
     def __init__(self, config: DataPlaneConfig, *, on_event: OnEvent | None = None) -> None:
         self._config = config
         self._emitter = EventEmitter(on_event)
-        self._opening: asyncio.Task[AsyncConnection] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._opening: asyncio.Task[AsyncConnection] | None = None  # opens the session, or has opened it or failed
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop and the process of `_opening`
         self._pid = os.getpid()
         self._closed = False
 
@@ -62,7 +62,7 @@ class AsyncDataPlaneClient(AsyncCalls):
         opening, self._opening = self._opening, None
         if opening is None or self._pid != os.getpid() or self._loop is not asyncio.get_running_loop():
             return  # the finalizer closes the connection in its own loop (see `AsyncChannel.end_in_background`)
-        await asyncio.wait([opening])
+        await asyncio.wait([opening])  # a pending first call may still open the session
         if not _failed(opening):
             await opening.result().close()
 
@@ -86,6 +86,7 @@ class AsyncDataPlaneClient(AsyncCalls):
         if self._closed:
             raise ClientClosedError()
         loop = asyncio.get_running_loop()
+        # A forked child opens its own session, possibly in another loop.
         if self._opening is None or self._pid != os.getpid() or _failed(self._opening):
             self._pid, self._loop = os.getpid(), loop
             self._opening = loop.create_task(AsyncConnection.open(self._config))

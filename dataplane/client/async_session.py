@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 
 class AsyncConnection:
-    """An open session and its session state, bound to one event loop."""
+    """An open session and its session state, bound to one event loop. `_channel` sends the commands. `_copies` are the
+    calls that have begun a copy, for which `close` waits."""
 
     def __init__(self, config: DataPlaneConfig, channel: AsyncChannel, lock: SessionLock | None) -> None:
         """Create instances with `open`."""
@@ -37,6 +38,7 @@ class AsyncConnection:
             durable=channel.durable,
             put_timeout_s=channel.put_timeout_s,
         )
+        # The callback first: a reconnection between these two lines may list other units.
         channel.on_units = self.session_state.connections.learn
         self.session_state.connections.learn(channel.units)
         session_states().add(self.session_state)
@@ -62,7 +64,7 @@ class AsyncConnection:
         """Execute the operation's steps until it returns. A cancelled call returns immediately; if its copy is in
         progress, the copy and the clean-up of the operation finish in the background."""
         self._post_leftovers()
-        with (call := threading.Lock()):
+        with (call := threading.Lock()):  # represents the call: see `begin_copy`
             try:
                 return await self._resume(operation, call)
             finally:
@@ -144,6 +146,7 @@ class AsyncConnection:
     async def close(self) -> None:
         """See `DataPlaneClient.close`."""
         self._finalizer.detach()
+        # First: the clean-up of these calls still needs the session.
         await asyncio.get_running_loop().run_in_executor(None, end_copies, self._copies, self._config)
         with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
             self._post_leftovers()

@@ -57,7 +57,7 @@ class DataPlaneClient:
     def __init__(self, config: DataPlaneConfig, *, owns: Owned | None = None, on_event: OnEvent | None = None) -> None:
         self._config = config
         self._emitter = EventEmitter(on_event)
-        self._owns = owns
+        self._owns = owns  # closed together with this client
         self._connections = ForkLocal(lambda: Connection(config))
 
     def connect(self) -> Self:
@@ -191,7 +191,7 @@ class DataPlaneClient:
         """Return `get_samples` of the meta's samples. `select_fields` defaults to `meta.fields` (ValueError if both
         are empty)."""
         fields = get.chosen_fields(meta, select_fields)
-        return self.perform(get.get, meta, meta.partition_id, fields, True)
+        return self.perform(get.get, meta, meta.partition_id, fields, copy=True)
 
     def locate(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> KVBatchMeta:
         """Return the meta with the current locations of its samples' fields (default: `meta.fields`). The locations

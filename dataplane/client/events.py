@@ -122,7 +122,8 @@ def _record_steps(operation: Operation[T], record: _OperationRecord) -> Operatio
 
 
 class _OperationRecord:
-    """Facts about an operation, collected from the commands that it sends."""
+    """Facts about an operation, collected from the commands that it sends. `_by_command`: the operation is named after
+    its command. `_started` is the time of its start (Unix time), `_began` the same as `time.perf_counter`."""
 
     def __init__(self, name: str) -> None:
         self.op = _NAMES.get(name, name)

@@ -73,7 +73,7 @@ class PreallocatedBuffer:
         self._spaces: dict[int, PreallocatedSpace] = {}  # by call number: the open ones, and those with parts in use
         self._requests = 0  # commands of `next_request` without a response
         self.returned: collections.deque[int] = collections.deque()
-        self._last_put_at = self._rejected_at = -SOON_S
+        self._last_put_at = self._rejected_at = -SOON_S  # times of the last small put, and of the last rejection
 
     def take(self, nbytes: int, taken: list[PreallocatedPart]) -> bool:
         """Append the part for a put of `nbytes` (see `bytes_of`) to `taken`; it is in use until `finish`. Return
@@ -100,7 +100,7 @@ class PreallocatedBuffer:
             now = self._clock()
             soon = now - self._last_put_at < SOON_S
             self._last_put_at = now
-            if unit is None or not soon:
+            if unit is None or not soon:  # no arena is mapped, or small puts are rare
                 return None
             if now - self._rejected_at < SOON_S or self._requests >= MOST_REQUESTS:
                 return None
@@ -120,7 +120,8 @@ class PreallocatedBuffer:
             self._requests = max(self._requests - 1, 0)
 
     def add(self, number: int, granted: Preallocate, offset: int, *, checksums: bool = False) -> None:
-        """Add space at `offset`, allocated by call `number`."""
+        """Add space at `offset`, allocated by call `number`. granted: the command of this call. checksums: see
+        `PreallocatedSpace`."""
         space = PreallocatedSpace(number, granted.unit, offset, offset + granted.nbytes, checksums)
         with self._lock:
             self._spaces[number] = space

@@ -55,7 +55,7 @@ def dial(address: str, timeout_s: float) -> socket.socket:
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     deadline = time.monotonic() + timeout_s
     for index, (family, kind, protocol, _, socket_address) in enumerate(infos):
-        untried = len(infos) - index
+        untried = len(infos) - index  # this address included
         try:
             return _connect(family, kind, protocol, socket_address, (deadline - time.monotonic()) / untried)
         except OSError:
@@ -95,6 +95,7 @@ def lasting_port() -> int:
     down, no outgoing connection is assigned the port. (With an ephemeral port, a client that reconnects to a server on
     this host could connect to itself.)"""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    # At least 1000 ports to pick from, even if the ephemeral range begins lower.
     return pick(LOWEST_PORT, max(first - 1, LOWEST_PORT + 1000))
 
 

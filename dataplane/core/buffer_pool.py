@@ -77,13 +77,14 @@ class BufferPool:
         return None if best is None else self._idle.pop(best)
 
     def _collect(self) -> None:
-        """Move released regions to the idle list, and return idle memory beyond the limit to the system."""
+        """Move released regions to the idle list, and return idle memory beyond the limit to the system. The caller
+        holds the lock."""
         if not self._returned and self._keep_bytes:
-            return  # nothing has changed since the last call
+            return  # nothing has changed since the last call; a limit of 0 may be new (see `drop`)
         while self._returned:
             self._idle.append(self._returned.popleft())
         excess = sum(map(len, self._idle)) - self._keep_bytes
-        while excess > 0:
+        while excess > 0:  # an unmapped region returns its memory
             excess -= len(self._idle.pop(0))
 
 

@@ -65,7 +65,7 @@ class Together:
 
 class _Batch(Generic[T]):
     """The jobs of one `run`. Several threads take jobs from it until none is left. results: by the number of the job;
-    error: the first exception of a job."""
+    error: the first exception of a job. `_left` are the jobs that no thread has taken, with their numbers."""
 
     def __init__(self, jobs: Sequence[Callable[[], T]]) -> None:
         self.results: dict[int, T] = {}
@@ -85,7 +85,7 @@ class _Batch(Generic[T]):
                 self._active.add(me)
             try:
                 self.results[number] = job()
-            except BaseException as error:
+            except BaseException as error:  # `run` raises it in the calling thread
                 self.error = self.error or error
                 self._left.clear()  # start no further job
             finally:

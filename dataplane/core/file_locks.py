@@ -123,7 +123,7 @@ def _create_aside(path: Path) -> int:
         os.close(fd)
         raise
     finally:
-        os.unlink(hidden)
+        os.unlink(hidden)  # the file stays under its name `path`, if it has one
     return fd
 
 
@@ -163,7 +163,7 @@ def unlink_unheld(path: Path) -> bool:
         with contextlib.suppress(FileNotFoundError, PermissionError):
             path.unlink()
             return True
-        return False
+        return False  # another process removed it first, or the directory permits no removal
     finally:
         os.close(fd)
 
@@ -201,7 +201,7 @@ def file_system(path: str | Path) -> str:
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
     for existing in (absolute, *absolute.parents):
         if _statfs()(os.fsencode(existing), buffer) == 0:  # else it does not exist
-            number = int.from_bytes(buffer.raw[:4], sys.byteorder)
+            number = int.from_bytes(buffer.raw[:4], sys.byteorder)  # 4 bytes of `f_type` (see `_statfs`)
             return _FILE_SYSTEMS.get(number, f"{number:#x}")
     return ""
 

@@ -10,7 +10,8 @@ class InFlight:
     """The active calls of an object that can be closed. Each call creates a lock and holds it with a `with` statement.
     The interpreter does not raise KeyboardInterrupt between acquiring the lock and entering the block, or between
     leaving the block and releasing the lock. An interrupted call therefore always counts as ended, even if it did not
-    call `leave`. Thread-safe: each step is a single set operation."""
+    call `leave`. Thread-safe: each step is a single set operation. `_calls` are the locks of the registered calls;
+    those that are held are active."""
 
     def __init__(self) -> None:
         self._calls: set[threading.Lock] = set()

@@ -47,7 +47,7 @@ class OneLine(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log the record. Replace the traceback of one with an exception by a line."""
         error = record.exc_info[1] if record.exc_info else None
-        if error is None:
+        if error is None:  # no traceback: log it unchanged
             return True
         line = self._complaints.take(f"{record.getMessage()}: {error!r}")
         if line is None:

@@ -44,7 +44,7 @@ def cgroup_limits() -> list[AvailableMemory]:
     and v1."""
     limits: list[AvailableMemory] = []
     for line in _read_lines(PROC / "self" / "cgroup"):
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = line.split(":", 2)  # number of the hierarchy, controllers, path of the cgroup
         if controllers == "":  # cgroup v2, which a hybrid setup mounts at "unified"
             limits += _limits_upwards(CGROUP_ROOT, path, _v2_limit)
             limits += _limits_upwards(CGROUP_ROOT / "unified", path, _v2_limit)

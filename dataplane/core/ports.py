@@ -22,6 +22,7 @@ def require_free_port(host: str, port: int) -> None:
     address = resolve_host(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # Ports with closed connections that the kernel still remembers count as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
@@ -43,7 +44,7 @@ def _describe_holder(port: int) -> str:
     sockets = sorted(_sockets_at(port), key=lambda entry: entry[0] != _LISTEN)  # False sorts first
     if not sockets:
         return ""
-    _, user, inode = sockets[0]
+    _, user, inode = sockets[0]  # a listening socket, if there is one
     pid = _process_with(f"socket:[{inode}]")
     if pid is None:
         return f"a process of user {user}"

@@ -77,7 +77,7 @@ class ClientSampler(ABC):
         except BaseException:
             self._client.nack(pool)
             raise
-        kept_rows = set(kept)
+        kept_rows = set(kept)  # the other rows are released
         self._client.nack(pool.subset([row for row in range(pool.size) if row not in kept_rows]))
         return pool.subset(kept)
 

@@ -166,7 +166,8 @@ def _identity(item: Any) -> Any:
 
 
 class _Stream(IterableDataset[MicroBatch]):
-    """The dataset of the loader: yields the micro-batches that this process, or the leader of `replicas`, claims."""
+    """The dataset of the loader: yields the micro-batches that this process, or the leader of `replicas`, claims.
+    `_source` claims them; it is None on ranks that are not the leader."""
 
     def __init__(
         self, claims: _ClaimReader, form: _BatchForm, replicas: Replicas | None, *, prefetch: int, timeout_s: float
@@ -248,7 +249,6 @@ class _BatchForm:
 
 class _ClaimReader:
     """Claims and reads one micro-batch after another. Not thread-safe.
-
     claim: the arguments of each `claim_meta`. lease_s: duration of the leases, or None. read: reads the columns of
     claimed samples. step: step of the first share, or None if claims are not shares.
     """
@@ -306,8 +306,7 @@ class _ClaimReader:
 
 
 class _MicroBatchSource:
-    """Returns the micro-batches of `claims`. A thread prefetches up to `prefetch` of them.
-
+    """Returns the micro-batches of `claims`. A thread prefetches up to `prefetch` of them (0: no thread).
     For one consumer. A lease starts when its micro-batch is returned, and is acknowledged when the next one is
     requested. `_leased` is the meta of the last returned micro-batch, whose lease ends at `_leased_until`.
     """
@@ -325,7 +324,7 @@ class _MicroBatchSource:
         """Start a thread that prefetches until the end or an error."""
         name = f"stream of {self._claims.partition}/{self._claims.task}"
         # The loader's timeout error reports what the last claim was waiting for, so one claim must end before it.
-        claim_s = min(CLAIM_S, max(self._timeout_s / 2, 0.05))
+        claim_s = min(CLAIM_S, max(self._timeout_s / 2, 0.05))  # at least 50 ms
         arguments = (self._claims, self._queue, claim_s)
         thread = threading.Thread(target=_run_prefetch, args=arguments, name=name, daemon=True)
         thread.start()
@@ -334,7 +333,7 @@ class _MicroBatchSource:
     def take(self) -> MicroBatch | None:
         """Acknowledge the last micro-batch and return the next one; None at the end. Raise TimeoutError after the
         timeout, and the errors of claims and reads."""
-        leased, self._leased = self._leased, None
+        leased, self._leased = self._leased, None  # first: after an error, it is not acknowledged again
         if leased is not None:
             self._acknowledge(leased)
         deadline = time.monotonic() + self._timeout_s
@@ -365,7 +364,7 @@ class _MicroBatchSource:
         samples of it, or if all of them were cleared: it must be skipped."""
         if self._claims.lease_s is None:
             return True
-        until = time.monotonic() + self._claims.lease_s
+        until = time.monotonic() + self._claims.lease_s  # before the call: the lease ends later at the service
         try:
             cleared = self._claims.client.extend(meta, self._claims.lease_s)
         except StaleSampleError as error:
@@ -387,7 +386,8 @@ class _MicroBatchSource:
 
 class _PrefetchQueue:
     """At most `capacity` micro-batches between the prefetch thread and the consumer. `_late`: timeout of the last
-    claim, if any. `_reported`: the consumer has received the end or the error that ended the thread."""
+    claim, if any. `_ended`, `_failure`: the thread has reached the end of the stream, or an error. `_reported`: the
+    consumer has received that end or error. `_closed`: `close` was called."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -432,7 +432,7 @@ class _PrefetchQueue:
                 lambda: self._ready or self._ended or self._failure or self._closed, timeout_s
             )
             self.check_open()
-            if self._ready:
+            if self._ready:  # also after the end or an error, which come last
                 self._changed.notify_all()
                 return self._ready.popleft()
             if not in_time:
@@ -490,7 +490,7 @@ def _run_prefetch(claims: _ClaimReader, queue: _PrefetchQueue, claim_s: float) -
         else:
             queue.put(batch)
             more = batch is not None
-    if more:  # the queue was closed
+    if more:  # the queue was closed, perhaps while a claim was pending
         _release_rest(claims, queue)
 
 

@@ -68,7 +68,7 @@ class DynamicSampler:
         self._client = client
         self._batch_size = batch_size
         self._reward_tag, self._group_tag, self._least = reward_tag, group_tag, least
-        self._kept: list[KVBatchMeta] = []
+        self._kept: list[KVBatchMeta] = []  # the kept samples, oldest first
         self.rounds = 0
         self.dropped = 0
 
@@ -96,7 +96,7 @@ class DynamicSampler:
             self._kept = []
             return batch
         useful = self._useful(sizes)
-        if len(useful) < len(sizes):
+        if len(useful) < len(sizes):  # more groups of one size than fit in a batch
             self._kept = [self._select_groups(useful)]
             log.warning(
                 "Groups of %s samples do not add up to a batch of %d so far; further groups of these sizes are dropped",
@@ -113,7 +113,7 @@ class DynamicSampler:
             raise InvalidRequestError(f"samples already added: {first_few(repeated)}; add each sample once")
 
     def _check_sizes(self, meta: KVBatchMeta) -> None:
-        """Raise ValueError if `meta` makes a group larger than a batch."""
+        """Raise ValueError if `meta` makes a group larger than a batch, together with the kept samples of the group."""
         sizes = self._sizes([*self._kept, meta] if meta.size else [])
         for group, size in sizes.items():
             if size > self._batch_size:

@@ -89,7 +89,7 @@ class ReplayBuffer:
         self._fields = list(required_fields)
         self._group_size = group_size
         self._changed = threading.Condition()
-        self._version = self._consumed = self._stored = 0
+        self._version = self._consumed = self._stored = 0  # see `Flow`
         self._next = self._next_place = 0  # number of the next sample id, and the next position (see `Reservation`)
         self._free_places: list[int] = []  # a heap: positions of rolled-back samples
         self._running: dict[int, Reservation] = {}  # by `Reservation.number`, until the commit or rollback
@@ -111,6 +111,7 @@ class ReplayBuffer:
         `CallTimeoutError` (a TimeoutError) with the current counts. Raise ValueError for a count that the policy
         can never admit."""
         timeout_s = seconds("timeout_s", timeout_s)
+        # What the policy admits at most, when nothing is consumed, stored or running: the samples of these steps.
         most = (self.policy.window + 1) * self.policy.batch_size
         if not 1 <= count <= most or count % (self._group_size or 1):
             groups = "" if self._group_size is None else f", in whole groups of {self._group_size}"
@@ -157,13 +158,13 @@ class ReplayBuffer:
         Raise `RolloutAbortedError` if the policy aborted the work (samples that were already put are cleared), and
         the errors of the service.
         """
-        put = fields if isinstance(fields, KVBatchMeta) else None
+        put = fields if isinstance(fields, KVBatchMeta) else None  # the meta of a put by another process
         if put is not None and put.sample_ids != reservation.sample_ids:
             raise ValueError(f"meta of {put.size} samples: expected the sample ids of the reservation, in order")
         try:
             self._mark_storing(reservation)
         except RolloutAbortedError:
-            if put is not None and not reservation.committed:
+            if put is not None and not reservation.committed:  # committed samples belong to the trainer
                 self._client.clear_samples(put, self._partition)
             raise
         try:
@@ -222,7 +223,7 @@ class ReplayBuffer:
         with self._changed:
             if reservation.committed or reservation.storing:
                 return
-            if self._running.pop(reservation.number, None) is not None:
+            if self._running.pop(reservation.number, None) is not None:  # None: it was rolled back before
                 for place in reservation.places:
                     heapq.heappush(self._free_places, place)
                 self._changed.notify_all()
@@ -299,7 +300,7 @@ class ReplayBuffer:
                 for stop in reservation.watchers:
                     callbacks.callback(stop)
             for reservation in aborted:
-                self.rollback(reservation)
+                self.rollback(reservation)  # frees their positions for other work
             self._client.set_version(self._partition, version)
             evicted = self._evict(version)
             with self._changed:
@@ -328,6 +329,7 @@ class ReplayBuffer:
         """Return the state to save together with a checkpoint of the service, as plain values. Running work is not
         included; it must be started again after loading."""
         with self._changed:
+            # Running work starts again after loading, at the same positions: they are saved as free.
             running = [place for reservation in self._running.values() for place in reservation.places]
             return {
                 "version": self._version,

@@ -141,14 +141,14 @@ class Place:
             _sync(self.directory)
             failpoints.hit("checkpoint.before_rename")
             unfinished.rename(self.directory / manifest.NAME)
-            self._placed = self._inside
+            self._placed = self._inside  # otherwise only the next rename publishes the checkpoint
             _sync(self.directory)
             if not self._inside:
                 self._rename_directory()
                 self._placed = True
                 _sync(self.path.parent)
         failpoints.hit("checkpoint.after_rename")
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the checkpoint is complete; the next one removes what remains
             if self._inside and self._lock is not None:
                 self._remove_data_except({self.data})  # the files of the older checkpoint
         self._release_lock()

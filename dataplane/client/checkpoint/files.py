@@ -57,6 +57,7 @@ _DTYPES = {
     "float8_e5m2": "F8_E5M2",
 }
 _COMPLEX = {"complex64": "float32", "complex128": "float64"}
+"""Complex elements are stored as pairs of these."""
 
 Gather = Callable[[c.FieldLocations], RowSource]
 """Fetches the values at these locations."""
@@ -101,7 +102,7 @@ def stored_part(name: str, partition: str, located: c.FieldLocations) -> FilePar
         return FilePart(name, "uint8", (nbytes,), nbytes, located, partition)
     dtype, shape = spec.dtype or "", (count, *(spec.inner or ()))
     if dtype in _COMPLEX:
-        dtype, shape = _COMPLEX[dtype], (*shape, 2)
+        dtype, shape = _COMPLEX[dtype], (*shape, 2)  # real and imaginary part
     return FilePart(name, dtype, shape, nbytes, located, partition)
 
 
@@ -223,7 +224,7 @@ def verify(directory: Path, entry: FileEntry) -> None:
             while count := file.readinto(buffer):
                 digest.update(buffer[:count])
                 nbytes += count
-                if nbytes > entry.nbytes:
+                if nbytes > entry.nbytes:  # too long; the rest need not be read
                     break
     except FileNotFoundError:
         raise CheckpointError(file=str(path), why="missing") from None

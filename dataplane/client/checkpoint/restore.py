@@ -63,7 +63,7 @@ def _restore(
     entries = _selected(content, partitions)
     for file in content.files:
         yield Work(partial(files.verify, reading.directory, file))
-    yield from _check_target(session_state, entries, replace)
+    yield from _check_target(session_state, entries, replace=replace)
     failpoints.hit("restore.verified")
     suffix = secrets.token_hex(8)
     staged = [f"restoring-{suffix}-{number}" for number in range(len(entries))]
@@ -76,7 +76,7 @@ def _restore(
         failpoints.hit("restore.before_publish")
         yield Send(c.Publish(staged=tuple(staged), partitions=tuple(published), replace=replace))
     except BaseException:
-        for name in staged:
+        for name in staged:  # also those that were not staged yet: clearing them has no effect
             yield Post(c.Clear(partition=name, samples=None))
         raise
     for entry in entries:
@@ -98,8 +98,8 @@ def _selected(content: Manifest, partitions: Sequence[str] | None) -> tuple[Part
 
 
 def _check_target(session_state: SessionState, entries: Sequence[PartitionEntry], replace: bool) -> Operation[None]:
-    """Raise the error if a partition exists or the service has too little space. Such errors would otherwise occur
-    only after much data was written."""
+    """Raise the error if a partition exists (unless `replace`) or the service has too little space. Such errors would
+    otherwise occur only after much data was written."""
     stats: c.StatsReport = (yield Send(c.Stats())).result
     existing = {partition.partition for partition in stats.partitions}
     for entry in entries:
@@ -108,7 +108,7 @@ def _check_target(session_state: SessionState, entries: Sequence[PartitionEntry]
     sizes = [cells.nbytes for entry in entries for cells in entry.cells]
     wanted = sum(-(-nbytes // GRANULE_BYTES) * GRANULE_BYTES for nbytes in sizes)  # rounded up to whole granules
     capacity = sum(unit.capacity_bytes for unit in stats.units)
-    if wanted > capacity and stats.units:
+    if wanted > capacity and stats.units:  # it does not fit even into empty units
         raise RequestTooLargeError(wanted_bytes=wanted, limit_bytes=capacity, what="this checkpoint", hint=TOO_LARGE)
     free = sum(
         unit.capacity_bytes - unit.live_bytes - unit.reserved_bytes - unit.retired_bytes
@@ -122,7 +122,7 @@ def _check_target(session_state: SessionState, entries: Sequence[PartitionEntry]
 
 
 class _FileCache:
-    """The files of the checkpoint. The last used file stays open."""
+    """The files of the checkpoint. The last used file, `_opened` with number `_number`, stays open."""
 
     def __init__(self, directory: Path, content: Manifest) -> None:
         self._directory = directory

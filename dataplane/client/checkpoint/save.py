@@ -76,7 +76,8 @@ def selected_names(partitions: Sequence[str] | None) -> tuple[str, ...]:
 
 class _Writer:
     """Collects tensors and writes a file when enough are collected. saved: the response to the Save command, once
-    received. entries: the files that were written."""
+    received. entries: the files that were written. `_parts` are the collected tensors, of `_bytes` bytes in total.
+    `_pieces` counts the prefixes issued."""
 
     def __init__(self, session_state: SessionState, place: Place) -> None:
         self.session_state = session_state
@@ -99,7 +100,7 @@ class _Writer:
             yield from self.flush()
         self._parts += parts
         self._bytes += nbytes
-        return len(self.entries)
+        return len(self.entries)  # the number of the next file
 
     def flush(self) -> Operation[None]:
         """Write the collected tensors to a file, if there are any."""
@@ -107,6 +108,7 @@ class _Writer:
             return
         parts, name = self._parts, f"{self._place.data}/{len(self.entries):05}.safetensors"
         stored = [part.content for part in parts if isinstance(part.content, c.FieldLocations)]
+        # Without empty values: their locations may refer to removed units.
         yield from ensure_known(
             self.session_state, units_of([select_values(located, located.lengths > 0) for located in stored])
         )

@@ -67,7 +67,8 @@ OnProgress = Callable[[DrainProgress], object]
 
 class _Progress:
     """State of one drain: `page` is the last page found, `max_page_bytes` the maximum size of the next one. `cells` and
-    `nbytes` have been moved, `left_cells` remain. `failures` counts consecutive failures of a target unit."""
+    `nbytes` have been moved, `left_cells` remain. `failures` counts consecutive failures of a target unit. `end` is the
+    deadline of the drain (`time.monotonic`)."""
 
     def __init__(self, unit: int, timeout_s: float) -> None:
         self.unit = unit
@@ -106,7 +107,8 @@ def drain(
     session_state: SessionState, unit: int, timeout_s: float, force: bool = False, on_progress: OnProgress | None = None
 ) -> Operation[Drained]:
     """Mark the unit, so that no new rows are placed on it, and move its rows until none remain. Raise `DrainError` if
-    that takes longer than `timeout_s` or is impossible."""
+    that takes longer than `timeout_s` or is impossible. force: mark the unit even if no other unit accepts new rows.
+    on_progress: called after each page, unless the drain has ended."""
     timeout_s = seconds("timeout_s", timeout_s)
     yield Send(c.Drain(unit=unit, force=force))
     progress = _Progress(unit, timeout_s)
@@ -119,7 +121,8 @@ def drain(
             log.debug("Cells to move were removed: %s", error)
         except (StorageUnitError, ServiceRestartedError) as error:
             progress.failures += 1
-            # If the drained unit itself fails, its rows cannot be read; a failed target unit can be replaced.
+            # If the drained unit itself fails, its rows cannot be read; a failed target unit can be replaced. An error
+            # without a unit counts as a failure of the drained unit.
             if progress.failures == TRIES or getattr(error, "unit", unit) == unit:
                 raise progress.error(str(error)) from error
         else:
@@ -139,7 +142,7 @@ def undrain(session_state: SessionState, unit: int) -> Operation[None]:
 
 
 def forget(session_state: SessionState, unit: int, force: bool) -> Operation[None]:
-    """Remove the unit from the service."""
+    """Remove the unit from the service. force: also if it has rows, which are then cleared."""
     yield Send(c.Forget(unit=unit, force=force))
 
 
@@ -200,7 +203,7 @@ def _move_page(session_state: SessionState, progress: _Progress) -> Operation[c.
     if len(page.rows):
         moved: c.Moved = yield from _move(session_state, progress.unit, found)
         progress.failures = 0
-        progress.max_page_bytes = min(2 * progress.max_page_bytes, PAGE_BYTES)
+        progress.max_page_bytes = min(2 * progress.max_page_bytes, PAGE_BYTES)  # after a lack of space, grow again
         progress.cells += moved.cells
         progress.left_cells = page.cells - moved.cells
         progress.nbytes += int(_sizes(page).sum()) if moved.cells else 0
@@ -255,8 +258,10 @@ def _copy(
     # All values come from one unit, and therefore lie in one buffer.
     memory = source.buffers[0 if source.which is None else int(source.which[0])]
     if source.check is not None:
-        source.check(memory, source.offsets, slice(None))
-    column = EncodedColumn(page.field, page.spec, page.lengths, sizes, None, FlatValues(memory, source.offsets, sizes))
+        source.check(memory, source.offsets, slice(None))  # all values
+    column = EncodedColumn(
+        page.field, page.spec, page.lengths, sizes, index=None, values=FlatValues(memory, source.offsets, sizes)
+    )
     failpoints.hit("move.mid_copy")
     session_state.connections.write(placements, [column], reservation, unfinished)
 

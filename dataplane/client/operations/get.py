@@ -107,10 +107,11 @@ def parts_by_field(located: Sequence[c.FieldLocations], existing: np.ndarray[Any
                 continue
             # Length -1: the sample has no value in this column.
             places = np.flatnonzero(locations.lengths[existing] >= 0)
-            if len(places) == len(locations.lengths):
+            if len(places) == len(locations.lengths):  # all samples of the request: no selection is needed
                 field_parts.append(ReadPart(locations, places))
             elif len(places):
                 field_parts.append(ReadPart(select_values(locations, existing[places]), places))
+        # Only if each sample has a value in one of the columns.
         if field_parts and sum(len(part.places) for part in field_parts) == len(existing):
             parts[name] = field_parts
     return parts
@@ -246,9 +247,9 @@ def _locate(
 def _cached_locations(
     session_state: SessionState, names: Names, select_fields: Sequence[str]
 ) -> tuple[c.FieldLocations, ...] | None:
-    """Return the locations in the meta, if the fields may be copied from there before the service validates them.
-    This requires that the client is connected to these units in the epochs recorded in the meta. Object fields are
-    excluded, because their decoder cannot handle bytes that change."""
+    """Return the locations in the meta, if the fields may be copied from there before the service validates them; else
+    None. This requires that the client is connected to these units in the epochs recorded in the meta. Object fields
+    are excluded, because their decoder cannot handle bytes that change."""
     if not isinstance(names, KVBatchMeta) or isinstance(select_fields, str) or not names.size:
         return None
     if not select_fields or not all(name in names.places for name in select_fields):
@@ -321,6 +322,7 @@ def _read(
             located = yield from _locate(session_state, names, ids, partition, select_fields, early_copy, serials=True)
         try:
             fields: tuple[c.FieldLocations, ...] = located.result.fields
+            # `located.meanwhile` is None if the early copy failed or was not made.
             if remembered is not None and located.meanwhile is not None and _unchanged(remembered, fields):
                 built = located.meanwhile
             else:

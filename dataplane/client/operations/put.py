@@ -97,6 +97,7 @@ def put_rows(
         try:
             return encoded, (yield from store(session_state, commit, ids, encoded))
         except (SchemaError, StaleSchemaError) as error:
+            # Stale: the schema has no kind for the field any longer, so it has lost the declaration.
             if declare is not None and isinstance(error, StaleSchemaError):
                 yield declare()
             if turn + 1 == PUT_TRIES or not (yield from _refresh_schema(session_state, partition, schema, error)):
@@ -233,7 +234,7 @@ def store(
         if taken:
             committed = yield from _store_preallocated(session_state, taken[0], commit, ids, encoded)
             session_state.preallocated.finish(taken[0], failed=False)
-            taken.clear()
+            taken.clear()  # `finally` reports the parts in it as failed
             return committed
     except (ServiceRestartedError, StorageUnitError) as error:
         log.info("Preallocated space was lost (%s); allocating new space", error)
@@ -247,7 +248,7 @@ def store(
         c.Allocate(
             partition=commit.partition,
             columns=tuple(_sizes(column) for column in encoded),
-            update=commit.mode is c.Mode.UPDATE or commit.samples.ids is None,
+            update=commit.mode is c.Mode.UPDATE or commit.samples.ids is None,  # row handles name existing samples
             timeout_s=session_state.put_timeout_s,
             samples=commit.samples,
         )
@@ -262,7 +263,7 @@ def store(
         written: Sequence[EncodedColumn] = yield Work(write)
         failpoints.hit("put.before_commit")
         committed = (yield from send_for_samples(ids, _with_columns(commit, written, allocated.number))).result
-        return replace(committed, evicted=allocated.result.evicted)
+        return replace(committed, evicted=allocated.result.evicted)  # samples evicted to make space
     except BaseException:
         yield from release_space(session_state, allocated.number, unfinished)
         raise
@@ -323,7 +324,7 @@ def _take_preallocated(session_state: SessionState, nbytes: int, taken: list[Pre
         return
     finally:
         buffer.end_request()
-    buffer.take(nbytes, taken)
+    buffer.take(nbytes, taken)  # takes nothing if other puts have taken the new space
 
 
 def _store_preallocated(
@@ -335,7 +336,15 @@ def _store_preallocated(
 ) -> Operation[c.Committed]:
     """Copy the columns into the preallocated part and commit them."""
     space = part.space
-    write = partial(_write, session_state, part.placements(encoded), encoded, space.number, set(), space.checksums)
+    write = partial(
+        _write,
+        session_state,
+        part.placements(encoded),
+        encoded,
+        reservation=space.number,
+        unfinished=set(),  # stays empty: the arena is mapped, so no unit executes the write
+        checksums=space.checksums,
+    )
 
     # A small copy into a mapped arena does not block: the async client makes it on its event loop (see `Work`).
     def brief() -> bool:

@@ -38,6 +38,7 @@ def with_retry(
                 return (yield from operation(session_state, *args, **kwargs))
             except (StorageUnitError, ServiceRestartedError) as error:
                 end = min(end, time.monotonic() + session_state.config.reconnect_s)  # set by the first failure
+                # With `lost`, the process restarted without the state that the operation needs.
                 is_permanent = not session_state.durable or error.facts.get("lost")
                 if is_permanent or time.monotonic() + backoff.next_s >= end:
                     raise

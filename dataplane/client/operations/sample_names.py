@@ -32,7 +32,7 @@ def ids_of(names: Names) -> list[str]:
             field="sample_ids", row=None, got=type(names).__name__, hint="Pass a list of strings or a KVBatchMeta."
         )
     ids = list(names)
-    if set(map(type, ids)) - {str}:
+    if set(map(type, ids)) - {str}:  # a fast test; the exact one also accepts subclasses of str
         for row, name in enumerate(ids):
             if not isinstance(name, str):
                 raise UnsupportedValueError(
@@ -110,7 +110,7 @@ def tag_columns(
         c.TagColumn(
             name=name,
             values=tuple(values),
-            positions=None if len(values) == count else np.array(positions, dtype=np.int64),
+            positions=None if len(values) == count else np.array(positions, dtype=np.int64),  # None: all samples
         )
         for name, (values, positions) in columns.items()
     )
