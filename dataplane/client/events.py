@@ -84,7 +84,7 @@ class EventEmitter:
         except BaseException as error:
             self._emit(record.event(error), span, error)
             raise
-        self._emit(record.event(None), span, None)
+        self._emit(record.event(error=None), span, error=None)
         return result
 
     def _emit(self, event: OpEvent, span: TraceSpan | None, error: BaseException | None) -> None:

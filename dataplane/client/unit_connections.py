@@ -363,7 +363,7 @@ class UnitConnections:
     ) -> dict[str, RowSource]:
         """Return one `RowSource` per field: in the mapped arenas, and in buffers read from the other units."""
         arena = self._arena(min(units)) if len(units) == 1 else None  # `min`: the only unit
-        if arena is not None:  # one arena holds all rows: their offsets are valid as they are
+        if arena is not None:  # one arena holds all rows (`which` is None): their offsets are valid as they are
             whole = [_readable(arena, guard)]
             return {field.name: RowSource(field.spec, whole, None, field.offsets, field.lengths) for field in located}
         # All fields share `buffers`. For each field: the buffer index and offset of each row (`which`, `offsets`), and

@@ -94,7 +94,7 @@ class BadRequestError(DataPlaneError, ValueError):
 
 
 class SampleExistsError(BadRequestError):
-    """A put with mode "create" names samples that exist."""
+    """A put with mode "create" names samples that exist. `total`: their number, if `samples` has only the first few."""
 
     grpc_status = "ALREADY_EXISTS"
 
@@ -136,7 +136,7 @@ UNDECLARED = "an undeclared field"
 
 
 class SchemaError(BadRequestError):
-    """The values of a put do not match the field's schema or its live rows."""
+    """The values of a put do not match the field's schema or its live rows. `hint` replaces the usual remedy."""
 
     def __init__(self, *, partition: str, field: str, got: str, expected: str, hint: str = "") -> None:
         remedy = hint or "Convert the values, clear the field's live rows, or register the partition with a new schema."
@@ -171,7 +171,8 @@ class InvalidRequestError(BadRequestError):
 
 
 class RowsChangedError(BadRequestError):
-    """Rows changed after a writer had read them for an append."""
+    """Rows changed after a writer had read them for an append. `total`: their number, if `samples` has only the first
+    few."""
 
     grpc_status = "ABORTED"
 
@@ -189,7 +190,7 @@ class RowsChangedError(BadRequestError):
 
 class ShareConflictError(BadRequestError):
     """Part of a rank's share was returned to the pool (its hold or lease ended, or its claim was given back) and then
-    claimed by another claim."""
+    claimed by another claim. `total`: their number, if `samples` has only the first few."""
 
     grpc_status = "FAILED_PRECONDITION"
 
@@ -211,7 +212,7 @@ class ShareConflictError(BadRequestError):
 
 
 class PartitionSealedError(BadRequestError):
-    """A put has new sample ids for a sealed partition."""
+    """A put has new sample ids for a sealed partition. `total`: their number, if `samples` has only the first few."""
 
     grpc_status = "FAILED_PRECONDITION"
 
@@ -238,7 +239,7 @@ class PartitionDroppedError(BadRequestError):
 
 
 class RequestTooLargeError(BadRequestError):
-    """The request can never fit, even into an empty service."""
+    """The request can never fit, even into an empty service. `hint` replaces the usual remedy."""
 
     grpc_status = "OUT_OF_RANGE"
 
@@ -265,7 +266,7 @@ class LimitError(BadRequestError):
 
 
 class StaleCallError(BadRequestError):
-    """The session has settled a call of this number before."""
+    """The session has settled a call of this number before, like all calls below its `watermark`."""
 
     grpc_status = "FAILED_PRECONDITION"
 
@@ -410,7 +411,7 @@ class CallTimeoutError(WaitTimeoutError):
 
 class PortTakenError(DataPlaneError, OSError):
     """The port of `address` is in use. `holder`: the process that listens there or has another socket on the port; ""
-    if unknown."""
+    if unknown. `hint` replaces the usual remedy."""
 
     grpc_status = "FAILED_PRECONDITION"
 

@@ -19,7 +19,8 @@ class ServiceUnavailableError(ServiceError):
 
 
 class AuthenticationError(ServiceError):
-    """`peer`, the service or a storage unit, rejected the credentials of this client."""
+    """`peer`, the service or a storage unit, rejected the credentials of this client. `hint` replaces the usual
+    remedy."""
 
     grpc_status = "UNAUTHENTICATED"
 

@@ -9,7 +9,7 @@ from dataplane.errors.base import SHOWN, DataPlaneError
 
 class ChecksumError(DataPlaneError, OSError):
     """The bytes of a row do not match the checksum of its writer. `total` rows of the field are damaged; `sample`
-    is the first of them."""
+    is the first of them. `unit` stores it; `expected` is the writer's checksum, `got` that of the bytes read."""
 
     grpc_status = "DATA_LOSS"
 
@@ -34,8 +34,9 @@ class ChecksumError(DataPlaneError, OSError):
 
 class DrainError(DataPlaneError, RuntimeError):
     """A storage unit could not be emptied. `cells` counts the remaining cells, `live` their bytes by partition,
-    `reserved_bytes` the space reserved by active puts. No data is lost. `why` is the cause. `marked`: the unit remains
-    marked for draining and accepts no new rows.
+    `reserved_bytes` the space reserved by active puts, `holders` the sessions that hold reservations or pins. No data
+    is lost. `why` is the cause. `marked`: the unit remains marked for draining and accepts no new rows. Otherwise the
+    drain was rejected before any change.
 
     `FORCE` and `UNDRAIN` are the parts of the text that name arguments and methods of the client. A program that offers
     them under other names replaces these parts."""
@@ -83,7 +84,8 @@ class DrainError(DataPlaneError, RuntimeError):
 
 
 class ArenaSpaceError(DataPlaneError, OSError):
-    """The file system, a cgroup or the machine has too little free memory for the arena. Sizes are in bytes."""
+    """The file system, a cgroup or the machine has too little free memory for the arena. Sizes are in bytes. `limit`
+    describes which limit has only `found_bytes` left; "" if unknown."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
 
@@ -100,7 +102,7 @@ class ArenaSpaceError(DataPlaneError, OSError):
 
 
 class StateDirError(DataPlaneError, OSError):
-    """The state directory of the service cannot be used."""
+    """The state directory of the service cannot be used. `why` is the cause, `hint` the remedy, if there is one."""
 
     grpc_status = "UNAVAILABLE"
 

@@ -31,9 +31,9 @@ COMMITTED = (WEIGHT_VERSION, ">=", 0)
 @dataclass(eq=False)
 class Reservation:
     """Permission to produce `sample_ids`, started with weights of `version`. As a context manager, it rolls itself
-    back unless it was committed. `aborted`: the policy will not accept the samples; stop when convenient. `places`:
-    positions of the samples in the order of their starts (see `StalenessPolicy.target`). `storing`: `commit` is in
-    progress. `watchers`: the callbacks of `when_aborted`."""
+    back unless it was committed. `number` identifies it. `aborted`: the policy will not accept the samples; stop when
+    convenient. `places`: positions of the samples in the order of their starts (see `StalenessPolicy.target`).
+    `storing`: `commit` is in progress. `watchers`: the callbacks of `when_aborted`."""
 
     number: int
     sample_ids: list[str]
@@ -64,7 +64,7 @@ class ReplayBuffer:
     Producers call `reserve` before they start and `commit` with their results. The trainer calls `take` for batches
     and `advance` after each weight update. Use one buffer per job, shared by threads, in the driver or in an actor.
     The samples are stored in the service, once, by `commit` or by a producer in another process; the buffer holds
-    only counts and names.
+    only counts and names. The lock of `_changed` protects these; it is not held during calls of the service.
 
     partition_id: a registered partition that includes `task_name` in its tasks. group_size: reservations and
     batches consist of whole groups, whose samples share the tag `group`.
@@ -139,7 +139,9 @@ class ReplayBuffer:
         new_places = count - len(places)
         places += range(self._next_place, self._next_place + new_places)
         self._next_place += new_places
-        reservation = Reservation(self._next, names, self._version, places, self)
+        reservation = Reservation(
+            number=self._next, sample_ids=names, version=self._version, places=places, buffer=self
+        )
         self._running[reservation.number] = reservation
         return reservation
 

@@ -61,7 +61,8 @@ class StalenessPolicy(abc.ABC):
         samples."""
 
     def aborts(self, begun_at: int, version: int) -> bool:
-        """Return whether work that started at version `begun_at` should be aborted at `version`."""
+        """Return whether work that started at version `begun_at` should be aborted at `version`: it is older than the
+        window, and the policy evicts such samples."""
         return self.evicts(version) is not None and begun_at < version - self.window
 
     def target(self, place: int) -> int | None:

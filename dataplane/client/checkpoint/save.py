@@ -81,7 +81,7 @@ class _Writer:
 
     def __init__(self, session_state: SessionState, place: Place) -> None:
         self.session_state = session_state
-        self.saved = Sent(0, None)
+        self.saved = Sent(0, None)  # until the response is received
         self.entries: list[manifest.FileEntry] = []
         self._place = place
         self._parts: list[FilePart] = []

@@ -91,9 +91,11 @@ def put_rows(
         return (), (yield from send_for_samples(ids, commit)).result
     if mode == APPEND:
         return (yield from _append(session_state, commit, ids, fields))
-    lengths = names.sequence_lengths if isinstance(names, KVBatchMeta) else None
+    token_lengths = names.sequence_lengths if isinstance(names, KVBatchMeta) else None
     for turn in range(PUT_TRIES):
-        encoded, schema = yield from _encode(session_state, partition, fields, len(ids), lengths, warn=declare is None)
+        encoded, schema = yield from _encode(
+            session_state, partition, fields, len(ids), token_lengths, warn=declare is None
+        )
         try:
             return encoded, (yield from store(session_state, commit, ids, encoded))
         except (SchemaError, StaleSchemaError) as error:
@@ -111,7 +113,8 @@ def _append(
     """Read the jagged rows, append the new values and put the result, provided that no other client wrote the rows
     in the meantime. The pin on the rows that were read, kept until the commit, guarantees this."""
     partition, samples = commit.partition, commit.samples
-    encoded, schema = yield from _encode(session_state, partition, fields, len(ids), None)
+    # Without token lengths: a meta has those of whole rows, not of the appended pieces.
+    encoded, schema = yield from _encode(session_state, partition, fields, len(ids), token_lengths=None)
     for turn in range(PUT_TRIES):
         jagged = tuple(column.name for column in encoded if column.spec.kind is FieldKind.JAGGED)
         locate = c.Locate(partition=partition, samples=samples, fields=jagged, missing_ok=True)
@@ -129,7 +132,7 @@ def _append(
         except (SchemaError, StaleSchemaError) as error:
             if turn + 1 == PUT_TRIES or not (yield from _refresh_schema(session_state, partition, schema, error)):
                 raise
-            encoded, schema = yield from _encode(session_state, partition, fields, len(ids), None)
+            encoded, schema = yield from _encode(session_state, partition, fields, len(ids), token_lengths=None)
         finally:
             yield Post(c.Release(located=located.number))
     raise AssertionError("the last turn returns or raises")
@@ -187,7 +190,7 @@ def _encode(
     warn: bool = True,
 ) -> Operation[tuple[list[EncodedColumn], Schema]]:
     """Return the columns encoded for the partition's schema, and that schema. An outdated cached schema is fetched
-    again once. warn: log undeclared field names."""
+    again once. token_lengths: the number of tokens of each sample, if known. warn: log undeclared field names."""
 
     def encode(specs: Schema) -> tuple[list[EncodedColumn], Schema]:
         """Return the encoded columns and `specs`. Raise `SchemaError` if values do not match."""
@@ -253,7 +256,7 @@ def store(
             samples=commit.samples,
         )
     )
-    unfinished: set[int] = set()
+    unfinished: set[int] = set()  # units that may still execute writes, kept up to date by the copy
     try:
         placements: tuple[c.Placement, ...] = allocated.result.placements
         yield from ensure_known(session_state, {placement.unit for placement in placements})
@@ -319,7 +322,7 @@ def _take_preallocated(session_state: SessionState, nbytes: int, taken: list[Pre
     try:
         granted = yield Send(request)
         buffer.add(granted.number, request, granted.result.offset, checksums=granted.result.checksums)
-    except (CapacityTimeoutError, InvalidRequestError):
+    except (CapacityTimeoutError, InvalidRequestError):  # no space, or the unit is not local to the session
         buffer.record_rejection()
         return
     finally:

@@ -110,7 +110,8 @@ class AsyncChannel(OpenChannel):
                 self._none_pending.set()
 
     async def _exchange(self, outgoing: OutgoingCall) -> zmq_frames.Reply:
-        """Send the call and return its reply; resend it after silence."""
+        """Send the call and return its reply; resend it after silence. The call stays in `_waiting` until `call`
+        removes it."""
         answered: asyncio.Future[zmq_frames.Reply] = self._loop.create_future()
         self._waiting[outgoing.number] = _Waiting(outgoing, answered)
         self._send(outgoing.frames)
@@ -245,7 +246,7 @@ class AsyncChannel(OpenChannel):
         self._calls.end(ClientClosedError())
         for waiting in self._waiting.values():
             waiting.fail(ClientClosedError())
-        await self._none_pending.wait()
+        await self._none_pending.wait()  # until the failed calls have cleaned up
         try:
             if not unreachable:
                 await self._send_bye()

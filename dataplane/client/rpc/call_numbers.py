@@ -55,7 +55,7 @@ class CallNumbers:
     def __init__(self, session: int) -> None:
         self.session = session
         self._next = 1
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _Open] = {}  # the numbers that are not settled, ascending
         self._settled: deque[list[int]] = deque()
         """Ranges [first, last] of settled numbers in the order of their settlement, without the first
         `_forgotten_count` of all `_settled_count` settled numbers."""

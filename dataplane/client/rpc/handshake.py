@@ -220,7 +220,7 @@ def _connect_once(
         with _rejection_monitor(dealer) as monitor:
             dealer.connect(f"tcp://{zmq_address}")
             reply = _request_reply(dealer, monitor, zmq_frames.request(command), address, zmq_address, deadline, check)
-        opened, result = _parse_opened(reply.good_body(), address)
+        opened, result = _parse_opened(reply.good_body(), address)  # `good_body` raises the error of a rejection
         endpoint, dealer = _choose_endpoint(dealer, opened, keys, context, zmq_address)
     except BaseException:
         dealer.close()

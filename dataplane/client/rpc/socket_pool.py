@@ -124,8 +124,9 @@ class SocketPool:
                 self._idle.pop()[0].close()
 
     def wait(self, timeout_s: float) -> int:
-        """Wait up to `timeout_s` until all sockets of a shut pool are returned and closed. Return the number of
-        sockets still in use."""
+        """Wait up to `timeout_s` until no call uses a socket of a shut pool. Then close the waker, and the sockets that
+        an interrupt kept from being returned. Return the number of sockets still in use; if it is not 0, nothing is
+        closed."""
         using = self._using.wait(timeout_s)
         if not using:
             with self._guard:
