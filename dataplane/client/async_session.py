@@ -85,7 +85,7 @@ class AsyncConnection:
                     step = operation.throw(error)
                 else:
                     step = operation.send(outcome)
-        except StopIteration as stop:
+        except StopIteration as stop:  # the operation has returned
             return stop.value  # type: ignore[no-any-return]
 
     async def _perform(self, step: Step, operation: Operation[Any], call: threading.Lock) -> Any:

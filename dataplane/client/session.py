@@ -200,7 +200,7 @@ class Connection:
                     step = operation.throw(error)
                 else:
                     step = operation.send(outcome)
-        except StopIteration as stop:
+        except StopIteration as stop:  # the operation has returned
             return stop.value  # type: ignore[no-any-return]
 
     def _clean_up(

@@ -71,8 +71,8 @@ class Pins:
         self._dropped: collections.deque[_PinRef] = collections.deque()
 
     def take(self, number: int, hold: Hold | None) -> Pin:
-        """Return a pin for the bytes of call `number`. The number is in `dropped()` after the last reference to the
-        pin."""
+        """Return a pin for the bytes of call `number`. `dropped()` yields the number after the last reference to the
+        pin is gone."""
         pin = Pin(hold)
         # When the pin is deleted, the interpreter appends its reference to `_dropped`.
         reference = _PinRef(pin, self._dropped.append)

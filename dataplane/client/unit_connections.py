@@ -93,7 +93,7 @@ class UnitConnections:
                 self._suspects.discard(unit)
             for info in listed.values():
                 known = self._infos.get(info.unit)
-                if known is not None and known.epoch != info.epoch and info.unit in self._connections:
+                if known is not None and known.epoch != info.epoch and info.unit in self._connections:  # it restarted
                     stale.append(self._connections.pop(info.unit))
                     self._replaced[info.unit] = known.epoch
                 self._infos[info.unit] = info
@@ -279,13 +279,13 @@ class UnitConnections:
         """Remove and return the reservations that `stop` could not stop but that no put can write to now: every
         unit has since confirmed, or has another epoch and thus rejects frames for an earlier one. A background
         thread retries the stop at the remaining units."""
-        if not self._unstopped:
+        if not self._unstopped:  # the usual case, without the lock
             return []
         with self._guard:
             settled = [
                 reservation
                 for reservation, epochs in self._unstopped.items()
-                if not any(self._is_current(unit, epoch) for unit, epoch in epochs.items())
+                if not any(self._is_current(unit, epoch) for unit, epoch in epochs.items())  # these have not confirmed
             ]
             for reservation in settled:
                 del self._unstopped[reservation]

@@ -25,7 +25,7 @@ _LOW_HALF = (1 << 32) - 1
 
 def checksums_of(memory: UInt8s, offsets: Int64s, sizes: Int64s) -> UInt32s:
     """Return the checksum of each row. Row i has `sizes[i]` bytes at `offsets[i]` of `memory`, which is contiguous."""
-    short = (sizes >= 4) & (sizes <= 8)
+    short = (sizes >= 4) & (sizes <= 8)  # rows that can be hashed together
     count = int(np.count_nonzero(short))
     if count < _FEW_SHORT_ROWS:
         return settled(_hash_one_by_one(memory, offsets, sizes))

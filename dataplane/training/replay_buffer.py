@@ -245,7 +245,7 @@ class ReplayBuffer:
         """Return the batch of the next step, selected by the policy. Wait on the service; after `timeout_s`, raise
         TimeoutError naming what is missing, without taking any sample."""
         deadline = time.monotonic() + seconds("timeout_s", timeout_s)
-        conditions = self.policy.claims(self._version)
+        conditions = self.policy.claims(self._version)  # in order of preference
         parts: list[KVBatchMeta] = []
         missing = self.policy.batch_size
         try:

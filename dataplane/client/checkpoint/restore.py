@@ -213,10 +213,11 @@ def _read_column(file_cache: _FileCache, cells: CellsEntry, handles: c.Samples) 
             f"{values.nbytes} bytes of values, expected {int(sizes.sum())} by their lengths and {cells.nbytes} by the "
             f"manifest ({cells.prefix})"
         )
-    if cells.first is None:
+    if cells.first is None:  # the samples are not consecutive
         positions = opened.int64s(f"{cells.prefix}/rows")
     else:
         positions = np.arange(cells.first, cells.first + cells.rows)
+    # None: each sample has a value of its own.
     index = opened.int64s(f"{cells.prefix}/index").copy() if cells.shared else None
     if len(positions) != cells.rows or not _within(positions, len(handles.rows)):
         raise opened.error(f"sample positions out of range ({cells.prefix})")

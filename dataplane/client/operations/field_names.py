@@ -64,7 +64,7 @@ def check_claim(session_state: SessionState, command: c.Claim) -> Operation[None
     if not unknown:
         return
     schema = yield from fetch_schema(session_state, command.partition)  # the cached one may be outdated
-    if schema.strict:
+    if schema.strict:  # the service rejects the claim
         return
     effect = "the claim waits until it is produced" if command.blocking else "no sample is ready until it is produced"
     for name in unknown:

@@ -317,7 +317,7 @@ def _take_preallocated(session_state: SessionState, nbytes: int, taken: list[Pre
         return
     buffer = session_state.preallocated
     request = buffer.next_request(nbytes, session_state.connections.local_unit())
-    if request is None:
+    if request is None:  # the put allocates its own space
         return
     try:
         granted = yield Send(request)
@@ -366,7 +366,7 @@ def release_space(session_state: SessionState, reservation: int, unfinished: set
         if unfinished:
             yield Work(lambda: session_state.connections.stop(reservation, unfinished))
     finally:
-        if not unfinished:
+        if not unfinished:  # `stop` removes the units that confirm
             yield Post(c.Abort(reservation=reservation))
 
 

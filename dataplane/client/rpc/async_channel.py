@@ -78,7 +78,7 @@ class AsyncChannel(OpenChannel):
             try:
                 session, dealer = await asyncio.shield(opening)
             except BaseException:
-                # After a cancellation, the thread still opens the session.
+                # After a cancellation, the thread still opens the session. After an error, only the context remains.
                 opening.add_done_callback(lambda done: _discard(done, context))
                 raise
             try:

@@ -89,11 +89,12 @@ class SocketPool:
             self._using.leave(call)
 
     def serve_idle(self, serve: Callable[[Socket], None], *, idle_s: float = IDLE_S) -> None:
-        """Call `serve` with each idle socket, one at a time, so that callers can take the others. Then close
-        sockets unused for `idle_s`, except one."""
+        """Call `serve` with each idle socket, one at a time, so that callers can take the others. A served socket is
+        idle again. It is closed instead if `serve` failed, the pool was shut in the meantime, or the socket was unused
+        for `idle_s` and is not the only idle one."""
         with self._guard:
             idle = list(self._idle)
-        for dealer, since in idle:
+        for dealer, since in idle:  # a socket, and the time of its return
             with (call := threading.Lock()):
                 with self._guard:
                     if (dealer, since) not in self._idle:  # a caller has taken it
