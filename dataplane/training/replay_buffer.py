@@ -319,7 +319,7 @@ class ReplayBuffer:
             old = self._client.claim_meta(
                 self._partition, self._task, [], EVICTED_AT_ONCE, blocking=False, timeout_s=0.0, where=where
             )
-            if not old.size:
+            if not old.size:  # none are left
                 break
             self._client.clear_samples(old, self._partition)
             evicted += old.size

@@ -178,6 +178,7 @@ def _handle_lack_of_space(progress: _Progress, error: CapacityTimeoutError | Req
         allocated = yield Send(_allocate(page, c.OnFull.WAIT, progress.wait_s))
     except (CapacityTimeoutError, PartitionNotFoundError, PartitionDroppedError) as failure:
         log.debug("Got no space for cells to move: %s", failure)
+        # Cells of a partition that was removed need no space.
         if isinstance(failure, CapacityTimeoutError) and not progress.left_s:
             raise progress.error(str(failure)) from failure
     else:

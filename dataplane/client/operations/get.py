@@ -427,4 +427,4 @@ def _check_pins_lasted(session_state: SessionState) -> Operation[None]:
     """
     failpoints.hit("get.copied")
     if not session_state.lock_stands:
-        yield Send(c.Units())
+        yield Send(c.Units())  # any command: it fails if the session has ended

@@ -75,7 +75,7 @@ class SocketPool:
             raise
         with self._guard:
             self._sockets.add(dealer)
-        return dealer
+        return dealer  # even if the pool was shut in the meantime: `put_back` then closes it
 
     def put_back(self, dealer: Socket, call: threading.Lock, *, sound: bool) -> None:
         """Return the socket of the call. It is closed unless it is `sound`: a socket without a response may have no
