@@ -166,7 +166,10 @@ class ReplayBuffer:
         try:
             self._mark_storing(reservation)
         except RolloutAbortedError:
-            if put is not None and not reservation.committed:  # committed samples belong to the trainer
+            with self._changed:  # samples that are or will be committed belong to the trainer
+                running = self._running.get(reservation.number) is reservation
+                discarded = reservation.aborted or not (running or reservation.committed)
+            if put is not None and discarded:
                 self._client.clear_samples(put, self._partition)
             raise
         try:
@@ -195,7 +198,9 @@ class ReplayBuffer:
             if reservation.aborted:
                 why = f"started at weight version {reservation.version}; the trainer is at version {self._version}"
                 raise RolloutAbortedError(samples=reservation.sample_ids, why=why)
-            if self._running.get(reservation.number) is not reservation or reservation.storing:
+            if reservation.storing:
+                raise RolloutAbortedError(samples=reservation.sample_ids, why="another commit of it is in progress")
+            if self._running.get(reservation.number) is not reservation:
                 raise RolloutAbortedError(samples=reservation.sample_ids, why="already rolled back or committed")
             reservation.storing = True
 

@@ -176,6 +176,23 @@ def test_what_was_committed_is_neither_rolled_back_nor_cleared_by_a_second_commi
     assert (buffer.flow.stored, buffer.flow.running) == (2, 0)
 
 
+def test_a_second_commit_beside_the_first_clears_nothing(client: DataPlaneClient, partition: str) -> None:
+    class Twice:
+        def __getattr__(self, name: str) -> object:
+            return getattr(client, name)
+
+        def set_tags(self, *args: object) -> object:
+            with pytest.raises(RolloutAbortedError, match="another commit of it is in progress"):
+                buffer.commit(reservation, put)
+            return client.set_tags(*args)
+
+    buffer = ReplayBuffer(Twice(), partition, Windowed(batch_size=2, window=0), required_fields=["tokens"])
+    reservation = buffer.reserve(2, 0.0)
+    put = client.put_samples(reservation.sample_ids, partition, {"tokens": torch.arange(2)})
+    buffer.commit(reservation, put)
+    assert buffer.take(WAIT_S).sample_ids == put.sample_ids
+
+
 def test_producers_are_told_when_their_work_is_given_up(client: DataPlaneClient, partition: str) -> None:
     buffer = buffer_of(client, partition, Windowed(batch_size=2, window=0))
     reservation, told = buffer.reserve(2, 0.0), []
