@@ -33,11 +33,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     """Columns by name, all with N rows: tensors `[N, ...]`, nested (jagged) tensors, lists, numpy arrays (including
     object arrays).
 
-    Sharding with packing sets `micro_batch_indices`, `micro_batch_lengths` and `elem_counts_per_gb` on each shard (see
-    `schema`); otherwise they are None. `not_per_token` names padded columns whose dimension 1 is not the token axis
-    (see `materialize`). Methods that change rows return a new batch, over the same memory where possible, unless their
-    docstring says that they work in place. Columns can be added and replaced one by one, also with a different number
-    of rows; while row counts differ, `size` and all row operations raise ValueError.
+    Sharding with packing sets three attributes of each shard; otherwise they are None. Each has one entry per global
+    batch: `micro_batch_indices` the [first row, end row] of each micro-batch, `micro_batch_lengths` the length of each
+    micro-batch (see `schema`), `elem_counts_per_gb` the number of rows of this shard. `not_per_token` names padded
+    columns whose dimension 1 is not the token axis (see `materialize`). Methods that change rows return a new batch,
+    over the same memory where possible, unless their docstring says that they work in place. Columns can be added and
+    replaced one by one, also with a different number of rows; while row counts differ, `size` and all row operations
+    raise ValueError.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -102,7 +104,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Return batch `batch_idx` of `batch_size` rows each; the last one may be shorter. On a shard with
         `elem_counts_per_gb`, return global batch `batch_idx` and ignore `batch_size`. Micro-batch attributes are
         kept."""
-        counts = self.elem_counts_per_gb
+        counts = self.elem_counts_per_gb  # rows of each batch
         if counts is None:
             if batch_size is None or batch_size < 1:
                 raise InvalidRequestError(f"batch_size={batch_size}: expected 1 or more")
@@ -261,7 +263,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def _map_columns(self, change: Callable[[Any], Any]) -> BatchedDataDict[Any]:
         """Return a batch with the result of `change` for every column. ValueError if row counts differ."""
-        _common_row_count(self.data)
+        _common_row_count(self.data)  # for its check only
         changed = type(self)({name: change(column) for name, column in self.data.items()})
         changed.not_per_token = self.not_per_token
         return changed
@@ -330,7 +332,7 @@ def _as_jagged(name: str, value: Any) -> Any:
 
 def _plain_column(value: Any) -> Any:
     """Return a TensorDict's value as a column of a batch: its non-tensor types become arrays and lists."""
-    if isinstance(value, NonTensorData) and isinstance(value.data, np.ndarray):
+    if isinstance(value, NonTensorData) and isinstance(value.data, np.ndarray):  # an array of all rows
         return value.data
     if not isinstance(value, NonTensorStack):
         return value
@@ -383,7 +385,7 @@ def _select_rows(column: Any, indices: Tensor) -> Any:
 def _check_indices(indices: Sequence[int] | Tensor | np.ndarray[Any, Any], size: int) -> Tensor:
     """Return the indices as an int64 CPU tensor `[M]`. InvalidRequestError unless all are in [0, size)."""
     checked = torch.as_tensor(indices).cpu()
-    if not checked.numel():
+    if not checked.numel():  # an empty list would become a float tensor
         return torch.zeros(0, dtype=torch.int64)
     if checked.dim() != 1 or checked.dtype.is_floating_point or checked.dtype == torch.bool:
         raise InvalidRequestError(f"indices must be integers [M], got {checked.dtype} of shape {list(checked.shape)}")

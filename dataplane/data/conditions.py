@@ -18,6 +18,7 @@ Where = str | Sequence[str | Condition]
 
 OPERATORS = ("==", "!=", "<", "<=", ">", ">=", "in")
 _TEXT = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|<|>|(?<=\s)in(?=[\s\[]))\s*(.+?)\s*", re.DOTALL)
+"""Tag, operator, value. The word `in` is an operator only after white space and before white space or a "["."""
 _CONSTANTS = {"True": True, "False": False, "None": None}
 _NO_WORD = re.compile(r"[\s=<>!'\"\[\]{},]")
 """Text values with one of these characters need quotes. Otherwise two conditions in one string would parse as one."""
@@ -65,7 +66,8 @@ def parse_condition(text: str) -> Condition:
 
 
 def _parse_value(text: str, value: str) -> Scalar:
-    """Parse the value of a condition; see `parse_condition`. text: the whole condition, for the error."""
+    """Parse the value of a condition (not of `in`): the first that fits of a constant, JSON, a text in single quotes
+    and one word. text: the whole condition, for the error."""
     if value in _CONSTANTS:
         return _CONSTANTS[value]
     try:

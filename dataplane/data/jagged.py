@@ -69,7 +69,8 @@ def jagged_from_values(
 ) -> Tensor:
     """Create a jagged tensor over `values`, without a copy. Tensors with the same `offsets` object can be combined.
 
-    span: (shortest, longest) row length if the caller knows them; this saves a pass over the offsets.
+    lengths: the row lengths of a tensor with holes, else None. span: (shortest, longest) row length if the caller knows
+    them; this saves a pass over the offsets.
     """
     if span is not None and lengths is None and _needs_no_autograd(values) and _constructor_matches():
         return _construct(values, offsets, span)
@@ -199,7 +200,8 @@ def view_jagged_fields(
 def _pack_fields(
     fields: Mapping[str, Any], lengths: Lengths, names: Collection[str], *, copy: bool
 ) -> list[tuple[str, Any]]:
-    """Pack the padded fields among `names`, with a copy or as views; pass other fields through."""
+    """Pack the padded fields among `names`, with a copy or as views; pass other fields through. Numeric numpy arrays
+    among `names` count as tensors."""
     row_sizes = as_lengths(lengths)
     shared_offsets: dict[torch.device, Tensor] = {}
     packed: list[tuple[str, Any]] = []
@@ -208,7 +210,7 @@ def _pack_fields(
             value = tensor_from_numpy(value)
         if name in names and isinstance(value, Tensor) and not value.is_nested and value.dim() > 1:
             _check_lengths(name, value, row_sizes)
-            if copy or value.device.type != "cpu":
+            if copy or value.device.type != "cpu":  # views are for CPU tensors only
                 if value.device not in shared_offsets:
                     shared_offsets[value.device] = offsets_of(row_sizes.to(value.device))
                 value = _pack(value, row_sizes, shared_offsets[value.device])
@@ -248,16 +250,17 @@ def _pack(padded: Tensor, row_sizes: Tensor, offsets: Tensor) -> Tensor:
 def _view_rows(padded: Tensor, row_sizes: Tensor) -> Tensor:
     """Return a jagged tensor with holes over the memory of `padded` [N, S, *inner]. `padded` is copied first unless its
     row stride is a multiple of its element stride, as in any slice of a contiguous tensor along dim 1."""
+    # `flat` [M, *inner] is the values buffer; `row_distance` is the distance of two row starts in it, in elements.
     rows, width = padded.shape[:2]
     step = padded.stride(1)
-    if not padded.numel():
+    if not padded.numel():  # its strides have no meaning
         padded, row_distance = padded.contiguous(), width
         flat = padded.reshape(rows * width, *padded.shape[2:])
     elif step > 0 and padded.stride(0) > 0 and padded.stride(0) % step == 0:
         # `flat` also has the elements between the rows, which no row uses.
         row_distance = padded.stride(0) // step
         flat = padded.as_strided(((rows - 1) * row_distance + width, *padded.shape[2:]), padded.stride()[1:])
-    else:
+    else:  # other strides, as of a transposed or expanded tensor: `reshape` copies
         row_distance = width
         flat = padded.reshape(rows * width, *padded.shape[2:])
     offsets = torch.arange(rows + 1, dtype=torch.int64) * row_distance
@@ -285,10 +288,10 @@ def _pad_on_cpu(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_
     inner = values.shape[1:]
     values = values.contiguous()
     out = torch.empty((len(lengths), size, *inner), dtype=values.dtype)
-    unit_bytes = values.element_size() * inner.numel()
+    unit_bytes = values.element_size() * inner.numel()  # of one element of a row
     gather_padded(
         [byte_view(values)],
-        None,
+        None,  # all rows are in this one buffer
         starts.numpy() * unit_bytes,
         lengths.numpy() * unit_bytes,
         byte_view(out).reshape(len(lengths), size * unit_bytes),
@@ -354,6 +357,7 @@ def _can_represent(dtype: torch.dtype, value: bool | int | float | complex) -> b
     """Return whether `dtype` can represent `value`: in range, integral for integers, and not newly infinite."""
     if dtype.is_complex or dtype.is_floating_point:
         parts = (value.real, value.imag) if dtype.is_complex else (value,)
+        # A part is complex only if `dtype` is real and `value` is not.
         return all(not isinstance(part, complex) and _is_within(part, dtype) for part in parts)
     if isinstance(value, complex):
         return False

@@ -46,7 +46,9 @@ class FixedList(list[_Value]):
 class CellPlaces:
     """Last known locations of the cells of one field. They are hints: a reader must have them confirmed.
 
-    All arrays are aligned with the samples. epochs: storage unit number -> epoch of that unit."""
+    spec: of the field. epochs: storage unit number -> epoch of that unit. The other attributes are arrays `[N]` with
+    one cell per sample: its storage unit, offset, length and checksum (`checksums` None: no checksums), and its serial.
+    A cell that has the same serial and offset later was not moved or freed in between."""
 
     spec: FieldSpec
     epochs: dict[int, int]
@@ -71,6 +73,7 @@ class CellPlaces:
     def joined(cls, parts: Sequence[CellPlaces]) -> CellPlaces | None:
         """Concatenate `parts`. Return None if their specs, epochs or presence of checksums differ."""
         spec, checksums = parts[0].spec, [part.checksums for part in parts if part.checksums is not None]
+        # If two parts have different epochs of one unit, the last one is here, and the first part fails the comparison.
         epochs = {unit: epoch for part in parts for unit, epoch in part.epochs.items()}
         same = all(part.spec == spec and part.epochs.items() <= epochs.items() for part in parts)
         if not same or len(checksums) not in (0, len(parts)):
@@ -102,6 +105,9 @@ class KVBatchMeta:
     be paired with other ids: changing a list in place is a TypeError, and replacing the ids (`dataclasses.replace`)
     is a ValueError. `extra_info` is copied (shallowly) into the new meta, without the packing keys
     (`schema.PACKING_KEYS`) if the rows changed.
+
+    Hidden attributes: `_rows` and `_generations` are the row handles (both or neither), `_claims` the claim ids,
+    `_places` the cell locations by field, `_named` the ids that the per-sample values belong to.
 
     Raises InvalidRequestError (a ValueError) for values that do not align, UnsupportedValueError (a TypeError) for
     wrong types.
@@ -180,7 +186,7 @@ class KVBatchMeta:
         return all(
             _same(getattr(self, field.name), getattr(other, field.name))
             for field in dataclasses.fields(KVBatchMeta)
-            if field.name not in ("_places", "_named")
+            if field.name not in ("_places", "_named")  # hints, and the same as sample_ids
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -263,7 +269,8 @@ class KVBatchMeta:
         return self._replace(fields=None if fields is None else _check_names("fields", fields))
 
     def with_handles(self, rows: Int64s, generations: Int64s) -> KVBatchMeta:
-        """Return a meta with these row handles, `[N]` each, which the client receives from the service."""
+        """Return a meta with these row handles, `[N]` each, which the client receives from the service, and without
+        cell locations."""
         return self._replace(
             _rows=_check_handles(rows, self.size), _generations=_check_handles(generations, self.size), _places=None
         )
@@ -337,7 +344,7 @@ def _check_names(what: str, names: Iterable[str]) -> list[str]:
     if isinstance(names, str | bytes):
         raise UnsupportedValueError(field=what, row=None, got=f"one {type(names).__name__}", hint="Pass a list of str.")
     listed = list(names)
-    if set(map(type, listed)) - {str}:
+    if set(map(type, listed)) - {str}:  # other types than exactly str: subclasses of str are accepted
         for row, name in enumerate(listed):
             if not isinstance(name, str):
                 raise UnsupportedValueError(field=what, row=row, got=type(name).__name__, hint="Pass a list of str.")
@@ -450,8 +457,8 @@ def _common_fields(metas: Sequence[KVBatchMeta]) -> list[str] | None:
 
 def _common_info(metas: Sequence[KVBatchMeta]) -> dict[str, Any]:
     """Return the `extra_info` of concatenated metas: each entry that is equal in all metas that have it, with two
-    exceptions. The packing keys are dropped, because they describe the rows of one meta. The global pad target must be
-    in every meta."""
+    exceptions. The packing keys are dropped unless there is only one meta, because they describe the rows of one meta.
+    The global pad target is dropped unless it is in every meta."""
     common: dict[str, Any] = {}
     for key in dict.fromkeys(key for meta in metas for key in meta.extra_info):
         values = [meta.extra_info[key] for meta in metas if key in meta.extra_info]

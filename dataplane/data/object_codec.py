@@ -76,7 +76,7 @@ def encode_rows(values: Iterable[object], *, field: str, pickles: bool = False) 
             _encoder.encode_into(_to_msgpack(value, MAX_DEPTH), buffer, start)
         except (_EncodeError, UnicodeEncodeError, OverflowError, ValueError) as error:
             if not pickles:
-                # The other errors come from the msgpack encoder, such as a str with a lone surrogate.
+                # Besides `_EncodeError`, errors come from the msgpack encoder, such as for a str with a lone surrogate.
                 why = error if isinstance(error, _EncodeError) else _EncodeError(f"this value ({error})")
                 raise UnsupportedValueError(field=field, row=row, got=why.got, hint=why.hint) from None
             _encoder.encode_into(Ext(_PICKLE, _pickle_value(value, field, row)), buffer, start)
@@ -143,7 +143,7 @@ def _to_msgpack(value: Any, depth: int) -> Any:
         return value
     if kind is int:
         return value if -(1 << 63) <= value < 1 << 64 else _encode_big_int(value)
-    if depth == 0:
+    if depth == 0:  # checked for all values but the plain ones above
         raise _EncodeError(f"a value nested deeper than {MAX_DEPTH} levels (or one that contains itself)")
     if kind is list or kind is FixedList:
         return [_to_msgpack(item, depth - 1) for item in value]
@@ -180,7 +180,7 @@ def _image_parts(value: Any) -> tuple[Any, ...] | None:
     palette_mode = None if palette is None or value.palette is None else value.palette.mode
     palette_bytes = None if palette is None else bytes(palette)
     transparency = value.info.get("transparency")
-    if type(transparency) not in (int, bytes):
+    if type(transparency) not in (int, bytes):  # a value of another type is not kept
         transparency = None
     return value.mode, list(value.size), palette_mode, palette_bytes, transparency, value.tobytes()
 
@@ -280,7 +280,7 @@ def _decode_extension(code: int, data: memoryview) -> Any:
         if type(pairs) is not dict:
             raise ValueError("an OrderedDict extension does not contain a map")
         return OrderedDict(pairs)
-    if code == _PICKLE:
+    if code == _PICKLE:  # `decode_object` unpickles it, or raises
         return Ext(code, bytes(data))
     if code not in (_ARRAY, _SCALAR, _TENSOR):
         raise ValueError(f"unknown extension {code}")

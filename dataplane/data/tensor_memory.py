@@ -51,14 +51,15 @@ def tensor_from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
-    if not strides_fit or array.__array_interface__["data"][0] % array.itemsize:
+    if not strides_fit or array.__array_interface__["data"][0] % array.itemsize:  # the address is not aligned
         array = array.copy()
     return torch.from_numpy(array if array.flags.writeable else writable_alias(array))
 
 
 class _Window:
     """Exposes memory of `owner` through the array interface as writable, so that torch accepts it without a warning.
-    start: the address of the memory."""
+    The array over it keeps the window, and so `owner`, alive. start: the address of the memory. typestr: the numpy
+    dtype string. strides: in bytes (None: contiguous)."""
 
     def __init__(self, start: int, shape: tuple[int, ...], typestr: str, owner: object, strides: Any = None) -> None:
         self.owner = owner

@@ -39,7 +39,7 @@ def appended(column: EncodedColumn, stored: RowSource, stored_lengths: Int64s, r
     totals: Int64s = sizes.sum(axis=1)
     starts = np.cumsum(totals) - totals
     if stored.check is not None:
-        stored.check(joined, starts[rows], slice(None))
+        stored.check(joined, starts[rows], slice(None))  # all stored rows, at their new location
     flat = FlatValues(joined, starts, totals)
     total_lengths = lengths.copy()
     total_lengths[rows] += stored_lengths

@@ -1,4 +1,9 @@
-"""Decodes rows in memory to tensors and objects, either with one gathering copy or as views."""
+"""Decodes rows in memory to tensors and objects, either with one gathering copy or as views.
+
+Parameters of most functions: `empty` allocates the tensors of the result, `copier` makes the copies of long rows, and
+with `pickles` pickled objects are unpickled. A settled spec has a dtype unless its kind is objects: `spec.dtype or ""`
+only satisfies the type checker.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +51,8 @@ Empty = Callable[[tuple[int, ...], torch.dtype], tuple[Tensor, UInt8s]]
 
 
 class Check(Protocol):
-    """Verifies rows, which are at `offsets` of `memory`. Raises if they differ from the expected content."""
+    """Verifies `rows` of a column (their numbers, or a slice of all rows), which are at `offsets` of `memory`. Raises
+    if they differ from the expected content."""
 
     def __call__(self, memory: UInt8s, offsets: Int64s, rows: Int64s | slice) -> None: ...
 
@@ -80,6 +86,7 @@ class RowSource:
         if longest > MAX_LENGTH or longest * unit_bytes > max((buffer.nbytes for buffer in self.buffers), default=0):
             raise self._outside_error(int(lengths.argmax()))
         sizes: Int64s = lengths * unit_bytes
+        # A negative length, or a row that exceeds its buffer.
         row = int(lengths.argmin()) if np.minimum.reduce(lengths) < 0 else self._find_row_outside(sizes)
         if row is not None:
             raise self._outside_error(row)
@@ -116,7 +123,7 @@ class RowSource:
         """Verify the rows at their current location."""
         if self.check is None:
             return
-        if self.which is None:
+        if self.which is None:  # one buffer
             self.check(self.buffers[0], self.offsets, slice(None))
             return
         for number in np.unique(self.which).tolist():
@@ -130,7 +137,8 @@ class RowSource:
 
 class _Copies:
     """Pending copies of long rows, and the checks to run after them. Functions that decode add to it and return columns
-    that are complete only after `make`; all copies of a read are then made together, with several threads."""
+    that are complete only after `make`; all copies of a read are then made together, with several threads. runs:
+    (target, source) of each copy; the `later` of `gather`. _checks: one per column with checksums."""
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
@@ -191,12 +199,13 @@ def decode(source: RowSource) -> Column:
     """Decode the column into its own memory: dense `[N, *inner]`, a jagged tensor (also if all lengths are equal), a
     list of ragged tensors, or a `[N]` object array. Contiguous values in a buffer marked `ours` are not copied. Raises
     InternalError for malformed ragged or object rows, `ChecksumError` for rows that fail their check."""
-    return decode_columns({"": source})[""]
+    return decode_columns({"": source})[""]  # under any name
 
 
 def decode_padded(source: RowSource, *, pad_value: Any = 0, width: int = 0) -> Tensor:
     """Decode a jagged column directly into a right-padded tensor `[N, S, *inner]`. S is `width` if that is more than 0,
-    else the longest row. ValueError if `width` is below the longest row or the dtype cannot hold `pad_value`."""
+    else the longest row. ValueError for another kind of column, if `width` is below the longest row, or if the dtype
+    cannot hold `pad_value`."""
     copies = _Copies()
     padded = _prepare_padded(source, pad_value, width, fresh, copies)
     copies.make(copy_runs)
@@ -281,8 +290,9 @@ def decode_batch(
     copier: CopyRuns = copy_runs,
     pickles: bool = False,
 ) -> dict[str, Column]:
-    """Decode the columns to the result of `materialize`, gathering directly into the padded tensors. others: columns
-    that are padded to their own longest row instead of `pad_to_seqlen`."""
+    """Decode the columns to the result of `materialize`, gathering directly into the padded tensors. `layout`,
+    `pad_value_dict` and `pad_to_seqlen` are those of `materialize`. others: columns that are padded to their own
+    longest row instead of `pad_to_seqlen`."""
     if layout == "jagged":
         return decode_columns(sources, empty=empty, copier=copier, pickles=pickles)
     if layout != "padded":
@@ -321,6 +331,7 @@ def _prepare_copy(source: RowSource, offsets: SharedOffsets, empty: Empty, copie
             return _with_shape(source, values, offsets)
         case FieldKind.RAGGED:
             return [_ragged_copy(source.spec, row) for row in source.verified_rows()]
+    # Objects.
     return object_array([decode_object(row.data, pickles=pickles) for row in source.verified_rows()])
 
 
@@ -392,6 +403,7 @@ def _ragged_view(spec: FieldSpec, row: UInt8s, owner: UInt8s) -> Tensor:
 
 def _parse_ragged_row(spec: FieldSpec, row: UInt8s) -> tuple[tuple[int, ...], UInt8s]:
     """Parse a ragged row into its shape and data bytes. Raises InternalError if the header is malformed."""
+    # The header: the number of dimensions and their sizes, 8 bytes each; see `values.ragged_header`.
     dims = struct.unpack_from("<q", row.data)[0] if row.nbytes >= 8 else -1
     if not 0 <= dims <= 64 or ragged_header_bytes(dims) > row.nbytes:
         why = "too short for a header" if row.nbytes < 8 else f"its header has {dims} dimensions"

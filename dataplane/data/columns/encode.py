@@ -91,7 +91,7 @@ def _is_padded(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class EncodedColumn:
-    """One field of a put, ready to be written.
+    """One field of a put of N rows, ready to be written: K values, which rows can share (K is N if they do not).
 
     spec: settled. lengths: `[K]` int64, in units of `spec.unit_bytes`. sizes: `[K]` int64 bytes. index: `[N]` int64,
     row i is value `index[i]`; None if row i is value i. The column references the caller's tensors without a copy: they
@@ -204,8 +204,11 @@ def _named_values(fields: TensorDictBase | Mapping[str, Any], rows: int) -> list
 
 @dataclasses.dataclass(frozen=True)
 class _FieldEncoder:
-    """Encodes the value of one field; one method per kind of value. per_token: treat padded tensors as jagged if the
-    spec leaves the kind open."""
+    """Encodes the value of one field; one method per kind of value.
+
+    spec: what the schema has fixed so far. partition: for errors. token_lengths: length of each row `[N]` of a padded
+    tensor in a jagged field (None: the full width). per_token: treat padded tensors as jagged if the spec leaves the
+    kind open. pickles: pickle objects that the codec does not support."""
 
     name: str
     spec: FieldSpec
@@ -231,12 +234,12 @@ class _FieldEncoder:
         if not self.spec.accepts(spec):
             raise self._schema_error(str(spec))
         by_schema = self.spec.kind is not None
-        return EncodedColumn(self.name, spec, lengths, values.sizes, None, values, by_schema=by_schema)
+        return EncodedColumn(self.name, spec, lengths, values.sizes, index=None, values=values, by_schema=by_schema)
 
     def _encode_shared(self, shared: Shared, rows: int) -> EncodedColumn | None:
         """Encode the values of a `Shared` column, without the unreferenced ones."""
         index = self._check_index(shared.index, rows)
-        values = self._normalize(shared.values)
+        values = self._normalize(shared.values)  # for its number of rows
         # `token_lengths` has one length per row, not per value, so it does not apply here.
         column = dataclasses.replace(self, token_lengths=None).encode_column(values, _row_count(values))
         if column is None:
@@ -246,7 +249,7 @@ class _FieldEncoder:
                 f"field {self.name!r}: Shared.index refers to value {index.max()} of {len(column.sizes)}"
             )
         used, new_index = np.unique(index, return_inverse=True)
-        if len(used) == len(column.sizes):
+        if len(used) == len(column.sizes):  # every value is referenced
             return dataclasses.replace(column, index=index)
         used_values = column.values.take(used)
         return dataclasses.replace(
@@ -298,7 +301,7 @@ class _FieldEncoder:
             return tensor
         if tensor.is_nested:
             return list(tensor.unbind())
-        plain = self._plain_tensor(tensor, None)
+        plain = self._plain_tensor(tensor, row=None)
         if plain.dim() == 0:
             raise self._no_rows_error("a tensor")
         return plain
@@ -311,7 +314,7 @@ class _FieldEncoder:
             if array.ndim > 1:
                 raise self._unsupported_error(f"an object array of shape {list(array.shape)}", "Reshape it to [N].")
             return list(array)
-        return self._from_numpy(array, None)
+        return self._from_numpy(array, row=None)
 
     def _from_numpy(self, array: np.ndarray[Any, Any], row: int | None) -> Tensor:
         """Convert a numeric array to a tensor over its memory. row: its row in the field (None: the whole field), for
@@ -330,6 +333,7 @@ class _FieldEncoder:
         plain = plain_tensor(tensor)
         if plain is None:
             hint = "Convert it to an ordinary dense tensor first (to_dense(), dequantize(), DTensor.full_tensor())."
+            # An ordinary tensor, but of a dtype that columns do not support.
             if tensor.layout == torch.strided and not tensor.is_quantized and tensor.dtype not in DTYPE_NAMES:
                 hint = f"Put its bytes, x.view(torch.uint8), and view the bytes as {tensor.dtype} after reading."
             raise self._unsupported_error(describe_tensor(tensor), hint, row)
@@ -386,7 +390,7 @@ class _FieldEncoder:
         """Encode a tensor `[N, *inner]`."""
         spec = self._field_spec(FieldKind.DENSE, tensor, tuple(tensor.shape[1:]))
         ones = np.ones(len(tensor), dtype=np.int64)
-        return spec, ones, row_values(tensor, None)
+        return spec, ones, row_values(tensor, lengths=None)
 
     def _encode_padded(self, tensor: Tensor) -> tuple[FieldSpec, Int64s, Values]:
         """Encode a tensor `[N, L, *inner]` as rows of length L, or of `token_lengths` if given."""
@@ -408,7 +412,7 @@ class _FieldEncoder:
 
     def _encode_nested(self, nested: Tensor) -> tuple[FieldSpec, Int64s, Values]:
         """Encode a jagged tensor. InvalidRequestError for rows outside its values, which would read foreign memory."""
-        values = self._plain_tensor(detached_values(nested), None)
+        values = self._plain_tensor(detached_values(nested), row=None)
         starts, lengths = host_starts_and_lengths(nested)
         negative = len(lengths) and np.minimum.reduce(starts | lengths) < 0  # `|`: negative if either is
         if negative or (len(lengths) and np.maximum.reduce(starts + lengths) > len(values)):
@@ -421,7 +425,7 @@ class _FieldEncoder:
         if values.device.type == "cpu" and values.is_contiguous():
             unit_bytes = spec.unit_bytes
             return spec, lengths, FlatValues(byte_view(values), starts * unit_bytes, lengths * unit_bytes)
-        if values.device.type != "cpu" and row_offsets(nested) is None:
+        if values.device.type != "cpu" and row_offsets(nested) is None:  # rows with holes between them
             values, starts = pack_rows(values, starts, lengths)
         return spec, lengths, TensorValues(values, starts, lengths)
 
@@ -433,7 +437,7 @@ class _FieldEncoder:
         if len(dtypes) > 1:
             names = sorted(DTYPE_NAMES[dtype] for dtype in dtypes)
             raise InvalidRequestError(f"field {self.name!r}: rows have different dtypes: {first_few(names)}")
-        kind = self.spec.kind or _list_kind(tensors)
+        kind = self.spec.kind or _list_kind(tensors)  # dense, jagged or ragged
         first = tensors[0]
         if kind is FieldKind.RAGGED:
             ragged = RaggedValues(tensors)

@@ -30,6 +30,9 @@ class Copier:
     Helper threads start on first use and wait for work until `close` or until the copier is garbage-collected. The
     caller copies every piece that no helper has started. It therefore never waits for a helper that starts late, and
     in a forked child, which has no helpers, it copies alone.
+
+    _helpers: maximum number of helper threads, 0 after `close`. _started: number of helper threads started so far.
+    _jobs: a job occurs once for each helper that may work on it; None ends the helpers.
     """
 
     def __init__(self, threads: int) -> None:
@@ -44,6 +47,7 @@ class Copier:
     def copy(self, runs: Sequence[Run]) -> None:
         """Copy every run, a (target, source) pair of byte arrays. Returns or raises only after every helper has stopped
         copying, even on a KeyboardInterrupt. Blocks only for the copy."""
+        # Without helpers, no run counts as long.
         long = [run for run in runs if run[0].nbytes >= LONG_BYTES] if self._helpers else []
         if sum(target.nbytes for target, _ in long) < FROM_BYTES:
             copy_runs(runs)
@@ -62,7 +66,7 @@ class Copier:
         """Copy the pieces of `job` with the helpers and wait until they have stopped."""
         interrupted: BaseException | None = None
         try:
-            for _ in range(min(self._helpers, len(job.pieces) - 1)):
+            for _ in range(min(self._helpers, len(job.pieces) - 1)):  # the caller takes one piece at least
                 self._jobs.put(job)
             job.work()
         finally:
@@ -70,7 +74,7 @@ class Copier:
             # Therefore the block calls no Python functions of this module, and every step can be repeated.
             while True:
                 try:
-                    job.pieces.clear()
+                    job.pieces.clear()  # left after an error: helpers only finish the piece that they are copying
                     with job.changed:
                         while job.active:
                             job.changed.wait()

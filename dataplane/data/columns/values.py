@@ -91,7 +91,7 @@ def in_host_memory(values: Values) -> Values:
 
 class TensorValues:
     """Values that torch must copy (on an accelerator, or strided): value k is
-    `tensor[starts[k]:starts[k] + counts[k]]`."""
+    `tensor[starts[k]:starts[k] + counts[k]]`. step_bytes: size of one step along dimension 0."""
 
     def __init__(self, tensor: Tensor, starts: Int64s, counts: Int64s) -> None:
         self.tensor = tensor
@@ -143,6 +143,7 @@ class ListValues:
         tensors = self.tensors[first:last]
         if not target.nbytes:
             return
+        # Concatenate into `target` at once. (Nothing is added to `later`: torch makes the copy.)
         if all(tensor.is_cpu for tensor in tensors) and _is_aligned(target, tensors[0].element_size()):
             out = torch.from_numpy(target).view(tensors[0].dtype).view(-1, *tensors[0].shape[1:])
             torch.cat(tensors, out=out)
@@ -234,10 +235,10 @@ def row_values(tensor: Tensor, lengths: Int64s | None) -> Values:
         starts = np.arange(rows, dtype=np.int64) * (row_stride * tensor.element_size())
         return FlatValues(byte_view(flat), starts, sizes)
     # Only torch can copy the other tensors: those on an accelerator, and those with strided rows.
-    if lengths is None or (lengths == tensor.shape[1]).all():
+    if lengths is None or (lengths == tensor.shape[1]).all():  # whole rows
         return TensorValues(tensor, np.arange(rows, dtype=np.int64), np.ones(rows, dtype=np.int64))
     starts = np.arange(rows, dtype=np.int64) * tensor.shape[1]
-    flat = tensor.reshape(rows * tensor.shape[1], *row_shape[1:])
+    flat = tensor.reshape(rows * tensor.shape[1], *row_shape[1:])  # also has the steps after each row's length
     if tensor.device.type != "cpu":
         flat, starts = pack_rows(flat, starts, lengths)
     return TensorValues(flat, starts, lengths)

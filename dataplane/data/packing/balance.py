@@ -79,6 +79,7 @@ def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[
         np.add.at(totals, rank_of, loads)
         if totals.max() * ranks <= CLOSE_ENOUGH * totals.sum():
             break
+        # Three kinds of steps; each array has the gain of each possible step, 0 if it is not allowed.
         total_of = totals[rank_of]  # for each run: the tokens of its rank
         starts = np.cumsum(counts)[:-1]  # the first row of each run except the first run
         # Cut i is between run i and run i + 1. Move the last row of run i to the right, to the next run, ...
@@ -96,7 +97,7 @@ def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[
         if best <= 0:
             break
         if best == swap_gains.max(initial=0):
-            one, other = divmod(int(swap_gains.argmax()), len(runs))
+            one, other = divmod(int(swap_gains.argmax()), len(runs))  # row and column in the matrix
             rank_of[one], rank_of[other] = rank_of[other], rank_of[one]
             continue
         to_right = best == right_gains.max(initial=0)

@@ -75,7 +75,7 @@ def exchange_bins(
     shard_of = shards_of(dealt, len(bins))
     at_home = np.zeros((len(bins), int(hosts.max()) + 1), np.int64)  # [bin, host]: tokens of the bin stored on the host
     for number, rows in enumerate(bins):
-        known = np.array(rows)[homes[rows] >= 0]
+        known = np.array(rows)[homes[rows] >= 0]  # rows with a known home
         np.add.at(at_home[number], homes[known], sizes[known])
     for _ in range(ROUNDS):
         if not _run_bin_round(at_home, shard_of, loads, totals, hosts, most):
@@ -87,7 +87,7 @@ def exchange_bins(
 def _run_bin_round(at_home: Int64s, shard_of: Int64s, loads: Int64s, totals: Int64s, hosts: Int64s, most: int) -> bool:
     """Run one round of `exchange_bins`, in which each bin moves at most once. Return whether any bins were swapped.
     Changes `shard_of` (the shard of each bin) and `totals` (tokens per shard) in place. most: maximum of `totals`."""
-    known = hosts >= 0
+    known = hosts >= 0  # per shard
     # near[a, b]: tokens of bin a that are stored on the host of bin b's shard.
     near = np.where(known[shard_of][None, :], at_home[:, np.maximum(hosts[shard_of], 0)], 0)
     now = np.diagonal(near)  # tokens of each bin that are at home now
@@ -121,6 +121,10 @@ class Exchange:
     bins: rows of each bin, changed in place. shards: shard of each bin. kinds: a number per bin; only rows of bins with
     equal kinds are swapped. sizes: tokens of each row; homes: home of each row; hosts: host of each shard. capacity:
     maximum tokens per bin (None: unlimited). No shard exceeds the initial maximum of tokens per shard.
+
+    `run` sets the private attributes. A slot is a position in the concatenated bins. Slots stay; the rows in them are
+    swapped. _rows, _bin_of, _host_of: of each slot, its row, its bin, and the host of its bin's shard. _loads: tokens
+    per bin. _totals: tokens per shard. _most: the limit of `_totals`.
     """
 
     bins: Bins
@@ -136,12 +140,9 @@ class Exchange:
         if len(set(self.hosts.tolist())) < 2:
             return False
         counts = np.fromiter(map(len, self.bins), np.int64, len(self.bins))
-        # A slot is a position in the concatenated bins. Slots stay; the rows in them are swapped.
-        # Per slot: its row, its bin, and the host of its bin's shard.
         self._rows = np.fromiter(chain.from_iterable(self.bins), np.int64, counts.sum())
         self._bin_of = np.repeat(np.arange(len(counts)), counts)
         self._host_of = self.hosts[self.shards[self._bin_of]]
-        # The tokens per bin and per shard, and the limit of the latter.
         self._loads = np.bincount(self._bin_of, self.sizes[self._rows], len(counts)).astype(np.int64)
         self._totals = np.bincount(self.shards, self._loads, len(self.hosts)).astype(np.int64)
         self._most = int(self._totals.max())
@@ -186,7 +187,8 @@ class Exchange:
 
     def _swap_pairs(self, ones: Int64s, groups: Int64s, others: Int64s, other_groups: Int64s, moved: bytearray) -> int:
         """Swap rows in the slots `ones` with rows of similar length in the slots `others` of the same group. Return the
-        number of swaps. Slots marked in `moved` are skipped, and the swapped ones are marked."""
+        number of swaps. groups, other_groups: the group of each slot of `ones` and of `others`. Slots marked in `moved`
+        are skipped, and the swapped ones are marked."""
         pairs = np.concatenate(
             [
                 self._find_longer_partners(ones, groups, others, other_groups),
@@ -204,7 +206,7 @@ class Exchange:
 
     def _find_longer_partners(self, ones: Int64s, groups: Int64s, others: Int64s, other_groups: Int64s) -> Int64s:
         """Pair each slot of `ones` with a slot of `others` in its group whose row is no shorter and fits. Return
-        `[P, 2]`.
+        `[P, 2]`. groups, other_groups: the group of each slot of `ones` and of `others`.
 
         The partner is the shortest such row or, with a capacity, the longest that needs at most 1 / `SPACE_SHARE` of
         the free space. This spreads free space: many bins with some space are more useful than few bins with much."""
@@ -216,8 +218,8 @@ class Exchange:
         keys = other_groups * width + other_sizes
         order = np.argsort(keys, kind="stable")
         bins = self._bin_of[ones]
-        residual = self._most - self._totals[self.shards[bins]]
-        longest = sizes
+        residual = self._most - self._totals[self.shards[bins]]  # how much longer a partner's row may be
+        longest = sizes  # the longest row to look for
         if self.capacity is not None:
             residual = np.minimum(residual, self.capacity - self._loads[bins])
             longest = np.minimum(sizes + residual // SPACE_SHARE, width - 1)

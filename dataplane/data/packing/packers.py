@@ -39,7 +39,8 @@ class SequencePacker(ABC):
 
     min_bin_count, bin_count_multiple: minimum number of bins, and the number that it must be a multiple of. If the
     sequences fill fewer bins, the fullest bins are split in two. collect_metrics: whether `pack` records metrics for
-    `get_aggregated_metrics`.
+    `get_aggregated_metrics`. _totals: the recorded metrics, summed over the `pack` calls (those named min_ and max_ are
+    minima and maxima), and the number of `calls`; empty before the first call.
     """
 
     keeps_order: ClassVar[bool] = False
@@ -101,7 +102,7 @@ class SequencePacker(ABC):
         lengths = _check_lengths(sequence_lengths)
         loads = [int(lengths[list(rows)].sum()) for rows in bins]
         tokens, capacity = sum(loads), len(bins) * self.bin_capacity
-        fewest = -(-tokens // self.bin_capacity)
+        fewest = -(-tokens // self.bin_capacity)  # rounded up
         balance = 1.0 if bins else 0.0
         if len(bins) > 1 and tokens:
             balance -= statistics.stdev(loads) * len(bins) / tokens

@@ -173,7 +173,8 @@ def _inverse(order: Int64s) -> Int64s:
 
 
 class _Arguments:
-    """The settings of `sequence_packing_args` or `dynamic_batching_args` (`argument`), by name, checked on access."""
+    """The settings of one argument, by name, checked on access. argument: its name for errors, "sequence_packing_args"
+    or "dynamic_batching_args"."""
 
     def __init__(self, argument: str, settings: Mapping[str, Any]) -> None:
         self.argument, self._settings = argument, settings
@@ -245,7 +246,8 @@ def _lengths_and_tokens(
     multiple: int,
     name: Callable[[int], str],
 ) -> tuple[Int64s, Int64s]:
-    """Return (the length of each row, the tokens that it uses of the budget: the length rounded up to `multiple`)."""
+    """Return (the length of each row, the tokens that it uses of the budget: the length rounded up to `multiple`).
+    InvalidRequestError for a row over the budget or with a negative length. Parameters: see `plan_shards`."""
     key = arguments.get("input_lengths_key", INPUT_LENGTHS)
     column = np.asarray(lengths_of(key))
     if column.shape != (size,) or (size and column.dtype.kind not in "iu"):
@@ -281,6 +283,7 @@ def _improve_plain(plan: list[Shard], size: int, per_batch: int, locality: Local
     sizes = locality.sizes(size)
     parts: list[list[Int64s]] = [[np.zeros(0, dtype=np.int64)] for _ in plan]
     for first in range(0, size, per_batch or 1):
+        # The part of each shard in this global batch, as [start, end] in its rows, which are ascending.
         bounds = [np.searchsorted(shard.rows, [first, first + per_batch]).tolist() for shard in plan]
         bins = [(shard.rows[start:end] - first).tolist() for shard, (start, end) in zip(plan, bounds, strict=True)]
         batch_rows = slice(first, first + per_batch)
@@ -341,6 +344,7 @@ def _split_packed(
         if locality is not None:
             homes, hosts = locality
             loads = _improve_packed(bins, loads, dealt, tokens[batch_rows], packer, homes[batch_rows], hosts)
+        # The rows of all bins one after another, from which each shard takes those of its bins.
         counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
         rows = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=counts.sum()) + first
         batch = []
@@ -351,9 +355,16 @@ def _split_packed(
             ends = np.cumsum(counts[numbers])
             shifts = np.cumsum(counts)[numbers] - ends  # offset of each bin in `rows` minus its offset in the shard
             positions = np.arange(ends[-1]) + np.repeat(shifts, counts[numbers])
-            batch.append(Shard(rows[positions], [_ranges(ends.tolist())], [loads[numbers].tolist()], [int(ends[-1])]))
+            batch.append(
+                Shard(
+                    rows[positions],
+                    micro_batch_indices=[_ranges(ends.tolist())],
+                    micro_batch_lengths=[loads[numbers].tolist()],
+                    elem_counts_per_gb=[int(ends[-1])],
+                )
+            )
         batches.append(batch)
-    return [_join_batches([parts[shard] for parts in batches]) for shard in range(shards)]
+    return [_join_batches([batch[shard] for batch in batches]) for shard in range(shards)]
 
 
 def _split_dynamic(
@@ -370,8 +381,18 @@ def _split_dynamic(
             homes, hosts = locality
             batch_rows = slice(first, first + per_batch)
             grid = first + _improve_dynamic(grid - first, ends, lengths[batch_rows], homes[batch_rows], hosts)
-        batches.append([Shard(rows, [_ranges(ends)], [list(widths)], [len(rows)]) for rows in grid.T])
-    return [_join_batches([parts[shard] for parts in batches]) for shard in range(shards)]
+        batches.append(
+            [
+                Shard(
+                    rows,
+                    micro_batch_indices=[_ranges(ends)],
+                    micro_batch_lengths=[list(widths)],
+                    elem_counts_per_gb=[len(rows)],
+                )
+                for rows in grid.T
+            ]
+        )
+    return [_join_batches([batch[shard] for batch in batches]) for shard in range(shards)]
 
 
 def _improve_dynamic(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: Int64s, hosts: Int64s) -> Int64s:
@@ -390,6 +411,7 @@ def _improve_dynamic(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: 
         homes=homes,
         hosts=hosts,
     ).run()
+    # The exchange has changed the order of rows; it was by length. Every `shards`-th bin is one of the same shard.
     sorted_bins = [sorted(rows, key=order_by_length.__getitem__) for rows in bins]
     rows_of_shards = [list(chain.from_iterable(sorted_bins[shard::shards])) for shard in range(shards)]
     return np.array(rows_of_shards, dtype=np.int64).T
@@ -414,7 +436,7 @@ def _ranges(ends: list[int]) -> list[list[int]]:
 
 
 def _join_batches(parts: list[Shard]) -> Shard:
-    """Concatenate the global batches of one shard."""
+    """Concatenate the global batches of one shard. parts: one per global batch."""
     return Shard(
         np.concatenate([np.zeros(0, dtype=np.int64), *(part.rows for part in parts)]),
         [indices for part in parts for indices in part.micro_batch_indices or ()],
