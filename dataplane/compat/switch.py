@@ -52,6 +52,7 @@ def install() -> None:
     """Replace the modules that TQ_REPLACE names, for later imports in this process. If its value is invalid, importing
     any module of `MODULES` raises ValueError. Further calls have no effect."""
     value = os.environ.get(VARIABLE, "")
+    # First in the list, so that it precedes the finder of installed packages.
     if not any(isinstance(finder, Replacement) for finder in sys.meta_path):
         sys.meta_path.insert(0, Replacement(value))
 
@@ -66,8 +67,8 @@ class Replacement:
     """Import this project's modules under the names in the variable: one module object under two names.
 
     The class is a finder for `sys.meta_path` and the loader of the modules that it finds. (It does not use the base
-    classes of `importlib.abc`, which takes longer to import than the rest of this module.) table: the entries of
-    `MODULES` that are replaced. error: the error in the value, or "".
+    classes of `importlib.abc`, which takes longer to import than the rest of this module.) value: that of TQ_REPLACE.
+    table: the entries of `MODULES` that are replaced. error: the error in the value, or "".
     """
 
     def __init__(self, value: str) -> None:

@@ -39,6 +39,9 @@ class DataPlaneClient:
 
     `meta_type`: the class of metas, constructed with the arguments of `KVBatchMeta`. It is NeMo-RL's own `KVBatchMeta`
     if NeMo-RL is installed, otherwise this package's. Methods accept any object with the same attributes.
+
+    _performer: performs operations (generators of steps) on the service. _known_tasks: the (partition, task) pairs that
+    a claim of this client has checked.
     """
 
     def __init__(self, session: Session) -> None:
@@ -82,7 +85,7 @@ class DataPlaneClient:
         `blocking=False` returns at once, with an empty meta if fewer are ready. dp_rank is accepted and ignored.
         `StorageKeyNotFoundError` at once if tasks were registered for the partition and this task is not one of them.
         """
-        if (partition_id, task_name) not in self._known_tasks:
+        if (partition_id, task_name) not in self._known_tasks:  # checked once per client
             self._performer.do(_check_task, partition_id, task_name)
             self._known_tasks.add((partition_id, task_name))
         request = fetching.BatchRequest(
@@ -126,7 +129,7 @@ class DataPlaneClient:
         """Store fields and tags of N samples atomically. Claims wait for fields, not for samples. Return the meta of
         the samples, with these fields and tags."""
         ids = list(sample_ids)
-        if not ids:
+        if not ids:  # nothing to store: the partition is not created either
             return self.meta_type(partition_id=partition_id, task_name=None, sample_ids=[], fields=None)
         tag_list = [dict(tag) for tag in tags] if tags is not None else [{} for _ in ids]
         self._performer.do(operations.put, ids, partition_id, fields, tag_columns(tag_list, len(ids)))
@@ -182,7 +185,7 @@ def _register(
     yield operations.extend_partition(session_state, partition, tasks=tasks)
     if tasks:
         # After the tasks themselves: a claim between the two steps creates its task, as before the registration.
-        yield from operations.put(session_state, [_registration_id(partition)], operations.ADAPTER, None)
+        yield from operations.put(session_state, [_registration_id(partition)], operations.ADAPTER, fields=None)
 
 
 def _registration_id(partition: str) -> str:

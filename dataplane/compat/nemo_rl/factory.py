@@ -67,6 +67,7 @@ def session_of(cfg: Mapping[str, Any], *, bootstrap: bool) -> Session:
         conf["objects"] = objects
     if bootstrap:
         _warn_of_unused(cfg)
+    # A worker neither starts a service nor stores settings in it.
     return open_session(Settings.of(conf), given=bootstrap, start=bootstrap)
 
 

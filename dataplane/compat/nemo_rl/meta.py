@@ -89,7 +89,7 @@ class KVBatchMeta:
 
     def with_fields(self, field_names: Sequence[str]) -> KVBatchMeta:
         """Return a copy with these fields added to `fields`."""
-        copied = self.subset(range(self.size))
+        copied = self.subset(range(self.size))  # of all samples
         copied.fields = list(dict.fromkeys([*(self.fields or ()), *field_names]))
         copied.tags = None if self.tags is None else [dict(tag) for tag in self.tags]
         return copied
@@ -110,7 +110,7 @@ def framework_type(name: str) -> type[Any] | None:
             module = importlib.import_module(INTERFACES)
         except Exception as error:
             log.warning("Import of %s failed, this package's %s is used instead: %s", INTERFACES, name, error)
-    value = getattr(module, name, None)
+    value = getattr(module, name, None)  # None without a module, too
     return value if isinstance(value, type) else None
 
 

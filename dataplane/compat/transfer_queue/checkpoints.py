@@ -45,7 +45,7 @@ def save_from(client: TransferQueueClient, directory: str | Path, metadata: Mapp
     new.mkdir(MODE, parents=True)
     try:
         names = client.get_partition_list()
-        if names:
+        if names:  # a checkpoint of no partitions has only the metadata
             client._performer.client.checkpoint(new / SAMPLES, names)
         _write_json(new / METADATA, {"storage_saved": True, "user_metadata": dict(metadata or {})})
         _fsync_directory(new)
@@ -57,7 +57,7 @@ def save_from(client: TransferQueueClient, directory: str | Path, metadata: Mapp
         _fsync_directory(target.parent)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
-        if old.exists() and not target.exists():
+        if old.exists() and not target.exists():  # between the two renames: put the older checkpoint back
             old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)

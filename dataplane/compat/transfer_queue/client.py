@@ -40,6 +40,10 @@ class AsyncTransferQueueClient:
 
     A missing key, sample, field or partition raises `StorageKeyNotFoundError`; other errors are those of
     `dataplane.errors`.
+
+    _performer: performs operations (generators of steps), in the calling thread or awaited. _local_sampler: the sampler
+    that was passed to `init()` in this process (None: none); `session` sets it. _stored_settings: a copy of the
+    settings that the service stores for all processes (None: not read yet, or the service has none).
     """
 
     def __init__(
@@ -55,8 +59,8 @@ class AsyncTransferQueueClient:
         self.client_id = client_id
         self.config = attach_config(controller_info)
         self._performer = Performer(self.config)
-        self._local_sampler: BaseSampler | None = None  # passed to `init()` in this process; set by `session`
-        self._stored_settings: dict[str, Any] | None = None  # a copy of the settings in the service, once it has any
+        self._local_sampler: BaseSampler | None = None
+        self._stored_settings: dict[str, Any] | None = None
 
     def initialize_storage_manager(self, manager_type: str, config: Any) -> None:
         """Do nothing: the service provides the addresses of the storage units."""
@@ -173,7 +177,8 @@ class AsyncTransferQueueClient:
         task: str | None,
         config: Mapping[str, Any] | None,
     ) -> Operation[BatchMeta]:
-        """Return the batch that `mode` selects; see `TransferQueueClient.get_meta`."""
+        """Return the batch that `mode` selects; see `TransferQueueClient.get_meta`. batch_size: callers can pass None
+        with "force_fetch", which ignores it. config: the caller's `sampling_config`."""
         if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, Integral)):
             raise TypeError(f"batch_size={batch_size!r}: expected an int, got {type(batch_size).__name__}")
         if mode == "insert":
@@ -188,7 +193,7 @@ class AsyncTransferQueueClient:
             raise RefusedCallError("get_meta: name the task that claims the samples (task_name)")
         if batch_size is None or batch_size < 1:
             raise RefusedCallError(f"batch_size={batch_size}: expected at least 1")
-        stored = yield from self.exchange_settings(session_state, None)
+        stored = yield from self.exchange_settings(session_state, to_store=None)
         request = fetching.BatchRequest(
             partition=partition,
             task=task,
@@ -214,7 +219,7 @@ class AsyncTransferQueueClient:
                 yield from operations.put(session_state, [CONFIG], operations.ADAPTER, values, mode="create")
             except SampleExistsError:
                 log.info("the service already has settings; those passed to init() are ignored")
-        if self._stored_settings is None:
+        if self._stored_settings is None:  # read them back: another process may have stored its settings first
             try:
                 values = yield from get.get(session_state, [CONFIG], operations.ADAPTER, [CONFIG], copy=True)
                 self._stored_settings = values[CONFIG][0]
@@ -230,7 +235,8 @@ class AsyncTransferQueueClient:
         partition: str | None,
         parse: Parser | None,
     ) -> Operation[BatchMeta]:
-        """Put into existing samples (`metadata`) or new ones (`partition`); see `TransferQueueClient.put`."""
+        """Put into existing samples (`metadata`) or new ones (`partition`); see `TransferQueueClient.put`. ValueError
+        without both, and for a meta without samples."""
         if metadata is None:
             if partition is None:
                 raise ValueError("put: name the partition_id of new samples, or pass the metadata of existing ones")
@@ -250,7 +256,7 @@ class AsyncTransferQueueClient:
         return (yield from reads.get_batch(session_state, metadata))
 
     def _clear_partition(self, session_state: SessionState, partition: str) -> Operation[None]:
-        yield from partitions.clear(session_state, None, partition)
+        yield from partitions.clear(session_state, names=None, partition=partition)
         yield from fetching.forget_draws(session_state, partition)
         if self._local_sampler is not None:
             self._local_sampler.clear_cache(partition)
@@ -259,7 +265,7 @@ class AsyncTransferQueueClient:
         self, session_state: SessionState, task: str, partition: str
     ) -> Operation[tuple[Tensor | None, Tensor | None]]:
         """See `TransferQueueClient.get_consumption_status`."""
-        stored = yield from self.exchange_settings(session_state, None)
+        stored = yield from self.exchange_settings(session_state, to_store=None)
         expected = 1 if stored is None else int(stored["expected"])
         return (yield from operations.consumption_status(session_state, task, partition, expected))
 

@@ -4,6 +4,9 @@ In the original, every row is a separate tensor. Here a field has a kind. `[N]` 
 jagged, even if all have the same length, so that the next put may have other lengths. Rows of more dimensions are
 ragged, because any dimension may differ (position ids `[4, L]`, images). All other values, NumPy arrays included, are
 objects.
+
+Values that do not fit the column of their field go, as objects, to a second column: the field's hidden column
+(`schema.variants_of`). A sample's value is in one of the two.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from dataplane.ledger import commands as c
 log = logging.getLogger(__name__)
 
 FieldSchema = dict[str, Any]
+"""One entry of `BatchMeta.field_schema`."""
 Parser = Callable[[dict[str, Any]], Any]
 
 JAGGED_DIMENSIONS = 2
@@ -104,11 +108,11 @@ def to_other_column(columns: dict[str, Any], error: SchemaError) -> bool:
     """Change `columns` after a put of them failed with `error`: move the field that does not fit its column to the
     field's hidden column, or make its rows objects if its column holds objects. Return whether a retry can succeed."""
     name = error.facts["field"]
-    # No retry for a value that does not fit a hidden column either, or for an undeclared field.
+    # No retry if the field was not put, for a value that does not fit a hidden column, or for an undeclared field.
     if name not in columns or name != field_of(name) or error.facts["got"] == UNDECLARED:
         return False
     rows = rows_of(columns[name])
-    if error.facts["expected"] == str(FieldSpec(FieldKind.OBJECT)):
+    if error.facts["expected"] == str(FieldSpec(FieldKind.OBJECT)):  # a list of rows is encoded as objects there
         columns[name] = rows
     else:
         del columns[name]
@@ -131,6 +135,7 @@ def _kind_to_declare(value: Any) -> FieldKind | None:
         return None
     rows = rows_of(value)
     tensors = [row for row in rows if isinstance(row, Tensor)]
+    # Arrays, and tensors of several dtypes.
     if any(isinstance(row, np.ndarray) for row in rows) or len({row.dtype for row in tensors}) > 1:
         return FieldKind.OBJECT
     if rows and len(tensors) == len(rows) and all(row.dim() >= JAGGED_DIMENSIONS for row in tensors):
@@ -231,6 +236,7 @@ def _joined_schema(own: c.FieldLocations | None, hidden: c.FieldLocations | None
     schema = _column_schema(own)
     if hidden is None:
         return schema
+    # Rows in the hidden column have the shape None.
     shapes = schema.get("per_sample_shapes") or [
         schema["shape"] if length >= 0 else None for length in own.lengths.tolist()
     ]

@@ -82,6 +82,7 @@ _REPLACEMENTS = {
     "backend.MooncakeStore.device_name": "dataplane.bulk_transport='mooncake' with dataplane.mooncake_device",
     "backend.MooncakeStore.global_segment_size": "dataplane.capacity_bytes is the size of each storage unit",
 }
+"""For ignored settings, by path: what replaces them, as a text for a warning."""
 
 
 def defaults() -> dict[str, Any]:
@@ -94,8 +95,9 @@ def warn_of_unused(conf: Mapping[str, Any]) -> None:
     Settings of a backend that is not selected get no warning, because the original ignores them, too."""
     backend = conf.get("backend") or {}
     selected = backend.get("storage_backend") or _BACKEND["storage_backend"]
+    # The settings of the selected backend, and those of no backend.
     given = {name: value for name, value in backend.items() if name == selected or name not in BACKENDS}
-    for path, value in _differences(given, _BACKEND, "backend"):
+    for path, value in _differences(given, _BACKEND, path="backend"):
         if not path.startswith("backend.SimpleStorage.zmq_info"):  # an address, not a choice of the caller
             warn_once(f"{path}={value!r} is not used: {_replacement_of(path)}")
 

@@ -63,7 +63,8 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest:
-    """The request of a task for a batch. config: the caller's `sampling_config`, which the sampler reads."""
+    """The request of a task for a batch of `batch_size` samples that have all `fields`. config: the caller's
+    `sampling_config`, which the sampler reads."""
 
     partition: str
     task: str
@@ -129,9 +130,11 @@ def _claim_by_draw(
     session_state: SessionState, request: BatchRequest, sampling: Sampling, sampler: DrawingSampler
 ) -> Operation[BatchMeta]:
     """Return the caller's share of a draw. With a `draw_key`, the draw is shared: take the stored one, or make and
-    store one. Without a key, each call makes its own."""
+    store one. Without a key, each call makes its own. With too few samples, return an empty meta when polling,
+    otherwise ClaimTimeoutError."""
     with _sampler_errors(sampler):
         key, share_number = sampler.draw_key(request.config), sampler.share_of(request.config)
+    # `needed`: the number of ready samples with which the next attempt is worthwhile.
     needed, deadline = sampler.wanted(request.batch_size), time.monotonic() + sampling.wait_s
     while True:
         stored = None if key is None else (yield from _load_draw(session_state, request, key))
@@ -157,7 +160,8 @@ def _claim_by_draw(
 
 
 def _claim_by_sampler(session_state: SessionState, request: BatchRequest, sampling: Sampling) -> Operation[BatchMeta]:
-    """Claim the samples that a user-defined sampler chooses. An empty meta with too few samples, when polling."""
+    """Claim the samples that a user-defined sampler chooses. With too few samples, return an empty meta when polling,
+    otherwise ClaimTimeoutError."""
     sampler, needed, deadline = sampling.sampler, request.batch_size, time.monotonic() + sampling.wait_s
     while True:
         # A sampler with a cached result returns it whatever is ready, so there is nothing to wait for.
@@ -169,6 +173,7 @@ def _claim_by_sampler(session_state: SessionState, request: BatchRequest, sampli
         indexes = ready.generations.tolist()
         view = PartitionView(request.partition, ready)
         with _sampler_errors(sampler):
+            # given: the samples of the caller; consumed: the samples to claim. See `BaseSampler.sample`.
             given, consumed = sampler(list(indexes), request.batch_size, partition=view, **request.config)
         if len(given):
             # Samples of a cached result were claimed by the call that cached it. Claim those that are still ready.
@@ -232,6 +237,7 @@ def _claim_exactly(
     session_state: SessionState, request: BatchRequest, ready: c.Claimed, indexes: Sequence[int]
 ) -> Operation[c.Claimed | None]:
     """Claim exactly the ready samples with these global indexes. Return None if another claim took one of them."""
+    # A sample's global index is its generation.
     positions = {generation: position for position, generation in enumerate(ready.generations.tolist())}
     chosen = [positions[index] for index in indexes]
     samples = c.Samples(rows=ready.rows[chosen], generations=ready.generations[chosen])
@@ -258,7 +264,7 @@ def _build_meta(
 
 def _lengths(ready: c.Claimed) -> Lengths:
     """Return a function that reads the lengths of ready samples from their tags."""
-    view = PartitionView("", ready)
+    view = PartitionView(partition="", ready=ready)  # only its tags are read
 
     def lengths(indexes: Sequence[int]) -> list[int]:
         tags = view.get_custom_meta(indexes)
@@ -313,6 +319,7 @@ def _store_draw(
     try:
         yield from put(session_state, [draw_id], ADAPTER, values, mode="create")
     except SampleExistsError:
+        # Nack: the samples can be claimed again.
         samples = c.Samples(rows=claimed.rows, generations=claimed.generations)
         claims = np.full(len(claimed.rows), claimed.claim, np.int64)
         yield Send(c.Nack(partition=request.partition, task=request.task, samples=samples, claims=claims))

@@ -153,7 +153,7 @@ def _one_row(fields: Fields | None, tag: Tag | None) -> Fields | None:
     and for values that are no fields of one sample."""
     if fields is None and tag is None:
         raise ValueError("kv_put: pass fields, a tag, or both")
-    if fields is None or isinstance(fields, TensorDict):
+    if fields is None or isinstance(fields, TensorDict):  # a TensorDict has one row already
         return fields
     if not isinstance(fields, Mapping):
         raise ValueError(f"kv_put: fields must be a TensorDict or a mapping, got {type(fields).__name__}")
@@ -173,7 +173,7 @@ def _tag_list(tag: Tag | None) -> list[Tag] | None:
 
 def _check_batch(keys: Sequence[str], fields: Fields | None, tags: Sequence[Tag] | None) -> None:
     """Check the arguments of `kv_batch_put`. ValueError for another number of rows or tags than keys."""
-    _key_list(keys)
+    _key_list(keys)  # for its check only
     if fields is None and tags is None:
         raise ValueError("kv_batch_put: pass fields, tags, or both")
     if isinstance(fields, TensorDictBase) and fields.batch_size[0] != len(keys):

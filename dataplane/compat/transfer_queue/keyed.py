@@ -12,7 +12,11 @@ from typing import Any
 
 @dataclass
 class KVBatchMeta:
-    """The keys and tags of N samples. ValueError for lists of different lengths and for duplicate names."""
+    """The keys `[N]` and tags `[N]` (one mapping each) of samples of one partition.
+
+    partition_id: None if unknown. fields: names of the fields that the meta refers to, None if unspecified. extra_info:
+    metadata of the batch. ValueError for lists of different lengths and for duplicate names.
+    """
 
     keys: list[str] = field(default_factory=list)
     tags: list[dict[str, Any]] = field(default_factory=list)
@@ -84,6 +88,7 @@ class KVBatchMeta:
                 raise ValueError(
                     f"KVBatchMeta.concat: Partition do not match: {first.partition_id!r} and {part.partition_id!r}"
                 )
+            # Metas without fields match any.
             if part.fields is not None and set(part.fields) != set(first.fields or ()):
                 raise ValueError(f"KVBatchMeta.concat: Field names do not match: {first.fields} and {part.fields}")
         return cls(
@@ -96,7 +101,7 @@ class KVBatchMeta:
 
 
 def joined_info(infos: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
-    """Merge the entries of all mappings. ValueError if two values of a key differ."""
+    """Merge the entries of all mappings. ValueError if two values of a key differ. what: the caller, for the error."""
     joined: dict[str, Any] = {}
     for info in infos:
         for key, value in info.items():

@@ -28,6 +28,10 @@ class BatchMeta:
 
     A meta that the service returned identifies exact samples. It is rejected once these samples were cleared.
     ValueError for lists of different lengths.
+
+    _names, _rows `[N]`: the id and the row of each sample, if the meta comes from the service (see `_with_handles`);
+    otherwise None, and the service looks the samples up by global index. _custom_backend_meta `[N]`: as in the
+    original, whose storage backends keep their own data of each sample there.
     """
 
     __slots__ = (
@@ -60,10 +64,8 @@ class BatchMeta:
         status = np.zeros(size) if production_status is None else production_status
         self.production_status: Int8s = np.array(status, dtype=np.int8)
         self.custom_meta = [dict(tags) for tags in custom_meta] if custom_meta else [{} for _ in range(size)]
-        # As in the original, whose storage backends keep their own data of each sample here.
         backend = [dict(item) for item in _custom_backend_meta] if _custom_backend_meta else [{} for _ in range(size)]
         self._custom_backend_meta = backend
-        # The id and the row of each sample, if the meta comes from the service; see `_with_handles`.
         self._names: list[str] | None = None
         self._rows: list[int] | None = None
         self._check_lengths(size)
@@ -201,7 +203,7 @@ class BatchMeta:
         if sorted(indices) != list(range(self.size)):
             raise ValueError(f"reorder: expected a permutation of {self.size} positions, got {len(indices)} positions")
         reordered = self._select(list(indices))
-        for name in self.__slots__:
+        for name in self.__slots__:  # all attributes
             setattr(self, name, getattr(reordered, name))
 
     def _select(self, positions: list[int]) -> BatchMeta:
@@ -274,8 +276,8 @@ class BatchMeta:
 
     @classmethod
     def concat(cls, data: Sequence[BatchMeta], validate: bool = True) -> BatchMeta:
-        """Join the samples of all metas, in order. Empty metas are ignored. ValueError if fields, their dtypes or
-        entries of extra_info differ."""
+        """Join the samples of all metas, in order. Empty metas are ignored. ValueError if entries of extra_info differ,
+        and with `validate` also if fields or their dtypes differ; otherwise the fields are those of the first meta."""
         parts = [part for part in data if part]
         if not parts:
             return cls.empty()
@@ -397,7 +399,8 @@ def _check_same_fields(parts: Sequence[BatchMeta]) -> None:
 
 
 def _joined_schema(name: str, parts: Sequence[BatchMeta]) -> FieldSchema:
-    """Join the field's schemas of all parts."""
+    """Join the field's schemas of all parts. The dtype is that of the first part. If any part is nested, the result is
+    nested, without a common shape. If any part is nested or has shapes per sample, the result has shapes per sample."""
     schemas = [part.field_schema.get(name, {}) for part in parts]
     nested = any(schema.get("is_nested") for schema in schemas)
     joined = {**schemas[0], "is_nested": nested, "shape": None if nested else schemas[0].get("shape")}

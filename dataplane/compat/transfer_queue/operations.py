@@ -154,7 +154,7 @@ def meta_of_keys(
     samples, without fields."""
     try:
         if create:
-            yield from put(session_state, keys, partition, None)
+            yield from put(session_state, keys, partition, fields=None)
         samples = yield from list_samples_of_keys(session_state, keys, partition)
         if len(samples.ids) < len(keys):
             missing = sorted(set(keys).difference(samples.ids))
@@ -242,8 +242,10 @@ def put(
     listed: bool = False,
 ) -> Operation[c.Committed]:
     """Put into a partition, which is created if missing. Values of a field that do not fit its live rows go to its
-    hidden column, as objects. The same commit removes these rows' values from the other column. listed: the result
-    also has the tags of the samples and the fields that all of them have."""
+    hidden column, as objects. The same commit removes these rows' values from the other column.
+
+    names: ids, or a native meta with handles. mode: that of the native put. listed: the result also has the tags of the
+    samples and the fields that all of them have."""
     ids = ids_of(names)
     encoded = None if fields is None else columns.to_columns(fields)
     declared = columns.declared_fields(encoded or {})
@@ -293,7 +295,7 @@ def insert_samples(
 
 def put_batch(session_state: SessionState, meta: BatchMeta, data: Mapping[str, Any]) -> Operation[None]:
     """Put fields and the meta's tags for the samples of a meta."""
-    parts = yield from resolve_samples(session_state, meta)
+    parts = yield from resolve_samples(session_state, meta)  # one per partition
     for positions, samples in parts:
         tags = [meta.custom_meta[position] for position in positions]
         fields = data if len(parts) == 1 else columns.rows_at(data, positions)
@@ -361,9 +363,9 @@ def consumption_status(
         partition=partition, task=task, fields=(), batch_size=MAX_SAMPLES, min_batch_size=1, blocking=False, peek=True
     )
     try:
-        unclaimed = (yield Send(peek)).result.generations
+        unclaimed = (yield Send(peek)).result.generations  # without fields, every unclaimed sample is ready
     except TaskNotFoundError:
-        unclaimed = samples.generations
+        unclaimed = samples.generations  # a task that does not exist has claimed nothing
     not_created = 0
     if len(samples.generations) < expected:
         # Cleared samples count as created, so the number of live samples is not enough.
@@ -381,7 +383,7 @@ def production_status(
     session_state: SessionState, fields: Sequence[str], partition: str
 ) -> Operation[tuple[Tensor | None, Tensor | None]]:
     """Return the global indexes `[N]` of the samples, and `[N, F]` with 1 for each field that was put, otherwise 0.
-    (None, None) for an unknown partition or field."""
+    (None, None) for an unknown partition or field, and without fields."""
     try:
         described = (yield Send(c.Describe(partition=partition))).result
         if not fields or any(name not in described.fields for name in fields):
@@ -395,7 +397,8 @@ def production_status(
 
 
 def reset_claims(session_state: SessionState, partition: str, task: str | None) -> Operation[bool]:
-    """Reset the claims of the task (None: of all tasks). Return False if samples were cleared during every try."""
+    """Reset the claims of the task (None: of all tasks). Return False if samples were cleared during every try. An
+    unknown partition is logged and has nothing to reset."""
     for _ in range(TRIES):
         try:
             tasks = (yield Send(c.Describe(partition=partition))).result.tasks

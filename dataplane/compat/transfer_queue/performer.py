@@ -23,7 +23,9 @@ CLOSE_TIMEOUT_S = 30.0
 
 class Performer:
     """Two sessions of one service, each opened on first use: one for blocking callers and one for async callers. The
-    latter runs on a separate event loop, so that it outlives the callers' loops. A forked child opens new sessions."""
+    latter runs on a separate event loop, so that it outlives the callers' loops. A forked child opens new sessions.
+
+    client: the session for blocking callers. _background: the session for async callers, with its thread and loop."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self.client = DataPlaneClient(config)

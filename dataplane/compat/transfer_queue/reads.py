@@ -33,7 +33,7 @@ def get_keys(
         existing = distinct
     else:
         existing, data = yield from _read_existing(session_state, distinct, partition, fields)
-    if not data.keys() or len(distinct) == len(keys):
+    if not data.keys() or len(distinct) == len(keys):  # no rows to repeat, or no repeated key
         return data
     exists = set(existing)
     return _repeat_rows(data, existing, [key for key in keys if key in exists])
@@ -61,7 +61,7 @@ def _read_exactly(
         # Some rows can be in the field's hidden column (see `operations.put`), which `get` does not read.
         positions, data = yield from get.get_present(session_state, names, partition, fields)
         if len(positions) < len(ids_of(names)) or any(name not in data for name in fields):
-            raise
+            raise  # the first error: a value is in neither column
     return columns.from_columns(data)
 
 
@@ -74,11 +74,11 @@ def _read_existing(
     try:
         if fields is None:
             fields = (yield from list_samples_of_keys(session_state, keys, partition)).fields
-        requested = list(dict.fromkeys(fields))
+        requested = list(dict.fromkeys(fields))  # each once
         if requested:
             positions, read = yield from get.get_present(session_state, keys, partition, requested)
             existing, data = [keys[position] for position in positions], columns.from_columns(read)
-        else:
+        else:  # no fields to read: find the existing keys
             existing = list((yield from list_samples_of_keys(session_state, keys, partition)).ids)
             data = _no_data()
     except PartitionNotFoundError:

@@ -78,7 +78,10 @@ class Draw(NamedTuple):
 
 class DrawingSampler(BaseSampler):
     """A sampler with shared draws: all calls with the same `draw_key`, from any process, get a share of the same draw,
-    until the partition is cleared. `first_only`: the sampler uses the oldest samples only."""
+    until the partition is cleared. `first_only`: the sampler uses the oldest samples only.
+
+    For the classes in `NAMED`, `get_meta` calls `draw` and stores shared draws in the service. For subclasses of them
+    it calls `sample`, which keeps shared draws in this process, as `_states[partition][task][draw_key]`."""
 
     first_only = False
 

@@ -24,8 +24,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Session:
-    """The service in use. meeting: the service as found or started through a rendezvous; None for a configured address.
-    published: environment variables by which child processes find the service."""
+    """The service in use.
+
+    meeting: the service as found or started through a rendezvous, or started in this process; for a configured address
+    its publication for other processes, or None if it is not published. published: environment variables by which child
+    processes find the service. _pid: the process that opened the session; a forked child inherits the object.
+    """
 
     client: TransferQueueClient
     meeting: Meeting | None = None
@@ -35,7 +39,7 @@ class Session:
         """Leave the service, and stop it if this process started it. Idempotent."""
         atexit.unregister(self.close)
         for name, value in self.published.items():
-            if os.environ.get(name) == value:
+            if os.environ.get(name) == value:  # unless the program has changed it since
                 del os.environ[name]
         self.client.close()
         # A forked child must not stop the service of its parent.
@@ -103,7 +107,7 @@ def open_session(settings: Settings, *, given: bool = True, start: bool = True) 
     if service is None and (name is None or not start):
         # With a name and `start`, `_find_or_start` looks for the service below: it finds or starts it in one step.
         service = _find_published(name)
-    settings.objects = settings.objects_with(service)
+    settings.objects = settings.objects_with(service)  # its default depends on the service
     if service is not None:
         session = _attach(service, sampler, settings_to_store(settings) if given else None)
         if configured is not None and start:
@@ -135,7 +139,7 @@ def get_client() -> TransferQueueClient:
 def current_client() -> TransferQueueClient:
     """Return this process's client. Before `init()`, attach to a service; `NotInitializedError` without one."""
     session = _current.session
-    if session is not None:
+    if session is not None:  # the common case, without the lock
         return session.client
     with _current.lock:
         if _current.session is None:
@@ -145,7 +149,7 @@ def current_client() -> TransferQueueClient:
                     "TransferQueue is not initialized, and no service was found: call init() first; pass "
                     "`controller.name` to find the service of another Ray job"
                 )
-            _current.session = _attach(service, None, None)
+            _current.session = _attach(service, sampler=None, to_store=None)
         return _current.session.client
 
 
@@ -196,7 +200,8 @@ def _attach(
     to_store: Mapping[str, Any] | None,
     meeting: Meeting | None = None,
 ) -> Session:
-    """Connect, and exchange settings with the service: store `to_store` if it has none, and use its `objects` mode."""
+    """Connect, and exchange settings with the service: store `to_store` if it has none, and use its `objects` mode.
+    sampler: that of this process (None: none). meeting: becomes that of the session."""
     client = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", config)
     try:
         client._performer.client.connect()
@@ -211,11 +216,12 @@ def _attach(
         return Session(client, meeting)
     # Another process chose the other `objects` mode. A client's mode is fixed, so connect again with that one.
     client.close()
-    return _attach(replace(client.config, objects=stored["objects"]), sampler, None, meeting)
+    return _attach(replace(client.config, objects=stored["objects"]), sampler, to_store=None, meeting=meeting)
 
 
 def _find_or_start(settings: Settings, sampler: BaseSampler, given: bool) -> Session | None:
-    """Find or start a service through a rendezvous. Return None if this process belongs to no rendezvous."""
+    """Find or start a service through a rendezvous. Return None if this process belongs to no rendezvous; ValueError
+    then if the settings have a service name. given: see `open_session`."""
     config, to_store, name = settings.service(), settings_to_store(settings), settings.shared_name()
 
     def prepare(started_config: DataPlaneConfig, http_address: str) -> None:

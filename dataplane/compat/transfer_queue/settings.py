@@ -65,6 +65,7 @@ class Settings(dict[str, Any]):
 
     def address(self) -> DataPlaneConfig | None:
         """Return the configuration of the service whose address these settings have, or None."""
+        # `init` returns settings with the address here. It takes precedence over `dataplane.address`.
         controller_info = self.controller.zmq_info
         if controller_info is not None:
             return attach_config(controller_info)

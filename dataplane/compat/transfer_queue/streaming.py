@@ -37,7 +37,10 @@ class StreamingDataset(IterableDataset[Batch]):
     batches (with a `RankAwareSampler`). The iteration is endless; with `should_check_consumption_status` it ends when
     the task has claimed all samples of the partition and this rank has returned its share. fetch_batch_fn and
     process_batch_fn replace `default_fetch_batch_fn` and `chunk_batch_fn`. The service must be in `polling_mode`.
-    ValueError for sizes below 1, no fields or a negative rank.
+    ValueError for a `micro_batch_size` below 1, no fields or a negative rank.
+
+    batch_index: number of the next batch, in `buffer` and for the sampler. Returned batches stay in `buffer`, for
+    `reset`. sampling_config: that of every fetch. _client: created by the first iteration.
     """
 
     def __init__(

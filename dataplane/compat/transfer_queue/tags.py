@@ -22,7 +22,9 @@ def tag_columns(tags: Sequence[Mapping[str, Any] | None] | None, count: int) -> 
 
 
 def _to_scalar(name: str, row: int, value: Any) -> Any:
-    """Convert a tag value to a scalar, or encode it as a string with the prefix `ENCODED`."""
+    """Convert a tag value to a scalar, or encode it as a string with the prefix `ENCODED`. `sample_names.tag_columns`
+    stores values of type bool, int, float and None itself."""
+    # A text that begins with the prefix is encoded, too, so that it is not decoded as something else.
     if type(value) is str and not value.startswith(ENCODED):
         return value
     if callable(getattr(value, "item", None)) and getattr(value, "ndim", 0) == 0:
