@@ -26,6 +26,6 @@ def _default_interrupt() -> Iterator[None]:
     if not is_default or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel ends the process
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -71,8 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the console script and return its exit code. Errors are printed as one line on standard error."""
     command_line = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        # Not standalone: typer raises its errors and returns the exit code, instead of ending the process.
         code = app(command_line or ["--help"], prog_name=NAME, standalone_mode=False)
-        sys.stdout.flush()
+        sys.stdout.flush()  # so that a closed pipe is an error here
     except typer.TyperException as error:
         return _print_usage_error(error)
     except typer.Abort:

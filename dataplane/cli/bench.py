@@ -17,8 +17,11 @@ from dataplane.cli.output import print_json, print_table
 from dataplane.config import MIB, DataPlaneConfig
 
 _CAPACITY_BYTES = 128 * MIB
+"""Capacity of the temporary service."""
 _PUT_S = 10.0
+"""Time limit of a put that waits for space."""
 _QUICK_S, _LONG_S = 0.3, 3.0
+"""Time for each operation, with and without --quick."""
 
 
 def bench(

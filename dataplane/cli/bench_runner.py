@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SMALL_BYTES = 1 << 10
 LARGE_ROWS, LARGE_BYTES = 16, MIB
 MANY_ROWS, MANY_BYTES = 1024, 4 << 10
+"""Numbers of rows of a call, and bytes per row."""
 MIN_CALLS, WARM_UP_CALLS = 5, 8
 """Minimum number of timed calls, and number of warm-up calls before them, which allocate memory."""
 
@@ -55,7 +56,8 @@ def measure(config: DataPlaneConfig, budget_s: float) -> Iterator[Measure]:
 
     torch.manual_seed(0)
     fields = {"x": FieldSpec(FieldKind.JAGGED, "uint8", ())}
-    for remote, connection_kind in ((False, ""), (True, " over ZMQ")):  # first the best connection, then ZMQ
+    # First all operations over the best connection, then only the large rows over ZMQ.
+    for remote, connection_kind in ((False, ""), (True, " over ZMQ")):
         settings = replace(config, force_remote=remote)
         with DataPlaneClient(settings).connect() as client, temporary_partition(client, "bench", fields) as name:
             bench = _Bench(client, name, budget_s)
@@ -68,7 +70,8 @@ def measure(config: DataPlaneConfig, budget_s: float) -> Iterator[Measure]:
 
 
 class _Bench:
-    """Measures one client in one partition."""
+    """Measures one client in one partition, each operation for `_budget_s` seconds. _numbers: counts all samples, for
+    unique ids."""
 
     def __init__(self, client: DataPlaneClient, partition: str, budget_s: float) -> None:
         self._client = client
@@ -78,7 +81,9 @@ class _Bench:
 
     def measure_small(self) -> Iterator[Measure]:
         """Measure a request for statistics, and a put and a get of one small row."""
-        yield self._measure("ask for statistics", 0, 0, lambda: None, lambda _: self._client.stats())
+        yield self._measure(
+            "ask for statistics", samples=0, nbytes=0, prepare=lambda: None, act=lambda _: self._client.stats()
+        )
         yield from self.measure_rows("1 row of 1 KiB", 1, SMALL_BYTES)
 
     def measure_claim(self) -> Measure:
@@ -90,19 +95,19 @@ class _Bench:
         def claim(_: object) -> None:
             self._client.claim_meta(self._partition, "bench", ["x"], 1)
 
-        return self._measure("claim 1 sample", 1, 0, put, claim)
+        return self._measure("claim 1 sample", samples=1, nbytes=0, prepare=put, act=claim)
 
     def measure_rows(self, what: str, count: int, nbytes: int) -> Iterator[Measure]:
         """Measure a put and a get of `count` rows of `nbytes` bytes."""
         rows = _rows(count, nbytes)
         total = count * nbytes
-        yield self._measure(f"put {what}", count, total, lambda: None, lambda _: self._put(rows))
+        yield self._measure(f"put {what}", count, total, prepare=lambda: None, act=lambda _: self._put(rows))
         ids = self._put(rows)
 
         def get(_: object) -> None:
             self._client.get_samples(ids, self._partition, ["x"])
 
-        yield self._measure(f"get {what}", count, total, lambda: None, get)
+        yield self._measure(f"get {what}", count, total, prepare=lambda: None, act=get)
         self._clear(ids)
 
     def _put(self, rows: list[torch.Tensor]) -> list[str]:

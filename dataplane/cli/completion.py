@@ -68,6 +68,7 @@ def _query_stats(context: typer.Context) -> c.StatsReport | None:
     from dataplane.cli.session import session, stats
 
     with contextlib.suppress(Exception):
+        # The flags given so far on the command line.
         flags = {name: context.params.get(name) for name in TargetFlags.__dataclass_fields__}
         config = TargetFlags(**flags).config("completion")
         with session(replace(config, connect_timeout_s=WAIT_S, call_timeout_s=WAIT_S)) as channel:

@@ -175,11 +175,11 @@ def typer_command(run: Callable[..., int]) -> Callable[..., int]:
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(run).parameters.values():
         kind = hints[parameter.name]
-        if not is_dataclass(kind):
+        if not is_dataclass(kind):  # a flag or argument of its own
             parameters.append(_keyword_parameter(parameter.name, kind, parameter.default))
             continue
         groups[parameter.name] = kind
-        types = typing.get_type_hints(kind, include_extras=True)
+        types = typing.get_type_hints(kind, include_extras=True)  # of the flags in this group
         parameters += [_keyword_parameter(flag.name, types[flag.name], flag.default) for flag in fields(kind)]
 
     @functools.wraps(run)
@@ -199,7 +199,7 @@ def typer_command(run: Callable[..., int]) -> Callable[..., int]:
 def _keyword_parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
     """Return a keyword-only parameter. Boolean flags show no metavar in the help."""
     if typing.get_origin(kind) is Annotated and typing.get_args(kind)[0] is bool:
-        option = copy.copy(typing.get_args(kind)[1])
+        option = copy.copy(typing.get_args(kind)[1])  # other commands share the original
         option.metavar = ""
         kind = Annotated[bool, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)

@@ -17,7 +17,7 @@ _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 def size(text: str) -> int:
     """Parse "512m", "4g", "4GiB" or a plain number to bytes."""
-    without_unit = text.strip().lower().removesuffix("ib").removesuffix("b")
+    without_unit = text.strip().lower().removesuffix("ib").removesuffix("b")  # ends with a suffix or a digit
     suffix = without_unit[-1:] if without_unit[-1:] in _SUFFIXES else ""
     try:
         return int(float(without_unit.removesuffix(suffix)) * _SUFFIXES[suffix])
@@ -48,7 +48,7 @@ def ago(seconds: float) -> str:
     if math.isinf(seconds):
         return "no end"
     for unit, length in (("d", _DAY_S), ("h", _HOUR_S), ("min", _MINUTE_S)):
-        if seconds >= 2 * length:
+        if seconds >= 2 * length:  # the largest unit of which there are at least two
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0.0):.1f} s"
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from dataplane import DataPlaneClient, FieldSpec
 
 _START_S = 60.0
+"""How long to wait until the service prints its address."""
 _END_S = 30.0
+"""How long to wait after SIGTERM before the process is killed."""
 
 
 @contextlib.contextmanager
@@ -33,7 +35,7 @@ def temporary_service(*, capacity_bytes: int, arena_dir: str = "/dev/shm") -> It
         command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=environment, process_group=0
     ) as process:
         try:
-            yield _read_first_line(process).split()[-1]
+            yield _read_first_line(process).split()[-1]  # the address is the last word
         finally:
             _stop(process)
 

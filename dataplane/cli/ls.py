@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dataplane.ledger import commands as c
 
 SAMPLES = 50
+"""Number of samples that are listed without --limit."""
 
 
 def ls(
@@ -35,14 +36,14 @@ def ls(
     """List the partitions of a service, or the samples of one partition with their fields and tags."""
     with session(target.config("ls")) as channel:
         if partition is None:
-            _print_partitions(stats(channel, limit or PARTITIONS), json)
+            _print_partitions(stats(channel, limit or PARTITIONS), json=json)
         else:
-            _print_samples(channel, partition, limit or SAMPLES, json)
+            _print_samples(channel, partition, limit or SAMPLES, json=json)
     return 0
 
 
 def _print_partitions(report: c.StatsReport, json: bool) -> None:
-    """Print one row per partition of the report."""
+    """Print one row per partition of the report, or all of them as JSON."""
     if json:
         print_json({"partitions": report.partitions, "total": report.partition_count})
         return
@@ -73,7 +74,7 @@ def _partition_row(part: c.PartitionStats) -> tuple[object, ...]:
 
 
 def _print_samples(channel: ControllerChannel, partition: str, limit: int, json: bool) -> None:
-    """Print one row for each of the oldest `limit` samples of a partition."""
+    """Print one row for each of the oldest `limit` samples of a partition, or all of them as JSON."""
     from dataplane.ledger import commands as c
 
     ids = ask(channel, c.List(partition=partition, limit=limit)).ids

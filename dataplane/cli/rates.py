@@ -48,7 +48,7 @@ def take_snapshot(channel: ControllerChannel, flow: Callable[[], FlowRates] | No
 
 def rates(before: Snapshot, after: Snapshot) -> dict[str, Rates]:
     """Return the rates of each current partition."""
-    seconds = max(after.at_s - before.at_s, 1e-6)
+    seconds = max(after.at_s - before.at_s, 1e-6)  # never 0: it is a divisor
     earlier = {part.partition: part for part in before.report.partitions}
     return {
         part.partition: _partition_rates(earlier.get(part.partition), part, seconds) for part in after.report.partitions

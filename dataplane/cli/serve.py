@@ -49,7 +49,7 @@ def serve(
         **memory.settings(),
         **security.settings(),
     ).with_environment()
-    return _run_service(config, units, json)
+    return _run_service(config, units, json=json)
 
 
 def _run_service(config: DataPlaneConfig, count: int, json: bool) -> int:
@@ -68,19 +68,19 @@ def _run_service(config: DataPlaneConfig, count: int, json: bool) -> int:
         stop.set()
 
     units = UnitProcesses(controller.address, config, report_failure)
-    stop.then(units.stop)
+    stop.then(units.stop)  # in a background thread: a signal also ends a start of units that takes long
     try:
         units.start(count)
-        if stop.asked:
+        if stop.asked:  # a signal came during the start
             return 0
         if controller.recovered:
             print(f"restored the state in {config.state_dir}", file=sys.stderr, flush=True)
-        _print_ready(controller.address, controller.http_url, json)
+        _print_ready(controller.address, controller.http_url, json=json)
         stop.when(controller.ended)
-        stop.wait()
+        stop.wait()  # for a signal, a failure of a unit, or the end of the controller
         if controller.ended.is_set():
             failures.append("the controller failed; see the log above")
-        if failures and not stop.asked:
+        if failures and not stop.asked:  # after a signal, failures are part of stopping
             print(f"tq: {failures[0]}; the service stops", file=sys.stderr)
             return 1
     finally:

@@ -79,8 +79,9 @@ def unit_stats(channel: ControllerChannel, unit: str) -> c.UnitStats:
     several units match."""
     from dataplane.errors import InvalidRequestError
 
-    units = stats(channel, 1).units  # every report has all units; 1 limits the partitions
+    units = stats(channel, limit=1).units  # every report has all units; 1 limits the partitions
     by_number = [each for each in units if str(each.unit) == unit]
+    # A number takes precedence over a name.
     matching = by_number or [each for each in units if each.name == unit]
     if len(matching) == 1:
         return matching[0]

@@ -37,7 +37,8 @@ def show(
 
     with session(target.config("show")) as channel:
         shown_sample = ask(channel, c.Show(partition=partition or "", samples=c.Samples(ids=(sample,))))
-        units = {unit.unit: unit.name for unit in stats(channel, 1).units}  # 1 limits the partitions, not the units
+        # The limit is for the partitions: every report has all units.
+        units = {unit.unit: unit.name for unit in stats(channel, limit=1).units}
     if json:
         print_json(shown_sample)
     else:
@@ -70,7 +71,7 @@ def _cell_row(cell: c.ShownCell, units: dict[int, str]) -> tuple[object, ...]:
 
 def _task_row(task: c.ShownTask, now: float) -> tuple[object, ...]:
     """Return the state of the sample in a task as a row of the table. now: the time of the service."""
-    lease = ""
+    lease = ""  # empty without a lease
     if task.until is not None:
         lease = f"by {shown(task.client)} for another {ago(task.until - now)}"
     return shown(task.task), task.state, lease, ", ".join(map(shown, task.lacking)) or "-"

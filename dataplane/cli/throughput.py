@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from dataplane.controller.metrics.throughput import FlowReport
 
 _WAIT_S = 5.0
+"""Time limit of the connection and of each read."""
 _PATH = "/api/flow"
 _LONGEST_S = 60
+"""Maximum time in seconds over which rates are averaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ def _fetch(host_port: tuple[str, int], config: DataPlaneConfig) -> bytes:
     token = config.secret()
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     connection = http.client.HTTPConnection(*host_port, timeout=_WAIT_S)
-    connection.sock = _connect(host_port, config)
+    connection.sock = _connect(host_port, config)  # instead of the connection's own socket, which has no TLS
     try:
         connection.request("GET", _PATH, headers=headers)
         response = connection.getresponse()

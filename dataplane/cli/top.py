@@ -249,7 +249,7 @@ def _task_row(part: c.PartitionStats, task: c.TaskStats) -> tuple[object, ...]:
 def _wait_row(wait: c.Wait, now: float) -> tuple[object, ...]:
     """Return a waiting call as a row of `_WAIT_COLUMNS`: a put that waits for bytes, or a claim that waits for samples.
     now: the time of the service."""
-    if wait.task == "":
+    if wait.task == "":  # a put
         what = "space"
         wanted, ready = readable(wait.wanted), readable(wait.ready)
     else:

@@ -47,7 +47,7 @@ def unit(
     config = DataPlaneConfig(
         port=port, http_port=http_port, reconnect_s=reconnect, **memory.settings(), **security.settings()
     ).with_environment()
-    return _run_unit(config, address, name, json)
+    return _run_unit(config, address, name, json=json)
 
 
 def _run_unit(config: DataPlaneConfig, address: str, name: str | None, json: bool) -> int:

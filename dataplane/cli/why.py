@@ -105,12 +105,13 @@ def _headline(task: str, partition: str, claim_fields: tuple[str, ...], blocked:
     """Summarize in one sentence what a claim would get now, or what waits, with the explanation of the service.
     claims: the task's claims that wait now."""
     fields = f" with {', '.join(map(shown, claim_fields))}" if claim_fields else ""
+    # What the claim takes: samples, or groups of samples (`groups` is None if it takes no groups).
     ready = blocked.matching if blocked.groups is None else blocked.groups
     noun = "sample" if blocked.groups is None else "complete group"
     ready_text = f"{counted(ready, noun)}{fields}"
     why = shown(blocked.why)
     who = f"task {shown(task)} in partition {shown(partition)}"
-    if claims.waits:
+    if claims.waits:  # claims wait now
         least = min(wait.wanted for wait in claims.waits)
         return f"{who} waits: {counted(claims.total, 'claim')} of at least {least}, and {ready_text} ready: {why}"
     if ready:

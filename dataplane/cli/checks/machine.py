@@ -23,7 +23,9 @@ ENOUGH_BYTES = 256 * MIB
 ENOUGH_FILES = 4096
 """Minimum open-file limit. A service has a few open files per session, a client about fifteen."""
 _REACH_S = 5.0
+"""Time limit of a connection over loopback."""
 _NAMED = 3
+"""Number of leftover arenas that a finding names."""
 _BLOCK_BYTES = 512
 """Unit of `st_blocks`."""
 _OTHER_DIRECTORY = "pass an existing, writable local directory with --arena-dir"
@@ -105,7 +107,7 @@ def _check_arenas(arena_dir: str) -> Iterator[Finding]:
         return
     nbytes = 0
     for path in left:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
             nbytes += path.stat().st_blocks * _BLOCK_BYTES
     names = ", ".join(path.name for path in left[:_NAMED]) + (", ..." if len(left) > _NAMED else "")
     found = f"{folder}: killed storage units left {counted(len(left), 'arena')} ({readable(nbytes)}): {names}"
@@ -127,7 +129,7 @@ def _check_ports(port: int) -> Iterator[Finding]:
     """Check that the two ports of a service are free, or for port 0 that it can listen at all."""
     host = "127.0.0.1"
     try:
-        for number in (port, port + 1) if port else (0,):
+        for number in (port, port + 1) if port else (0,):  # 0: the system chooses a free port
             require_free_port(host, number)
     except OSError as error:
         yield Finding(

@@ -15,8 +15,11 @@ from dataplane.compat.switch import HOOK, MODULES, VARIABLE, names_in, replaced
 PACKAGE = "rl-dataplane"
 _INSTALL = f"pip install -U {PACKAGE}"
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*])?\s*([^;]*)")
+"""Name and version clauses of a requirement; extras and markers are skipped."""
 _CLAUSE = re.compile(r"(>=|<=|==|<|>)\s*([0-9][0-9.]*)")
+"""Operator and version of one clause."""
 _DEVICES = Path("/dev")
+"""The directory with the device files of GPUs."""
 
 
 def packages() -> Iterator[Finding]:

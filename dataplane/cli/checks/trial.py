@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from dataplane import DataPlaneClient
 
 _CAPACITY_BYTES = 16 * MIB
+"""Capacity of the temporary service."""
 _ROW_BYTES = 64 << 10
+"""Size of the row of a round trip."""
 _REACH_S = 5.0
+"""Time limit of a connection to a port."""
 _PUT_S = 10.0
+"""Time limit of a put that waits for space."""
 
 
 def trial(config: DataPlaneConfig, arena_dir: str) -> Iterator[Finding]:
