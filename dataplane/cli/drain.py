@@ -115,14 +115,18 @@ def _undo_after_interrupt(client: DataPlaneClient, stats: c.UnitStats) -> None:
 
 
 class _ProgressLine:
-    """Progress on standard error: one line updated in place on a terminal, otherwise a line every few seconds."""
+    """Progress on standard error: one line updated in place on a terminal, otherwise a line every few seconds.
+
+    _quiet: print nothing. _next_at: monotonic time of the next output. _width: that of the text on the current line; 0
+    if there is no line to end.
+    """
 
     def __init__(self, stats: c.UnitStats, *, quiet: bool) -> None:
         self._name = _label(stats)
         self._quiet = quiet
         self._in_place = sys.stderr.isatty()
-        self._next_at = 0.0  # monotonic time of the next output
-        self._width = 0  # of the text on the current line
+        self._next_at = 0.0
+        self._width = 0
 
     def show(self, progress: DrainProgress) -> None:
         """Print the progress, at most once per interval. Called after each page of cells."""

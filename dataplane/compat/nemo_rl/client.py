@@ -79,7 +79,8 @@ class DataPlaneClient:
         timeout_s: float = 60.0,
     ) -> Any:
         """Claim the oldest `batch_size` samples that have the fields and that the task has not claimed. A task claims
-        each sample once. `sequence_lengths` are the values of the tag `input_lengths`.
+        each sample once. `sequence_lengths` are the values of the tag `input_lengths` (0 for a sample without it); None
+        if no sample has the tag.
 
         Block until that many samples are ready; raise TimeoutError after `timeout_s` without a claim.
         `blocking=False` returns at once, with an empty meta if fewer are ready. dp_rank is accepted and ignored.

@@ -124,6 +124,7 @@ def claim_in_order(
         claimed = yield from _claim_exactly(session_state, request, ready, ready.generations.tolist())
         if claimed is not None:
             return claimed
+        # Another claim took one of them first: look again.
 
 
 def _claim_by_draw(

@@ -158,7 +158,8 @@ class _Copies:
 
 
 class SharedOffsets:
-    """Cache of offsets tensors for one read. Columns with equal lengths share one, so that they can be combined."""
+    """Cache of offsets tensors for one read. Columns with equal lengths share one, so that they can be combined.
+    _by_lengths: the bytes of the lengths -> the result of `of`."""
 
     def __init__(self) -> None:
         self._by_lengths: dict[bytes, tuple[Tensor, tuple[int, int]]] = {}

@@ -103,6 +103,7 @@ def fewest_bins(lengths: Int64s, capacity: int) -> int:
     smallest = np.concatenate([[0], rising[:half]])  # k
     first_of_k = np.searchsorted(rising, smallest)  # rows from here to `half` have a length of k or more
     first_alone = np.searchsorted(rising, capacity - smallest, side="right")  # rows from here on fill a bin alone
+    # The free space beside the other rows over half the capacity, and the bins for the shorter rows that exceed it.
     residual = (first_alone - half) * capacity - (sums[first_alone] - sums[half])
     more_bins = np.maximum(-(-(sums[half] - sums[first_of_k] - residual) // capacity), 0)
     return int((len(rising) - half + more_bins).max())
@@ -132,6 +133,7 @@ def split(bins: Bins, lengths: Int64s, count: int) -> Bins:
         negated, number, start, end = heapq.heappop(heap)
         # left_sums[i]: the tokens of the left part if the cut is after row `start + i`.
         left_sums = list(accumulate(lengths[bins[number][start : end - 1]].tolist()))
+        # `negated + 2 * left_sums[i]` is the tokens of the left part minus those of the right part.
         cut = min(range(len(left_sums)), key=lambda index: abs(negated + 2 * left_sums[index]))
         middle = start + cut + 1
         for piece in ((-left_sums[cut], number, start, middle), (negated + left_sums[cut], number, middle, end)):
@@ -140,6 +142,7 @@ def split(bins: Bins, lengths: Int64s, count: int) -> Bins:
             else:
                 single_rows.append(piece)
         missing -= 1
+    # Bins that were not cut are kept as they are.
     parts: dict[int, Bins] = {number: [] for number in cut_bins}
     for _, number, start, end in sorted(heap + single_rows, key=lambda piece: piece[2]):
         parts[number].append(bins[number][start:end])
@@ -217,10 +220,12 @@ def _fill(lengths: Int64s, rows: Int64s, capacity: int, bins: Bins, residuals: l
         row_class = len(sizes)
         while True:
             row_class = bisect_right(sizes, residual, 0, row_class)  # the class of the longest rows that can fit
+            # Follow `below` to a class with rows left, and shorten the path for later searches.
             while below[row_class] != row_class:
                 below[row_class] = row_class = below[below[row_class]]
             if not row_class:
                 break
+            # Take as many rows of the class as fit, or all that are left.
             size, start, end = sizes[row_class - 1], nexts[row_class - 1], ends[row_class - 1]
             if size:  # rows of length 0 all fit
                 fitting = start + residual // size

@@ -89,6 +89,7 @@ def _run_bin_round(at_home: Int64s, shard_of: Int64s, loads: Int64s, totals: Int
     Changes `shard_of` (the shard of each bin) and `totals` (tokens per shard) in place. most: maximum of `totals`."""
     known = hosts >= 0  # per shard
     # near[a, b]: tokens of bin a that are stored on the host of bin b's shard.
+    # (For an unknown host, `at_home` is read at host 0, and the value is replaced by 0.)
     near = np.where(known[shard_of][None, :], at_home[:, np.maximum(hosts[shard_of], 0)], 0)
     now = np.diagonal(near)  # tokens of each bin that are at home now
     # gains[a, b], a < b: how many more tokens are at home after bins a and b were swapped.
@@ -173,6 +174,7 @@ class Exchange:
         # Rows on two hosts that are each other's homes: a group is a pair of hosts, within a kind.
         low, high = np.minimum(slot_hosts, homes), np.maximum(slot_hosts, homes)
         both_hosts = (kinds * host_count + low) * host_count + high
+        # up: rows whose home has a higher number than their host; down: a lower one. Pairs have one row of each.
         up = home_known & host_known & (slot_hosts < homes)
         down = home_known & host_known & (slot_hosts > homes)
         swaps = self._swap_pairs(away[up], both_hosts[up], away[down], both_hosts[down], moved)
