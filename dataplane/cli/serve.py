@@ -90,7 +90,7 @@ def _run_service(config: DataPlaneConfig, count: int, json: bool) -> int:
 
 
 def _print_ready(address: str, url: str, json: bool) -> None:
-    """Print where the service listens. url: that of its HTTP server, or ""."""
+    """Print where the service listens, as text or as JSON. url: that of its HTTP server, or "" without one."""
     if json:
         print_json({"address": address, "http": url or None})
     else:

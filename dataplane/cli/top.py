@@ -104,7 +104,7 @@ def _snapshot_pairs(take: Callable[[], Snapshot], interval: float) -> Iterator[t
 
 def _watch(address: str, frames: Iterator[tuple[Snapshot, Snapshot]], *, once: bool, json: bool) -> None:
     """Show the frames: updated in place on a terminal, otherwise printed one after another. Return after the first if
-    `once` is set."""
+    `once` is set. json: print each as one line of JSON, on a terminal, too."""
     screen = console()
     if not (once or json) and screen.is_terminal:
         _watch_on_screen(address, frames, screen)

@@ -131,7 +131,8 @@ class Replacement:
         return spec
 
     def _patch_job_config(self, spec: ModuleSpec | None) -> ModuleSpec | None:
-        """Make the loader call `carry_to_jobs` for Ray's `JobConfig` when its module is imported."""
+        """Make the loader call `carry_to_jobs` for Ray's `JobConfig` when its module is imported. Return the spec (None
+        without Ray)."""
         loader = spec.loader if spec is not None else None
         if loader is not None:
             original_exec_module = loader.exec_module

@@ -154,11 +154,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         of `batch_size` rows (default: all rows), in batch order.
 
         Without packing, the parts are equal, contiguous and in order; with `allow_uneven_shards` (and no `batch_size`)
-        the last ones may be shorter. With packing or dynamic batching (see `packing.plan_shards`; "input_lengths_key"
-        names the column of lengths) every shard gets the same number of micro-batches, in its attributes, and the
-        result is (shards, order). Row i of the concatenated shards is row `order[i]` of this batch, so
-        `reorder_data(order)` restores the order of their results. The column that "input_key" names may be narrower
-        than the length of a micro-batch, because that length is rounded up.
+        the last ones may be shorter. With `sequence_packing_args` or `dynamic_batching_args` (see
+        `packing.plan_shards`; "input_lengths_key" names the column of lengths) every shard gets the same number of
+        micro-batches, in its attributes, and the result is (shards, order). Row i of the concatenated shards is row
+        `order[i]` of this batch, so `reorder_data(order)` restores the order of their results. The column that
+        "input_key" names may be narrower than the length of a micro-batch, because that length is rounded up.
 
         Raises KeyError without the column of lengths, ValueError for numbers that do not divide and for a row over the
         token budget.

@@ -360,7 +360,8 @@ def _one_per_sample(what: str, values: Iterable[Any], size: int) -> list[Any]:
 
 
 def _check_lengths(lengths: Any, size: int) -> list[int] | None:
-    """Return the lengths as ints. InvalidRequestError unless there is one integer of 0 to `MAX_LENGTH` per sample."""
+    """Return the lengths as ints (None: unknown). InvalidRequestError unless there is one integer of 0 to `MAX_LENGTH`
+    per sample."""
     if lengths is None:
         return None
     listed = _one_per_sample("sequence_lengths", lengths, size)
@@ -382,7 +383,8 @@ def _is_length(length: Any) -> bool:
 
 
 def _check_handles(handles: Any, size: int) -> Int64s | None:
-    """Return rows, generations or claim ids as an int64 array `[size]`. InvalidRequestError for another shape."""
+    """Return rows, generations or claim ids as an int64 array `[size]` (None: unknown). InvalidRequestError for another
+    shape."""
     if handles is None:
         return None
     array = np.asarray(handles, dtype=np.int64)

@@ -155,7 +155,8 @@ class BatchMeta:
         return copy.deepcopy(self.custom_meta)
 
     def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]] | None) -> None:
-        """Merge one mapping per sample into this meta's tags. `set_custom_meta` or `put` send them to the service."""
+        """Merge one mapping per sample into this meta's tags; None has no effect. `set_custom_meta` or `put` send them
+        to the service. ValueError for another number of mappings."""
         if custom_meta is None:
             return
         if len(custom_meta) != self.size:
@@ -170,8 +171,8 @@ class BatchMeta:
     # --- selecting fields and samples
 
     def add_fields(self, tensor_dict: TensorDict, set_all_ready: bool = True) -> BatchMeta:
-        """Add the fields of `tensor_dict` `[N]` and, by default, mark all samples ready. Return this meta. A TensorDict
-        without rows has no effect."""
+        """Add the fields of `tensor_dict` `[N]` and, with `set_all_ready`, mark all samples ready. Return this meta. A
+        TensorDict without rows has no effect."""
         count = int(tensor_dict.batch_size[0])
         if count and count != self.size:
             raise ValueError(f"add_fields: got a TensorDict of {count} rows for {self.size} samples")

@@ -280,8 +280,8 @@ def insert_samples(
     fields: Mapping[str, Any] | None = None,
     coming: Sequence[str] = (),
 ) -> Operation[BatchMeta]:
-    """Create samples without keys, with these fields if any, and return their meta. coming: fields that will be put
-    later; the meta lists them."""
+    """Create `count` samples without keys, with these fields if any, and return their meta. coming: fields that will be
+    put later; the meta lists them. ValueError for a count below 1."""
     if count < 1:
         raise ValueError(f"{count} new samples: expected at least 1")
     batch = uuid4().hex

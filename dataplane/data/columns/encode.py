@@ -218,7 +218,7 @@ class _FieldEncoder:
     pickles: bool = False
 
     def encode_column(self, value: Any, rows: int) -> EncodedColumn | None:
-        """Encode the value. Return None for an empty list without a declared kind."""
+        """Encode the value, which must have `rows` rows. Return None for an empty list without a declared kind."""
         if isinstance(value, Shared):
             return self._encode_shared(value, rows)
         if isinstance(value, PerToken):

@@ -207,7 +207,8 @@ class _Arguments:
 
 
 def _rows_per_batch(size: int, shards: int, batch_size: int | None, *, even: bool) -> int:
-    """Validate the numbers and return the rows per global batch. even: every shard must get the same number of rows."""
+    """Validate the numbers and return the rows per global batch (without `batch_size`, all). even: every shard must get
+    the same number of rows."""
     for what, number in (("shards", shards), ("batch_size", batch_size)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, Integral)):
             raise InvalidRequestError(f"{what}={number!r}: expected an integer")
@@ -309,8 +310,8 @@ def _improve_packed(
     homes: Int64s,
     hosts: Int64s,
 ) -> Int64s:
-    """Exchange bins between shards, then rows between bins, in place. loads: the tokens of each bin; dealt: the bins of
-    each shard; homes, hosts: see `Locality.number_hosts`. Return the new tokens of each bin."""
+    """Exchange bins between shards, then rows between bins, in place. tokens, loads: of each row, of each bin; dealt:
+    the bins of each shard; homes, hosts: see `Locality.number_hosts`. Return the new tokens of each bin."""
     exchange_bins(bins, loads, dealt, tokens, homes, hosts)
     if packer.keeps_order:  # a bin is a run of consecutive rows, so rows must not move
         return loads
@@ -336,7 +337,7 @@ def _split_packed(
     largest_first: bool,
 ) -> list[Shard]:
     """Pack each global batch into bins and assign the bins to shards. tokens: the rounded lengths; locality: see
-    `Locality.number_hosts`."""
+    `Locality.number_hosts`; largest_first: order the bins of a shard by tokens, in each global batch."""
     batches = []
     for first in range(0, len(tokens), per_batch or 1):
         batch_rows = slice(first, first + per_batch)
