@@ -329,9 +329,9 @@ def test_groups_stay_whole(client: DataPlaneClient, partition: str) -> None:
     taken = buffer.take(WAIT_S)
     groups = [tags[GROUP] for tags in taken.tags]
     assert sorted(groups.count(group) for group in set(groups)) == [2, 2]
-    with pytest.raises(ValueError, match="must be a multiple of group_size=2"):
+    with pytest.raises(ValueError, match="in whole groups of 2"):
         buffer.reserve(3, 0.0)
-    with pytest.raises(ValueError, match="whole groups"):
+    with pytest.raises(ValueError, match="must be a multiple of group_size="):
         buffer_of(client, partition, ReadyFirst(batch_size=BATCH, window=1), group_size=3)
 
 
