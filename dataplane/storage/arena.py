@@ -64,8 +64,8 @@ GROW_STEP_BYTES = 32 * MIB
 SHARE_OF_FILE_SYSTEM = 0.3
 SHARE_OF_AVAILABLE = 0.5
 
-_HEADER = struct.Struct("<8sII16sQQQ")
-_BACKED_AT = _HEADER.size - 8
+_HEADER = struct.Struct("<8sII16sQQQ")  # magic, format, header bytes, cookie, epoch, capacity, backed bytes
+_BACKED_AT = _HEADER.size - 8  # the last field, the backed bytes
 _KEEPER_AT = 1024
 _KEEPER = struct.Struct("<QH")
 """The mount namespace in which the path of the arena's keeper is valid (see `_mounts`), and the path's length."""
@@ -102,7 +102,8 @@ class ArenaFormatError(ValueError):
 
 
 class Arena:
-    """The unit's side: owns the file, its lock and its memory. Not thread-safe."""
+    """The unit's side: owns the file, its lock and its memory. Not thread-safe. `_whole` views the whole mapped file,
+    `_data` the usable area; both are None after `close`."""
 
     def __init__(
         self,
@@ -116,14 +117,14 @@ class Arena:
     ) -> None:
         """Map `file`, the locked arena file at `path`, and write its header. Use `create` or `adopt` instead."""
         self.path = path
-        self.fsynced = fsynced
+        self.fsynced = fsynced  # whether the arena survives a restart of the machine
         self.capacity_bytes = capacity_bytes
         self.epoch = epoch
         self.backed_bytes = backed_bytes
-        self.cookie = cookie
+        self.cookie = cookie  # the random identity of the arena; its later epochs keep it
         self._file = file
-        self._owner = os.getpid()
-        self._slots = itertools.cycle(range(_CHALLENGE_SLOTS))
+        self._owner = os.getpid()  # only this process unlinks the file
+        self._slots = itertools.cycle(range(_CHALLENGE_SLOTS))  # the numbers of the challenge slots, in turn
         # A separate open: `mmap` keeps a duplicate descriptor, by which a forked child would keep the lock held.
         map_fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -148,7 +149,6 @@ class Arena:
         fsynced: bool = False,
     ) -> Arena:
         """Create an arena of `capacity_bytes` (rounded down to whole pages, at least one), without backed bytes.
-
         keeper: a file; as long as it exists, the arena outlives its unit (see `sweep_recorded`). fsynced: the arena
         survives a restart of the machine; its header is always on disk and `force` writes the rest. Raises
         ArenaSpaceError if `directory` has less than `capacity_bytes` available.
@@ -165,9 +165,9 @@ class Arena:
         try:
             os.ftruncate(file.fd, HEADER_BYTES + capacity_bytes)
             os.posix_fallocate(file.fd, 0, HEADER_BYTES)
-            arena = cls(path, file, capacity_bytes, epoch, secrets.token_bytes(16), 0, fsynced)
+            arena = cls(path, file, capacity_bytes, epoch, secrets.token_bytes(16), backed_bytes=0, fsynced=fsynced)
             arena._write_keeper(keeper)
-            arena._force_header()
+            arena._force_header()  # again, because the keeper was written after the constructor forced it
             if fsynced:
                 sync_path(path.parent)
             return arena
@@ -192,7 +192,7 @@ class Arena:
             raise BlockingIOError(errno.EAGAIN, "another process holds the arena", str(path))
         try:
             raw = os.pread(file.fd, _HEADER.size, 0)
-            capacity = _check_header(raw, path, None)
+            capacity = _check_header(raw, path, cookie=None)
             if os.fstat(file.fd).st_size < HEADER_BYTES + capacity:
                 raise ValueError(f"{path}: the arena file is truncated")
             *_, cookie, previous_epoch, _, backed = _HEADER.unpack(raw)
@@ -222,6 +222,7 @@ class Arena:
         self._force_header()
 
     def _force_header(self) -> None:
+        """Fsync the page with the header and the keeper, if the arena is fsynced."""
         if self.fsynced and self._whole is not None:
             force_ranges(self._whole, [0], [_HEADER.size])
 
@@ -237,7 +238,6 @@ class Arena:
 
     def grow(self, to_bytes: int) -> int:
         """Back the arena up to `to_bytes` (rounded up to whole pages, at most the capacity). Return the backed bytes.
-
         Raises ArenaSpaceError if memory runs out; steps of `GROW_STEP_BYTES` that succeeded stay backed. Blocks while
         the kernel clears pages: about one second for each 4 GB.
         """
@@ -264,7 +264,7 @@ class Arena:
         start = min(self.backed_bytes, _round_down(above_bytes + PAGE_BYTES - 1, PAGE_BYTES))  # rounded up
         if start < self.backed_bytes:
             nbytes = self.backed_bytes - start
-            self._set_backed(start)
+            self._set_backed(start)  # before the memory is freed, so that `backed_bytes` never exceeds the memory
             _punch_hole(self._file.fd, HEADER_BYTES + start, nbytes)
         return self.backed_bytes
 
@@ -295,6 +295,7 @@ class Arena:
 
 class MappedArena:
     """A client's mappings of an arena: a writable one to fill reserved bytes, a read-only one for views given to users.
+    Both are None after `close`; the writable one also if `open` was called without `writable`.
 
     Returned arrays keep their mapping alive, so `close` is safe while arrays exist; the last one unmaps the memory.
     """
@@ -308,8 +309,7 @@ class MappedArena:
 
     @classmethod
     def open(cls, path: str | Path, *, cookie: bytes | None = None, writable: bool = True) -> MappedArena:
-        """Map the whole arena at `path`.
-
+        """Map the whole arena at `path`. cookie: the expected identity; None: any.
         Raises OSError if the file is missing or not accessible for this user, ValueError if it is not an arena or its
         cookie differs from `cookie`.
         """
@@ -403,7 +403,7 @@ def leftovers(directory: str | Path) -> list[Path]:
 
 
 def _has_no_keeper(path: Path, superseded: Path | None) -> bool:
-    """Return whether the arena's keeper does not exist; False if that cannot be determined."""
+    """Return whether the arena's keeper does not exist or is `superseded`; False if that cannot be determined."""
     try:
         return _keeper_is_missing(path, superseded)
     except (OSError, ValueError) as error:
@@ -427,7 +427,7 @@ def _keeper_is_missing(path: Path, superseded: Path | None) -> bool:
     mounts, length = _KEEPER.unpack_from(raw, _KEEPER_AT)
     if mounts == 0:  # its creation ended before the keeper was written
         return True
-    if mounts != _mounts():
+    if mounts != _mounts():  # another container, where the path means another file
         return False
     keeper = raw[start : start + length]
     if superseded is not None and keeper == os.fsencode(superseded):

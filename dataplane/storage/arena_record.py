@@ -67,7 +67,8 @@ class Adopted:
 class UnitRecord:
     """The record of the unit `name` in `state_dir`. lock_directory: the directory of session locks, besides
     `arena_dir`. controller: the address of the unit's service. fsynced: the unit's arenas must survive a restart of the
-    machine."""
+    machine. `_record`: the record as read by `open` or written last; None: the arena is new. `_service`: the name of
+    the service for the next `write`. `_directory`, `_locks`: the identities of the two directories."""
 
     def __init__(
         self,
@@ -252,7 +253,7 @@ def discard(state_dir: str | Path, arena_directories: Iterable[str | Path]) -> l
         path.unlink(missing_ok=True)
     removed: list[Path] = []
     for directory in set(arena_directories):
-        for folder in (Path(directory), own_path(directory)):
+        for folder in (Path(directory), own_path(directory)):  # an arena may be in either
             if folder.is_dir():
                 removed += sweep_recorded(folder)
         leave(directory)

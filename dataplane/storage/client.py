@@ -55,7 +55,7 @@ READ_WINDOW = 2
 IDLE_WIRES = 8
 """Maximum number of idle sockets that are kept for later calls."""
 CLOSE_WAIT_S = 30.0
-LET_GO_S = 10.0
+LET_GO_S = 10.0  # after each such wait for a buffer, an error is logged
 
 
 class _PendingRead(NamedTuple):
@@ -125,16 +125,16 @@ class UnitConnection:
         self._context = zmq.Context() if context is None else context
         self._owns_context = context is None
         self._transport = transport
-        self._frames = ClientFrames()
-        self._payloads: ClientPayloads = self._frames
-        self._idle: list[Wire] = []
+        self._frames = ClientFrames()  # for payloads that `_payloads` could not transfer, too
+        self._payloads: ClientPayloads = self._frames  # the selected transport
+        self._idle: list[Wire] = []  # sockets without a call, kept for later calls
         self._guard = threading.Lock()  # of `_idle`, `_wires` and `_closed`
         self._in_flight = InFlight()
-        self._wires: weakref.WeakSet[Wire] = weakref.WeakSet()
+        self._wires: weakref.WeakSet[Wire] = weakref.WeakSet()  # all sockets, also those of calls in flight
         self._closed = False
         self._endpoint = info.endpoints[-1] if info.endpoints else "nowhere"
         with enough_for(self._endpoint):
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable once calls must end
         try:
             self._connect(None if force_remote else lock, timeout_s)
         except BaseException:
@@ -172,7 +172,9 @@ class UnitConnection:
                 self._prove(wire, challenge, timeout_s)
             elif attach.lock_path:
                 log.info("Session %d uses storage unit %d remotely: %s", self._session, self.info.unit, challenge.why)
-        if self._transport is not None and challenge.HasField("engine") and not self.local:
+        if (
+            self._transport is not None and challenge.HasField("engine") and not self.local
+        ):  # a local session copies by itself
             engine, closing = challenge.engine, lambda: self._closed
             self._payloads = self._transport.payloads_for(engine, self._endpoint, closing=closing)
 
@@ -215,8 +217,8 @@ class UnitConnection:
         CallTimeoutError, StorageUnitError, SessionExpiredError, ServiceRestartedError, ClientClosedError. After any
         error the unit may still execute requests that were sent: do not free the space before `stop_put` returns.
         """
-        held: list[zmq.MessageTracker] = []
-        waiting: deque[SentPayload] = deque()
+        held: list[zmq.MessageTracker] = []  # of the frames that ZMQ may still refer to
+        waiting: deque[SentPayload] = deque()  # the requests without a reply, oldest first
         try:
             with (call := threading.Lock()), self._wire("write", timeout_s, call) as wire:
                 for chunk in plan_write(offsets, buffers):
@@ -317,7 +319,7 @@ class UnitConnection:
             frame: Bytes | None = None
             while pending:
                 arrived = self._next_payload(wire, pending, timeout_s)
-                if arrived is not None:
+                if arrived is not None:  # None: see `_next_payload`
                     frame = self._copied_if_temporary(arrived)
         assert frame is not None
         edges = [0, *itertools.accumulate(plan.buffers)]
@@ -365,7 +367,7 @@ class UnitConnection:
         request = pending[0].request
         arrived = self._next_payload(wire, pending, timeout_s)
         if arrived is None or arrived.data is None or request is None:
-            return
+            return  # a reply to a Settle, or a payload that is requested again
         try:
             position = 0
             for number, first, last in request.places:
@@ -396,7 +398,7 @@ class UnitConnection:
     @contextlib.contextmanager
     def _wire(self, what: str, timeout_s: float, call: threading.Lock) -> Iterator[Wire]:
         """Yield a socket for one call. It is kept for later calls if the call succeeds, otherwise closed. call: the
-        lock that the caller holds (see `InFlight`)."""
+        lock that the caller holds (see `InFlight`). what, timeout_s: the call's name and timeout, for its errors."""
         if os.getpid() != self._owner:
             raise ClientClosedError(why="the client was created before fork(); create one in the child")
         if not self._in_flight.enter(call):
@@ -448,7 +450,8 @@ class UnitConnection:
 
     def close(self) -> None:
         """Reject new calls, end calls in flight with ClientClosedError, close the sockets, and release the arena's
-        mappings (returned arrays keep theirs). Idempotent. In a forked child, only mark the connection as closed."""
+        mappings (returned arrays keep theirs). Blocks until the calls have ended, for at most `CLOSE_WAIT_S`.
+        Idempotent. In a forked child, only mark the connection as closed."""
         if os.getpid() != self._owner:
             self._closed = True
             return

@@ -50,7 +50,8 @@ TRANSIENT = (ServiceRestartedError, ServiceUnavailableError)
 
 class Outbox:
     """The ordered queue of a unit's reports, sent through one stream at a time. The next stream repeats the report at
-    which a stream broke, so the controller may receive a report twice. Thread-safe."""
+    which a stream broke, so the controller may receive a report twice. Thread-safe. `_stream_number`: the number of the
+    current stream; a stream of another number ends."""
 
     def __init__(self) -> None:
         self._items: deque[c.Input | None] = deque()
@@ -108,9 +109,10 @@ class UnitLink:
     the unit, so the unit registers as a new one. If the link cannot reconnect within `reconnect_s`, or the controller
     rejects the unit, the link sets `lost` and drops further reports.
 
-    `_attached`: the attached sessions by number. `_answered`: the first registration succeeded or failed, with
+    `_add`: the registration with which the next stream begins. `_attached`: the attached sessions by number. `_guard`:
+    held to use both. `_answered`: the first registration succeeded or failed, with
     `_outcome`. `_settled`: the current stream was accepted or has ended. `_busy`: the error of the last attempt, if the
-    service was unavailable.
+    service was unavailable. `_closed`: `close` was called. `lost`: the link has ended, for whatever reason.
     """
 
     def __init__(
@@ -208,6 +210,7 @@ class UnitLink:
         self._closed.set()
         self._settled.set()
         self._outbox.put(None)
+        # A callback may call this in the link's thread, which cannot wait for itself.
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
@@ -225,7 +228,9 @@ class UnitLink:
                 if link is not None:
                     accepted, error = self._run_stream(link)
                     link.close()
-                    if not self._answered.is_set() and not isinstance(error, TRANSIENT):
+                    if not self._answered.is_set() and not isinstance(
+                        error, TRANSIENT
+                    ):  # the unit was never registered
                         return  # `open` raises the error
                     if accepted:
                         broke_at = time.monotonic()
@@ -242,7 +247,7 @@ class UnitLink:
                 log.exception("Connection to the controller failed and is not retried")
         finally:
             if error is not None:
-                self._outcome = error
+                self._outcome = error  # before `_answered` is set, because `open` then reads it
             self.lost.set()
             self._answered.set()
             self._outbox.end()

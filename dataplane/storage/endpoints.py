@@ -62,7 +62,7 @@ def _bind_tcp(router: zmq.Socket[bytes], host: str, port: int, advertise: str | 
     try:
         bound = bind_tcp(router, ip, port)
     except zmq.ZMQError as error:
-        if port:
+        if port:  # a configured port, which may be in use
             raise cannot_listen(host, port, error.errno) from error
         raise ServiceUnavailableError(address=f"tcp://{host}", why=f"cannot bind: {error}") from error
     return (f"tcp://{bracketed(advertise or ip)}:{bound}",)

@@ -68,13 +68,13 @@ Order = FenceSession | ArenaOrder
 class BulkServer:
     """Serves one arena on ipc and, with `tcp_host`, on tcp (at `tcp_port`; 0: any free port).
 
+    epoch: the epoch of the arena; requests for another epoch are rejected.
     report: called in the server's thread with each report for the ledger; must not block.
     advertise_host: the host under which remote clients reach `tcp_host`, if it differs (0.0.0.0).
     token: the secret from which peers derive their ticket for this epoch of the arena; `admit` may set it later.
     insecure: allow a `tcp_host` other than loopback with neither token nor keys.
     keys: encrypt connections with CURVE.
-    counts: the counters of served requests.
-    engine: an additional payload transport; the server closes it.
+    counts: the counters of served requests. engine: an additional payload transport; the server closes it.
     lock_directories: the directories of clients' session locks; by default the arena's directory and this user's
     directory in /dev/shm.
     """
@@ -102,23 +102,23 @@ class BulkServer:
         self._report = report
         self._keys = keys
         self._engine = engine
-        self._is_guarded = insecure or token is not None or keys is not None
+        self._is_guarded = insecure or token is not None or keys is not None  # may listen beyond loopback
         self._tcp_host = tcp_host
         self._tcp_port = tcp_port
         self._advertise_host = advertise_host
         self._sessions = Sessions(arena, lock_directories=map(Path, folders))
         self._counts = counts or BulkCounts()
-        self._unit = 0
-        self._admission: Admission | None = None
+        self._unit = 0  # see `unit`
+        self._admission: Admission | None = None  # None: peers present no ticket
         self._monitor: zmq.Socket[Any] | None = None  # only where peers have to present a ticket
         self._waiting_attaches: list[tuple[bytes, pb.BulkRequest]] = []  # until the unit has its number
-        self._orders: deque[Order] = deque()
+        self._orders: deque[Order] = deque()  # queued by `order`, not begun yet
         self._arena_orders = ArenaOrders(arena, report)
         self._access = ArenaAccess(arena, self._fault)
-        self._owner = os.getpid()
+        self._owner = os.getpid()  # a forked child does not stop the server
         self._thread: threading.Thread | None = None
-        self._wake = -1
-        self._wake_lock = threading.Lock()
+        self._wake = -1  # an eventfd that ends the thread's wait; -1: not open
+        self._wake_lock = threading.Lock()  # held to use or close `_wake`
         self._stopping = False
         self.endpoints: tuple[str, ...] = ()
 
@@ -242,7 +242,7 @@ class BulkServer:
             while not self._stopping:
                 ready = self._wait(poller)
                 if self._wake in ready:
-                    os.eventfd_read(self._wake)
+                    os.eventfd_read(self._wake)  # before the orders are taken: one queued meanwhile wakes again
                 self._run_guarded("orders", self._run_orders)
                 if self._router in ready:
                     self._serve_messages()
@@ -263,11 +263,11 @@ class BulkServer:
         """Wait for messages, orders or events; return the ready sockets. Advances the engine's transfers first."""
         pause_s = None if self._engine is None else self._engine.step()
         if self._arena_orders.in_flight:
-            return dict(poller.poll(0))
+            return dict(poller.poll(0))  # the next step of an order is due
         most_ms = None if pause_s is None else int(pause_s * 1000)  # 0 for a pause below a millisecond
         ready = dict(poller.poll(self._unauthenticated.pause_ms(most_ms)))
         if not ready and pause_s is not None and pause_s < 0.001:
-            time.sleep(pause_s)
+            time.sleep(pause_s)  # the poll did not wait, because it counts whole milliseconds
         return ready
 
     def _run_guarded(self, what: str, work: Callable[[], None]) -> None:
@@ -324,7 +324,7 @@ class BulkServer:
                 raise  # the socket is broken, and would be ready again at once
             except Exception:
                 log.exception("Storage unit %d: a message could not be handled; the server continues", self._unit)
-            self._frames.drop()
+            self._frames.drop()  # those that the request did not use
 
     def _receive_header(self) -> pb.BulkRequest | None:
         """Receive the header of a message. Log a malformed header and return None."""
@@ -365,12 +365,12 @@ class BulkServer:
         except Exception as error:
             log.exception("Storage unit %d: %s of session %d failed", self._unit, verb, request.session)
             reply, failed = _refusal(InternalError(what=f"bulk {verb} in storage unit {self._unit}")), error
-        self._frames.drop()
+        self._frames.drop()  # the payload of a rejected write
         reply.call = request.call
         self._send(peer, reply, payload)
         self._counts.note(verb, failed, time.perf_counter() - began)
 
-    def _count_refused(self) -> None:
+    def _count_refused(self) -> None:  # a rejected handshake; called in the thread of `_admission`
         error = AuthenticationError(peer=f"storage unit {self._unit}", why="the token is wrong")
         self._counts.note("handshake", error, 0.0)
 
@@ -396,7 +396,7 @@ class BulkServer:
         match verb:
             case "attach":
                 hit("unit.attach")
-                self._fence_ended()
+                self._fence_ended()  # closes the descriptors of ended sessions before another one is opened
                 return pb.BulkReply(challenge=self._challenge(request)), None
             case "proof":
                 path = self._sessions.prove(request.session, request.proof.seen)
@@ -419,7 +419,7 @@ class BulkServer:
                 raise self._fault("the request has no verb that this version supports; use one version at both ends")
 
     def _challenge(self, request: pb.BulkRequest) -> pb.Challenge:
-        """Attach the session. Return its challenge, with memory of the engine for the client to try."""
+        """Begin to attach the session. Return its challenge, with memory of the engine for the client to try."""
         challenge = self._sessions.attach(request.session, request.attach)
         if self._engine is not None:
             challenge.engine.CopyFrom(self._engine.trial)

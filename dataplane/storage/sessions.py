@@ -67,14 +67,18 @@ class StoppedPuts:
 
 @dataclass(eq=False)
 class _Pending:
-    """An attach request whose proof has not arrived."""
+    """An attach request whose proof has not arrived. secret: the bytes that the proof must contain."""
 
     lock: PeerLock
     secret: bytes
 
 
 class Sessions:
-    """The sessions of one unit. Not thread-safe: used by the unit's poll thread only."""
+    """The sessions of one unit. Not thread-safe: used by the thread of the bulk server only.
+
+    `_pending`: sessions that were sent a challenge. `_attached`: sessions that map the arena, with their locks.
+    `_fenced`: sessions whose requests are rejected for good. `_directories`: those in which a lock is accepted.
+    """
 
     def __init__(self, arena: Arena, *, lock_directories: Iterable[Path]) -> None:
         self._arena = arena
@@ -117,11 +121,11 @@ class Sessions:
             lock = PeerLock.open(request.lock_path, directories=self._directories)
         except OSError as error:
             lock = f"its session lock is not accessible: {error}"
-        if isinstance(lock, str):
+        if isinstance(lock, str):  # the reason why there is no lock
             return pb.Challenge(local=False, why=lock)
         self._reject_second_lock(session, lock)
         challenge = self._arena.challenge()
-        self._forget_pending(session)
+        self._forget_pending(session)  # an earlier attach request of the session
         self._pending[session] = _Pending(lock, challenge.secret)
         return pb.Challenge(
             local=True,
@@ -171,13 +175,13 @@ class Sessions:
         if lock is not None:
             del self._attached[session]
             lock.bury()
-        else:
+        else:  # its lock file, if it left one, is not known
             self._sweep()
         return True
 
     def _find_again(self, session: int, lock_path: str) -> PeerLock | None:
         """Return the lock of a session that attached in an earlier epoch of this unit, and attach the session again.
-        Return None if no process holds the lock any longer."""
+        Return None without a `lock_path`, for a fenced session, and if no process holds the lock any longer."""
         if not lock_path or session in self._fenced:
             return None
         lock = PeerLock.open(lock_path, directories=self._directories)

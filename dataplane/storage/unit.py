@@ -23,7 +23,7 @@ from dataplane.core.checksums import damaged
 from dataplane.core.failpoints import hit
 from dataplane.core.file_locks import file_system, sweep
 from dataplane.core.fsync import is_on_disk
-from dataplane.core.private_dir import in_own_directory, leave, own_directory, own_path
+from dataplane.core.private_dir import in_own_directory, leave, own_directory
 from dataplane.errors import ClientClosedError
 from dataplane.ledger import commands as c
 from dataplane.protocol.curve import ServerKeys
@@ -45,7 +45,7 @@ from dataplane.storage.transport.registry import unit_payloads
 
 log = logging.getLogger(__name__)
 
-FIRST_BACKING_BYTES = 64 * MIB
+FIRST_BACKING_BYTES = 64 * MIB  # of a new arena, before the controller orders more
 
 
 class StorageUnit:
@@ -60,6 +60,9 @@ class StorageUnit:
     When the connection to the controller breaks, the unit tries to reconnect for `config.reconnect_s`. If the
     controller lost its record of the unit, the unit registers again with an empty arena; clients keep their mappings of
     the old arena.
+
+    `_guard`: held by `stop` and by the callbacks of `_link`, to use `_bulk` and `_arena`; these are None while the unit
+    does not run. `_record`: the arena record; None without `state_dir`. `_given_up`: `give_up` was called.
     """
 
     def __init__(self, config: DataPlaneConfig, controller_address: str, *, name: str | None = None) -> None:
@@ -71,7 +74,6 @@ class StorageUnit:
         self._config = config
         self._controller = controller_address
         self.name = name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
-        self._folder = own_path(config.arena_dir)
         self._arena: Arena | None = None
         self._bulk: BulkServer | None = None
         self._link: UnitLink | None = None
@@ -79,7 +81,7 @@ class StorageUnit:
         self._counts = BulkCounts()
         self._http: HttpServer | None = None
         self._guard = threading.Lock()
-        self._pid = os.getpid()
+        self._pid = os.getpid()  # a forked child does not stop the unit
         self._stopped = self._given_up = self._started = False
 
     def start(self) -> Self:
@@ -99,9 +101,9 @@ class StorageUnit:
         self._stopped = False
         require_enough()
         config = self._config
-        self._folder = _sweep_directories(config)
+        _sweep_directories(config)
         self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)
-        if self._given_up:
+        if self._given_up:  # read after `_link` is set: a later `give_up` closes the link
             raise ClientClosedError(why="the storage unit was stopped during its start")
         self._link.open(
             self._start_server(self._link),
@@ -162,6 +164,7 @@ class StorageUnit:
                 self._bulk.order(order)
                 return
             link, data = self._link, self._arena.data
+        # Without the guard, because a check may take long.
         link.report(_check_rows(order, data))
 
     def _check_service(self, keys: ConnectionKeys) -> None:
@@ -252,6 +255,7 @@ class StorageUnit:
         )
 
     def _health(self, request: HttpRequest) -> Response:
+        """Handle /healthz: success while the thread of the bulk server runs."""
         bulk = self._bulk
         if bulk is None or not bulk.alive:
             return plain("the storage unit is not serving\n", HTTPStatus.SERVICE_UNAVAILABLE)
@@ -278,7 +282,8 @@ class StorageUnit:
     def give_up(self) -> None:
         """Make a `start` that is in progress, or that follows, raise a `DataPlaneError`. No-op once the unit is
         started. Callable from any thread."""
-        self._given_up, link = True, self._link
+        self._given_up = True  # before `_link` is read: `start` sets `_link` and then reads this
+        link = self._link
         if link is not None and not self._started:
             link.close()
 
@@ -294,7 +299,7 @@ class StorageUnit:
             self._http.stop()
             self._http = None
         if self._link is not None:
-            self._link.close()
+            self._link.close()  # without the guard, which the callbacks of the link need
         with self._guard:
             if self._bulk is not None:
                 self._bulk.stop()
@@ -322,14 +327,13 @@ def sweep_leftovers(config: DataPlaneConfig) -> None:
         leave(shared)  # removes this user's directory if it is empty
 
 
-def _sweep_directories(config: DataPlaneConfig) -> Path:
-    """Remove arenas and session locks that are no longer needed. Return this user's directory for arenas."""
+def _sweep_directories(config: DataPlaneConfig) -> None:
+    """Remove arenas and session locks that are no longer needed."""
     folder = own_directory(config.arena_dir)
     for directory in lock_directories(folder):
         with contextlib.suppress(FileNotFoundError):  # the last process that used the directory has removed it
             sweep(directory)
             sweep_recorded(directory)
-    return folder
 
 
 def _check_rows(order: c.CheckRows, data: npt.NDArray[np.uint8]) -> c.RowsChecked:

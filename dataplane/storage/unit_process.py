@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 END_S = 12.0
 """Maximum time for a unit to stop before it is killed. Together with the controller, a service stops within half a
 minute."""
-KILL_S = 2.0
+KILL_S = 2.0  # maximum wait for a killed process, and for a watcher thread
 UNIT_BYTES = 32 << 20
 """Minimum memory of a unit's process, besides its arena."""
 UNIT_FILES = 4
@@ -65,6 +65,10 @@ class UnitProcesses:
     With a state directory, a unit that ends for any reason is restarted and adopts its arena. Without one, or after
     more than `RESTARTS` ends within `WITHIN_S`, the unit is not restarted: `on_end` is called with the reason, in
     another thread.
+
+    `_configs`, `_processes`, `_ready`: by the unit's name; `_ready` units have reported success since their last start.
+    `_stopping`: `stop` was called, so no process is started any more; set while `_guard` is held. `_is_stopped`: a call
+    of `stop` ends the processes or has ended them.
     """
 
     def __init__(self, address: str, config: DataPlaneConfig, on_end: Callable[[str], None]) -> None:
@@ -184,7 +188,7 @@ class UnitProcesses:
         for name, process in processes.items():
             assert process.stdin is not None
             if name in self._ready:
-                process.stdin.close()
+                process.stdin.close()  # the unit stops by itself
             else:
                 process.kill()
         deadline, killed = time.monotonic() + END_S, []
@@ -228,7 +232,7 @@ def run_unit(unit: StorageUnit, stop: Stop, *, json: bool = False) -> bool:
     try:
         unit.start()
     except DataPlaneError:
-        if stop.asked:
+        if stop.asked:  # `give_up` caused the error
             return False
         raise
     with unit as running:
@@ -236,7 +240,7 @@ def run_unit(unit: StorageUnit, stop: Stop, *, json: bool = False) -> bool:
         status = UnitStatus(unit=running.name, http=running.http_url or None)
         print(_to_json(status) if json else f"storage unit {running.name} ready{metrics}", flush=True)  # noqa: T201
         lost = running.lost
-        stop.when(lost)
+        stop.when(lost)  # a lost controller ends the wait, too
         stop.wait()
         return lost.is_set() and not stop.asked
 

@@ -48,7 +48,11 @@ class WireSilentError(Exception):
 
 
 class Wire:
-    """A client's socket to a storage unit. After a method raises, only `close` may be called."""
+    """A client's socket to a storage unit. After a method raises, only `close` may be called.
+
+    `_last_call`: the number of the last request. `_early_replies`: replies that arrived before the reply to an older
+    call, by call. `_monitor`: receives the events `_LOST` of the connection.
+    """
 
     def __init__(
         self,
@@ -156,7 +160,7 @@ class Wire:
         ready: dict[Any, int] = {}
         if left_s > 0:
             ready = dict(self._poller.poll(int(left_s * 1000) + 1))
-        if self._socket in ready:
+        if self._socket in ready:  # first: a reply that arrived before an event counts
             return
         if self._wake in ready:
             raise ClientClosedError

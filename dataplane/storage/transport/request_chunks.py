@@ -60,7 +60,7 @@ def plan_write(
 ) -> Iterator[WriteChunk]:
     """Yield requests that write `buffers[k]` (one buffer, or several consecutive ones) at `offsets[k]`.
 
-    Buffers must be C-contiguous. Large pieces are referenced, not copied.
+    Buffers must be C-contiguous. Large pieces are referenced, not copied. chunk_bytes: the most payload of a request.
     """
     if len(offsets) != len(buffers):
         raise InvalidRequestError(f"{len(offsets)} offsets for {len(buffers)} buffers")
@@ -68,7 +68,7 @@ def plan_write(
     for offset, given in zip(offsets, buffers, strict=True):
         piece_offset = int(offset)
         for piece in _byte_views(given):
-            added = 0
+            added = 0  # bytes of the piece that are in chunks
             while added < len(piece):
                 part = piece[added : added + builder.free_bytes]
                 yield from builder.add(piece_offset + added, part)
@@ -177,14 +177,15 @@ def plan_read(
     columns: the number of ranges of column 0, of column 1, and so on; by default one column has all ranges. Within a
     column, shared bytes are transferred once; bytes outside the ranges are not transferred. A buffer holds its ranges
     in address order, without gaps, so ranges adjacent in the arena are adjacent in the buffer. Empty ranges are at byte
-    0 and cost nothing. Raises `InvalidRequestError` for a range beyond the arena of `within` bytes.
+    0 and cost nothing. chunk_bytes: the most payload of a request. Raises `InvalidRequestError` for a range beyond the
+    arena of `within` bytes.
     """
     if offsets.shape != sizes.shape or offsets.ndim != 1:
         raise InvalidRequestError(f"offsets of shape {offsets.shape} for sizes of shape {sizes.shape}")
     _require_within(offsets, sizes, within)
     counts = [len(offsets)] if columns is None else columns
     which = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    if not sizes.all():
+    if not sizes.all():  # some ranges are empty
         return _plan_nonempty(offsets, sizes, counts, which, chunk_bytes)
     if not len(offsets):
         return ReadPlan(requests=[], buffers=[0] * len(counts), which=which, offsets=offsets)

@@ -41,8 +41,8 @@ class ClientFrames:
 
 
 class UnitFrames:
-    """The unit half. It receives the payload frames of the message that the router is currently receiving. No payload
-    is fetched, so it does not implement `UnitPayloads`."""
+    """The unit half, used by the thread of the bulk server. It receives the payload frames of the message that the
+    router is currently receiving. No payload is fetched, so it does not implement `UnitPayloads`."""
 
     def __init__(self, router: zmq.Socket[bytes], fault: Callable[[str], Exception]) -> None:
         """`fault`: creates the error for a client whose frames do not match its ranges."""
@@ -95,7 +95,7 @@ class UnitFrames:
 
     def offer(self, nbytes: int) -> Offer:
         """Return memory from the buffer pool; it is sent without a copy."""
-        return Offer(data=self._memory.take(max(1, nbytes))[:nbytes])
+        return Offer(data=self._memory.take(max(1, nbytes))[:nbytes])  # `take` requires a byte
 
 
 def scatter(arena: memoryview, payload: memoryview, offsets: list[int], sizes: list[int]) -> None:

@@ -51,7 +51,7 @@ class EngineSettings:
 
 _idle: dict[tuple[int, EngineSettings], list[Any]] = {}
 """Closed engines for reuse, by process and settings (see the module docstring)."""
-_guard = threading.Lock()
+_guard = threading.Lock()  # of `_idle`
 
 
 class Engine:

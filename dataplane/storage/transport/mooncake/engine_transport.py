@@ -59,10 +59,10 @@ PAUSE_S = 1.0
 """Time for which a client sends frames after the unit could not fetch its payload."""
 PEER_TRANSFERS = 2
 """Maximum concurrent transfers from one client, so that a stopped client cannot occupy all slots of a unit."""
-MOST_OFFERS = SLOTS // 2
+MOST_OFFERS = SLOTS // 2  # of a unit; its other slots remain for fetches
 OFFER_S = 60.0
 """Time after which the unit may reclaim a slot that the client has not settled."""
-MOST_JOBS = 1024
+MOST_JOBS = 1024  # fetches of a unit, queued or in flight
 _NOT_FETCHED = (
     "the transfer failed, or the sender reused the slot before it was read (harmless if rare; if it repeats, check the "
     "RDMA network)"
@@ -70,7 +70,11 @@ _NOT_FETCHED = (
 
 
 class EngineTransport:
-    """A client's engine, created when the first unit with an engine connects. Thread-safe."""
+    """A client's engine, created when the first unit with an engine connects. Thread-safe.
+
+    `_slots`, `_contacts`: None before that and after `close`. `_is_disabled`: frames are used for good, because the
+    engine is not configured, could not be created or is closed.
+    """
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self._config = config
@@ -108,7 +112,7 @@ class EngineTransport:
             slots, contacts = self._slots, self._contacts
             self._slots, self._contacts, self._is_disabled = None, None, True
         if slots is not None and contacts is not None:
-            slots.close(trying=not contacts.close(CLOSE_S))
+            slots.close(trying=not contacts.close(CLOSE_S))  # a trial may still use the engine
 
 
 def open_slots(config: DataPlaneConfig, host: str) -> Slots:
@@ -182,7 +186,7 @@ class ClientEngine:
             raise WireLostError(f"the payload has {source.size} bytes, expected {nbytes}")
         settle = pb.Settle(tag=source.tag)
         slot = self._slots.take()
-        if slot is None:
+        if slot is None:  # all are in use; the Settle releases the slot of the unit
             return ArrivedPayload(data=None, settle=settle)
         done = partial(self._slots.give, slot)
         try:
@@ -234,7 +238,9 @@ class _Offered:
 
 
 class UnitEngine:
-    """The unit half. `trial`: memory that clients fetch to test whether this unit's engine is reachable."""
+    """The unit half, used by the thread of the bulk server. `trial`: memory that clients fetch to test whether this
+    unit's engine is reachable. `_jobs`: fetches without a result, oldest first. `_offered`: payloads that clients have
+    not settled, by tag, oldest first."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -304,7 +310,7 @@ class UnitEngine:
         if the job failed or exceeded FETCH_S."""
         if time.monotonic() > job.since + FETCH_S:
             job.failed = f"the fetch did not complete within {FETCH_S:.0f} s"
-            if job.slot is not None:
+            if job.slot is not None:  # the transfer has begun, so its client does not respond
                 self._contacts.failed(job.source.engine)
         elif job.slot is None and transfers.get(job.source.engine, 0) < PEER_TRANSFERS:
             job.slot = self._slots.take()

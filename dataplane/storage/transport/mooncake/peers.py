@@ -8,7 +8,7 @@ import time
 from dataplane.protocol.pb import bulk_pb2 as pb
 from dataplane.storage.transport.mooncake.slots import Slots
 
-TRIAL_S = 10.0
+TRIAL_S = 10.0  # timeout of the read of a trial; its first contact may block longer
 TRIALS = 8
 """Maximum number of concurrent trials. Another peer is tried at a later call of `ready`."""
 RETRY_S = 30.0
@@ -22,7 +22,8 @@ class Contacts:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._reached: dict[str, bool] = {}  # by the address of the peer's engine, as the next two
+        # All three by the address of the peer's engine. Peers that were never tried have no entry.
+        self._reached: dict[str, bool] = {}  # whether the last trial or transfer reached the peer
         self._retry_at: dict[str, float] = {}  # when an unreachable peer may be tried again
         self._trials: dict[str, threading.Thread] = {}  # those that run
         self._lock = threading.Lock()
