@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PORT_TRIES = 64
-PORT_WAIT_S = 5.0
+PORT_TRIES = 64  # for two free ports
+PORT_WAIT_S = 5.0  # for the port of the previous epoch, tried every PORT_PAUSE_S
 PORT_PAUSE_S = 0.1
 STOP_S = 5.0
 """Time limit in seconds for each step of `Controller.stop`."""
@@ -56,6 +56,9 @@ class Controller:
 
     `epoch` must increase with every start of the service (default: the current time). With `config.state_dir` the
     ledger is restored from there, and port 0 means the port of the previous epoch. A context manager.
+
+    `_given_ledger`: the ledger given to the constructor; None: `start` opens one. `_durable`: the ledger of the state
+    directory; None without one. `_keys`: the CURVE keys of the ZMQ server; None without TLS.
     """
 
     def __init__(self, config: DataPlaneConfig, *, epoch: int | None = None, ledger: LedgerLike | None = None) -> None:
@@ -69,7 +72,7 @@ class Controller:
         self._http: HttpInterface | None = None
         self._address = ""
         self._listens_at: list[int | str] = []  # ports and ipc endpoints
-        self._pid = os.getpid()
+        self._pid = os.getpid()  # a forked child does not stop the servers
 
     @property
     def address(self) -> str:
@@ -152,7 +155,7 @@ class Controller:
             service=self._persistent_token("service", 16),
             instance=instance,
             secret=secret,
-            sends_secret=token is None,
+            sends_secret=token is None,  # clients cannot know a generated secret
         )
         zmq_server.introduce(facts)
         if self._durable is not None:
@@ -252,7 +255,7 @@ class Controller:
         grpc, self._grpc = self._grpc, None
         http, self._http = self._http, None
         if http is not None:
-            http.stop()
+            http.stop()  # first, because it uses the ledger thread
         if ledger_thread is not None:
             ledger_thread.stop(STOP_S)
         if grpc is not None:
@@ -260,7 +263,7 @@ class Controller:
         listens_no_more_at(self._listens_at)
         durable, self._durable = self._durable, None
         if durable is not None:
-            durable.close()
+            durable.close()  # last, because the ledger thread writes to it
 
     def __enter__(self) -> Self:
         return self.start()

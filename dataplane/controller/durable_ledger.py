@@ -34,7 +34,7 @@ SMALL_AFTER_RECORDS = 5_000
 IMAGE_AFTER_RECORDS = 20_000
 IMAGE_AFTER_BYTES = 64 << 20
 """A separate process writes larger images each time the log has grown by this much, which takes seconds to replay."""
-NICE = 10
+NICE = 10  # of the process that writes an image, so that it does not slow down the service
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +90,9 @@ class DurableLedger:
     @classmethod
     def _start_epoch(cls, journal: Journal, settings: LedgerSettings, fsynced: bool) -> DurableLedger:
         """Restore or create the ledger, start a new epoch and apply the effects of the restart."""
-        epoch = max(time.time_ns(), (journal.number("epoch") or 0) + 1)
+        epoch = max(time.time_ns(), (journal.number("epoch") or 0) + 1)  # the clock may have been set back
         recovered = journal.fact("image") is not None
-        booted_before, fsynced_before = journal.fact("boot"), journal.fsynced
+        booted_before, fsynced_before = journal.fact("boot"), journal.fsynced  # read before they are replaced
         if not recovered and journal.last:  # records without the image that they continue
             raise journal.facts_missing()
         if fsynced:
@@ -131,7 +131,7 @@ class DurableLedger:
         self._unsynced = self._unsynced or (self.fsynced and not _may_be_lost(item))
         try:
             outputs = self._ledger.apply(item)
-        finally:
+        finally:  # the records count, also if the ledger failed on the last one
             self._images.count_appended(len(appended), sum(map(len, appended)))
         hit("journal.applied")
         return outputs
@@ -205,7 +205,8 @@ class DurableLedger:
 
 
 def rebuild(journal: Log, upto: int | None = None) -> Ledger:
-    """Rebuild the ledger as of record `upto` (None: the last). Raises StateDirError if the journal is unusable."""
+    """Rebuild the ledger as of record `upto` (None: the last) from the last image and the records after it. Raises
+    StateDirError if the journal is unusable."""
     stored = journal.image()
     if stored is None:
         raise journal.error("the journal has no image of a ledger")
@@ -230,7 +231,8 @@ class _ImageWriter:
     """Creates an image whenever the log has grown long, then truncates the log to start at the image.
 
     `_records`, `_bytes`: size of the log after the last image. `_is_small`: this process writes the images itself.
-    Otherwise `_process` writes the image of record `_image_number`; None while no such process runs.
+    Otherwise `_process` writes the image of record `_image_number`; None while no such process runs. `_attempted_at`,
+    `_not_before`: when the last attempt began, and the earliest time of the next one.
     """
 
     def __init__(self, journal: Journal, ledger: Ledger) -> None:
@@ -261,7 +263,7 @@ class _ImageWriter:
         raising: the inputs are already applied."""
         self._records += count
         self._bytes += nbytes
-        if self._process is not None:
+        if self._process is not None:  # not a second one meanwhile
             self._attempt(self._check_process)
         elif self._is_small and self._records >= SMALL_AFTER_RECORDS:
             self._attempt(self._write_image)
@@ -338,7 +340,8 @@ def _may_be_lost(item: c.Input) -> bool:
 
 
 def _may_be_incomplete(journal: Journal) -> bool:
-    """Return whether a crash of the machine may have lost the end of the journal."""
+    """Return whether a crash of the machine may have lost the end of the journal: it was rebooted, and before that the
+    journal was neither closed properly nor fsynced."""
     booted = journal.fact("boot")
     return booted is not None and booted != boot_id() and not journal.fact("clean") and not journal.fsynced
 

@@ -59,8 +59,8 @@ class LoopObserver(Protocol):
 class _PendingRequest:
     """A pending request. `replies` is keyed by caller, so that a caller that resends a request gets one answer.
 
-    orders: receives the orders to the storage unit that an AddUnit registers. last: the time of the last resend.
-    lasting: the caller does not resend. began: when the request arrived, by the observer's clock.
+    orders: receives the orders to the storage unit that an AddUnit registers. last: when the request arrived last, by
+    the ledger's clock. lasting: the caller does not resend. began: when the request arrived, by the observer's clock.
     """
 
     item: c.Input
@@ -101,14 +101,14 @@ class LedgerThread:
         self._zmq = zmq_server
         self._facts = facts
         self._clock = clock
-        self._last_tick = -math.inf
+        self._last_tick = -math.inf  # the time of the last tick, by the ledger's clock
         self._paused_s = 0.0  # by which the ledger's clock is behind `clock`
         self._logged_at = -math.inf  # the last log line about an unwritable journal
-        self._last_sweep = clock()
+        self._last_sweep = clock()  # the last time that abandoned requests were dropped
         self._inbox: deque[Callable[[], None]] = deque()  # jobs of other threads
         self._waker = Waker()
-        self._pending: dict[Key, _PendingRequest] = {}
-        self._units: dict[int, Orders] = {}  # by the number of the storage unit
+        self._pending: dict[Key, _PendingRequest] = {}  # requests without an answer
+        self._units: dict[int, Orders] = {}  # of the registered storage units, by their number
         self._stopping = threading.Event()
         self.ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tq-ledger", daemon=True)
@@ -139,7 +139,8 @@ class LedgerThread:
         self._enqueue(lambda: self._detach(unit, orders))
 
     def stop(self, timeout_s: float) -> None:
-        """Stop the thread and the ZMQ server. Pending calls fail with `ServiceUnavailableError`. Idempotent."""
+        """Stop the thread and the ZMQ server. Pending calls fail with `ServiceUnavailableError`. Blocks for up to
+        `timeout_s`, then logs an error. Idempotent."""
         self._stopping.set()
         self._waker.wake()
         if self._thread.ident is not None:  # it was started
@@ -147,7 +148,7 @@ class LedgerThread:
             if self._thread.is_alive():
                 log.error("Ledger thread did not stop within %.1f s", timeout_s)
                 return
-        else:
+        else:  # no thread closes it
             self._zmq.close()
         self._waker.close()
 
@@ -175,14 +176,14 @@ class LedgerThread:
                 woken = 0.0 if self._observer is None else self._observer.clock()
                 self._advance_clock(deadline)
                 if self._waker.fd in ready:
-                    self._waker.clear()
+                    self._waker.clear()  # before the inbox is read: a job added meanwhile wakes again
                     while self._inbox:
                         _run_guarded("a submitted input", self._inbox.popleft())
                 if self._zmq.socket in ready:
                     _run_guarded("a message of the ZMQ server", self._serve_zmq)
                 if self._zmq.monitor in ready:
                     _run_guarded("a closed connection", lambda: self._zmq.notice_disconnects(self))
-                self._zmq.hang_up()
+                self._zmq.hang_up()  # unauthenticated peers
                 self._drop_abandoned()
                 self._deliver_outgoing()
                 if self._observer is not None:
@@ -217,7 +218,7 @@ class LedgerThread:
         sync()
         self._observer.synced(self._observer.clock() - began)
 
-    def _timeout_ms(self, deadline: float | None) -> int | None:
+    def _timeout_ms(self, deadline: float | None) -> int | None:  # until the deadline or `hang_up`; None: no limit
         return self._zmq.pause_ms(None if deadline is None else poll_ms(deadline - self._now()))
 
     def _now(self) -> float:
@@ -293,7 +294,7 @@ class LedgerThread:
             log.log(logging.WARNING if output.warning else logging.INFO, "%s", output.text)
             return
         key = key_of(output)
-        if key is None:
+        if key is None:  # it answers no request
             assert isinstance(output, c.UnitOrder)
             orders = self._units.get(output.unit)
             if orders is not None:

@@ -62,10 +62,11 @@ class PublicCalls:
     connection."""
 
     def __init__(self) -> None:
-        self._in_flight: Counter[str] = Counter()
+        self._in_flight: Counter[str] = Counter()  # calls, by the address of the peer
 
     def counted(self, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
-        """Wrap `handler`, created by `unread`, so that calls beyond the limits fail with LimitError."""
+        """Wrap `handler`, created by `unread`, so that its calls are counted and those beyond the limits fail with
+        LimitError."""
 
         async def answer(requests: Any, context: Context) -> AsyncIterator[Message]:
             await self._enter(context)
@@ -113,7 +114,7 @@ def _keys_reply(facts: Facts, metadata: dict[str, str]) -> pb.Keys:
     check_version(int(version) if version.isdecimal() else 0)  # no service has version 0
     try:
         nonce = bytes.fromhex(metadata.get(NONCE_KEY, ""))
-    except ValueError:
+    except ValueError:  # not hex; rejected below
         nonce = b""
     if len(nonce) != NONCE_BYTES:
         raise InvalidRequestError(f"GetKeys needs {NONCE_BYTES} random bytes, in hex, as metadata {NONCE_KEY!r}")
@@ -139,8 +140,8 @@ class Health:
         self._address = address
         self._why_not = why_not
         self._ended = ended
-        self._running_check: asyncio.Future[str] | None = None
-        self._watchers: Counter[str] = Counter()
+        self._running_check: asyncio.Future[str] | None = None  # or the last check, which has ended
+        self._watchers: Counter[str] = Counter()  # calls of Watch, by the address of the peer
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handler to register with the server."""
@@ -154,7 +155,7 @@ class Health:
         """Check the health. Concurrent callers share one check, so unauthenticated peers cannot start many threads."""
         if self._running_check is None or self._running_check.done():
             self._running_check = asyncio.ensure_future(asyncio.to_thread(self._why_not))
-        why = await asyncio.shield(self._running_check)
+        why = await asyncio.shield(self._running_check)  # a cancelled caller does not cancel the check of others
         status: Message = _STATUS(status=_STATUS.NOT_SERVING if why else _STATUS.SERVING)
         return status
 
@@ -173,7 +174,7 @@ class Health:
                 if status != last:
                     yield status
                     last = status
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(TimeoutError):  # wait until the next check is due or the server closes
                     await asyncio.wait_for(self._ended.wait(), LOOK_S)
         finally:
             self._watchers[peer] -= 1

@@ -47,7 +47,7 @@ T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 GET_KEYS = f"/{CONTROL}/GetKeys"
-START_S = 30.0
+START_S = 30.0  # timeout of the start of the thread, and of `bind` and `serve`
 LIBRARYS_LOG = "grpc._cython.cygrpc"
 GRACE_S = 0.5
 """Time in seconds that pending calls may take once the server closes."""
@@ -85,7 +85,7 @@ class GrpcServer:
             server_credentials(tls, self._count_handshake)  # raises early if the files are unusable
         self._handshakes: Handshakes | None = None
         self._ready = threading.Event()  # the server exists, or its thread has failed
-        self._end_unit_streams: Callable[[], None] = lambda: None
+        self._end_unit_streams: Callable[[], None] = lambda: None  # set by `serve`
         self._quiet = OneLine(Complaints())  # limits the log lines of the gRPC library
         logging.getLogger(LIBRARYS_LOG).addFilter(self._quiet)
         self._thread = threading.Thread(target=self._loop_forever, name="tq-grpc", daemon=True)
@@ -115,7 +115,7 @@ class GrpcServer:
         interceptors: list[grpc.aio.ServerInterceptor] = [_TokenCheck(self._secret)]
         if self._tls is not None:
             self._handshakes = Handshakes(self._loop)
-            interceptors.insert(0, self._handshakes)
+            interceptors.insert(0, self._handshakes)  # also counts calls that the token check rejects
         connections = share(4, CONNECTIONS)
         bounds = (
             ("grpc.max_allowed_incoming_connections", connections),
@@ -128,7 +128,7 @@ class GrpcServer:
         )
         self._ready.set()
         await self._ended.wait()
-        self._end_unit_streams()
+        self._end_unit_streams()  # with ServiceUnavailableError, before gRPC cancels them
         await server.stop(GRACE_S)
 
     def bind(self, address: str) -> None:
@@ -163,7 +163,7 @@ class GrpcServer:
             if self._thread.is_alive():
                 log.error("gRPC server did not close within %.1f s", timeout_s)
 
-    def _run(self, job: Coroutine[Any, Any, T]) -> T:
+    def _run(self, job: Coroutine[Any, Any, T]) -> T:  # in the server's loop
         return asyncio.run_coroutine_threadsafe(job, self._loop).result(START_S)
 
 
@@ -244,10 +244,10 @@ class _Service:
         return answer
 
     async def _submit(self, item: c.Input, orders: Orders | None = None) -> c.Output:
-        """Submit `item` and return the output that answers it."""
+        """Submit `item` and return the output that answers it. orders: see `LedgerThread.submit`; only for AddUnit."""
         answered: asyncio.Future[c.Output] = self._loop.create_future()
 
-        def settle(output: c.Output) -> None:
+        def settle(output: c.Output) -> None:  # in the loop; `reply` is called in the ledger thread
             if not answered.done():
                 answered.set_result(output)
             elif orders is not None and isinstance(output, c.UnitAdded) and output.error is None:
@@ -278,7 +278,7 @@ class _Service:
         try:
             async for request in requests:
                 beat: c.Heartbeat = codec.from_pb(c.Heartbeat, request)
-                if session is None:
+                if session is None:  # the first heartbeat; only this one gets a reply
                     session = beat.session
                     self._heartbeat_streams[session] += 1
                     yield heartbeat_reply(self._facts)
@@ -294,7 +294,8 @@ class _Service:
                         self._ledger_thread.submit(c.SessionSilent(session=session))
 
     async def _attach_unit(self, requests: AsyncIterator[pb.UnitReport], context: Context) -> AsyncIterator[Message]:
-        """Serve the stream of one storage unit: orders out, reports in. The unit is detached at the end."""
+        """Serve the stream of one storage unit: orders out, reports in. The unit is detached at the end. `order` puts
+        an order of the ledger thread into the queue `orders`."""
         orders: asyncio.Queue[c.Output | DataPlaneError | None] = asyncio.Queue()
 
         def order(output: c.Output) -> None:
@@ -311,7 +312,7 @@ class _Service:
                     raise item
                 yield unit_stream.order_to_pb(item)
         except DataPlaneError as error:
-            if reading is not None:
+            if reading is not None:  # it reads the requests of this call, so it ends first
                 reading.cancel()
                 await asyncio.wait([reading])
             await abort(context, error)

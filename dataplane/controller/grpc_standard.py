@@ -67,7 +67,7 @@ def _add_fields(message: DescriptorProto, package: str, members: Fields) -> None
     oneofs: list[str] = []
     for path, (number, kind) in members.items():
         oneof, _, name = path.rpartition(".")
-        repeated, _, kind = kind.rpartition(" ")
+        repeated, _, kind = kind.rpartition(" ")  # "repeated" or ""
         label = FieldDescriptorProto.LABEL_REPEATED if repeated else FieldDescriptorProto.LABEL_OPTIONAL
         field = message.field.add(name=name, number=number, label=label)
         if kind in _SCALARS:
@@ -84,7 +84,7 @@ def _add_fields(message: DescriptorProto, package: str, members: Fields) -> None
 def _describe_health(package: str) -> FileDescriptorProto:
     """Return the descriptor of the health service's .proto file."""
     file = _describe_file(package, "health", _HEALTH)
-    response = file.message_type[1]
+    response = file.message_type[1]  # HealthCheckResponse, whose enum `_describe_file` cannot express
     statuses = response.enum_type.add(name="ServingStatus")
     for number, name in enumerate(_STATUSES):
         statuses.value.add(name=name, number=number)

@@ -76,15 +76,15 @@ class HttpInterface:
         self.server.stop()
         if self._thread.ident is not None:  # it was started
             self._thread.join()
-        self._session.close()
+        self._session.close()  # after the requests and heartbeats that use it
 
     def _sample_and_beat(self) -> None:
         """Until `stop`, record the live bytes in the ledger thread and send the session's heartbeats."""
-        silent_s = 0.0
+        silent_s = 0.0  # the time since the last heartbeat
         while not self._stopping.wait(min(SAMPLE_S, self._heartbeat_s)):
             silent_s += min(SAMPLE_S, self._heartbeat_s)
             with contextlib.suppress(ServiceUnavailableError):
-                self._ledger_thread.run(self._record_live_bytes)
+                self._ledger_thread.run(self._record_live_bytes)  # only that thread may read the ledger
             if silent_s >= self._heartbeat_s:
                 silent_s = 0.0
                 self._session.beat()

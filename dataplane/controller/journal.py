@@ -39,7 +39,7 @@ LOG_NAME = "journal.sqlite"
 END_NAME = "journal.end"
 DROPPED_AT_ONCE = 32
 """Number of records covered by an image that one `append` deletes: small steps avoid a noticeable delay."""
-PAGE = 1024
+PAGE = 1024  # records that one query reads
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS log (number INTEGER PRIMARY KEY, record BLOB NOT NULL, crc INTEGER NOT NULL);
@@ -169,13 +169,13 @@ class Log:
                 rows = self._db.execute(
                     "SELECT number, record, crc FROM log WHERE number >= ? ORDER BY number LIMIT ?", (expected, PAGE)
                 ).fetchall()
-            wanted = len(rows) if upto is None else upto - expected + 1
-            for number, record, crc in rows[:wanted]:
+            count = len(rows) if upto is None else upto - expected + 1
+            for number, record, crc in rows[:count]:
                 if number != expected or type(record) is not bytes or zlib.crc32(record) != crc:
                     raise self.error(f"record {expected} of {LOG_NAME} is damaged or missing", _DAMAGED)
                 yield number, record
                 expected += 1
-            if len(rows) < PAGE:
+            if len(rows) < PAGE:  # the log ends here
                 return
 
     def write_image(self, number: int, image: bytes) -> None:
@@ -185,7 +185,7 @@ class Log:
         aside = path.with_name(f"{path.name}.aside")
         with self._state_error("cannot be written", path.name):
             with open(aside, "wb", opener=private) as file:
-                file.write(zlib.crc32(image).to_bytes(4, "little"))
+                file.write(zlib.crc32(image).to_bytes(4, "little"))  # the checksum that `image` verifies
                 file.write(image)
                 if self.fsynced:
                     file.flush()
@@ -226,7 +226,8 @@ class Journal(Log):
     """Write access to the journal, for the service process. Not thread-safe.
 
     `_last`: number of the last record. `_droppable`: records up to this number are covered by the image, and `append`
-    deletes them; 0: none are left.
+    deletes them; 0: none are left. `_fsynced`: `force` was called in this epoch, so `sync` fsyncs `_log_fd`, the
+    write-ahead log; the property `fsynced` is the stored fact. `_end`: the file `journal.end`.
     """
 
     def __init__(self, directory: Path, lock: HeldFile) -> None:
@@ -345,7 +346,7 @@ class Journal(Log):
         rows = [(number, record, zlib.crc32(record)) for number, record in enumerate(records, self._last + 1)]
         with self._state_error("cannot be written"):
             hit("journal.before_append")
-            if self._droppable:
+            if self._droppable:  # a part of what the image covers
                 self._drop_some()
             if len(rows) == 1:
                 self._db.execute(_INSERT, rows[0])
@@ -391,7 +392,7 @@ class Journal(Log):
         hit("image.before_begin")
         previous = self.number("image")
         self._set_facts(image=number)
-        if self._fsynced:
+        if self._fsynced:  # on disk before the records and the previous image are deleted
             self.sync()
         self._droppable = number
         hit("image.begun")

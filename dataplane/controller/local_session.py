@@ -20,7 +20,7 @@ from dataplane.ledger import commands as c
 if TYPE_CHECKING:
     from dataplane.controller.event_loop import LedgerThread
 
-ASK_S = 10.0
+ASK_S = 10.0  # timeout of a command, with the wait for earlier ones
 
 
 class LocalSession:
@@ -60,7 +60,7 @@ class LocalSession:
                 self._ledger_thread.submit(c.Heartbeat(session=session))
 
     def close(self) -> None:
-        """End the session without waiting for an answer."""
+        """End the session without waiting for an answer. A later `ask` opens another one."""
         session, self._session = self._session, 0
         if session:
             self._number += 1

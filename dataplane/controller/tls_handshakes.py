@@ -26,7 +26,8 @@ class Handshakes(grpc.aio.ServerInterceptor):
     or why.
 
     All counts are since the start: `_began` connections, of which `_began_before` the last report; `_calling` made a
-    call; `_reported` are in the log. `_peers`: the addresses of connections that made a call.
+    call; `_reported` are in the log. `_peers`: the addresses of connections that made a call, as an ordered set, the
+    oldest call first. `_reporting`: a report is scheduled.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -70,7 +71,7 @@ class Handshakes(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Return the handler of a call, wrapped so that it first counts the caller's connection."""
         handler = await continuation(details)
-        if handler is None:
+        if handler is None:  # an unknown method
             return None
         if handler.unary_unary:
 

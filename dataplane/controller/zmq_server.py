@@ -63,13 +63,13 @@ class ZmqServer:
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.set(zmq.BACKLOG, BACKLOG)
         self.socket.set(zmq.MAXMSGSIZE, zmq_frames.MAX_REQUEST_FRAME_BYTES)
-        self._admission: Admission | None = None
+        self._admission: Admission | None = None  # None without a ticket
         self._session_of: dict[int, int] = {}  # by the descriptor of the connection that carries its heartbeats
-        self._heartbeat_descriptors: set[int] = set()  # those since the last read of the monitor
-        self._handshake_failed = False
+        self._heartbeat_descriptors: set[int] = set()  # that carried a heartbeat since the last `notice_disconnects`
+        self._handshake_failed = False  # of the peer whose disconnect is the next event
         self._closed = False
         try:
-            failures = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if ticket else 0
+            failures = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if ticket else 0  # without a ticket, any peer is served
             self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | failures)
             if ticket is not None:
                 self._admission = Admission(self._context, "the controller", keys)
@@ -165,7 +165,7 @@ class ZmqServer:
         """Parse one request and pass it to `handler`; reply with the error if it is malformed."""
         caller = peer.bytes
         try:
-            if self._admission is not None:
+            if self._admission is not None:  # a peer whose message arrives has presented the ticket
                 self._unauthenticated.spoke(int(peer.get(zmq.SRCFD)))
             if len(frames) < 2:
                 raise InvalidRequestError(f"a request needs 2 or more frames (method, message), got {len(frames)}")
@@ -203,7 +203,7 @@ class ZmqServer:
     def _reply(self, caller: bytes, output: c.Output) -> None:
         """Send the caller the reply for an output, or the error if it failed or is too large."""
         assert self._facts is not None
-        number = output.number if isinstance(output, c.Answer) else 0
+        number = output.number if isinstance(output, c.Answer) else 0  # 0: the reply to an unnumbered request
         try:
             body = message_of(output, self._facts).SerializeToString()
             zmq_frames.check_size(body, "the answer")

@@ -172,9 +172,8 @@ class UnitConnection:
                 self._prove(wire, challenge, timeout_s)
             elif attach.lock_path:
                 log.info("Session %d uses storage unit %d remotely: %s", self._session, self.info.unit, challenge.why)
-        if (
-            self._transport is not None and challenge.HasField("engine") and not self.local
-        ):  # a local session copies by itself
+        # A local session does not send its payloads.
+        if self._transport is not None and challenge.HasField("engine") and not self.local:
             engine, closing = challenge.engine, lambda: self._closed
             self._payloads = self._transport.payloads_for(engine, self._endpoint, closing=closing)
 

@@ -14,10 +14,10 @@ from dataplane.protocol.http.routes import Handler
 
 PARTS = 256
 """Default number of columns or cells of a chart."""
-MOST_PARTS = 4096
+MOST_PARTS = 4096  # the most that a request may set
 WAITS = 1000
 """Default number of waiting calls in a response (0: all)."""
-MOST_WAITS = 1 << 16
+MOST_WAITS = 1 << 16  # the most that a request may set
 
 
 class Ask(Protocol):
@@ -45,7 +45,7 @@ def api(ask: Ask, recorded: Recorded) -> Mapping[str, Handler]:
         return as_json(recorded.flow())
 
     def timeline(request: HttpRequest) -> Response:
-        Parameters(request)
+        Parameters(request)  # as above
         return as_json(recorded.timeline())
 
     return {

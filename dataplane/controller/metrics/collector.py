@@ -17,7 +17,7 @@ PARTITIONS_SHOWN = 200
 """Maximum number of partitions with separate metrics: the most recently registered ones."""
 TASKS_SHOWN = 32
 """Maximum number of tasks per partition with separate metrics."""
-STATES = ("live", "silent", "ending")
+STATES = ("live", "silent", "ending")  # of a session
 
 
 class AskLedger(Protocol):
@@ -38,7 +38,8 @@ class JournalFacts(Protocol):
 
 
 class ServiceMetrics(Collector):
-    """Queries the ledger on every scrape. Drops the counters of partitions that no longer exist."""
+    """Queries the ledger with `ask` on every scrape. Drops the counters of partitions that no longer exist. journal:
+    None for a ledger in memory."""
 
     def __init__(self, ask: AskLedger, recorder: Recorder, journal: JournalFacts | None = None) -> None:
         self._ask = ask
@@ -59,7 +60,7 @@ class ServiceMetrics(Collector):
         for unit in stats.units:
             _set_unit(sheet, unit)
         longest_waits = _longest_waits(waits)
-        for part in stats.partitions[-PARTITIONS_SHOWN:]:
+        for part in stats.partitions[-PARTITIONS_SHOWN:]:  # the newest are last
             self._set_partition(sheet, part, longest_waits)
         return sheet.families()
 

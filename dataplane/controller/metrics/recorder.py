@@ -59,7 +59,9 @@ class Recorder:
 
     `_unix_s`: the difference between Unix time and `clock` at the start. `_dropped`: totals of partitions without
     counters. `_reserved`: when the Allocate of an uncommitted put arrived, by (session, number). `_reading`: gets whose
-    Release was not answered yet, by (session, number).
+    Release was not answered yet, as (partition, fields, samples, bytes, arrival of the Locate) by (session, number).
+    `ops`: durations and outcomes by the type of the command or report. `_follow`: counts the details of a command.
+    `_flow`, `_timeline`: what `flow` and `timeline` report.
 
     `clock` must be the clock of the times passed to `answered`. `wall` is the machine's clock, which may be adjusted:
     reports use its current setting.
@@ -79,7 +81,7 @@ class Recorder:
         self.busy_s = 0.0
         self._pending: deque[tuple[c.Input, c.Output, float, float]] = deque()
         self._pending_samples = 0  # in the results of `_pending`
-        self._counting = threading.RLock()  # held to count, sum or drop counters
+        self._counting = threading.RLock()  # held to count, sum or drop counters; `moved` calls `count` with it
         self._flow = Throughput()
         self._timeline = Timeline()
         self._reserved: dict[tuple[int, int], float] = {}
@@ -199,7 +201,8 @@ class Recorder:
         self._timeline.add((call.session, "put", command.partition, names, samples, nbytes, began, now))
 
     def _count_locate(self, call: c.Call, command: c.Locate, result: c.Located, began: float, now: float) -> None:
-        """Count a get. Its span is added when its Release is answered."""
+        """Count a get. Its span is added when its Release is answered. A Locate without pins has no Release and is not
+        counted."""
         if command.unpinned:
             return
         samples, nbytes = len(result.rows), 0

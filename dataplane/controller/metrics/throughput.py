@@ -6,7 +6,7 @@ from collections import deque
 
 import msgspec
 
-KEPT_S = 900
+KEPT_S = 900  # a quarter of an hour
 
 
 class FlowReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class Throughput:
 
     def __init__(self) -> None:
         self._seconds: deque[Second] = deque(maxlen=KEPT_S)
-        self._latest = Second(0, 0)
+        self._latest = Second(end=0, live_bytes=0)
 
     def second_at(self, now: float) -> Second:
         """Return the record of the second that contains `now` (Unix time), to add to; for an earlier time, the
@@ -55,8 +55,9 @@ class Throughput:
         """Report the last `KEPT_S` complete seconds before `now`. `later_s` is added to the reported times."""
         last = int(now)
         first = last - KEPT_S + 1
-        known = list(self._seconds)
+        known = list(self._seconds)  # a copy, because another thread adds seconds
         by_end = {second.end: second for second in known}
+        # Those of the last second before the report.
         live_bytes = next((second.live_bytes for second in reversed(known) if second.end < first), 0)
         row: list[Second] = []
         for end in range(first, last + 1):

@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import msgspec
 
-KEPT = 2_000
+KEPT = 2_000  # spans
 OPEN = 4_096
 """Maximum number of entries in each bounded mapping (operations in progress, client names)."""
-SHOWN_FIELDS = 6
+SHOWN_FIELDS = 6  # names in a span; of further ones only the number is shown
 
 Key = TypeVar("Key")
 Kept = TypeVar("Kept")
@@ -47,7 +47,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._done: deque[Done] = deque(maxlen=KEPT)
-        self.clients: dict[int, str] = {}
+        self.clients: dict[int, str] = {}  # names, by session
         self.add: Callable[[Done], None] = self._done.append
 
     def opened(self, session: int, name: str) -> None:
