@@ -147,7 +147,7 @@ def decode_result(method: str, body: bytes) -> c.Result:
 
 def _unrepresentable(value: c.Value, error: Exception) -> InvalidRequestError:
     """Return the error for a value that no message can represent, with the field that causes it."""
-    if isinstance(error, InvalidRequestError):
+    if isinstance(error, InvalidRequestError):  # a converter has described it already
         return error
     what = type(value).__name__
     why = _integer_fault(value) or _string_fault(value) or next(_unicode_faults(what, value), None) or str(error)
@@ -158,9 +158,9 @@ def _integer_fault(value: c.Value) -> str | None:
     """Describe the first integer field of the command that does not hold a 64-bit integer; None if there is none."""
     for name, hint in get_type_hints(type(value)).items():
         content = getattr(value, name)
-        if content is None or int not in (hint, *get_args(hint)):
+        if content is None or int not in (hint, *get_args(hint)):  # the field is empty, or no integer
             continue
-        if isinstance(content, bool) or not hasattr(content, "__index__"):
+        if isinstance(content, bool) or not hasattr(content, "__index__"):  # numpy integers are valid
             return f"{name}={content!r}: expected an integer, got {type(content).__name__}"
         if not -(1 << 63) <= int(content) < 1 << 63:
             return f"{name}={content!r}: expected a 64-bit integer"

@@ -55,7 +55,7 @@ class _Field:
         optional = type(None) in typing.get_args(hint)
         if optional:  # the hint is "X | None"; convert X
             (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
-        self.to_pb, self.from_pb = _converters(hint, on_wire.enum_type is not None)
+        self.to_pb, self.from_pb = _converters(hint, is_enum=on_wire.enum_type is not None)
         self.presence = bool(on_wire.has_presence)
         assert self.presence or not optional, f"{message.DESCRIPTOR.full_name}.{field.name} must be optional"
         # An optional field without a default becomes None if it is not set.
@@ -63,14 +63,15 @@ class _Field:
 
 
 def _converters(hint: Any, is_enum: bool) -> tuple[Convert, Convert]:
-    """Return the pair of converters (to_pb, from_pb) for a field with this type hint."""
+    """Return the pair of converters (to_pb, from_pb) for a field with this type hint. is_enum: the message has an enum
+    there."""
     if hint in _BY_HAND:
         return _BY_HAND[hint]
     if is_enum:
         return _enum_converters(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple:
-        to_pb, from_pb = _converters(args[0], False)
+    if origin is tuple:  # of elements of one type
+        to_pb, from_pb = _converters(args[0], is_enum=False)
         if to_pb is _same:  # the elements need no conversion
             return list, tuple
         return (
@@ -105,7 +106,7 @@ def _enum_converters(members: type[enum.StrEnum]) -> tuple[Convert, Convert]:
 def _dict_converters(value_type: Any) -> tuple[Convert, Convert]:
     """Return the converters of a dict with text keys. The message has a list of entries, each a name and a value."""
     key = _VALUE_OF_ENTRY[value_type]
-    to_pb, from_pb = _converters(value_type, False)
+    to_pb, from_pb = _converters(value_type, is_enum=False)
     return (
         lambda values: [{"name": name, key: to_pb(value)} for name, value in values.items()],
         lambda wire: {item.name: from_pb(getattr(item, key)) for item in wire},
@@ -122,7 +123,7 @@ def _enums_from_pb(wire: pb.Enums) -> dict[str, tuple[str, ...]]:
 
 class ConversionPlan:
     """The conversion of one type of value. Fields that the message always has (`_present`) are separate from those that
-    may not be set (`_optional`)."""
+    may not be set (`_optional`). `_to_pb`: all fields, for the other direction."""
 
     def __init__(self, value_type: type[c.Value]) -> None:
         self.value_type = value_type

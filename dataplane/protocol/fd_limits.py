@@ -58,8 +58,8 @@ def _count_free(most: int) -> int:
 
 @contextlib.contextmanager
 def enough_for(address: str, *, least: int = 0) -> Iterator[None]:
-    """Turn a lack of open files into `ServiceUnavailableError` while connections to `address` are opened. Also raise
-    it at once if fewer than `least` files can be opened."""
+    """Turn a lack of open files into `ServiceUnavailableError` while the body opens connections to `address`. Also
+    raise it at once if fewer than `least` files can be opened."""
     takes = "of which a session takes about fifteen and each concurrent call two"
     remedy = "raise the limit, or share a client between threads"
 

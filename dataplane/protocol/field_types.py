@@ -96,7 +96,7 @@ def scalar_to_pb(value: Scalar) -> Keywords:
 def scalar_from_pb(wire: pb.Scalar) -> Scalar:
     """Return the value of a tag."""
     kind = wire.WhichOneof("kind")
-    if kind is None:
+    if kind is None:  # the tag has the value None
         return None
     if kind == "big_integer":
         return _big_integer(wire.big_integer)
@@ -130,7 +130,7 @@ def spec_from_pb(wire: pb.FieldSpec) -> FieldSpec:
 def _cached_spec(serialized: bytes) -> FieldSpec:
     """Return the spec of a serialized `pb.FieldSpec`."""
     wire = pb.FieldSpec.FromString(serialized)
-    inner = tuple(wire.inner.sizes) if wire.HasField("inner") else None
+    inner = tuple(wire.inner.sizes) if wire.HasField("inner") else None  # the inner shape
     if not 0 <= wire.kind < len(_KINDS):
         raise InvalidRequestError(f"unknown field kind {wire.kind}; is the client newer than the service?")
     if inner is not None and min(inner, default=0) < 0:

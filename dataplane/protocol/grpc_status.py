@@ -21,7 +21,7 @@ def to_status(error: e.DataPlaneError) -> tuple[grpc.StatusCode, str, tuple[tupl
     """Return the status code, the text and the trailing metadata."""
     name, facts = e.to_wire(error)
     code, text = grpc.StatusCode[error.grpc_status], str(error)[: MAX_DETAIL_BYTES // 4]
-    if len(facts) > MAX_DETAIL_BYTES:
+    if len(facts) > MAX_DETAIL_BYTES:  # without the details
         return code, text, ()
     details = pb.Error(name=name, facts=facts).SerializeToString()
     return code, text, ((DETAILS_KEY, details),)
@@ -34,7 +34,7 @@ def from_status(error: grpc.RpcError, *, address: str, what: str, waited_s: floa
         if key == DETAILS_KEY:
             try:
                 details = pb.Error.FromString(value)
-            except DecodeError:
+            except DecodeError:  # use the status itself
                 break
             return e.from_wire(details.name, details.facts)
     text = error.details() or ""

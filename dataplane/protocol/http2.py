@@ -27,8 +27,8 @@ from h2.exceptions import H2Error
 
 MAX_ANSWER_BYTES = 32 << 10
 """Maximum size of a reply; smaller than the initial HTTP/2 window."""
-MAX_TRAFFIC_BYTES = 64 << 10
-RECEIVE_BYTES = 16 << 10
+MAX_TRAFFIC_BYTES = 64 << 10  # maximum size of all that the server sends
+RECEIVE_BYTES = 16 << 10  # maximum size of one read
 PASSING = frozenset({"1", "2", "4", "8", "13", "14"})
 """gRPC statuses of a server that is busy or starting: cancelled, unknown, deadline, exhausted, internal, unavailable.
 """
@@ -100,7 +100,7 @@ def _exchange(peer: socket.socket, connection: H2Connection, time_left: TimeLeft
     """Send what `connection` has queued over `peer`, receive the reply and return its message."""
     body, received_bytes, status, text = b"", 0, "", ""
     while received_bytes <= MAX_TRAFFIC_BYTES:
-        peer.sendall(connection.data_to_send())
+        peer.sendall(connection.data_to_send())  # first the request, then replies to the server's settings and pings
         arrived = _receive_some(peer, time_left)
         if not arrived:
             kind = Http2Error if received_bytes else HungUpError
@@ -125,7 +125,7 @@ def _receive_some(peer: socket.socket, time_left: TimeLeft) -> bytes:
         try:
             return peer.recv(RECEIVE_BYTES)
         except TimeoutError:
-            if left_s <= LOOK_S:
+            if left_s <= LOOK_S:  # no time was left for another read
                 raise
 
 
@@ -148,7 +148,7 @@ def _header_of(event: Event, wanted: str) -> str:
 
 def _message_in(body: bytes, status: str, text: str) -> bytes:
     """Return the single message in a gRPC body. status: the gRPC status; text: its text, percent-encoded by gRPC."""
-    if not body and status in PASSING:
+    if not body and status in PASSING:  # the server sent no message, but a transient error
         shown = "".join(char if char.isprintable() else " " for char in unquote(text)[:MAX_TEXT])
         raise BusyError(f"it replied with gRPC status {status}" + (f": {shown.rstrip('.')}" if shown else ""))
     # A byte for compression (0: none), four bytes for the length, and the message.

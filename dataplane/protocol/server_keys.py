@@ -70,8 +70,8 @@ def keys_of(
     deadline: float,
     check: Callable[[], None] = lambda: None,
 ) -> ConnectionKeys:
-    """Return the keys of the service at `address`, after the service has proved that it has the token. Blocks until
-    `deadline` (of `time.monotonic`) at most. `check` is called repeatedly and may raise. Raises
+    """Return the keys of the service at `address`, after the service has proved that it has the token. files: None: no
+    TLS. Blocks until `deadline` (of `time.monotonic`) at most. `check` is called repeatedly and may raise. Raises
     `ServiceUnavailableError` (at once if nothing listens), `TlsError`, `AuthenticationError`, `ProtocolVersionError`,
     ValueError for unusable files."""
 
@@ -109,8 +109,9 @@ def keys_of(
 
 
 def _verified_secret(answer: pb.Keys, token: str | None, secure: bool, address: str, nonce: bytes) -> str:
-    """Verify the service's proof and return its secret, "" if it has none. Raises `AuthenticationError` if the proof or
-    the token is missing, or the proof is wrong."""
+    """Verify the service's proof and return its secret, "" if it has none. secure: the answer came over TLS. nonce: the
+    random bytes of the request. Raises `AuthenticationError` if the proof or the token is missing, or the proof is
+    wrong."""
     # A service sends a secret only over TLS.
     secret = token or (answer.secret if secure else "")
     if not secret and not answer.proof:
@@ -152,7 +153,7 @@ def _request_keys_with_retry(
             if error.errno is not None:  # not the deadline, but the system's timeout of the connection attempt
                 raise
             raise TimeoutError(why) from error
-        if time_left() <= BUSY_S:
+        if time_left() <= BUSY_S:  # too short for another attempt
             raise TimeoutError(why) from cause
         time.sleep(BUSY_S)
 

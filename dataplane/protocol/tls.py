@@ -68,7 +68,7 @@ def server_credentials(files: TlsFiles, connected: Callable[[], None]) -> grpc.S
     called, in threads of gRPC, before each handshake. Raises ValueError as `client_context` does."""
     import grpc  # noqa: PLC0415 (clients use this module and never load gRPC)
 
-    client_context(files)
+    client_context(files)  # raises ValueError if a file is unusable
     own = [(_read(files.key_file), _read(files.cert_file))]
     configuration = grpc.ssl_server_certificate_configuration(own, _read(files.ca_file))
     fetch: Any = connected  # gRPC calls it before each handshake; None keeps the configuration
@@ -79,7 +79,7 @@ def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
     """Return the credentials of a storage unit's gRPC channel. Raises ValueError as `client_context` does."""
     import grpc  # noqa: PLC0415
 
-    client_context(files)
+    client_context(files)  # raises ValueError if a file is unusable
     return grpc.ssl_channel_credentials(_read(files.ca_file), _read(files.key_file), _read(files.cert_file))
 
 
@@ -118,7 +118,7 @@ def refusal(address: str, error: ssl.SSLError, files: TlsFiles | None) -> TlsErr
             )
         case "WRONG_VERSION_NUMBER" | "HTTP_REQUEST" | "RECORD_LAYER_FAILURE" | "PACKET_LENGTH_TOO_LONG":
             why = NO_TLS
-        case reason if "ALERT" in reason:
+        case reason if "ALERT" in reason:  # the service ended the handshake
             why = _rejected(files, EXPIRED if "EXPIRED" in reason else "")
         case _:
             return None
@@ -135,7 +135,7 @@ def _own_defect(files: TlsFiles) -> str:
     """Return the reason why a service with the same files and clock would reject this client's certificate; "" if it
     would accept it. Runs both ends of a handshake in memory."""
     presenting = client_context(files)
-    presenting.check_hostname, presenting.verify_mode = False, ssl.CERT_NONE
+    presenting.check_hostname, presenting.verify_mode = False, ssl.CERT_NONE  # only the server checks
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = presenting.wrap_bio(to_client, to_server)
     server = server_context(files).wrap_bio(to_server, to_client, server_side=True)
@@ -178,7 +178,7 @@ def _closes_at_once(address: str, files: TlsFiles) -> bool:
 
 def _speaks_tls(address: str) -> bool:
     """Whether the peer replies to a ClientHello with a handshake record or an alert."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # any certificate of the peer is accepted
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -187,7 +187,7 @@ def _speaks_tls(address: str) -> bool:
         context.wrap_bio(ssl.MemoryBIO(), hello, server_hostname=split_address(address)[0]).do_handshake()
     with dial(address, DIAGNOSE_S) as plain:
         plain.sendall(hello.read())
-        return plain.recv(1) in (b"\x16", b"\x15")
+        return plain.recv(1) in (b"\x16", b"\x15")  # a handshake record, an alert
 
 
 def _reason(error: Exception) -> str:

@@ -51,7 +51,8 @@ _TCP_INFO = struct.Struct("=120xQQ")
 
 @dataclass(slots=True)
 class _Connection:
-    """An unauthenticated connection. since: when it was accepted, by time.monotonic()."""
+    """An unauthenticated connection. inode: of its socket, to recognize a reused descriptor. since: when it was
+    accepted, by time.monotonic()."""
 
     inode: int
     peer: str
@@ -93,7 +94,7 @@ class Unauthenticated:
 
     def began(self, descriptor: int) -> None:
         """Record a new connection."""
-        self._silent.pop(descriptor, None)
+        self._silent.pop(descriptor, None)  # an earlier connection; the new one goes to the end of the dict
         connection = self._describe(descriptor)
         if connection is not None:
             self._silent[descriptor] = connection
@@ -119,7 +120,8 @@ class Unauthenticated:
         return max(LOOK_S, 10 * self._took_s)
 
     def hang_up(self) -> None:
-        """Close the connections above the limits, the oldest first. Does not block."""
+        """Close the connections above the limits, the oldest first, and drop the authenticated ones. Does not block.
+        No-op before `pause_ms` has passed."""
         began = time.monotonic()
         if not self._silent or began - self._looked < self._pause_s():
             return
@@ -132,7 +134,7 @@ class Unauthenticated:
                 del self._silent[descriptor]
             elif received > SHORT_BYTES or not (connection.is_tcp or connection.is_trusted):  # no counts without TCP
                 long.append(descriptor)
-        self._shut_down(long[: max(0, len(long) - self._most_long)])
+        self._shut_down(long[: max(0, len(long) - self._most_long)])  # before all are counted: it drops some
         self._shut_down(list(itertools.islice(self._silent, max(0, len(self._silent) - self._most))))
         self._looked = time.monotonic()
         self._took_s = self._looked - began

@@ -26,7 +26,7 @@ from dataplane.protocol.proof import Ticket
 
 log = logging.getLogger(__name__)
 
-ENDPOINT = "inproc://zeromq.zap.01"
+ENDPOINT = "inproc://zeromq.zap.01"  # where ZMQ looks for a handler
 DOMAIN = b"tq"
 HANDSHAKE_MS = 10_000
 """Timeout of the handshake, after which the connection is closed."""
@@ -44,6 +44,9 @@ class Admission:
 
     name: the guarded server's name, for the log. keys: use CURVE. on_refused: called in that thread for each peer
     without the secret; must not block. Call `close` before the context is terminated.
+
+    `_ticket`: the ticket that peers must present; None: reject every peer. `_curve_key`: with CURVE, the public key of
+    a client with this ticket. `_guard`: held to count and log rejected peers.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Admission:
         self._guard = threading.Lock()
         self._socket: zmq.Socket[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="tq-zap", daemon=True)
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable once the thread must end; -1: closed
         try:
             self._socket = context.socket(zmq.REP)
             self._socket.linger = 0
@@ -145,9 +148,9 @@ class Admission:
             return REFUSED
         if mechanism == b"CURVE":
             return TAKEN if hmac.compare_digest(shown[0], self._curve_key) else REFUSED
-        if mechanism != b"PLAIN":
+        if mechanism != b"PLAIN":  # a peer without credentials
             return REFUSED
-        if hmac.compare_digest(shown[1], ticket.code.encode()):
+        if hmac.compare_digest(shown[1], ticket.code.encode()):  # `shown`: instance and code
             return TAKEN
         # A wrong code for this instance is a wrong token. For another instance it may be right.
         return REFUSED if shown[0] == ticket.instance.encode() else ANOTHER_INSTANCE

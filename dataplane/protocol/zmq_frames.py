@@ -48,7 +48,8 @@ def refusal(number: int, error: DataPlaneError) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply: the number of its call (0: none), and the body, or the error's name and facts."""
+    """A reply: the number of its call (0: none), and the body, or the error's name and facts. outcome: "ok", or the
+    name of the error."""
 
     number: int
     outcome: str

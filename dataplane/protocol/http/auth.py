@@ -19,7 +19,8 @@ _WHY = "<!-- why -->"
 
 
 class Guard:
-    """Authenticates requests. token: the service's token, or None; secure: the server uses TLS.
+    """Authenticates requests. token: the service's token, or None; secure: the server uses TLS. `_cookie`: the value of
+    the login cookie; "" without a token.
 
     Without a token the service is reachable only from this machine (`local`), protected by certificates, or open to its
     network. In the first and the last case, requests for a foreign host name are rejected, which prevents DNS rebinding
@@ -88,7 +89,7 @@ class Guard:
         if self._token is not None and not self._is_token(shown):
             return self.form("Wrong token.")
         headers = {"Location": "/"}
-        if self._token is not None:
+        if self._token is not None:  # without a token, no cookie is required
             secure = "; Secure" if self._secure else ""
             cookie = f"{self._cookie_name(request)}={self._cookie}; Path=/; HttpOnly; SameSite=Strict{secure}"
             headers["Set-Cookie"] = cookie
@@ -99,7 +100,7 @@ def _names_this_machine(host: str) -> bool:
     """Whether a Host header is a numeric address, localhost or this machine's own name, none of which a foreign web
     server can use."""
     own = {"localhost", socket.gethostname().lower()}
-    if host.lower().rpartition(":")[0] in own or host.lower() in own:
+    if host.lower().rpartition(":")[0] in own or host.lower() in own:  # with or without a port
         return True
     has_port = ":" in host and not host.endswith("]")  # "[::1]" is an IPv6 address without a port
     try:

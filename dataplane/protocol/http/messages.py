@@ -127,6 +127,7 @@ class Parameters:
         if default is not None and name not in self._query:
             return default
         text = self.text(name)
+        # Fewer than 19 digits fit into 64 bits.
         if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text) <= most):
             raise InvalidRequestError(f"{name}={text[:80]!r}: expected a whole number, at most {most:,}")
         return int(text)

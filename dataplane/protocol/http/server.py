@@ -47,7 +47,7 @@ READ_S = 10.0
 """Timeout for receiving a request, and for sending the response."""
 COMPLAIN_S = 10.0
 """Minimum interval between log lines about rejected requests; any client could otherwise fill a disk with them."""
-PART_BYTES = 256 << 10
+PART_BYTES = 256 << 10  # of a response, sent at a time
 STOP_S = 5.0
 
 Site = Callable[[HttpRequest], Response]
@@ -69,6 +69,8 @@ class HttpServer:
     """Serves the responses of `site` on `host` and `port` (0: any free port), over TLS with a `context`.
 
     `address` is the "host:port" by which other hosts reach the server. A context manager.
+
+    `_open`: all connections, with their threads. `_unread`: those of them whose request has not arrived.
     """
 
     def __init__(self, site: Site, host: str, port: int, *, context: ssl.SSLContext | None = None) -> None:
@@ -77,16 +79,16 @@ class HttpServer:
         self._port = port
         self._context = context
         self._listener: socket.socket | None = None
-        self._wake = -1
+        self._wake = -1  # an eventfd that ends `_run`
         self._slots = threading.Semaphore(AT_ONCE)
         self._health_slots = threading.Semaphore(HEALTH_AT_ONCE)
         self._guard = threading.Lock()  # of the next two
         self._open: dict[socket.socket, threading.Thread] = {}
-        self._unread: dict[socket.socket, str] = {}  # the client's address; without a request so far, oldest first
+        self._unread: dict[socket.socket, str] = {}  # with the client's address, oldest first
         self._thread: threading.Thread | None = None
         self._rejected = 0  # requests
         self._logged = -math.inf  # when a rejected request was logged last
-        self._pid = os.getpid()
+        self._pid = os.getpid()  # a forked child does not stop the server
         self.address = ""
 
     def start(self) -> Self:
@@ -194,7 +196,7 @@ class HttpServer:
     def _slot(self, peer: socket.socket, request: HttpRequest) -> Iterator[None]:
         """Hold a slot while a received request is handled. Raises `HttpError` if no slot is free."""
         with self._guard:
-            self._unread.pop(peer, None)
+            self._unread.pop(peer, None)  # its request has arrived
         is_health = request.path == HEALTH_PATH
         slots, limit = (self._health_slots, HEALTH_AT_ONCE) if is_health else (self._slots, AT_ONCE)
         if not slots.acquire(blocking=False):
@@ -234,7 +236,7 @@ class HttpServer:
         with self._guard:
             del self._open[peer]
             self._unread.pop(peer, None)
-            peer.close()
+            peer.close()  # under the guard, which threads hold to shut it down
 
 
 def _shut_down(peer: socket.socket) -> None:
@@ -245,7 +247,8 @@ def _shut_down(peer: socket.socket) -> None:
 class _Exchange(BaseHTTPRequestHandler):
     """One request on a connection and its response. The standard library parses the head after it is complete.
 
-    The constructor does everything. slot: holds a slot of the server while the request is handled.
+    The constructor does everything. slot: holds a slot of the server while the request is handled. `_refused`: the
+    error that the parser reported. The attributes without underscore are those that the standard library's class uses.
     """
 
     protocol_version = "HTTP/1.1"
@@ -280,7 +283,7 @@ class _Exchange(BaseHTTPRequestHandler):
             return self._site(request)
         except HttpError as error:
             return error.response()
-        except (OSError, ssl.SSLError):
+        except (OSError, ssl.SSLError):  # of the connection
             raise
         except Exception:
             log.exception("HTTP request failed: %r", self.requestline[:200])
@@ -313,7 +316,7 @@ class _Exchange(BaseHTTPRequestHandler):
         """Return the bytes up to and including the empty line, and the received bytes after it."""
         received = bytearray()
         while (end := received.find(b"\r\n\r\n")) < 0:
-            if len(received) > MAX_HEAD_BYTES:
+            if len(received) > MAX_HEAD_BYTES:  # rejected below
                 break
             part = self._receive()
             if not part:
@@ -330,7 +333,7 @@ class _Exchange(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "0")
         if self.headers.get("Transfer-Encoding") or not (length.isascii() and length.isdigit()):
             raise HttpError(HTTPStatus.LENGTH_REQUIRED, "a request body requires Content-Length")
-        if len(length) > 9 or int(length) > MAX_BODY_BYTES:
+        if len(length) > 9 or int(length) > MAX_BODY_BYTES:  # bounds the text before `int` parses it
             raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request body exceeds {MAX_BODY_BYTES:,} bytes")
         body = bytearray(received)
         while len(body) < int(length):
