@@ -150,6 +150,7 @@ class GrpcServer:
         self._run(self._serve(_Service(ledger_thread, facts, self._loop), Health(facts.address, why_not, self._ended)))
 
     async def _serve(self, service: _Service, health: Health) -> None:
+        """Register the handlers and start to accept calls."""
         self._end_unit_streams = service.end_unit_streams
         reflection = map(_reflection_handler, REFLECTIONS)
         self._server.add_generic_rpc_handlers((service.handler(), health.handler(), *reflection))
@@ -248,7 +249,7 @@ class _Service:
         answered: asyncio.Future[c.Output] = self._loop.create_future()
 
         def settle(output: c.Output) -> None:  # in the loop; `reply` is called in the ledger thread
-            if not answered.done():
+            if not answered.done():  # done: the call was cancelled
                 answered.set_result(output)
             elif orders is not None and isinstance(output, c.UnitAdded) and output.error is None:
                 # The unit's stream ended before the ledger accepted the unit.

@@ -232,6 +232,7 @@ class Journal(Log):
 
     def __init__(self, directory: Path, lock: HeldFile) -> None:
         """Internal constructor; use `open`."""
+        # Set first, because the constructor of `Log` calls `_prepare`, which uses them.
         self._lock = lock
         self._last = 0
         self._droppable = 0
@@ -425,7 +426,8 @@ class Journal(Log):
         return Journal(self.directory, self._lock)
 
     def close(self) -> None:
-        """Fsync everything and release the directory. Idempotent; a forked child only releases it."""
+        """Fsync everything and release the directory. Idempotent. No-op in a forked child, which lost the lock at the
+        fork (see `HeldFile`)."""
         if self._lock.fd < 0:
             return
         try:

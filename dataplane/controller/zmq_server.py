@@ -119,18 +119,18 @@ class ZmqServer:
                 if not self.serve(handler):
                     break
         # How often each descriptor is accepted after the event that the loop handles.
-        later = Counter(descriptor for event, descriptor in events if event == zmq.EVENT_ACCEPTED)
+        later_accepts = Counter(descriptor for event, descriptor in events if event == zmq.EVENT_ACCEPTED)
         for event, descriptor in events:
             match event:
                 case zmq.EVENT_ACCEPTED:
-                    later[descriptor] -= 1
+                    later_accepts[descriptor] -= 1
                     if self._admission is not None:
                         self._unauthenticated.began(descriptor)
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                     self._handshake_failed = True  # the next disconnect belongs to this peer
                 case zmq.EVENT_DISCONNECTED:
                     # The last heartbeat may belong to a later connection that reuses the descriptor.
-                    replaced = later[descriptor] > 0 and descriptor in self._heartbeat_descriptors
+                    replaced = later_accepts[descriptor] > 0 and descriptor in self._heartbeat_descriptors
                     self._end_connection(handler, descriptor, replaced)
         self._heartbeat_descriptors.clear()
 

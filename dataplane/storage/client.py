@@ -145,12 +145,12 @@ class UnitConnection:
 
     def _connect(self, lock: SessionLock | None, timeout_s: float) -> None:
         """Try the endpoints of the unit in order until a handshake succeeds. Without a lock stay remote."""
-        here = boot_id()
-        same_host = here == self.info.host
+        own_boot_id = boot_id()
+        same_host = own_boot_id == self.info.host  # `host` is the boot id of the machine of the unit
         endpoints = candidates(self.info.endpoints, same_host=same_host)
         if not endpoints:
             raise self._unreachable("no endpoint is reachable from this process; start the unit with a reachable host")
-        attach = pb.Attach(lock_path=str(lock.path) if lock and same_host else "", boot_id=here)
+        attach = pb.Attach(lock_path=str(lock.path) if lock and same_host else "", boot_id=own_boot_id)
         for number, endpoint in enumerate(endpoints, 1):
             self._endpoint = endpoint
             try:

@@ -130,7 +130,7 @@ class UnitLink:
         self._tls = tls
         self._timeout_s = timeout_s
         self._opening_s = opening_s
-        self._opening_end = 0.0
+        self._opening_end = 0.0  # when `opening_s` ends, by time.monotonic()
         self._reconnect_s = reconnect_s
         self._add: c.AddUnit | None = None
         self._outbox = Outbox()
@@ -222,6 +222,7 @@ class UnitLink:
         """Run one stream after another, with backoff, until the link is closed or fails permanently."""
         # Only this frame refers to `link`. A forked child keeps the frame forever and so never finalizes gRPC objects.
         error: Exception | None = None
+        # `broke_at`: when the last accepted stream ended; before that, the start of the link.
         broke_at, backoff = time.monotonic(), Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         try:
             while True:

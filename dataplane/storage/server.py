@@ -72,8 +72,7 @@ class BulkServer:
     report: called in the server's thread with each report for the ledger; must not block.
     advertise_host: the host under which remote clients reach `tcp_host`, if it differs (0.0.0.0).
     token: the secret from which peers derive their ticket for this epoch of the arena; `admit` may set it later.
-    insecure: allow a `tcp_host` other than loopback with neither token nor keys.
-    keys: encrypt connections with CURVE.
+    insecure: allow a `tcp_host` other than loopback with neither token nor keys. keys: encrypt connections with CURVE.
     counts: the counters of served requests. engine: an additional payload transport; the server closes it.
     lock_directories: the directories of clients' session locks; by default the arena's directory and this user's
     directory in /dev/shm.
@@ -139,7 +138,7 @@ class BulkServer:
             if self._token is not None or self._keys is not None:
                 name = f"the storage unit at {self._arena.path}"
                 self._admission = Admission(self._context, name, self._keys, on_refused=self._count_refused)
-                self._admission.guard(self._router)
+                self._admission.guard(self._router)  # before the router is bound
                 self.admit(self._token)
                 self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
             self._frames = UnitFrames(self._router, self._fault)
@@ -340,7 +339,8 @@ class BulkServer:
         return None
 
     def _execute_and_reply(self, peer: bytes, request: pb.BulkRequest, fill: Fill | None = None) -> None:
-        """Execute a request and reply. fill: the fetched payload of a write, whose request is now checked again."""
+        """Execute a request and reply. fill: the fetched payload of a write, whose request is now checked again: during
+        the fetch, the session may have been fenced or the put aborted."""
         verb = request.WhichOneof("verb")
         payload: Bytes | None = None
         failed: Exception | None = None
@@ -448,7 +448,7 @@ class BulkServer:
         write = request.write
         if not write.HasField("source"):
             return self._frames.collect(write)
-        self._refuse_stopped(request)
+        self._refuse_stopped(request)  # an aborted put, for which nothing is fetched
         _, sizes = self._access.ranges(write.offsets, write.sizes)
         if self._engine is None or write.source.size != sum(sizes):
             raise self._fault(

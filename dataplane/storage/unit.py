@@ -86,7 +86,7 @@ class StorageUnit:
 
     def start(self) -> Self:
         """Start the unit and return when the controller has accepted it. No-op if the unit is already started."""
-        if self._link is not None:
+        if self._link is not None:  # started already
             return self
         _require_disk(self._config)
         try:

@@ -73,7 +73,7 @@ class UnitProcesses:
 
     def __init__(self, address: str, config: DataPlaneConfig, on_end: Callable[[str], None]) -> None:
         self._address = address
-        self._config = replace(config, token=config.secret(), token_file=None)
+        self._config = replace(config, token=config.secret(), token_file=None)  # units do not read the file
         self._on_end = on_end
         self._guard = threading.Lock()
         self._stopping = False

@@ -93,20 +93,20 @@ class Wire:
         """Queue a request. Frames are not copied: before ZMQ receives a frame, its tracker is appended to `held`; the
         tracker reports when ZMQ releases the frame."""
         # copy=None: ZMQ copies a short frame, which is cheaper than tracking it.
-        parts = deque(
+        unsent = deque(
             zmq.Frame(frame, track=True, copy=None if isinstance(frame, bytes) else False) for frame in frames
         )
-        held.extend(part.tracker for part in parts if part.tracker is not None)
+        held.extend(frame.tracker for frame in unsent if frame.tracker is not None)
         try:
-            self._send_head(header.SerializeToString(), zmq.SNDMORE if parts else 0)
-            while parts:
+            self._send_head(header.SerializeToString(), zmq.SNDMORE if unsent else 0)
+            while unsent:
                 failpoints.hit("bulk.write.between_frames")
-                self._socket.send(parts.popleft(), zmq.SNDMORE if parts else 0, copy=False)
+                self._socket.send(unsent.popleft(), zmq.SNDMORE if unsent else 0, copy=False)
         except BaseException as error:
             if isinstance(error, zmq.Again):
                 error = WireLostError("the unit accepts no requests")
             # ZMQ releases an unsent frame when nothing refers to it, the stack frames of the traceback included.
-            parts.clear()
+            unsent.clear()
             traceback.clear_frames(error.__traceback__)
             raise error
 

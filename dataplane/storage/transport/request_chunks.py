@@ -226,8 +226,8 @@ def _plan_nonempty(offsets: Int64s, sizes: Int64s, counts: Sequence[int], which:
     """Return the plan of a read with empty ranges. These are at byte 0 of their buffers. `counts` and `which`: the
     number of ranges of each column, and the column of each range."""
     filled = sizes > 0
-    columns = np.bincount(which[filled], minlength=len(counts)).tolist()
-    plan = plan_read(offsets[filled], sizes[filled], columns=columns, chunk_bytes=chunk_bytes)
+    filled_counts = np.bincount(which[filled], minlength=len(counts)).tolist()  # of each column
+    plan = plan_read(offsets[filled], sizes[filled], columns=filled_counts, chunk_bytes=chunk_bytes)
     places = np.zeros(len(offsets), np.int64)
     places[filled] = plan.offsets
     return ReadPlan(requests=plan.requests, buffers=plan.buffers, which=which, offsets=places)
