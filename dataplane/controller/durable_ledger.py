@@ -102,7 +102,7 @@ class DurableLedger:
             hit("journal.replayed")
         else:
             ledger = Ledger(epoch, **vars(settings))
-            journal.write_image(0, ledger.image())
+            journal.write_image(0, ledger.image())  # before the first record, which has number 1
             journal.begin_from(0)
         journal.set_facts(epoch=epoch, boot=boot_id(), clean=0, fsynced=int(fsynced))
         hit("journal.taken_over")

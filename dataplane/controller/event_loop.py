@@ -249,9 +249,10 @@ class LedgerThread:
         orders: Orders | None = None,
         lasting: bool = False,
     ) -> None:
-        """Apply `item` now. Only for the ledger thread. `caller` identifies the recipient of `reply`. `lasting`: the
-        caller does not resend the request."""
+        """Apply `item` now. Only for the ledger thread. `caller` identifies the recipient of `reply`. `orders`: as in
+        `submit`. `lasting`: the caller does not resend the request."""
         key = key_of(item)
+        # Recorded before the item is applied, because the answer may be among its outputs.
         if key is not None and reply is not None:
             pending = self._pending.get(key)
             if pending is None:

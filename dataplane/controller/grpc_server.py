@@ -157,7 +157,7 @@ class GrpcServer:
         await self._server.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Stop all calls and the thread. Idempotent."""
+        """Stop all calls and the thread. Blocks for up to `timeout_s`, then logs an error. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(timeout_s)

@@ -349,7 +349,7 @@ class Journal(Log):
             hit("journal.before_append")
             if self._droppable:  # a part of what the image covers
                 self._drop_some()
-            if len(rows) == 1:
+            if len(rows) == 1:  # a statement is atomic without a transaction
                 self._db.execute(_INSERT, rows[0])
             else:
                 with self._transaction():
@@ -404,7 +404,7 @@ class Journal(Log):
     def set_facts(self, **facts: int | str) -> None:
         """Store `facts` atomically. They are on disk on return."""
         with self._state_error("cannot be written"):
-            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.execute("PRAGMA synchronous = FULL")  # the commit fsyncs
             try:
                 self._set_facts(**facts)
             finally:

@@ -53,7 +53,7 @@ class LocalSession:
             self._turn.release()
 
     def beat(self) -> None:
-        """Send the session's heartbeat."""
+        """Send the session's heartbeat, if one is open. Callable while another thread runs `ask`."""
         session = self._session
         if session:
             with contextlib.suppress(ServiceUnavailableError):

@@ -177,12 +177,12 @@ class ZmqServer:
                 handler.handle(item, functools.partial(self._reply, caller), caller=caller)
         except DataPlaneError as error:
             self._log_rejection(error)
-            self._send(caller, zmq_frames.refusal(0, error))
+            self._send(caller, zmq_frames.refusal(number=0, error=error))
         except Exception as error:
             line = self._failures.take("Failed on a request")
             if line is not None:
                 log.exception("%s", line)
-            self._send(caller, zmq_frames.refusal(0, InternalError(what=repr(error))))
+            self._send(caller, zmq_frames.refusal(number=0, error=InternalError(what=repr(error))))
 
     def _log_rejection(self, error: DataPlaneError) -> None:
         """Log a rejected request, unless too many were logged recently."""

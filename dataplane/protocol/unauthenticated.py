@@ -130,7 +130,7 @@ class Unauthenticated:
             acked, received = _byte_counts(descriptor) if connection.is_tcp else (0, 0)
             # ZMQ closes a connection whose handshake takes longer, so an old one is authenticated.
             old = began - connection.since > zap.HANDSHAKE_MS / 1000 + LATE_S
-            if old or acked > self._handshake_bytes:
+            if old or acked > self._handshake_bytes:  # authenticated
                 del self._silent[descriptor]
             elif received > SHORT_BYTES or not (connection.is_tcp or connection.is_trusted):  # no counts without TCP
                 long.append(descriptor)

@@ -398,7 +398,7 @@ def leftovers(directory: str | Path) -> list[Path]:
     names = sorted(os.listdir(folder))
     unrecorded = [folder / name for name in names if ARENA_NAME.fullmatch(name)]
     recorded = [folder / name for name in names if RECORDED_ARENA_NAME.fullmatch(name)]
-    unneeded = unrecorded + [path for path in recorded if _has_no_keeper(path, None)]
+    unneeded = unrecorded + [path for path in recorded if _has_no_keeper(path, superseded=None)]
     return [path for path in unneeded if is_unheld(path)]
 
 

@@ -303,7 +303,7 @@ class UnitConnection:
         with (call := threading.Lock()), self._wire("read", timeout_s, call) as wire:
             pending: deque[_PendingRead] = deque()
             for request in plan.requests:
-                while len(pending) >= READ_WINDOW:
+                while len(pending) >= READ_WINDOW:  # a reply may add a request to `pending`
                     self._copy_payload(wire, pending, buffers, timeout_s)
                 pending.append(self._send_read(wire, request, self._payloads))
             while pending:
@@ -347,7 +347,7 @@ class UnitConnection:
                 header = self._new_header(wire)
                 header.settle.CopyFrom(arrived.settle)
                 wire.send(header, held=[])
-                pending.append(_PendingRead(header.call, None))
+                pending.append(_PendingRead(header.call, request=None))
             if arrived.data is None:
                 pending.append(self._send_read(wire, request, self._frames))
         except BaseException:

@@ -208,8 +208,8 @@ class UnitLink:
         """Close the connection after sending the queued reports, unless it is broken. Blocks for up to `CLOSE_S`.
         Idempotent."""
         self._closed.set()
-        self._settled.set()
-        self._outbox.put(None)
+        self._settled.set()  # after `_closed`, see `_run_stream`
+        self._outbox.put(None)  # ends the stream after the reports
         # A callback may call this in the link's thread, which cannot wait for itself.
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_S)

@@ -372,7 +372,7 @@ class BulkServer:
 
     def _count_refused(self) -> None:  # a rejected handshake; called in the thread of `_admission`
         error = AuthenticationError(peer=f"storage unit {self._unit}", why="the token is wrong")
-        self._counts.note("handshake", error, 0.0)
+        self._counts.note("handshake", error, took_s=0.0)
 
     def _send(self, peer: bytes, reply: pb.BulkReply, payload: Bytes | None) -> None:
         """Queue a reply. Never blocks: a ROUTER drops messages for a disconnected peer or one whose queue is full."""
@@ -458,9 +458,9 @@ class BulkServer:
 
         def finish(fetched: Fill | str) -> None:  # a text is the reason why the fetch failed
             if isinstance(fetched, str):
-                self._send(peer, pb.BulkReply(call=request.call, not_fetched=pb.NotFetched(why=fetched)), None)
+                self._send(peer, pb.BulkReply(call=request.call, not_fetched=pb.NotFetched(why=fetched)), payload=None)
             else:
-                self._execute_and_reply(peer, request, fetched)
+                self._execute_and_reply(peer, request, fill=fetched)
 
         return self._engine.collect(write, finish)
 

@@ -185,7 +185,7 @@ class Sessions:
         if not lock_path or session in self._fenced:
             return None
         lock = PeerLock.open(lock_path, directories=self._directories)
-        if isinstance(lock, str):
+        if isinstance(lock, str):  # the reason, for example that it is not held
             return None
         self._attached[session] = lock
         return lock

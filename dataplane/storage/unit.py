@@ -208,7 +208,7 @@ class StorageUnit:
             )
 
         if config.state_dir is None:
-            return Adopted(arena=create(None))
+            return Adopted(arena=create(keeper=None))
         if anew and self._record is not None:
             return Adopted(arena=self._record.create_arena(create))
         self._record = UnitRecord(

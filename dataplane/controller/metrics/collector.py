@@ -86,7 +86,7 @@ class ServiceMetrics(Collector):
     def _set_counters(self, sheet: Sheet) -> None:
         """Set the metrics that count since the start: busy time, moved samples and bytes, calls."""
         sheet.set("ledger_busy_seconds_total", self._recorder.busy_s)
-        _set_moved(sheet, "", self._recorder.moved)
+        _set_moved(sheet, prefix="", moved=self._recorder.moved)
         for kind, op in list(self._recorder.ops.items()):
             name = kind.operation()
             for outcome, count in op.outcomes().items():

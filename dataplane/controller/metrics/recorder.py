@@ -208,7 +208,7 @@ class Recorder:
         samples, nbytes = len(result.rows), 0
         for field in result.fields:
             lengths = field.lengths.clip(0) if command.missing_ok else field.lengths  # negative: the value is missing
-            if field.spec.settled:
+            if field.spec.settled:  # the size of a value is known
                 nbytes += (lengths.item() if lengths.size == 1 else total(lengths)) * field.spec.unit_bytes
         moved = self.by_partition.get(command.partition) or self._add_partition(command.partition)
         moved.got_samples += samples

@@ -90,8 +90,9 @@ class Wire:
     def send(
         self, header: pb.BulkRequest, frames: Sequence[memoryview | bytes] = (), *, held: list[zmq.MessageTracker]
     ) -> None:
-        """Queue a request. Frames are not copied: before ZMQ receives a frame, its tracker is appended to `held`; the
-        tracker reports when ZMQ releases the frame."""
+        """Queue a request. Frames other than short `bytes` are not copied: before ZMQ receives such a frame, its
+        tracker is appended to `held`; the tracker reports when ZMQ releases the frame. Raises the errors of
+        `_send_head`, and WireLostError if the unit accepts no request within SEND_MS."""
         # copy=None: ZMQ copies a short frame, which is cheaper than tracking it.
         unsent = deque(
             zmq.Frame(frame, track=True, copy=None if isinstance(frame, bytes) else False) for frame in frames

@@ -57,7 +57,7 @@ class Contacts:
 
     def failed(self, peer: str) -> None:
         """Mark the peer as unreachable after a failed transfer; it is tried again after `RETRY_S`."""
-        self._record_result(peer, False)
+        self._record_result(peer, reached=False)
 
     def _record_result(self, peer: str, reached: bool) -> None:
         """Record whether the peer is reachable, and drop the oldest records beyond `KEPT`."""

@@ -33,8 +33,8 @@ HEAD_BYTES = 64
 """The payload begins at a cache line, directly after the tag."""
 REST_S = 60.0
 """Time for which a slot is not reused after a failed transfer, because parts of the transfer may still arrive."""
-CLOSE_S = 5.0
-_PAUSES_S = (0.00005, 0.0002, 0.001)
+CLOSE_S = 5.0  # maximum wait of `close` for transfers
+_PAUSES_S = (0.00005, 0.0002, 0.001)  # between polls of a transfer, see `pause_s`
 
 
 @dataclass(eq=False)
@@ -80,6 +80,7 @@ class Slots:
         self._free = deque(free)
         self._returned: list[Slot] = []
         self._lock = threading.Lock()
+        # A tag is this random prefix and the number of the payload in 8 bytes.
         self._tag_prefix = secrets.token_bytes(TAG_BYTES - 8)
         self._tag_numbers = itertools.count(1)
         try:
@@ -120,7 +121,7 @@ class Slots:
 
     def trial(self) -> pb.Memory:
         """Return the description of memory that a peer fetches to test whether this engine is reachable."""
-        return self._memory(self._trial_slot, 0)
+        return self._memory(self._trial_slot, nbytes=0)
 
     def _memory(self, slot: Slot, nbytes: int) -> pb.Memory:
         address = slot.address + HEAD_BYTES - TAG_BYTES
@@ -131,7 +132,7 @@ class Slots:
         # A slot of its own, for its transfer; its memory is that of the trial slot.
         slot = Slot(self._trial_slot.memory, self._trial_slot.address)
         try:
-            self._begin(slot, source.engine, source.address, 0)
+            self._begin(slot, source.engine, source.address, nbytes=0)  # the tag only
         except EngineError:
             return False
         while (succeeded := self._transfer_outcome(slot)) is None and time.monotonic() < until:
