@@ -217,6 +217,7 @@ class Controller:
         if previous is not None:
             return self._bind_previous_port(grpc, ticket, previous)
         for _ in range(PORT_TRIES):
+            # The next epoch of a durable service binds the same port, so no outgoing connection may take it meanwhile.
             zmq_port = 0 if self._durable is None else lasting_port() + 1  # 0: any free port
             try:
                 return self._bind_pair(grpc, ZmqServer(host, zmq_port, ticket, self._keys))

@@ -66,7 +66,7 @@ class DurableLedger:
         self._tick: c.Tick | None = None  # applied, but not appended yet
         self._journal = journal
         self._ledger = ledger
-        self._clock_offset_s: float | None = None  # of the ledger's clock; None before the first tick
+        self._clock_offset_s: float | None = None  # added to the times of ticks; None before the first tick
         self._images = _ImageWriter(journal, ledger)
 
     @classmethod
@@ -140,7 +140,7 @@ class DurableLedger:
         """Record `item` in the journal and apply it, as `Ledger.apply`. Raises StateDirError and applies nothing while
         the journal is not writable."""
         if type(item) is c.Tick:
-            if self._clock_offset_s is None:  # the first tick of this epoch
+            if self._clock_offset_s is None:  # the first tick: continue the clock of the previous epoch
                 self._clock_offset_s = self._ledger.now - item.now if self.recovered else 0.0
             item = c.Tick(now=item.now + self._clock_offset_s)
             deadline = self._ledger.next_deadline()

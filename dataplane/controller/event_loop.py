@@ -235,7 +235,7 @@ class LedgerThread:
         if has_ticked and deadline is not None and now - max(deadline, self._last_tick) > self._facts.heartbeat_s:
             log.warning("Controller was paused for %.1f s; leases and timeouts were extended", now - self._last_tick)
             self._paused_s += now - self._last_tick
-            now = self._last_tick
+            now = self._last_tick  # the clock continues where it stopped
         if now - self._last_tick >= TICK_S or (deadline is not None and deadline <= now):
             self._last_tick = now
             self._apply(c.Tick(now=now))
@@ -306,7 +306,7 @@ class LedgerThread:
         if pending is None:  # answered already, or withdrawn
             return
         if isinstance(output, c.UnitAdded) and output.error is None and pending.orders is not None:
-            self._units[output.unit] = pending.orders
+            self._units[output.unit] = pending.orders  # replaces those of an earlier stream
         hit(_FAILPOINTS.get(key[0], "controller.before_reply"))
         for reply in pending.replies.values():
             _call_back(reply, output)

@@ -76,7 +76,11 @@ OPTIONS = (
 
 class GrpcServer:
     """The gRPC server. Call `bind` (until it succeeds), then `serve`, then `stop`. With `tls` every peer, including
-    health probes, must present a certificate. Raises ValueError for unusable TLS files."""
+    health probes, must present a certificate. Raises ValueError for unusable TLS files.
+
+    The calls run in the event loop of its thread, which sets `_loop`, `_ended` (an event: `stop` was called) and
+    `_server` before `_ready`. `_handshakes`: counts TLS handshakes; None without `tls`.
+    """
 
     def __init__(self, secret: Secret, tls: TlsFiles | None = None) -> None:
         self._secret = secret

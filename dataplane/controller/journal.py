@@ -434,7 +434,7 @@ class Journal(Log):
             with self._state_error("cannot be closed"):
                 self._checkpoint()
                 self._end.fsynced(self._last)
-            self.set_facts(clean=1)
+            self.set_facts(clean=1)  # only once everything else is on disk
         except StateDirError as error:
             log.warning("%s; the next start treats this as a crash of the service", error)
         self._release()

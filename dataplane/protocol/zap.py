@@ -124,7 +124,7 @@ class Admission:
             with contextlib.suppress(zmq.Again):
                 version, request, *rest = handler.recv_multipart(zmq.NOBLOCK)
                 code, text = self._decide(rest)
-                handler.send_multipart([version, request, code, text, b"", b""])
+                handler.send_multipart([version, request, code, text, b"", b""])  # without user id and metadata
 
     def _decide(self, request: list[bytes]) -> tuple[bytes, bytes]:
         """Return the status and its text for one peer. Never raises, because ZMQ waits for the reply. request: domain,

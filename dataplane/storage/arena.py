@@ -172,7 +172,7 @@ class Arena:
                 sync_path(path.parent)
             return arena
         except BaseException as error:
-            path.unlink()
+            path.unlink()  # before the lock is released
             file.close()
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG):
                 raise _out_of_space(directory, capacity_bytes, error) from error

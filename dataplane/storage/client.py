@@ -132,7 +132,7 @@ class UnitConnection:
         self._in_flight = InFlight()
         self._wires: weakref.WeakSet[Wire] = weakref.WeakSet()  # all sockets, also those of calls in flight
         self._closed = False
-        self._endpoint = info.endpoints[-1] if info.endpoints else "nowhere"
+        self._endpoint = info.endpoints[-1] if info.endpoints else "nowhere"  # until `_connect` selects one
         with enough_for(self._endpoint):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable once calls must end
         try:
@@ -261,7 +261,7 @@ class UnitConnection:
         """Wait for the reply to the oldest of the `waiting` requests. If the unit could not fetch its payload, send it
         again in frames, as the newest request."""
         reply = wire.receive(waiting[0].call, time.monotonic() + timeout_s)
-        sent = waiting.popleft()
+        sent = waiting.popleft()  # after the wait, in which `write` would release it on an error
         sent.done()
         if reply.WhichOneof("outcome") == "not_fetched":
             self._payloads.not_fetched(reply.not_fetched.why)
@@ -343,7 +343,7 @@ class UnitConnection:
             return None
         arrived = self._receive_payload(wire, reply, request)
         try:
-            if arrived.settle is not None:
+            if arrived.settle is not None:  # also for a payload that was not fetched, to release its slot
                 header = self._new_header(wire)
                 header.settle.CopyFrom(arrived.settle)
                 wire.send(header, held=[])

@@ -110,9 +110,9 @@ class UnitLink:
     rejects the unit, the link sets `lost` and drops further reports.
 
     `_add`: the registration with which the next stream begins. `_attached`: the attached sessions by number. `_guard`:
-    held to use both. `_answered`: the first registration succeeded or failed, with
-    `_outcome`. `_settled`: the current stream was accepted or has ended. `_busy`: the error of the last attempt, if the
-    service was unavailable. `_closed`: `close` was called. `lost`: the link has ended, for whatever reason.
+    held to use both. `_answered`: the first registration succeeded or failed; `_outcome` is then the unit's number or
+    the error. `_settled`: the current stream was accepted or has ended. `_busy`: the error of the last attempt, if the
+    service was unavailable. `_closed`: `close` was called. `lost`: the link has ended, also after `close`.
     """
 
     def __init__(
@@ -229,10 +229,8 @@ class UnitLink:
                 if link is not None:
                     accepted, error = self._run_stream(link)
                     link.close()
-                    if not self._answered.is_set() and not isinstance(
-                        error, TRANSIENT
-                    ):  # the unit was never registered
-                        return  # `open` raises the error
+                    if not self._answered.is_set() and not isinstance(error, TRANSIENT):
+                        return  # the first registration failed permanently; `open` raises the error
                     if accepted:
                         broke_at = time.monotonic()
                         backoff.reset()

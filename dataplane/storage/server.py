@@ -408,7 +408,7 @@ class BulkServer:
                 hit("unit.read.copied")
                 self._counts.read_bytes += len(offer.data)
                 reply = pb.BulkReply(bytes=pb.ReadBytes(size=len(offer.data), source=offer.source))
-                return reply, None if offer.source else offer.data
+                return reply, None if offer.source else offer.data  # with a source, the client fetches it
             case "settle":
                 self._settle(request)
                 return pb.BulkReply(settled=pb.Settled()), None

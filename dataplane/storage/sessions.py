@@ -77,7 +77,8 @@ class Sessions:
     """The sessions of one unit. Not thread-safe: used by the thread of the bulk server only.
 
     `_pending`: sessions that were sent a challenge. `_attached`: sessions that map the arena, with their locks.
-    `_fenced`: sessions whose requests are rejected for good. `_directories`: those in which a lock is accepted.
+    `_fenced`: sessions whose requests are rejected. `_stopped`: aborted puts. `_directories`: those in which a session
+    lock is accepted.
     """
 
     def __init__(self, arena: Arena, *, lock_directories: Iterable[Path]) -> None:

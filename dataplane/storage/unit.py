@@ -98,7 +98,7 @@ class StorageUnit:
 
     def _start(self) -> None:
         """Open the arena, start the servers and register the unit at the controller."""
-        self._stopped = False
+        self._stopped = False  # a stopped unit may be started again
         require_enough()
         config = self._config
         _sweep_directories(config)

@@ -67,7 +67,7 @@ class UnitProcesses:
     another thread.
 
     `_configs`, `_processes`, `_ready`: by the unit's name; `_ready` units have reported success since their last start.
-    `_stopping`: `stop` was called, so no process is started any more; set while `_guard` is held. `_is_stopped`: a call
+    `_stopping`: `stop` was called, so no process is started; set while `_guard` is held. `_is_stopped`: a call
     of `stop` ends the processes or has ended them.
     """
 
@@ -172,7 +172,7 @@ class UnitProcesses:
         than `END_S`, are killed. Idempotent."""
         with self._guard:
             self._stopping = True
-        with self._ending:
+        with self._ending:  # a concurrent call waits here
             if self._is_stopped:
                 return
             self._is_stopped = True

@@ -76,9 +76,10 @@ class Recorder:
         self.ops: dict[type[c.Value], Op] = {}
         self._dropped = MovedTotals()
         self.by_partition: dict[str, MovedTotals] = {}
-        self.by_task: dict[tuple[str, str], Waited] = {}
-        self.syncs = Histogram()
-        self.busy_s = 0.0
+        self.by_task: dict[tuple[str, str], Waited] = {}  # waiting times of claims, by (partition, task)
+        self.syncs = Histogram()  # durations of fsyncs of the journal
+        self.busy_s = 0.0  # of the ledger thread, which adds to it
+        # The answers that are not counted yet, with their times of arrival and answer.
         self._pending: deque[tuple[c.Input, c.Output, float, float]] = deque()
         self._pending_samples = 0  # in the results of `_pending`
         self._counting = threading.RLock()  # held to count, sum or drop counters; `moved` calls `count` with it

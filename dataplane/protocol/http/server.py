@@ -152,7 +152,7 @@ class HttpServer:
                     return
                 try:
                     peer, (host, *_) = self._listener.accept()
-                except BlockingIOError:
+                except BlockingIOError:  # the peer has disconnected meanwhile
                     continue
                 except OSError as error:  # no file descriptors left, or the peer has already disconnected
                     log.warning("HTTP connection could not be accepted: %s", error)
@@ -333,7 +333,7 @@ class _Exchange(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "0")
         if self.headers.get("Transfer-Encoding") or not (length.isascii() and length.isdigit()):
             raise HttpError(HTTPStatus.LENGTH_REQUIRED, "a request body requires Content-Length")
-        if len(length) > 9 or int(length) > MAX_BODY_BYTES:  # bounds the text before `int` parses it
+        if len(length) > 9 or int(length) > MAX_BODY_BYTES:  # `int` parses only short texts
             raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request body exceeds {MAX_BODY_BYTES:,} bytes")
         body = bytearray(received)
         while len(body) < int(length):

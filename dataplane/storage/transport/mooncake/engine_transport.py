@@ -72,7 +72,7 @@ _NOT_FETCHED = (
 class EngineTransport:
     """A client's engine, created when the first unit with an engine connects. Thread-safe.
 
-    `_slots`, `_contacts`: None before that and after `close`. `_is_disabled`: frames are used for good, because the
+    `_slots`, `_contacts`: None before that and after `close`. `_is_disabled`: only frames are used, because the
     engine is not configured, could not be created or is closed.
     """
 
@@ -313,7 +313,7 @@ class UnitEngine:
             if job.slot is not None:  # the transfer has begun, so its client does not respond
                 self._contacts.failed(job.source.engine)
         elif job.slot is None and transfers.get(job.source.engine, 0) < PEER_TRANSFERS:
-            job.slot = self._slots.take()
+            job.slot = self._slots.take()  # None: the next step tries again
             try:
                 if job.slot is not None:
                     self._slots.begin(job.slot, job.source)

@@ -35,9 +35,9 @@ class Contacts:
         with self._lock:
             if self._reached.get(peer):
                 return True
-            if peer in self._trials or self._closed or len(self._trials) >= TRIALS:
+            if peer in self._trials or self._closed or len(self._trials) >= TRIALS:  # no trial can start now
                 return False
-            if time.monotonic() < self._retry_at.get(peer, 0.0):
+            if time.monotonic() < self._retry_at.get(peer, 0.0):  # it was unreachable a short time ago
                 return False
             # No daemon: a daemon thread that returns from the library during interpreter exit would crash the process.
             thread = threading.Thread(target=self._run_trial, args=(source,), name="tq-engine-trial")
