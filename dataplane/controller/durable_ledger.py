@@ -303,7 +303,7 @@ class _ImageWriter:
         """If the process has ended, use its image. Raises OSError if it failed."""
         assert self._process is not None
         code = self._process.poll()
-        if code is None:
+        if code is None:  # it still runs
             return
         self._process = None
         if code:

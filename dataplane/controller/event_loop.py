@@ -347,7 +347,7 @@ class LedgerThread:
             assert answer is not None
             for reply in pending.replies.values():
                 _call_back(reply, answer)
-        self._zmq.close()
+        self._zmq.close()  # after the answers, which it still sends
         self.ended.set()
 
 

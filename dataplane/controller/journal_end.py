@@ -29,7 +29,7 @@ class LogEnd:
         if len(content) == _CONTENT.size:
             appended, self._fsynced, boot = _CONTENT.unpack(content)
         self.damaged = max(appended, self._fsynced) > MOST or self._fsynced > appended
-        self.least = appended if boot == self._boot else self._fsynced
+        self.least = appended if boot == self._boot else self._fsynced  # another boot: the machine may have crashed
         """Number of the last record that the log must contain, unless the file is `damaged`."""
 
     def appended(self, number: int) -> None:

@@ -128,7 +128,7 @@ def spec_from_pb(wire: pb.FieldSpec) -> FieldSpec:
 
 @functools.lru_cache(maxsize=4096)
 def _cached_spec(serialized: bytes) -> FieldSpec:
-    """Return the spec of a serialized `pb.FieldSpec`."""
+    """Return the spec of a serialized `pb.FieldSpec`. (Messages are not hashable, so they cannot be cache keys.)"""
     wire = pb.FieldSpec.FromString(serialized)
     inner = tuple(wire.inner.sizes) if wire.HasField("inner") else None  # the inner shape
     if not 0 <= wire.kind < len(_KINDS):

@@ -83,7 +83,7 @@ def keys_of(
     try:
         body, reached = _request_keys_with_retry(address, files, nonce, time_left)
         answer = pb.Keys.FromString(body)
-    except DataPlaneError:
+    except DataPlaneError:  # some are also a TimeoutError or another OSError
         raise
     except TimeoutError as error:
         if error.errno is not None:  # the system's timeout of the connection attempt

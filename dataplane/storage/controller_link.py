@@ -340,7 +340,7 @@ class UnitLink:
             assert self._add is not None
             self._add = msgspec.structs.replace(self._add, unit=unit)
         self._outcome = unit
-        self._on_added(unit)
+        self._on_added(unit)  # before `open` returns
         self._settled.set()
         self._answered.set()
 

@@ -210,7 +210,7 @@ class BulkServer:
         if self._engine is not None:
             self._engine.close()
 
-    def _close_sockets(self) -> None:
+    def _close_sockets(self) -> None:  # while the thread does not run
         if self._monitor is not None:
             if not self._router.closed:  # a thread that failed has closed it
                 self._router.disable_monitor()

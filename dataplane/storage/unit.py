@@ -190,7 +190,7 @@ class StorageUnit:
         with self._guard:
             if self._stopped or self._link is None or self._bulk is None or self._arena is None:
                 raise ClientClosedError(why="the storage unit is stopped")
-            self._bulk.stop()
+            self._bulk.stop()  # first, because it accesses the arena
             self._arena.close()
             hit("unit.start_over")
             return self._start_server(self._link, anew=True)

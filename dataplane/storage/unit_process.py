@@ -129,7 +129,7 @@ class UnitProcesses:
         process = self._processes[name]
         assert process.stdout is not None
         line = process.stdout.readline()
-        if not line:
+        if not line:  # it ended without a status
             return f"its process ended with code {process.wait(END_S)}"
         why = msgspec.json.decode(line, type=UnitStatus).error
         if not why:

@@ -45,7 +45,7 @@ def api(ask: Ask, recorded: Recorded) -> Mapping[str, Handler]:
         return as_json(recorded.flow())
 
     def timeline(request: HttpRequest) -> Response:
-        Parameters(request)  # as above
+        Parameters(request)  # raises if the request has any
         return as_json(recorded.timeline())
 
     return {

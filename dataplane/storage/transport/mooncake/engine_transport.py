@@ -324,7 +324,7 @@ class UnitEngine:
     def _finish(self, job: _Job) -> None:
         """Report the payload or the failure of a job, and release its slot."""
         slot, nbytes = job.slot, job.source.size
-        if job.failed or slot is None:
+        if job.failed or slot is None:  # a finished job without a slot has failed
             job.on_fetched(job.failed)
         else:
             job.on_fetched(partial(_fill, slot.payload(nbytes)))
