@@ -107,7 +107,7 @@ def _make_init(cls: type) -> Callable[..., None]:
         os.environ[_DEVICES_VARIABLE] = _visible_devices(environment[_DEVICES_VARIABLE])
         with Serving(f"{cls.__name__}.__init__", (), self._tq_catch_failures):
             cls.__init__(self, *args, **kwargs)  # type: ignore[misc]
-            self._tq_check()
+            self._tq_check()  # raises if `cls` did not call the constructor of `Worker`
 
     return init
 
@@ -193,6 +193,9 @@ class Serving:
 
     name: of the method, for durations and messages. args: arguments of the call. The first one is the worker, unless
     the method is static. catch: whether SystemExit becomes an error of the call.
+
+    `_durations` collects the seconds by name of this call; `_stored`, the durations of the worker's calls, gets them at
+    the end.
     """
 
     def __init__(self, name: str, args: tuple[Any, ...], catch: bool) -> None:

@@ -175,17 +175,18 @@ def decoupled_build_send_plan(
     tag_batch_router: Sequence[str] | None = None,
     send_queue_size: int = 0,
 ) -> RoutePlan:
-    """Return the parts that the rank `src_rank` puts for any rank of the receivers.
+    """Return the parts that the rank `src_rank` puts for any rank of the receivers. `src_rank` and `mode` become part
+    of their routes.
 
     With `tag_batch_router`, the routes of received parts, return instead the answers to the ranks that sent those
-    parts. ValueError for fewer routes than parts."""
+    parts, under the routes of these. ValueError for fewer routes than parts."""
     sizes = CommMapper.decoupled_get_batch_size(batch_size, src_world_size, dst_world_size, send_queue_size)
     if tag_batch_router is not None and len(tag_batch_router) < len(sizes):
         raise ValueError(f"{len(sizes)} parts of tag {tag!r} to answer, but only {len(tag_batch_router)} were received")
     entries = []
     for index, size in enumerate(sizes):
-        answered_rank: int | None = None
-        part_tag = tag
+        answered_rank: int | None = None  # any rank of the receivers
+        part_tag = tag  # for an answer, the tag of the part that it answers
         if tag_batch_router is None:
             route = f"{src_rank}_{index}_{mode}_{tag}"
         else:
@@ -313,7 +314,7 @@ def merge_batches(batches: Sequence[Any]) -> Any:
     if not batches:
         raise ValueError("no parts to join")
     first = batches[0]
-    if len(batches) == 1 or all(part is None for part in batches):
+    if len(batches) == 1 or all(part is None for part in batches):  # None was repeated in every part
         return first
     if all(isinstance(part, Tensor) for part in batches):
         return torch.cat(list(batches))

@@ -33,8 +33,8 @@ T = TypeVar("T")
 class Handle(Generic[T]):
     """The handle of a pending operation. Threads and async code may wait for it any number of times. Thread-safe.
 
-    what: name of the operation, for messages; future: done when the operation is. Subclasses can override `_future`
-    to start work on the first use of the handle.
+    what: name of the operation, for messages; future: done when the operation is, kept in `_done`. Subclasses can
+    override `_future` to start work on the first use of the handle.
     """
 
     def __init__(self, what: str, future: Future[T]) -> None:
@@ -105,6 +105,9 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
     method: "Class.method"; keep: an object to keep referenced with this handle (the group, whose workers end with
     it). The first exception of a worker is raised at once, with its original type and a note of the worker and its
     traceback. `WorkerLostError` names a worker whose process ended.
+
+    `wait` reads Ray's references itself. All other methods of `Handle` use the future `_done`, which only `_future`
+    connects to the calls.
     """
 
     _log_level = logging.WARNING
@@ -114,7 +117,7 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
         Handle.__init__(self, self._describe(calls), _uncancellable_future())
         self._method = method
         self._keep = keep
-        self._guard = threading.Lock()
+        self._guard = threading.Lock()  # so that one thread fills `_parts`
         self._parts: list[Future[Any]] = []  # one future per call, from the first use of `_future` on
 
     def wait(self, timeout: float | None = None) -> list[Any]:

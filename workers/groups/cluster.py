@@ -54,6 +54,9 @@ class Cluster:
     All clusters of one Ray job (a driver and its workers) share one directory, in which groups, workers and channels
     find each other. It ends with the driver. While it runs, the driver's environment variable TQ_DIRECTORY has its
     address, for calls such as `Channel.create`. Thread-safe. A context manager.
+
+    `_started_ray`: whether this object started Ray and has not stopped it yet. `_connection`: this process's
+    connection to the job, shared by all `Cluster` objects of the process.
     """
 
     # By Ray job. At most one entry: connections to earlier jobs are closed. `_connecting` guards it.
@@ -86,7 +89,7 @@ class Cluster:
             connection = Cluster._connections.get(job)
             if connection is None:
                 for old in Cluster._connections.values():
-                    old.disconnect()
+                    old.disconnect()  # not `close`: the actors of an earlier job have ended with it
                 Cluster._connections.clear()
                 connection = Cluster._connections[job] = _JobConnection(self._nodes[0])
             connection.start_missing_brokers(self._nodes)
@@ -116,7 +119,8 @@ class Cluster:
         return self._connection.directory
 
     def hold_port(self, node_rank: int) -> int:
-        """Return a free port of that node, held until `release_port`. See `PortKeeper` for how a worker binds it."""
+        """Return a free port of that node, held until `release_port`. See `PortKeeper` for how a worker binds it. Wait
+        up to `ANSWER_S` for the node's agent, then Ray's error."""
         ports: list[int] = self._connection.call_agent(self._nodes[node_rank], "hold", 1)
         return ports[0]
 
@@ -207,7 +211,8 @@ class _JobConnection:
 
     The first process of a job, the owner, starts the directory, and the brokers for channels in the background.
     environment: the variables of the first node's agent, those that Ray gives to processes by default. groups: those
-    that this process launched.
+    that this process launched. `_agents`: only those that this process started; each process has its own for ports.
+    `_brokers`: empty unless this process is the owner. `_guard` guards the entries of both.
     """
 
     def __init__(self, first: Node) -> None:
@@ -215,7 +220,7 @@ class _JobConnection:
         self._agents: dict[str, ActorHandle] = {}  # by Ray node id
         self._brokers: dict[int, Future[ActorHandle]] = {}  # by node rank
         self.groups: WeakSet[Ending] = WeakSet()
-        head = _find_head_agent()
+        head = _find_head_agent()  # it serves the directory
         self._owner = head is None
         if head is None:
             head = self._agents[first.ident] = _start_agent(first, name=_head_agent_name())
@@ -261,6 +266,7 @@ class _JobConnection:
         if ray.is_initialized():
             for group in list(self.groups):
                 group.end_group()
+        # `exception()` waits for a broker that is starting.
         started = [broker for broker in self._brokers.values() if broker.exception() is None]
         self.disconnect()
         kill([*(broker.result() for broker in started), *self._agents.values()])

@@ -39,7 +39,7 @@ class DeviceLock:
         self._devices = sorted(set(devices))
         self._job = hashlib.sha256(job.encode()).hexdigest()[:16]
         self._folder = folder or tempfile.gettempdir()
-        self._guard = threading.Lock()
+        self._guard = threading.Lock()  # held while a thread waits for the files; other threads wait for it
         self._count = 0  # the calls of `acquire` minus those of `release`
         self._held: list[tuple[Path, HeldFile]] = []  # one locked file per accelerator
 
@@ -117,6 +117,7 @@ class DeviceLock:
         """Unlock and remove the files of all accelerators."""
         while self._held:
             path, file = self._held.pop()
+            # Before the unlock: whoever gets the lock then finds that the path is not this file, see `_is_current`.
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             # A forked child may share the file description, so closing alone would not release the lock.

@@ -41,7 +41,8 @@ class Called:
 class GroupFuture:
     """The results of a call on some workers. what: text before the workers' names in messages ("Class.method on ").
 
-    Subclasses override `_late_error` and `_worker_error`, the exceptions that `collect` raises.
+    Subclasses override `_late_error` and `_worker_error`, the exceptions that `collect` raises, and `_log_level`, the
+    level of the lines that name the pending workers.
     """
 
     _log_level = logging.INFO
@@ -69,7 +70,7 @@ class GroupFuture:
             ready, waiting = _wait_for_some(waiting, wait.step_s(STEP_S))
             if not ready:
                 pending = self._describe(self._calls[index_of[reference]] for reference in waiting)
-                if wait.over(pending):
+                if wait.over(pending):  # which also logs `pending` when a line is due
                     raise self._late_error(pending, wait.timeout_s)
             for number, reference in enumerate(ready, 1):  # number: of references taken from `ready`
                 index = index_of[reference]
@@ -231,6 +232,7 @@ class MultiWorkerFuture:
         `ObjectRefGenerator` is returned instead and not awaited. ValueError if `called_workers` and `futures` differ
         in length, or if a called worker is in no tied group of `worker_group`.
         """
+        # The worker of each future.
         called = self.called_workers if self.called_workers is not None else list(range(len(self.futures)))
         if len(called) != len(self.futures):
             raise ValueError(
@@ -239,6 +241,7 @@ class MultiWorkerFuture:
         # In the following, an index is one in `futures`.
         returned = self._indices_to_return(called, worker_group.worker_to_tied_group_index)
         wanted = set(returned)
+        # The futures of generators.
         streams = {index for index, future in enumerate(self.futures) if isinstance(future, ObjectRefGenerator)}
         calls = {
             index: Called(_worker_name(worker_group, called[index]), future, wanted=index in wanted)

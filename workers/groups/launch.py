@@ -52,9 +52,9 @@ class Launch:
 
 
 def launch_group(cluster: Cluster, launch: Launch) -> tuple[StartedGroup, DirectoryEntry]:
-    """Start the workers of a new group. Return them, constructed, and the group's directory entry. `NameInUseError`
-    if a running group has the name. Raises the exception of a constructor. After any error all started parts are
-    removed."""
+    """Start the workers of a new group. Return them, constructed, and the group's directory entry. Wait for the
+    constructors, and until each node has a broker for channels. `NameInUseError` if a running group has the name.
+    Raises the exception of a constructor. After any error all started parts are removed."""
     directory = cluster.directory
     entry = register_name(
         directory,
@@ -124,7 +124,8 @@ def _create_actors(started: StartedGroup, cluster: Cluster, launch: Launch, entr
 
 def _log_lost_workers(started: StartedGroup, directory: DirectoryClient, names: Sequence[str]) -> None:
     """Log each worker whose process dies or whose connection breaks, until the group ends."""
-    incarnations: set[int] = set()  # of the workers' directory entries: a new number for each registration
+    # Of the workers' directory entries. Each registration has a new number, so those of other groups never match.
+    incarnations: set[int] = set()
     group = weakref.ref(started)  # the subscription must not keep the group, which ends with its last reference
 
     def on_end(entry: DirectoryEntry) -> None:

@@ -11,7 +11,8 @@ from workers.placement.ports import PortKeeper
 
 
 class NodeAgent(PortKeeper):
-    """Holds ports of its node (see `PortKeeper`). host: the address at which other nodes reach this node."""
+    """Holds ports of its node (see `PortKeeper`). host: the address at which other nodes reach this node. `_served`:
+    the directory, only in the agent of the job's first node."""
 
     def __init__(self, host: str) -> None:
         super().__init__()

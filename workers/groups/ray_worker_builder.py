@@ -49,6 +49,7 @@ class RayWorkerBuilder:
         self.ray_actor_class_fqn = ray_actor_class_fqn
         self.args = args
         self.kwargs = kwargs
+        # By (id of the placement group, runtime environment as JSON). An initializer ends with its last reference.
         self._initializers: WeakValueDictionary[tuple[str, str], ActorHandle] = WeakValueDictionary()
 
     # Initializers belong to this process and are not pickled. A WeakValueDictionary cannot be pickled, either.
@@ -106,6 +107,7 @@ class RayWorkerBuilder:
             """`create_worker`, which also returns the log messages: one for each kind of overridden option, with the
             reason."""
             cls = plain_class(self._actor)
+            # required: actor options; init_kwargs: further arguments of the constructor
             required, init_kwargs = _configure_worker(cls, num_gpus, bundle_indices, num_gpus_per_node)
             caller_options, rank_variables = _split_off_ranks(extra_options)
             scheduling = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=bundle)
@@ -262,6 +264,7 @@ def _configure_worker(
         )
     resources, env_vars, init_kwargs, *optional = returned
     runtime_env = optional[0] if optional else {}
+    # Merged as layers, because a plain update would replace the whole "runtime_env".
     parts = [resources or {}, {"runtime_env": runtime_env}, {"runtime_env": {"env_vars": env_vars or {}}}]
     required, _ = layered([Layer("", options, "") for options in parts])
     return required, dict(init_kwargs or {})

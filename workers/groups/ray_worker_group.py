@@ -35,6 +35,9 @@ class RayWorkerGroup:
     AVAILABLE_PORT_LIST: JSON lists with one endpoint per rank, which `PortKeeper` holds for that rank. Blocks until
     every constructor has returned. If a constructor raises, raises its exception, with a note of the worker's name
     and rank, and leaves no worker behind.
+
+    `_workers`, `_metadata` and `worker_to_tied_group_index` have one entry per worker, by rank; they are empty after
+    the end. `_started` owns the actors and ends them.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class RayWorkerGroup:
         groups = bundle_indices_list
         if groups is None:
             groups = bundles_to_use(cluster.bundle_counts, workers_per_node)
+        # Only for its checks: they raise before a worker is started.
         places = place_workers(cluster.bundle_counts, groups, spanning=cluster.unified)
         self.sharding_annotations = _checked_sharding(len(places), sharding_annotations)
         self._create_workers_from_bundle_indices(remote_worker_builder, groups, env_vars)
@@ -131,6 +135,7 @@ class RayWorkerGroup:
         timeout = seconds_if_any("timeout", timeout)
         names = [entry["name"] for entry in self._metadata]
         workers = dict(zip(names, self._workers, strict=True))
+        # Before the cleanup: from now on calls of the group raise.
         self._workers, self._metadata, self.worker_to_tied_group_index = [], [], {}
         cleaned_up = True
         try:
@@ -224,6 +229,7 @@ class RayWorkerGroup:
         targets = dispatch.shard_targets(
             sharding, sharded, replicate_on_axes or [], dummies=make_dummy_calls_to_free_axes
         )
+        # All checks come before the first value is stored and the first call is made.
         returned = dispatch.result_workers(sharding, targets, output_is_replicated or [])
         for name, shards in dispatch.named(args, kwargs):
             dispatch.check_shards(name, shards, sharding, sharded)
@@ -281,7 +287,7 @@ class RayWorkerGroup:
 
 
 class _Call(NamedTuple):
-    """The arguments of a call on one worker."""
+    """The arguments of a call on one worker. worker: its rank."""
 
     worker: int
     args: Sequence[Any]

@@ -17,6 +17,7 @@ from workers.errors import WorkerCallError, WorkerExitError
 
 METHODS = (staticmethod, classmethod, FunctionType)
 _in_call: ContextVar[bool] = ContextVar("tq_within_a_call", default=False)
+"""Whether this code runs within a `_PortableErrors` context."""
 
 
 def methods_of(cls: type) -> frozenset[str]:

@@ -72,7 +72,8 @@ class Sender(Protocol):
 class AsyncRouteWork:
     """The handle of a batch whose parts are being sent or received. Thread-safe.
 
-    works: one per part; finalize_fn: computes the result from the results of the parts; called once.
+    works: one per part; finalize_fn: computes the result from the results of the parts, in the first `wait`; called
+    once.
     """
 
     def __init__(self, works: Sequence[AsyncWork[Any]], finalize_fn: Callable[[list[Any]], Any]) -> None:
@@ -149,7 +150,8 @@ def send_batch(
     split_fn: Callable[[Any, list[int]], list[Any]] | None,
     async_op: bool,
 ) -> AsyncRouteWork | None:
-    """Send the rows of this rank, and return a handle with `async_op`, else None. See `Worker.send_to`."""
+    """Send the rows of this rank, and return a handle with `async_op`, else None. ValueError if `split_fn` returns
+    another number of parts than requested. See `Worker.send_to`."""
     if batch_size is None:
         batch_size = infer_batch_size(data) * worker._world_size
     plan = _send_plan(worker, route, mode, batch_size)
@@ -167,7 +169,7 @@ def send_batch(
             # In a decoupled exchange, the part carries its route, which addresses the answer.
             item = part if route.router is None else {"batch_index": entry.batch_index, "batch": part}
             work = route.channel.put(item, key=entry.key, async_op=async_op)
-        works.append(work)
+        works.append(work)  # None without `async_op`: the part has been sent
     return AsyncRouteWork([work for work in works if work is not None], lambda _: None) if async_op else None
 
 
@@ -186,11 +188,12 @@ def _send_plan(worker: Sender, route: BatchRoute, mode: str | None, batch_size: 
             route_key=route.route_key,
             batch_size=batch_size,
         )
+    # None, without a list under the tag: this worker sends parts that are to be answered.
     routes_to_answer = route.router.get(str(route.tag))
     plan = decoupled_build_send_plan(
         src_group_name=own_group,
         dst_group_name=route.group_name,
-        src_rank=worker._rank if routes_to_answer is None else None,
+        src_rank=worker._rank if routes_to_answer is None else None,  # answers have the routes of the others
         src_world_size=worker._world_size,
         dst_world_size=peer_world_size,
         tag=route.tag,
@@ -200,6 +203,7 @@ def _send_plan(worker: Sender, route: BatchRoute, mode: str | None, batch_size: 
         tag_batch_router=routes_to_answer,
         send_queue_size=route.queue_size,
     )
+    # Only after the plan, which raises if there are fewer routes than parts.
     if routes_to_answer is not None:
         route.router[str(route.tag)] = []
     return plan

@@ -89,7 +89,8 @@ def _create_actors(
 ) -> list[Endpoint]:
     """Create the actors and add them to `started`, but do not wait for their constructors. Return the endpoint of each.
 
-    Overrides of environment variables and options are logged once, at the end.
+    builder: used by this group only. env_vars: see `start_workers`. Waits up to `timeout_s` for the creation, then
+    `WorkerStartError`. Overrides of environment variables and options are logged once, at the end.
     """
     placement_groups = cluster.get_placement_groups()
     shared_layers = [

@@ -29,9 +29,9 @@ class WorkerStartError(RuntimeError):
 class StartedGroup:
     """Actors that start together and end together.
 
-    actors: by rank; owners: actors that created them and whose end would end them. `before` and `after`: callbacks
-    to run before and after the actors are killed; the starter of the actors adds them. constructed: whether the
-    constructors of all actors have returned.
+    actors: by rank; owners: actors that created them and whose end would end them; both are empty after the end.
+    `before` and `after`: callbacks to run before and after the actors are killed; the starter of the actors adds
+    them. constructed: whether the constructors of all actors have returned.
     """
 
     def __init__(self) -> None:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 READY_TIMEOUT_S = 120.0
 FIRST_WAIT_S = 2.0
 LONGEST_WAIT_S = 30.0
+"""Wait for all bundles before some are released for a moment: at first and, doubled each time, at most."""
 GIVE_WAY_S = 2.0
 """Longer than 1 s, after which Ray at the latest retries to create a placement group that found no space."""
 ATTEMPTS_S = 5.0
@@ -60,6 +61,9 @@ class RayVirtualCluster:
 
     A node of this cluster is an entry of the list. Two of them may be on one Ray node if Ray has fewer nodes.
     Thread-safe. A context manager.
+
+    `_placement_groups` is None while nothing is reserved. `_unified`: whether it is one placement group over all
+    nodes; otherwise placement group n is that of node n. Keepers run in bundles and end with them.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class RayVirtualCluster:
         self.placement_group_strategy = placement_group_strategy
         self.ready_timeout_s = READY_TIMEOUT_S
         self._bundle_counts = counts
-        self._lock = RLock()
+        self._lock = RLock()  # guards all of the following; methods that hold it call each other
         self._placement_groups: list[PlacementGroup] | None = None
         self._unified = False
         self._host_of: dict[Bundle, str] = {}  # the id of the Ray node of each bundle
@@ -166,8 +170,8 @@ class RayVirtualCluster:
         while True:
             creations = [group.ready() for group in groups]  # futures
             timeout_s = min(jittered(wait_s, 0.5, 1.5), end - time.monotonic())
-            done = wait_for_all(creations, timeout_s=timeout_s)
-            if len(done) == len(creations):
+            created = wait_for_all(creations, timeout_s=timeout_s)
+            if len(created) == len(creations):
                 return
             request_text, left_s = self._describe_request(), end - time.monotonic()
             if left_s <= 0:
@@ -177,7 +181,7 @@ class RayVirtualCluster:
                     "fewer"
                 )
             logger.warning("Bundles not reserved yet, waiting for another %.0f s at most: %s", left_s, request_text)
-            self._yield_resources([number for number, future in enumerate(creations) if future in done], strategy)
+            self._yield_resources([number for number, future in enumerate(creations) if future in created], strategy)
             wait_s = min(wait_s * 2, LONGEST_WAIT_S)
 
     def _yield_resources(self, numbers: list[int], strategy: str) -> None:
@@ -210,17 +214,19 @@ class RayVirtualCluster:
         return placement_group(bundles, strategy="STRICT_PACK", name=name, _soft_target_node_id=target)
 
     def _choose_target_nodes(self) -> list[str | None]:
-        """Return for each node the id of a distinct Ray node that can hold it, or None if there is none. Without a
-        target, Ray fills one node before it uses the next."""
+        """Return for each node the id of a distinct Ray node whose total resources can hold it, or None if there is
+        none. Without a target, Ray fills one node before it uses the next."""
         if self.node_count() == 1:
             return [None]  # there are no other nodes to keep apart from
-        free = alive_nodes()
+        unchosen = alive_nodes()
         targets: list[str | None] = []
         for count in self._bundle_counts:
             needed = {name: count * amount for name, amount in self._bundle_resources().items()}
-            fitting = [node for node in free if all(node["Resources"].get(name, 0) >= needed[name] for name in needed)]
+            fitting = [
+                node for node in unchosen if all(node["Resources"].get(name, 0) >= needed[name] for name in needed)
+            ]
             if fitting:
-                free.remove(fitting[0])
+                unchosen.remove(fitting[0])
                 targets.append(fitting[0]["NodeID"])
             else:
                 targets.append(None)
@@ -278,13 +284,15 @@ class RayVirtualCluster:
         return self.get_available_address_and_port(0, 0)
 
     def hold_endpoints(self, bundles: Sequence[Bundle]) -> list[Endpoint]:
-        """Return `get_available_address_and_port` of each bundle, with one concurrent request per node."""
+        """Return `get_available_address_and_port` of each bundle, with one concurrent request per node. Wait up to
+        `ready_timeout_s` for each node, then `ResourcesNotReadyError`. After an error no new port is held."""
         with self._lock:
             self.get_placement_groups()
             for bundle in bundles:
                 if bundle not in self._host_of:
                     raise IndexError(f"unknown (placement group, bundle) {bundle}; known are {sorted(self._host_of)}")
-            hosts = [self._host_of[bundle] for bundle in bundles]
+            hosts = [self._host_of[bundle] for bundle in bundles]  # ids of Ray nodes
+            # `dict.fromkeys`: each host once. One request asks for the ports of all bundles of a host.
             requests = {host: self._keeper_on(host).hold.remote(hosts.count(host)) for host in dict.fromkeys(hosts)}
             address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in alive_nodes()}
             new: dict[str, list[Endpoint]] = {}  # the new endpoints by host
@@ -328,8 +336,8 @@ class RayVirtualCluster:
         return self._keepers[host]
 
     def _held_ports(self, ports: ObjectRef, host: str) -> list[int]:
-        """Wait for the ports that the keeper on `host` holds, and return them. After a failure, forget the keeper: the
-        next request creates a new one."""
+        """Wait for the ports that the keeper on `host` holds, and return them. `ResourcesNotReadyError` after a failure
+        or `ready_timeout_s`; then forget the keeper: the next request creates a new one."""
         try:
             held: list[int] = ray.get(ports, timeout=self.ready_timeout_s)
         except RayError as error:
@@ -349,7 +357,8 @@ class RayVirtualCluster:
             return self._placement_groups is not None
 
     def occupy(self, user: Hashable, bundles: Sequence[Bundle]) -> None:
-        """Record a worker of `user` on each of `bundles`. ValueError if a bundle then has more workers than allowed."""
+        """Record a worker of `user`, which has joined, on each of `bundles`. ValueError, with nothing recorded, if a
+        bundle would have more workers than allowed."""
         with self._lock:
             worker_counts = Counter(bundle for used in self._used_by.values() for bundle in used)
             worker_counts.update(bundles)

@@ -65,6 +65,9 @@ class Worker:
     `Worker.current_worker` is the worker of this process and `Worker.logger` its logger. `torch_platform`
     (torch.cuda) and `torch_device_type` ("cuda") are None without an accelerator. Message methods raise the errors
     of `workers.messages.Messenger`.
+
+    `_messenger` sends and receives the messages. `_directory` finds groups, workers and channels of the job by name.
+    `_ports` holds the ports of `acquire_free_port`. All three belong to this worker until `_close`.
     """
 
     current_worker: ClassVar[Worker | None] = None
@@ -210,6 +213,7 @@ class Worker:
         of either. None for this worker's whole group. src: (group name, rank or rank path), None for the first
         worker of `groups`.
         """
+        # For a child process too: the rank paths of its siblings, in the group that the driver launched.
         own_group: list[tuple[str, Ranks]] = [(self._worker_address.root_group_name, list(self._group_rank_paths()))]
         return self._messenger.broadcast(
             object,
@@ -399,7 +403,8 @@ class Worker:
     def worker_timer(self, tag: str | None = None) -> Iterator[None]:
         """Add the seconds of this context to the total under `tag` (default: the name of the calling function). The
         total is reported by `consume_durations` of the current call and by `pop_execution_times`."""
-        name = tag or sys._getframe(2).f_code.co_name  # frame 1 is the `__enter__` of `contextmanager`
+        # Frame 0 is this function, frame 1 the `__enter__` of `contextmanager`, frame 2 the caller.
+        name = tag or sys._getframe(2).f_code.co_name
         begun = time.perf_counter()
         try:
             yield
@@ -466,7 +471,7 @@ def _worker_logger(address: WorkerAddress) -> logging.Logger:
     logger = logging.getLogger(f"workers.{address.get_name().replace('.', '_')}")
     logger.setLevel(os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper())
     logger.propagate = False
-    for old in list(logger.handlers):
+    for old in list(logger.handlers):  # of an earlier worker with this address in this process
         logger.removeHandler(old)
     handler: logging.Handler = logging.StreamHandler()
     # Ray redirects the stdout of its workers to a file in its directory "logs".
@@ -474,6 +479,7 @@ def _worker_logger(address: WorkerAddress) -> logging.Logger:
     if os.environ.get("TQ_LOG") == "file" and ray_logs.name == "logs":
         name = re.sub(r"[^\w.-]", "_", address.get_name())
         handler = logging.FileHandler(ray_logs / f"group-{name}-{os.getpid()}.log")
+    # The name becomes part of a %-format.
     handler.setFormatter(logging.Formatter(_LOG_FORMAT.format(name=address.get_name().replace("%", "%%"))))
     logger.addHandler(handler)
     return logger

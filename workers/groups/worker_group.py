@@ -63,7 +63,7 @@ class WorkerGroup(Generic[C]):
         self._started: StartedGroup | None = None  # set only in the process that launched the group, until the end
         self._token: object = None  # distinguishes this launch from other launches under the same name
         self._workers: list[WorkerGroup.WorkerRank] = []
-        self._launched = False
+        self._launched = False  # stays True after the end; `_workers` is empty then
         self._next = threading.local()  # attribute `ranks`: those of this thread's next call, None for all
 
     @property
@@ -144,7 +144,7 @@ class WorkerGroup(Generic[C]):
         whether all workers were killed. A no-op after the first call, and for a group that was not launched through
         this object."""
         started, self._started = self._started, None
-        if started is None:
+        if started is None:  # ended before, or not launched through this object
             return True
         self._workers = []
         return started.end()
@@ -169,6 +169,7 @@ class WorkerGroup(Generic[C]):
         # copy and pickle look up special methods, also before `__init__` has set `_methods`.
         if name.startswith("__") or "_methods" not in self.__dict__:
             raise AttributeError(name)
+        # Before the check: `execute_on` applies to one call only, even if that call fails here.
         ranks = self._take_ranks()
         if name not in self._methods:
             hidden = "; methods that begin with '_' cannot be called on a group" if name.startswith("_") else ""
@@ -178,7 +179,7 @@ class WorkerGroup(Generic[C]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, WorkerGroup):
             return NotImplemented
-        if self._token is None:
+        if self._token is None:  # not launched
             return self is other
         return (self._name, self._token) == (other._name, other._token)
 
@@ -227,7 +228,7 @@ class WorkerGroup(Generic[C]):
         """Call `method` on the workers of these ranks (None: all) and return the `GroupCall`."""
         workers = self._require_workers()
         called = workers if ranks is None else [workers[rank] for rank in ranks]
-        if len(called) > 1:
+        if len(called) > 1:  # to a single worker, Ray sends the values with the call
             args = tuple(_store_if_large(value) for value in args)
             kwargs = {name: _store_if_large(value) for name, value in kwargs.items()}
         calls = [

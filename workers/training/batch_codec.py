@@ -26,7 +26,8 @@ from dataplane.data.tensor_memory import DTYPE_NAMES, TORCH_DTYPES, flat_bytes
 
 
 class _Dense(msgspec.Struct, frozen=True, tag="dense", array_like=True):
-    """A tensor of any shape."""
+    """A tensor of any shape. In every kind of column, `start` is the offset of its first byte in the payload, and
+    `dtype` a name from `DTYPE_NAMES`."""
 
     name: str
     start: int
@@ -35,7 +36,8 @@ class _Dense(msgspec.Struct, frozen=True, tag="dense", array_like=True):
 
 
 class _Jagged(msgspec.Struct, frozen=True, tag="jagged", array_like=True):
-    """A jagged nested tensor. `lengths` is the index of its row lengths in the header's list."""
+    """A jagged nested tensor. `lengths` is the index of its row lengths in the header's list, `inner` the shape of a
+    row after the jagged dimension."""
 
     name: str
     start: int
@@ -54,7 +56,7 @@ class _Ragged(msgspec.Struct, frozen=True, tag="ragged", array_like=True):
 
 
 class _Value(msgspec.Struct, frozen=True, tag="value", array_like=True):
-    """One Python value for the whole batch, encoded by the object codec."""
+    """One Python value for the whole batch, encoded by the object codec in `size` bytes."""
 
     name: str
     start: int
@@ -100,7 +102,7 @@ class PackedBatch:
         flat = torch.empty(self.header.payload_bytes, dtype=torch.uint8)
         end = 0
         for start, piece in self.pieces:
-            flat[end:start].zero_()
+            flat[end:start].zero_()  # the gap between two columns
             end = start + piece.numel()
             flat[start:end].copy_(piece)
         return flat

@@ -121,8 +121,8 @@ class TQWorkerMixin:
     `make_microbatch_iterator_with_dynamic_shapes`.
     """
 
-    _dp_client: DataPlaneClient | None = None
-    _replicas: ReplicaGroup | None = None
+    _dp_client: DataPlaneClient | None = None  # from `setup_data_plane` to `close_data_plane`
+    _replicas: ReplicaGroup | None = None  # of the host's last process group, see `_current_replica_group`
     fetch_timeout_s: float = FETCH_TIMEOUT_S
     """Timeout of a fetch through siblings. A host that raises its client's `reconnect_s` must raise this, too."""
 
@@ -235,7 +235,7 @@ class TQWorkerMixin:
         part = FetchedPart(
             leads=self._is_replica_leader,
             digest=lambda: meta_digest(meta, f"{layout} {pad_length()}"),
-            read=lambda: self._require_dp_client().get_batch(meta, layout="jagged"),
+            read=lambda: self._require_dp_client().get_batch(meta, layout="jagged"),  # each rank pads, see `finish`
         )
         replicas = self._current_replica_group()
         if fetch_policy == "leader_broadcast" and self._get_replica_group() is None:
@@ -257,7 +257,7 @@ class TQWorkerMixin:
             return None
         if self._replicas is None or self._replicas.group is not group:
             self._replicas = ReplicaGroup(group, timeout_s=self.fetch_timeout_s)
-        self._replicas.timeout_s = self.fetch_timeout_s
+        self._replicas.timeout_s = self.fetch_timeout_s  # the host may have changed it
         return self._replicas if self._replicas.size > 1 else None
 
     def stream(

@@ -95,8 +95,8 @@ class TQPolicy:
         self.cfg = cfg
         self.tq_partition_id = tq_partition_id
         self._written: dict[str, list[str]] = {}  # by partition: fields written since `prepare_step`
-        self._step_open = False
-        self._step_failed: str | None = None  # the method that failed in the open step
+        self._step_open = False  # whether workers have, or may have, an open train step
+        self._step_failed: str | None = None  # the method that failed in the open step, which can then only be aborted
         self._hosts: list[str | None] | None = None  # of the data-parallel ranks, once requested
         config = DataPlaneConfig.of(dp_cfg).with_environment()
         self.dp_client = build_data_plane_client(config, bootstrap=config.address is None)
@@ -271,7 +271,7 @@ class TQPolicy:
         if task_name is not None:
             to_fetch = replace(to_fetch, task_name=task_name)
         timed = Timed(timer, method)
-        batch_size = self._number_of_samples("batch_size", batch_size, None)
+        batch_size = self._number_of_samples("batch_size", batch_size, default=None)
         results = self._call(method, timed, self._split(to_fetch, stage, batch_size, timed), **kwargs)
         self._record_written(meta, written)
         return results
@@ -341,7 +341,7 @@ class TQPolicy:
         """
         self._require_step()
         timed = Timed(timer, "policy_training", "submit_microbatch_futures")
-        metas = self._split(self._training_meta(meta, train_fields), "train", None, timed)
+        metas = self._split(self._training_meta(meta, train_fields), "train", batch_size=None, timed=timed)
         with self._step_fails_on_error("train_microbatches_from_meta"):
             self._call("train_microbatch_presharded", timed, metas)
 
@@ -396,7 +396,7 @@ class TQPolicy:
         """Call `method` of the workers, which computes log-probs from `fields` and writes them back as `column`. task:
         the task of the metas."""
         micro_batch_size = self._number_of_samples("micro_batch_size", micro_batch_size, "logprob_batch_size")
-        metas = self._split(replace(meta, fields=fields, task_name=task), "logprob", None, timed)
+        metas = self._split(replace(meta, fields=fields, task_name=task), "logprob", batch_size=None, timed=timed)
         self._call(method, timed, metas, micro_batch_size=micro_batch_size)
         self._record_written(meta, [column])
 
@@ -440,7 +440,7 @@ class TQPolicy:
     ) -> list[Any]:
         """Call `method` on every worker with `common` and the meta of its data-parallel rank (`metas` has one per rank;
         None: without a meta). Return the results of the replica leaders, in data-parallel order."""
-        timed = timed or Timed(None, "")
+        timed = timed or Timed(None, prefix="")  # measures nothing
         names = self.sharding_annotations.names
         sharded = [name for name in names if name == DATA_PARALLEL_AXIS]
         others = [name for name in names if name != DATA_PARALLEL_AXIS]

@@ -86,7 +86,7 @@ class Siblings:
         """
         if not self._ended:
             return
-        self._turn += 1
+        self._turn += 1  # by one on every rank, because each closed set ends with an error on every rank
         store = PrefixStore(f"replica group {self._turn}", _store_of(self.group))
         try:
             self._await_all_ranks(deadline)
@@ -103,7 +103,8 @@ class Siblings:
         Without this step, a rank could connect to its siblings one after another and use its full deadline for each.
         """
         store = _store_of(self.group)
-        # `compare_set` with "" writes only if the key has no value: the first value stays. It returns the value.
+        # `compare_set` with "" writes only if the key has no value: the first value stays. It returns the value. Either
+        # the last rank writes `_COMPLETE` in time, or the first rank that waits in vain writes its number.
         if store.add(f"replica group {self._turn} present", 1) == self.size:  # this rank is the last one
             store.compare_set(self._outcome_key, "", _COMPLETE)
         with contextlib.suppress(RuntimeError):  # timeout
@@ -196,7 +197,8 @@ class Siblings:
         self._close_connections()
 
     def _raise_if_given_up(self, deadline: Deadline) -> None:
-        """Raise CallTimeoutError if a sibling closed these connections after a timeout."""
+        """Raise CallTimeoutError if a sibling closed these connections after a timeout. Close them here first, so that
+        the next `join` opens new ones."""
         store, quitter = _store_of(self.group), None
         with contextlib.suppress(RuntimeError):  # the store ended with the process that served it
             if store is not None and store.check([self._outcome_key]):

@@ -37,7 +37,7 @@ FETCH_TIMEOUT_S = 300.0
 `reconnect_s`, because siblings wait while the leader's client waits for a service that restarts."""
 
 _RECORD = struct.Struct("<4sBBBx16sQ")
-"""The encoding of `_Record`: `_MAGIC`, then its fields in order."""
+"""The encoding of `_Record`: `_MAGIC`, then its fields in order, with a padding byte before the digest."""
 _MAGIC = b"TQf1"
 _OUTCOME = struct.Struct("<Q")
 """The outcome of a fetch on one rank: the size of its encoded fault, 0 for success."""
@@ -99,6 +99,8 @@ class ReplicaGroup:
 
     siblings: the group's collectives and their counters; all `ReplicaGroup`s of a process group share one object.
     timeout_s: timeout of each call; the group stays usable after a timeout, see `Siblings`.
+
+    The `mine` of the private methods is this rank's own input; all ranks call them in the same order.
     """
 
     def __init__(self, group: Any, *, timeout_s: float = FETCH_TIMEOUT_S, siblings: Siblings | None = None) -> None:
@@ -137,7 +139,7 @@ class ReplicaGroup:
         The columns are on the group's device, see `unpack`. Blocks for the siblings, up to the timeout. Raises the
         errors of `agree`, which include metas that differ, and those of the leader's `read` and any rank's `finish`.
         """
-        self._agreed = None
+        self._agreed = None  # unless the whole fetch succeeds
         deadline = Deadline(self.timeout_s)
         self.siblings.join(deadline)
         mine = self._prepare_offer(part, reads=True)
@@ -164,8 +166,8 @@ class ReplicaGroup:
     def _exchange_records(self, mine: _Offer, policy: str, deadline: Deadline) -> tuple[int, int]:
         """Send this rank's record, and check the records of all ranks. Return the leader's rank and the size of its
         header. Raise on every rank if a rank has failed, or if the records do not match."""
-        record = _Record(mine.leads, policy, mine.fault is not None, mine.digest, len(mine.message)).encode()
-        records = [_Record.decode(data) for data in self.siblings.all_gather(record, deadline)]
+        own_record = _Record(mine.leads, policy, mine.fault is not None, mine.digest, len(mine.message)).encode()
+        records = [_Record.decode(data) for data in self.siblings.all_gather(own_record, deadline)]
         failed = [rank for rank, record in enumerate(records) if record.failed]
         if failed:
             self._raise_first_fault(mine, failed[0], records[failed[0]].message_bytes, deadline)

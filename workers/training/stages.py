@@ -77,6 +77,7 @@ def check_settings(cfg: Any) -> None:
     for name in BATCH_SIZES:
         check_number(f"cfg's {name}", setting(cfg, name))
     settings = enabled(cfg, "sequence_packing") or enabled(cfg, "dynamic_batching")
+    # Without any budget, all stages are checked: if micro-batches are enabled, that raises.
     stages: Sequence[Stage] = [stage for stage in STAGES if _budget_name(settings, stage)] or STAGES
     empty = KVBatchMeta("", None, [], sequence_lengths=[])
     for stage in stages:

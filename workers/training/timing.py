@@ -14,7 +14,8 @@ class Timer(Protocol):
 
 
 class Timed:
-    """Measure the parts of one call, if there is a timer. submit: the label for sending the calls."""
+    """Measure the parts of one call, if there is a timer, each under "PREFIX/PART". submit: the name of the part in
+    which the calls are sent."""
 
     def __init__(self, timer: Timer | None, prefix: str, submit: str = "submit_futures") -> None:
         self._timer, self._prefix, self.submit = timer, prefix, submit
