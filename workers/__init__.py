@@ -90,6 +90,7 @@ register_rendezvous("ray", lambda: importlib.import_module("workers.service.disc
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name on its first use, and keep it as an attribute of this module."""
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ RANK_VARIABLES = (
     "AVAILABLE_ADDR_LIST",
     "AVAILABLE_PORT_LIST",
 )
-"""The variables that `rank_environment` sets. No other setting overrides them."""
+"""The variables that `rank_environment` sets, in the order of its values. No other setting overrides them."""
 TiedBundles = tuple[int, list[int]]
 """(node, bundles on it) of one tied group: workers that process the same data."""
 
@@ -98,8 +98,10 @@ def place_workers(
 
 
 def _find_bundle(bundle_counts: Sequence[int], first_node: int, named_bundle: int, spanning: bool) -> tuple[int, int]:
-    """Return (node, bundle on it) of bundle `named_bundle`, counted from the first bundle of node `first_node`."""
+    """Return (node, bundle on it) of bundle `named_bundle`, counted from the first bundle of node `first_node`.
+    ValueError if it does not exist. spanning: see `place_workers`."""
     node, bundle = first_node, named_bundle
+    # The last node is not passed, so a number beyond all bundles is rejected below.
     while spanning and node < len(bundle_counts) - 1 and bundle >= bundle_counts[node]:
         bundle -= bundle_counts[node]
         node += 1
@@ -157,8 +159,8 @@ def rank_environment(
     place: WorkerPlace, endpoints: Sequence[tuple[str, int]], master: tuple[str, int]
 ) -> dict[str, str]:
     """Return the variables that torch.distributed and worker classes read. endpoints: a free (address, port) per
-    rank."""
-    values = (
+    rank; master: (address, port) of MASTER_ADDR and MASTER_PORT."""
+    values = (  # in the order of `RANK_VARIABLES`
         place.rank,
         place.local_rank,
         len(endpoints),

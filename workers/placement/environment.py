@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 _RAY_OWN = ("RAY_", "__RAY")
+"""Beginnings of the names of variables that Ray sets for itself."""
 _RAY_SETTINGS = ("RAY_EXPERIMENTAL_NOSET_",)
+"""Beginnings of the names among them that are a user's settings, which workers inherit."""
 _SET_PER_WORKER = frozenset(
     {
         "CUDA_VISIBLE_DEVICES",
@@ -22,6 +24,7 @@ _SET_PER_WORKER = frozenset(
         "PYTEST_CURRENT_TEST",
     }
 )
+"""Variables that have another value in each worker."""
 Path = tuple[str, ...]
 """The keys on the way to an option: its name, or ("runtime_env", "env_vars", NAME)."""
 
@@ -70,7 +73,7 @@ def layered(layers: Sequence[Layer]) -> tuple[dict[str, Any], list[str]]:
         for path, value in _flatten(layer.options):
             if path in values and values[path][0] is not None and values[path][0] != value:
                 lower_value, lower_layer = values[path]
-                is_variable = len(path) == 3
+                is_variable = len(path) == 3  # ("runtime_env", "env_vars", NAME)
                 change = f"variable {path[-1]}" if is_variable else f"{path[-1]}={lower_value!r} with {value!r}"
                 overridden.setdefault((layer.origin, lower_layer.origin, layer.why), []).append(change)
             values[path] = (value, layer)

@@ -22,7 +22,7 @@ class PortKeeper:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, socket.socket] = {}
+        self._held: dict[int, socket.socket] = {}  # the bound socket of each held port
 
     def hold(self, count: int, highest: int = HIGHEST) -> list[int]:
         """Hold `count` free ports up to `highest` and return them. No other keeper on this node returns them until

@@ -52,6 +52,7 @@ class NamedSharding:
             )
         if len(set(self._names)) != len(self._names):
             raise ValueError(f"axis names are not unique: {self._names}")
+        # The index of each axis by name, and the position of each rank on all axes.
         self._axes = {name: axis for axis, name in enumerate(self._names)}
         positions = itertools.product(*map(range, self._layout.shape))
         self._coords = dict(zip(self._layout.ravel().tolist(), positions, strict=True))

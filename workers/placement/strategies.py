@@ -124,7 +124,7 @@ class NodePlacementStrategy:
         for node in self._nodes:
             if not 0 <= node < nodes:
                 raise ValueError(f"node {node} does not exist; the cluster has {nodes} nodes, counted from 0")
-        return _placements([(node, ()) for node in self._nodes], cluster, False)
+        return _placements([(node, ()) for node in self._nodes], cluster, isolate=False)
 
 
 def _on_accelerators(groups: Sequence[tuple[int, ...]], cluster: Accelerators, isolate: bool) -> list[WorkerPlacement]:

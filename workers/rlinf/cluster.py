@@ -16,6 +16,7 @@ EXTENSION_VARIABLE = "RLINF_EXT_MODULE"
 UNSUPPORTED = ("node_groups",)
 """Blocks of the configuration that raise an error, because a job would not run as configured without them."""
 UNUSED = ("profiling", "tracer", "net_emulation")
+"""Blocks of the configuration that are ignored, with a line in the log unless they are disabled."""
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Cluster(PlainCluster):
     ignored, with a line in the log.
     """
 
-    _requested_nodes: ClassVar[int | None] = None
+    _requested_nodes: ClassVar[int | None] = None  # of the previous `Cluster` of this process; None: all nodes
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class Cluster(PlainCluster):
             log.warning("distributed_log_dir=%r is ignored: workers log to the driver", distributed_log_dir)
         if num_nodes is None and self.has_initialized():
             num_nodes = Cluster._requested_nodes
-        if num_nodes is None and NODES_VARIABLE in os.environ:
+        if num_nodes is None and NODES_VARIABLE in os.environ:  # in a worker: its group's cluster
             num_nodes = int(os.environ[NODES_VARIABLE])
         super().__init__(num_nodes)
         Cluster._requested_nodes = num_nodes
@@ -77,7 +78,8 @@ class Cluster(PlainCluster):
 
 
 def _read_num_nodes(cluster_cfg: Mapping[str, Any], num_nodes: int | None) -> int:
-    """Return the number of nodes in RLinf's configuration. Check the configuration and log ignored blocks."""
+    """Return the number of nodes in RLinf's configuration. Log ignored blocks. ValueError for an unsupported block, and
+    for an argument `num_nodes` that differs from the configuration."""
     for name in UNSUPPORTED:
         if cluster_cfg.get(name):
             raise ValueError(
@@ -117,7 +119,7 @@ def parse_rank_config(
     text = str(rank_config).strip()
     kind = rank_type or "rank"
     if text.lower() == "all":
-        if available_ranks is None:
+        if available_ranks is None:  # ranks of processes, whose number is not known
             raise ValueError(f"'all' cannot name processes: write {kind}s as FIRST-LAST")
         return sorted(available_ranks)
     ranks: set[int] = set()

@@ -43,6 +43,8 @@ class ComponentPlacement:
 
     ValueError for duplicate components, resources or processes, processes that are not numbered consecutively from 0, a
     number of processes that cannot share the resources evenly, and other node groups.
+
+    The dicts have the names of the components as keys. Subclasses may set `_placement_mode` and add `_placements`.
     """
 
     def __init__(self, config: Any, cluster: Cluster) -> None:
@@ -55,7 +57,7 @@ class ComponentPlacement:
         self._component_rank_map: dict[str, RankMap] = {}
         for names, value in self._placement_config.items():
             by_nodes, text = _parse_value(value)
-            rank_map, strategy = _place_processes(text, cluster, by_nodes or not cluster.num_accelerators)
+            rank_map, strategy = _place_processes(text, cluster, by_nodes=by_nodes or not cluster.num_accelerators)
             for name in map(str.strip, str(names).split(",")):
                 if name in self._placements:
                     raise ValueError(f"component_placement has component {name!r} twice")
@@ -108,7 +110,8 @@ def _parse_value(value: Any) -> tuple[bool, str]:
 
 
 def _place_processes(text: str, cluster: Cluster, by_nodes: bool) -> tuple[RankMap, PlacementStrategy]:
-    """Return the rank map and the strategy of a placement text. by_nodes: its resources are nodes, not accelerators."""
+    """Return the rank map and the strategy of a placement text. by_nodes: its resources are nodes, not accelerators;
+    then ValueError for a process on several of them."""
     count = cluster.num_nodes if by_nodes else cluster.num_accelerators
     rank_map = _parse_rank_map(text, list(range(count)), "node" if by_nodes else "accelerator")
     resources_of_process: dict[int, list[int]] = {}

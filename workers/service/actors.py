@@ -23,7 +23,10 @@ RETRY_S = 1.0
 
 
 class ComponentActor:
-    """An actor whose process exits when its component fails. Ray then restarts the actor, or its callers get errors."""
+    """An actor whose process exits when its component fails. Ray then restarts the actor, or its callers get errors.
+
+    `_stopping`: set when the actor stops its component itself, whose end is then no failure.
+    """
 
     def __init__(self) -> None:
         self._stopping = False
@@ -45,7 +48,10 @@ class ComponentActor:
 
 
 class ControllerActor(ComponentActor):
-    """The controller in a separate process. After a restart of the actor by Ray, it starts the controller at once."""
+    """The controller in a separate process. After a restart of the actor by Ray, it starts the controller at once.
+
+    `_node_choices`: ids of the added and of the drained nodes. The actor only stores them, for the supervisor.
+    """
 
     def __init__(self, config: DataPlaneConfig) -> None:
         super().__init__()
@@ -90,6 +96,9 @@ class StorageUnitActor(ComponentActor):
 
     supervisor: name and namespace of the service's supervisor actor. The unit survives a restart of the supervisor's
     process. When the supervisor actor has ended, the unit stops and its process exits.
+
+    `_unit` is None until `start`. `_stop_lock`: a call of `stop` and the thread that waits for the supervisor may stop
+    the unit at the same time.
     """
 
     def __init__(
@@ -148,10 +157,10 @@ class StorageUnitActor(ComponentActor):
         """Wait for the end of the supervisor actor, then stop the unit and exit the process."""
         while not self._stopping:
             try:
-                ray.get(ray.get_actor(name, namespace=namespace).until_end.remote())
+                ray.get(ray.get_actor(name, namespace=namespace).until_end.remote())  # never returns, only raises
             except ActorUnavailableError:
                 time.sleep(RETRY_S)  # Ray restarts the supervisor
-            except (RayError, ValueError):
+            except (RayError, ValueError):  # ValueError: no actor has that name any longer
                 break
         if not self._stopping:
             log.warning("Storage unit %s stops: its service has ended", self._name)

@@ -23,6 +23,7 @@ NAME = "rl-dataplane-rendezvous"
 NAMESPACE = "rl-dataplane"
 CONTROLLER = "rl-dataplane-controller"
 CALLS = 1000
+"""Maximum number of concurrent calls of a `ConfigHolder`, such as processes that wait for the configuration."""
 START_TIMEOUT_S = 240.0
 """Longer than the start timeout of a service."""
 
@@ -53,7 +54,8 @@ class RayRendezvous:
         return _stored_config(actor_name(name)) if ray.is_initialized() else None
 
     def meet(self, config: DataPlaneConfig, prepare: Prepare, *, name: str | None = None) -> Meeting | None:
-        """See `Rendezvous.meet`. Raises the errors of `find` and `launch_service`."""
+        """See `Rendezvous.meet`. None without Ray. `close` of the meeting undoes what this call started. Raises the
+        errors of `find` and `launch_service`."""
         if not ray.is_initialized():
             return None
         found = _find_or_create(actor_name(name))
@@ -78,7 +80,7 @@ class RayRendezvous:
         if not ray.is_initialized():
             return None
         actor = _create_actor(actor_name(None))
-        if actor is None:
+        if actor is None:  # this job has a service already
             return None
         try:
             ray.get(actor.set_config.remote(config), timeout=START_TIMEOUT_S)

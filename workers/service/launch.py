@@ -89,6 +89,7 @@ def launch_service(
         detached=detached,
     )
     end = time.monotonic() + timeout_s
+    # First: it raises if a service of this name is running, whose other actors must not be ended as leftovers.
     controller = _create_controller(plan, merged)
     supervisor = None
     try:
@@ -150,10 +151,11 @@ def _check_name(name: object) -> None:
 
 
 def _end_leftovers(plan: ServicePlan, end: float) -> None:
-    """End the supervisor and the storage units of an earlier service of this name whose controller has ended."""
+    """End the supervisor and the storage units of an earlier service of this name whose controller has ended. Repeat it
+    until the supervisor's name is free. `ServiceStartError` if it is not at the time `end`."""
     name = supervisor_name(plan.name)
     while (supervisor := living_actor(name, plan.namespace)) is not None:
-        end_service(plan.name, plan.namespace, supervisor, None)
+        end_service(plan.name, plan.namespace, supervisor, controller=None)
         if time.monotonic() > end:
             raise ServiceStartError(f"supervisor {name!r} of an ended service did not end in time; kill that actor")
         time.sleep(RETRY_S)
@@ -166,7 +168,7 @@ def _create_supervisor(plan: ServicePlan) -> ActorHandle:
 
 
 def _await_start(what: str, starting: ObjectRef, end: float, timeout_s: float) -> None:
-    """Wait for a start until `end`. `ServiceStartError` if it fails or times out."""
+    """Wait for a start until `end`. `ServiceStartError` if it fails or times out. timeout_s: for the message only."""
     try:
         ray.get(starting, timeout=max(end - time.monotonic(), 0.0))
     except GetTimeoutError as error:

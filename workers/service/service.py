@@ -37,7 +37,7 @@ class LaunchedService:
 
     address: "actor:NAME@NAMESPACE", for any process of the Ray cluster that has imported `workers`. token: its secret.
     config: address and token, as an argument of `build_data_plane_client(config, bootstrap=False)`, `setup_data_plane`
-    and `TQPolicy(dp_cfg=...)`.
+    and `TQPolicy(dp_cfg=...)`. `_over`: whether this object has ended the service.
     """
 
     def __init__(
@@ -137,7 +137,8 @@ class LaunchedService:
         end_service(self.name, self.namespace, self._supervisor, self._controller)
 
     def _ask(self, method: str, *arguments: Any, within_s: float = 0.0) -> Any:
-        """Call a method of the supervisor. Return its result or raise its error."""
+        """Call a method of the supervisor and wait for it, up to `ANSWER_S` longer than `within_s`, the method's own
+        timeout. Return its result or raise its error, or Ray's error after that time."""
         try:
             return ray.get(getattr(self._supervisor, method).remote(*arguments), timeout=within_s + ANSWER_S)
         except RayTaskError as error:
@@ -160,10 +161,11 @@ def end_service(name: str, namespace: str, supervisor: ActorHandle | None, contr
     case."""
     if supervisor is not None:
         with suppress(RayError):
+            # It waits up to `STOP_TIMEOUT_S` for the units.
             ray.get(supervisor.stop.remote(), timeout=2 * STOP_TIMEOUT_S)
         with suppress(Exception):
             ray.kill(supervisor)
-    for unit in unit_actors(name, namespace):
+    for unit in unit_actors(name, namespace):  # units that the supervisor did not end
         with suppress(Exception):
             ray.kill(unit)
     if controller is None:

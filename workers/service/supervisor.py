@@ -58,10 +58,13 @@ class SupervisorActor:
     Units are detached actors, so that no data is lost when this actor's process dies. Ray restarts it, and it finds the
     units by their names.
 
-    `_alive`: the nodes of the Ray cluster, by id, at the last check; `_announced`: those that will leave, with their
-    deadlines; `_announced_drains`: those of them that are being drained for that. `_drain_states`: the nodes that are
-    being drained or are drained; `_added`: the nodes of `add_node`. `_outdated`: numbers by name of a unit; the
-    controller has to drop units of that name with lower numbers.
+    Nodes are referred to by id. `_alive`: the nodes of the Ray cluster at the last check; `_announced`: those that will
+    leave, with their deadlines; `_announced_drains`: those of them that are being drained for that. `_drain_states`:
+    the nodes that are being drained or are drained, for any reason; `_added`: the nodes of `add_node`; `_backoffs`: of
+    nodes on which units failed.
+
+    `_units`: by name, starting ones included. `_outdated`: numbers by name of a unit; the controller has to drop units
+    of that name with lower numbers. `_tasks`: the background tasks. `_resumed`: whether `resume` was called.
     """
 
     def __init__(self, plan: ServicePlan) -> None:
@@ -190,10 +193,10 @@ class SupervisorActor:
         self._drain_states[ident] = "draining"
         end = time.monotonic() + timeout_s
         try:
-            await self._start_missing()
+            await self._start_missing()  # the node is "draining" now, so its replacements start on other nodes
             others = [unit.started for unit in self._units.values() if unit.node.ident != ident]
             if others:
-                await asyncio.wait(others, timeout=timeout_s / 2)
+                await asyncio.wait(others, timeout=timeout_s / 2)  # the other half is for the rows
             left_s = max(end - time.monotonic(), 0.0)
             outcomes = await asyncio.gather(
                 *(self._drain_unit(unit, left_s, for_good) for unit in units), return_exceptions=True
@@ -321,7 +324,7 @@ class SupervisorActor:
         plan, now = self._plan, time.monotonic()
         usable_nodes = [
             node
-            for node in sorted(
+            for node in sorted(  # the driver's node first
                 self._alive.values(), key=lambda node: (node.ident != plan.driver, node.host, node.ident)
             )
             if node.ident not in self._drain_states
@@ -367,7 +370,7 @@ class SupervisorActor:
         self._monitor(name, node, actor)
 
     def _monitor(self, name: str, node: RayNode, actor: ActorHandle) -> None:
-        """Register a unit and monitor its actor in a background task."""
+        """Register a unit, and start and monitor it in a background task (`_run_unit`)."""
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         unit = self._units[name] = Unit(name=name, node=node, actor=actor, started=started)
         unit.monitor_task = self._spawn(self._run_unit(unit))
@@ -389,11 +392,12 @@ class SupervisorActor:
         if self._plan.config.state_dir is not None:
             self._outdated[unit.name] = unit.number
         why = await self._until_ended(unit)
-        if self._units.get(unit.name) is unit:
+        if self._units.get(unit.name) is unit:  # else its end was handled or was on purpose
             self._handle_loss(unit, why)
 
     async def _drain_unit(self, unit: Unit, timeout_s: float, for_good: bool) -> None:
-        """Move the rows of a unit to other units, then end it. If that fails, the unit stays; raises the reason."""
+        """Move the rows of a unit to other units, then end it. If that fails, the unit stays; raises the reason.
+        for_good: whether it then accepts no new rows, see `StorageUnitActor.drain`."""
         unit.state = "draining"
         try:
             await unit.actor.drain.remote(timeout_s, for_good=for_good)

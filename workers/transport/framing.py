@@ -33,7 +33,8 @@ def framed(body: bytes, payload_bytes: int = 0) -> bytes:
 
 class Splitter:
     """Splits a byte stream into messages. Call `feed` with received bytes, then `next` until it returns None. Read a
-    message's payload from `rest` (and then from the stream) before the next message. limit_bytes: of a body."""
+    message's payload from `rest` (and then from the stream) before the next message. limit_bytes: of a body. `_buffer`:
+    the bytes that were fed and not returned yet."""
 
     def __init__(self, limit_bytes: int = MAX_REQUEST_BYTES) -> None:
         self._limit_bytes = limit_bytes
@@ -52,7 +53,7 @@ class Splitter:
         if body_bytes > self._limit_bytes:
             raise ValueError(f"message body of {body_bytes:,} bytes exceeds the limit of {self._limit_bytes:,}")
         end = HEADER.size + body_bytes
-        if len(buffer) < end:
+        if len(buffer) < end:  # the rest of the body has not arrived yet
             return None
         body = bytes(memoryview(buffer)[HEADER.size : end])
         del buffer[:end]

@@ -41,12 +41,13 @@ class Links:
     """Connections of one thread. A connection is opened for the first message to a peer. Each has its own identity,
     so late responses from a closed connection are not taken for responses from a new one.
 
-    most: limit of open connections; connections in use may exceed it.
+    most: limit of open connections; connections in use may exceed it. `_by_peer`, `_by_route` and `_by_url` have the
+    same connections, by peer, by identity and by URL. `_numbers`: for the identities.
     """
 
     def __init__(self, context: zmq.Context[Socket], *, most: int | None = None) -> None:
         self.socket = open_socket(context, zmq.ROUTER, linger_ms=LINGER_MS)
-        self.socket.set(zmq.ROUTER_MANDATORY, 1)
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # a send without a route raises EHOSTUNREACH, see `_try_send`
         self._most = _default_limit() if most is None else most
         self._numbers = itertools.count(1)
         self._by_peer: OrderedDict[str, _Link] = OrderedDict()  # least recently used first
@@ -117,7 +118,7 @@ class Links:
             # The port was reused, so the connection to its previous owner is obsolete.
             self.cut(self._by_url[url].peer)
         link = _Link(b"to-%d" % next(self._numbers), peer, endpoint, url)
-        self.socket.set(zmq.CONNECT_ROUTING_ID, link.route)
+        self.socket.set(zmq.CONNECT_ROUTING_ID, link.route)  # the identity of the next connection
         connect(self.socket, endpoint)
         self._by_peer[peer], self._by_route[link.route], self._by_url[url] = link, link, link
         return link

@@ -95,7 +95,7 @@ class Packed:
         copied."""
         buffers, end = [], 0
         for segment, part in zip(self.layout.segments, self.parts, strict=True):
-            buffers.append(_PADDING[: segment.start - end])
+            buffers.append(_PADDING[: segment.start - end])  # the gap before the aligned start
             buffers.append(_bytes_of(part) if isinstance(part, Tensor) else part)
             end = segment.start + segment.nbytes
         return [*buffers, memoryview(self.skeleton)]
@@ -297,7 +297,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Unpickler(pickle.Unpickler):
-    """The counterpart of `_Pickler`."""
+    """The counterpart of `_Pickler`. tensors: by the indices in the pickle; the caller sets them before `load`."""
 
     tensors: list[Tensor]
 

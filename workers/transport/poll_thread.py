@@ -35,7 +35,7 @@ class PollThread:
 
     timeout_ms: of the next poll, None for no limit; completes: the thread completes futures, so it must not wait for
     any; ended: called last, with the exception of `turn` that ended the thread, or None after `stop`. `wake` and
-    `stop` may be called from any thread and from finalizers.
+    `stop` may be called from any thread and from finalizers. `_waker`: the descriptor that interrupts the poll.
     """
 
     def __init__(
@@ -49,7 +49,8 @@ class PollThread:
         completes: bool = False,
     ) -> None:
         self._waker = Waker()
-        # Reentrant, because a finalizer may call `wake` while its thread is inside `wake`.
+        # Keeps `wake` from using `_waker` while the ending thread closes it. Reentrant, because a finalizer may call
+        # `wake` while its thread is inside `wake`.
         self._waking = threading.RLock()
         self._stopping = False
         self._completes = completes
@@ -97,7 +98,8 @@ class PollThread:
         ended: Callable[[BaseException | None], None],
         timeout_ms: Callable[[], int | None],
     ) -> None:
-        """The thread's loop. Calls `ended` last, also after an exception of `turn`."""
+        """The thread's loop. Calls `ended` last, also after an exception of `turn`. The parameters are those of the
+        class."""
         _this_thread.completes = self._completes
         error: BaseException | None = None
         waker_fd = self._waker.fd

@@ -44,7 +44,8 @@ def tune(sock: socket.socket) -> None:
 
 class Stream:
     """A connection to a stream server. Every method raises `StreamLostError` once the other end has closed it. `until`
-    is a time of `time.monotonic`."""
+    is a time of `time.monotonic`. `_splitter`: bytes that were read and not returned yet; `_poll`: polls for incoming
+    data."""
 
     def __init__(self, sock: socket.socket) -> None:
         tune(sock)
@@ -54,7 +55,8 @@ class Stream:
 
     @classmethod
     def connect(cls, endpoint: Endpoint, within_s: float) -> Stream:
-        """Connect through a Unix socket on the same host, otherwise over TCP. OSError if no server listens."""
+        """Connect through a Unix socket on the same host, otherwise over TCP, each within `within_s` seconds. OSError if
+        no server listens."""
         if endpoint.host == boot_id():
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -116,7 +118,7 @@ class Stream:
             if message is not None:
                 return message
             self.wait(until)
-            self._splitter.feed(self._read() or b"")
+            self._splitter.feed(self._read() or b"")  # None: there was nothing to read after all
 
     def arrived(self) -> Message | None:
         """Return the next message if it has arrived, else None. Reads from the socket at most once."""

@@ -40,8 +40,8 @@ class Payload(NamedTuple):
 
 class Connection:
     """One client. ident: its descriptor, unique among open connections; out: the bytes to send; watched: the events to
-    wait for; payload: of the message that is being received, None between messages; left: the part of its buffer that
-    is not filled yet."""
+    wait for; splitter: received bytes that belong to no message or payload yet; payload: of the message that is being
+    received, None between messages; left: the part of its buffer that is not filled yet."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -265,11 +265,11 @@ class StreamServer:
     # --- out
 
     def send(self, ident: int, parts: Sequence[bytes | memoryview]) -> None:
-        """Queue the message and send as much as the socket takes now. Never blocks."""
+        """Queue the message for the open connection `ident` and send as much as the socket takes now. Never blocks."""
         connection = self._connections[ident]
         was_blocked = bool(connection.out)
         connection.out.extend(map(memoryview, parts))
-        if not was_blocked:
+        if not was_blocked:  # else `_serve` sends when the socket takes more
             self._flush(connection)
 
     def _flush(self, connection: Connection) -> None:

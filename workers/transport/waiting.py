@@ -26,7 +26,7 @@ class LoggedWait:
     def __init__(self, timeout_s: float | None, log_level: int = logging.WARNING) -> None:
         self.timeout_s = math.inf if timeout_s is None else timeout_s
         self._log_level = log_level
-        self._begun = self._logged = time.monotonic()
+        self._begun = self._logged = time.monotonic()  # `_logged`: time of the last message, at first of the start
 
     @property
     def waited_s(self) -> float:
