@@ -234,10 +234,10 @@ class _JobConnection:
         if not self._owner:
             return
         with self._guard:
-            new = {rank: node.ident for rank, node in enumerate(nodes) if not self._has_broker(rank)}
-            self._brokers.update({rank: Future() for rank in new})
-        if new:
-            threading.Thread(target=self._start_brokers, args=(new,), name="tq-brokers", daemon=True).start()
+            missing = {rank: node.ident for rank, node in enumerate(nodes) if not self._has_broker(rank)}
+            self._brokers.update({rank: Future() for rank in missing})  # `_start_brokers` completes them
+        if missing:
+            threading.Thread(target=self._start_brokers, args=(missing,), name="tq-brokers", daemon=True).start()
 
     def _has_broker(self, rank: int) -> bool:
         """Return whether the node's broker was started or is starting. Ray restarts a broker that dies."""

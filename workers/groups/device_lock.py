@@ -163,6 +163,7 @@ class _WaitingThread:
             return self.locked.is_set()
 
     def _run(self) -> None:
+        """Wait for the lock. Unlock at once if the caller has left meanwhile."""
         fcntl.flock(self._own_file.fd, fcntl.LOCK_EX)
         with self._guard:
             if self._abandoned:

@@ -93,6 +93,7 @@ def _create_actors(started: StartedGroup, cluster: Cluster, launch: Launch, entr
     first = launch.placements[0].cluster_node_rank
     port = cluster.hold_port(first)
     started.after.callback(cluster.release_port, first, port)
+    # The actor's constructor sets these (see `serving_class`); Ray sets `variables` for the whole process.
     shared = {
         "GROUP_NAME": launch.name,
         "WORLD_SIZE": str(len(launch.placements)),

@@ -233,7 +233,8 @@ def log_overrides(messages: list[str]) -> None:
 
 def _split_off_ranks(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a copy of the actor options without the rank variables, and the rank variables."""
-    others, _ = layered([Layer("", options, "")])  # a copy, `runtime_env` included
+    # A copy, `runtime_env` included. Origin and reason are for the messages only, which are dropped.
+    others, _ = layered([Layer(origin="", options=options, why="")])
     variables = others.get("runtime_env", {}).get("env_vars", {})
     return others, {name: variables.pop(name) for name in RANK_VARIABLES if name in variables}
 
@@ -266,5 +267,5 @@ def _configure_worker(
     runtime_env = optional[0] if optional else {}
     # Merged as layers, because a plain update would replace the whole "runtime_env".
     parts = [resources or {}, {"runtime_env": runtime_env}, {"runtime_env": {"env_vars": env_vars or {}}}]
-    required, _ = layered([Layer("", options, "") for options in parts])
+    required, _ = layered([Layer(origin="", options=options, why="") for options in parts])
     return required, dict(init_kwargs or {})

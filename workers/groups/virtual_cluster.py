@@ -168,7 +168,7 @@ class RayVirtualCluster:
         for number, target in enumerate(targets):
             groups.append(self._request_placement_group(number, target, strategy))
         while True:
-            creations = [group.ready() for group in groups]  # futures
+            creations = [group.ready() for group in groups]  # a future for each group
             timeout_s = min(jittered(wait_s, 0.5, 1.5), end - time.monotonic())
             created = wait_for_all(creations, timeout_s=timeout_s)
             if len(created) == len(creations):
@@ -310,15 +310,15 @@ class RayVirtualCluster:
         """Release these endpoints, and end keepers that hold no other ports. Errors are only logged: a dead node holds
         no ports. Wait up to `RELEASE_TIMEOUT_S` for the nodes."""
         with self._lock:
-            ports: dict[ActorHandle, list[int]] = {}
+            ports_of: dict[ActorHandle, list[int]] = {}  # the ports to release, by keeper
             for endpoint in endpoints:
                 keeper = self._held.pop(endpoint, None)
                 if keeper is not None:
-                    ports.setdefault(keeper, []).append(endpoint[1])
-            if not ports or not ray.is_initialized():
+                    ports_of.setdefault(keeper, []).append(endpoint[1])
+            if not ports_of or not ray.is_initialized():
                 return
             try:
-                requests = [keeper.release.remote(numbers) for keeper, numbers in ports.items()]
+                requests = [keeper.release.remote(ports) for keeper, ports in ports_of.items()]
                 ray.wait(requests, num_returns=len(requests), timeout=RELEASE_TIMEOUT_S)
             except Exception as error:
                 logger.warning("Cannot release ports: %s", error)

@@ -248,7 +248,7 @@ class _Method:
         self._ranks = ranks
 
     def __call__(self, *args: Any, **kwargs: Any) -> GroupCall:
-        ranks, self._ranks = self._ranks, None
+        ranks, self._ranks = self._ranks, None  # they apply to one call
         if ranks is None:
             ranks = self._group._take_ranks()
         call: GroupCall = self._group._call(self._name, ranks, args, kwargs)

@@ -120,6 +120,7 @@ class NodePlacementStrategy:
         self._nodes = sorted(node_ranks)
 
     def get_placement(self, cluster: Accelerators, isolate_accelerator: bool = True) -> list[WorkerPlacement]:
+        """See `PlacementStrategy`. isolate_accelerator: ignored, these workers have no accelerators of their own."""
         nodes = len(cluster.accelerators_per_node)
         for node in self._nodes:
             if not 0 <= node < nodes:

@@ -20,6 +20,7 @@ from dataplane.storage.unit import StorageUnit
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+"""Delay before a request to an actor that restarts or ends is repeated."""
 
 
 class ComponentActor:

@@ -75,7 +75,7 @@ def launch_service(
     if capacity is not None and capacity < MIB:
         raise ValueError(f"capacity_per_node={capacity_per_node}: each unit needs at least {MIB} bytes (1 MiB)")
     node_selector(nodes)  # raises for invalid `nodes`
-    namespace, here = ray.get_runtime_context().namespace, ray.get_runtime_context().get_node_id()
+    namespace, driver_node = ray.get_runtime_context().namespace, ray.get_runtime_context().get_node_id()
     token = merged.secret() or secrets.token_urlsafe(32)
     merged = replace(merged, token=token, token_file=None, capacity_bytes=capacity)
     service_config = ServiceConfig(**{**vars(merged), "address": actor_address(name, namespace)})
@@ -85,7 +85,7 @@ def launch_service(
         config=service_config,
         storage=storage,
         nodes=nodes,
-        driver=here,
+        driver=driver_node,
         detached=detached,
     )
     end = time.monotonic() + timeout_s

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 CHECK_INTERVAL_S = 2.0
 """Interval of polling Ray for nodes that join or leave (Ray sends no events), and of checking the service's actors."""
 LEAST_DRAIN_S = 5.0
+"""Minimum timeout of the drain of a leaving node, also after the node's deadline."""
 DRAIN_RETRY_S = 10.0
 """Delay before a failed drain of a leaving node is retried."""
 NEVER = 1 << 62
@@ -130,7 +131,7 @@ class SupervisorActor:
             self._drain_states = dict.fromkeys(drained, "drained")
         nodes = {node.ident: node for node in await asyncio.to_thread(living_nodes)}
         for actor in await asyncio.to_thread(unit_actors, self._plan.name, self._plan.namespace):
-            with suppress(RayError, KeyError):
+            with suppress(RayError, KeyError):  # the unit has ended; its node has left
                 name, ident = await actor.name_and_node.remote()
                 self._monitor(name, nodes[ident], actor)
         self._spawn(self._watch())
@@ -216,7 +217,7 @@ class SupervisorActor:
         """Drop a unit that will not return: its rows are lost. ValueError for a running unit."""
         if name in self._units:
             raise ValueError(f"storage unit {name} is running: use drain_node, which moves its rows and ends it")
-        self._outdated[name] = NEVER
+        self._outdated[name] = NEVER  # all its numbers are lower
         await self._forget_outdated()
 
     async def until_end(self) -> None:
@@ -229,7 +230,7 @@ class SupervisorActor:
     async def stop(self) -> None:
         """End all units, which frees their memory. No units are started afterwards."""
         self._stopping = True
-        for task in self._tasks - {asyncio.current_task()}:
+        for task in self._tasks - {asyncio.current_task()}:  # `_watch` runs this method in a task
             task.cancel()
         units, self._units = list(self._units.values()), {}
         await asyncio.gather(*(self._stop_unit(unit) for unit in units))

@@ -222,7 +222,7 @@ class TQWorkerMixin:
         def pad_length() -> int:
             return self._forward_pad_seqlen(meta) if dp_aligned_seq_len and layout == "padded" else 0
 
-        def finish(columns: Mapping[str, Any]) -> BatchedDataDict[Any]:
+        def finish(columns: Mapping[str, Any]) -> BatchedDataDict[Any]:  # on every rank, after the broadcast
             batch = materialize(
                 columns,
                 layout,

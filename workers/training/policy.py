@@ -442,18 +442,18 @@ class TQPolicy:
         None: without a meta). Return the results of the replica leaders, in data-parallel order."""
         timed = timed or Timed(None, prefix="")  # measures nothing
         names = self.sharding_annotations.names
-        sharded = [name for name in names if name == DATA_PARALLEL_AXIS]
-        others = [name for name in names if name != DATA_PARALLEL_AXIS]
+        sharded_axes = [name for name in names if name == DATA_PARALLEL_AXIS]
+        other_axes = [name for name in names if name != DATA_PARALLEL_AXIS]
         split: dict[str, Any] = {}
         if metas is not None:
             # Without the axis, all workers are one data-parallel rank and get the same meta.
-            split["meta"] = list(metas) if sharded else metas[0]
+            split["meta"] = list(metas) if sharded_axes else metas[0]
         with timed(timed.submit):
             futures = self.worker_group.run_all_workers_sharded_data(
                 method,
-                in_sharded_axes=sharded,
-                replicate_on_axes=others,
-                output_is_replicated=others,
+                in_sharded_axes=sharded_axes,
+                replicate_on_axes=other_axes,
+                output_is_replicated=other_axes,
                 common_kwargs=common,
                 **split,
             )

@@ -87,7 +87,7 @@ class Siblings:
         if not self._ended:
             return
         self._turn += 1  # by one on every rank, because each closed set ends with an error on every rank
-        store = PrefixStore(f"replica group {self._turn}", _store_of(self.group))
+        store = PrefixStore(f"replica group {self._turn}", _store_of(self.group))  # not None, see `_give_up`
         try:
             self._await_all_ranks(deadline)
             self._channel = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=deadline.left)

@@ -44,8 +44,8 @@ def tune(sock: socket.socket) -> None:
 
 class Stream:
     """A connection to a stream server. Every method raises `StreamLostError` once the other end has closed it. `until`
-    is a time of `time.monotonic`. `_splitter`: bytes that were read and not returned yet; `_poll`: polls for incoming
-    data."""
+    is a time of `time.monotonic`. `_splitter`: bytes that were read and not returned yet; `_poll`: polls for
+    incoming data."""
 
     def __init__(self, sock: socket.socket) -> None:
         tune(sock)
@@ -55,8 +55,8 @@ class Stream:
 
     @classmethod
     def connect(cls, endpoint: Endpoint, within_s: float) -> Stream:
-        """Connect through a Unix socket on the same host, otherwise over TCP, each within `within_s` seconds. OSError if
-        no server listens."""
+        """Connect through a Unix socket on the same host, otherwise over TCP, each within `within_s` seconds. OSError
+        if no server listens."""
         if endpoint.host == boot_id():
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -99,7 +99,7 @@ class Stream:
     def first(self, until: float) -> tuple[Message, list[int]]:
         """Receive the first message and the file descriptors sent with it; the caller closes them."""
         self.wait(until)
-        data, fds, _, _ = socket.recv_fds(self.sock, READ_BYTES, 1)
+        data, fds, _, _ = socket.recv_fds(self.sock, READ_BYTES, maxfds=1)
         try:
             if not data:
                 raise StreamLostError("the other end closed the connection")

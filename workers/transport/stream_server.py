@@ -125,7 +125,7 @@ class StreamServer:
         for fd, events in ready:
             if fd in self._listeners:
                 self._accept(self._listeners[fd])
-            elif fd in self._connections:  # else it was dropped in this turn
+            elif fd in self._connections:  # else it is the waker's, or was dropped in this turn
                 self._serve(self._connections[fd], events)
         self._resume_accepting()
 
@@ -221,7 +221,7 @@ class StreamServer:
         reports the connection again."""
         for _ in range(READS_PER_TURN):
             if connection.payload is not None and not self._receive_payload(connection):
-                return
+                return  # the rest of the payload has not arrived yet
             try:
                 data = connection.sock.recv(READ_BYTES)
             except BlockingIOError:
@@ -242,7 +242,7 @@ class StreamServer:
             connection.payload = payload = self._service.take(connection, message)
             if payload is not None:
                 connection.left = connection.splitter.rest(payload.target)
-                if not connection.left:
+                if not connection.left:  # the whole payload came with the message
                     self._receive_payload(connection)
             if connection.ident not in self._connections:
                 return  # the service has dropped the connection
