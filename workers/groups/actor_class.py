@@ -123,7 +123,7 @@ def _visible_devices(indices: str) -> str:
         name, _, value = entry.partition("=")
         initial_environment[name] = value
     usable = [name for name in initial_environment.get(_DEVICES_VARIABLE, "").split(",") if name]
-    if not usable:
+    if not usable:  # the node was not restricted
         return indices
     return ",".join(usable[int(index)] for index in indices.split(",") if index)
 

@@ -79,7 +79,7 @@ class CommMapper:
         larger_size = max(src_world_size, dst_world_size)
         if batch_size % larger_size:
             raise ValueError(f"batch_size={batch_size} cannot be spread evenly over {larger_size} ranks")
-        peers_per_rank = max(dst_world_size // src_world_size, 1)
+        peers_per_rank = max(dst_world_size // src_world_size, 1)  # 1 for a rank of the larger group
         if queue_size > peers_per_rank:
             raise ValueError(
                 f"a queue of {queue_size} parts is too long: one rank of {src_world_size} has at most {peers_per_rank}"
@@ -259,7 +259,7 @@ def build_send_key(
 
 def split_channel_message(channel_message: str) -> tuple[int, int, str, str]:
     """Return rank, index, mode and tag of a route. ValueError for a string that is not a route."""
-    parts = channel_message.split("_", 3)
+    parts = channel_message.split("_", 3)  # only the tag may contain "_"
     if len(parts) < 4:
         raise ValueError(f"{channel_message!r} is not a route of the form RANK_INDEX_MODE_TAG")
     return int(parts[0]), int(parts[1]), parts[2], parts[3]
@@ -270,7 +270,7 @@ def split_channel_message(channel_message: str) -> tuple[int, int, str, str]:
 
 def infer_batch_size(data: Any) -> int:
     """Return the rows of a tensor or array, the length of a list, or the rows of the first value of a dict that is
-    not None. ValueError for other types."""
+    not None. ValueError for other types, and for a dict without such a value."""
     if isinstance(data, Tensor | np.ndarray):
         return int(data.shape[0])
     if isinstance(data, list):

@@ -262,7 +262,8 @@ class MultiWorkerFuture:
 
     def _indices_to_return(self, called: Sequence[int], tied_group_of: Mapping[int, int]) -> list[int]:
         """Return the indices in `futures` of the results to return, in worker order: those of `return_from_workers`,
-        or else of the first called worker of each tied group."""
+        or else of the first called worker of each tied group (ValueError if a worker is in none). called: the worker of
+        each future."""
         in_worker_order = sorted(range(len(called)), key=lambda index: called[index])
         if self.return_from_workers is not None:
             wanted = set(self.return_from_workers)

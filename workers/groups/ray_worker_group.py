@@ -56,13 +56,13 @@ class RayWorkerGroup:
         self._workers: list[ActorHandle] = []
         self._metadata: list[dict[str, Any]] = []
         self.worker_to_tied_group_index: dict[int, int] = {}
-        groups = bundle_indices_list
-        if groups is None:
-            groups = bundles_to_use(cluster.bundle_counts, workers_per_node)
+        tied_groups = bundle_indices_list
+        if tied_groups is None:
+            tied_groups = bundles_to_use(cluster.bundle_counts, workers_per_node)
         # Only for its checks: they raise before a worker is started.
-        places = place_workers(cluster.bundle_counts, groups, spanning=cluster.unified)
+        places = place_workers(cluster.bundle_counts, tied_groups, spanning=cluster.unified)
         self.sharding_annotations = _checked_sharding(len(places), sharding_annotations)
-        self._create_workers_from_bundle_indices(remote_worker_builder, groups, env_vars)
+        self._create_workers_from_bundle_indices(remote_worker_builder, tied_groups, env_vars)
 
     @property
     def workers(self) -> list[ActorHandle]:

@@ -93,7 +93,7 @@ def _create_actors(
     `WorkerStartError`. Overrides of environment variables and options are logged once, at the end.
     """
     placement_groups = cluster.get_placement_groups()
-    shared_layers = [
+    shared_layers = [  # of all workers; the lowest one overrides nothing, so it has no reason
         Layer("the driver's environment", _variables(driver_environment()), ""),
         Layer("the argument env_vars", _variables(env_vars), "it applies to this group"),
     ]
@@ -104,9 +104,9 @@ def _create_actors(
         if initializer not in started.owners:
             started.owners.append(initializer)
     # One endpoint per worker, and one more on the first worker's node: the master's.
-    held = cluster.hold_endpoints([plans[0].bundle, *(plan.bundle for plan in plans)])
-    started.after.callback(cluster.release_endpoints, held)
-    master, *endpoints = held
+    held_endpoints = cluster.hold_endpoints([plans[0].bundle, *(plan.bundle for plan in plans)])
+    started.after.callback(cluster.release_endpoints, held_endpoints)
+    master, *endpoints = held_endpoints
     creations: dict[str, ObjectRef] = {}
     for plan in plans:
         ranks = Layer(

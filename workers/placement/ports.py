@@ -66,7 +66,7 @@ def _bind_free(highest: int) -> socket.socket:
         try:
             return _bind(port)
         except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # in use, or reserved by the system
                 raise
     raise OSError(errno.EADDRINUSE, f"all ports from {LOWEST} to {highest} are in use on this node")
 
@@ -78,7 +78,7 @@ def _bind(port: int) -> socket.socket:
     sock = socket.socket(socket.AF_INET6 if dual_stack else socket.AF_INET)
     try:
         if dual_stack:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # hold the port for IPv4, too
         sock.bind(("", port))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -129,22 +129,23 @@ class NodePlacementStrategy:
 
 
 def _on_accelerators(groups: Sequence[tuple[int, ...]], cluster: Accelerators, isolate: bool) -> list[WorkerPlacement]:
-    """Return the placements. groups: the accelerators of each worker, as numbers in the whole cluster. ValueError if an
-    accelerator does not exist, or if those of one worker are on several nodes."""
+    """Return the placements. groups: the accelerators of each worker, as ascending numbers in the whole cluster.
+    ValueError if an accelerator does not exist, or if those of one worker are on several nodes."""
     per_node = cluster.accelerators_per_node
+    # (node, index on it) of each accelerator, by its number in the cluster.
     all_accelerators = [(node, index) for node, count in enumerate(per_node) for index in range(count)]
     if not all_accelerators:
         raise ValueError("the cluster has no accelerators; use NodePlacementStrategy to place workers by node")
     assigned = []
-    for ranks in groups:
-        if not 0 <= ranks[0] <= ranks[-1] < len(all_accelerators):
+    for numbers in groups:
+        if not 0 <= numbers[0] <= numbers[-1] < len(all_accelerators):
             raise ValueError(
-                f"accelerators {list(ranks)} do not all exist; the cluster has {len(all_accelerators)}, counted from 0"
+                f"accelerators {list(numbers)} do not all exist; the cluster has {len(all_accelerators)}, counted from 0"
             )
-        nodes = {all_accelerators[rank][0] for rank in ranks}
+        nodes = {all_accelerators[number][0] for number in numbers}
         if len(nodes) > 1:
-            raise ValueError(f"accelerators {list(ranks)} of one worker are on several nodes: {sorted(nodes)}")
-        assigned.append((nodes.pop(), tuple(all_accelerators[rank][1] for rank in ranks)))
+            raise ValueError(f"accelerators {list(numbers)} of one worker are on several nodes: {sorted(nodes)}")
+        assigned.append((nodes.pop(), tuple(all_accelerators[number][1] for number in numbers)))
     return _placements(assigned, cluster, isolate)
 
 

@@ -66,7 +66,7 @@ class Cluster(PlainCluster):
     @property
     def accelerator_ranks(self) -> list[list[int]]:
         """The numbers of the accelerators of each node. Numbers are unique in the cluster."""
-        ranks, first = [], 0
+        ranks, first = [], 0  # first: the number of the node's first accelerator
         for count in self.accelerators_per_node:
             ranks.append(list(range(first, first + count)))
             first += count

@@ -86,7 +86,7 @@ class ComponentPlacement:
 
     def get_strategy(self, component_name: str) -> PlacementStrategy:
         """Return the placement strategy of a component's group. ValueError for an unknown component."""
-        # Subclasses may add placements, without rank maps.
+        # `_checked_name` reads the rank maps, so it is not called for placements that subclasses add without one.
         if component_name not in self._placements:
             self._checked_name(component_name)
         return self._placements[component_name]

@@ -134,6 +134,7 @@ class StorageUnitActor(ComponentActor):
         number = self.number()
         with DataPlaneClient(replace(self._config, address=self._controller_address)) as client:
             try:
+                # force: try it even if no other unit accepts new rows.
                 client.drain(number, timeout_s, force=for_good)
             except BaseException:
                 if not for_good:

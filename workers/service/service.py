@@ -59,7 +59,7 @@ class LaunchedService:
     def find(cls, name: str = "tq-controller", namespace: str | None = None) -> LaunchedService:
         """Return the service that any driver of this Ray cluster launched with that name, in that namespace (None: this
         driver's). `ServiceUnavailableError` without such a service, or if its controller or supervisor has ended or
-        does not respond."""
+        does not respond within `ANSWER_TIMEOUT_S` or `ANSWER_S`."""
         namespace = namespace or ray.get_runtime_context().namespace
         address = actor_address(name, namespace)
         try:

@@ -228,7 +228,7 @@ class SupervisorActor:
         return self._plan.config
 
     async def stop(self) -> None:
-        """End all units, which frees their memory. No units are started afterwards."""
+        """End the background tasks and all units, which frees their memory. No units are started afterwards."""
         self._stopping = True
         for task in self._tasks - {asyncio.current_task()}:  # `_watch` runs this method in a task
             task.cancel()
@@ -437,6 +437,7 @@ class SupervisorActor:
     def _remove_unit(self, unit: Unit) -> None:
         """Remove a unit, kill its actor, and increase the backoff of its node."""
         del self._units[unit.name]
+        # After a steady run, earlier failures on this node do not count.
         if unit.serving_since and time.monotonic() - unit.serving_since > STEADY_S:
             self._backoffs.pop(unit.node.ident, None)
         self._back_off(unit.node.ident)

@@ -273,7 +273,7 @@ def _values_and_lengths(nested: Tensor) -> tuple[Tensor, Tensor]:
     if is_jagged(jagged) and jagged.lengths() is None:  # without lengths, rows have no holes between them
         offsets = jagged.offsets()
         return jagged.values()[int(offsets[0]) : int(offsets[-1])], row_lengths(jagged).cpu()
-    rows = list(nested.unbind())
+    rows = list(nested.unbind())  # with holes, or another kind of nested tensor: copy the rows
     values = torch.cat(rows) if rows else torch.empty(0, dtype=nested.dtype)
     return values, torch.tensor([row.shape[0] for row in rows], dtype=torch.int64)
 

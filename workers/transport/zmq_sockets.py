@@ -44,7 +44,7 @@ def end_silent(socket: Socket, every_ms: int, silence_ms: int) -> None:
 def connect(socket: Socket, address: str) -> None:
     """Connect to "host:port"."""
     url = url_of(address)
-    if "[" in url:
+    if "[" in url:  # an IPv6 address
         socket.set(zmq.IPV6, 1)
     socket.connect(url)
 
