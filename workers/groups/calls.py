@@ -136,9 +136,9 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
 
     def consume_durations(self, reduction_type: str = "max", return_per_rank: bool = False) -> dict[str, float] | Any:
         """Return the seconds by name, of the method and of its `worker_timer`s, each reduced over the called workers
-        ("max", "min" or "mean"). Waits for the call. return_per_rank: return a pair of these and the list of
-        unreduced dicts, one per worker. Durations are returned once. A worker keeps those of its last `actor_class.DURATIONS_KEPT` calls;
-        a later request returns nothing."""
+        ("max", "min" or "mean"). Waits for the call. return_per_rank: return a pair of these and the list of unreduced
+        dicts, one per worker. Durations are returned once. A worker keeps those of its last
+        `actor_class.DURATIONS_KEPT` calls; a later request returns nothing."""
         if reduction_type not in REDUCTIONS:
             raise ValueError(f"reduction_type must be one of {', '.join(REDUCTIONS)}, got {reduction_type!r}")
         self.wait()

@@ -415,8 +415,8 @@ class Worker:
 
     @staticmethod
     def timer(tag: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Return a decorator that runs a method, also an asynchronous one, within `worker_timer(tag)`; under the method's
-        name if `tag` is None."""
+        """Return a decorator that runs a method, also an asynchronous one, within `worker_timer(tag)`; under the
+        method's name if `tag` is None."""
 
         def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
             name = tag or method.__name__

@@ -137,15 +137,15 @@ def _on_accelerators(groups: Sequence[tuple[int, ...]], cluster: Accelerators, i
     if not all_accelerators:
         raise ValueError("the cluster has no accelerators; use NodePlacementStrategy to place workers by node")
     assigned = []
-    for numbers in groups:
-        if not 0 <= numbers[0] <= numbers[-1] < len(all_accelerators):
+    for owned in groups:
+        if not 0 <= owned[0] <= owned[-1] < len(all_accelerators):
             raise ValueError(
-                f"accelerators {list(numbers)} do not all exist; the cluster has {len(all_accelerators)}, counted from 0"
+                f"accelerators {list(owned)} do not all exist; the cluster has {len(all_accelerators)}, counted from 0"
             )
-        nodes = {all_accelerators[number][0] for number in numbers}
+        nodes = {all_accelerators[number][0] for number in owned}
         if len(nodes) > 1:
-            raise ValueError(f"accelerators {list(numbers)} of one worker are on several nodes: {sorted(nodes)}")
-        assigned.append((nodes.pop(), tuple(all_accelerators[number][1] for number in numbers)))
+            raise ValueError(f"accelerators {list(owned)} of one worker are on several nodes: {sorted(nodes)}")
+        assigned.append((nodes.pop(), tuple(all_accelerators[number][1] for number in owned)))
     return _placements(assigned, cluster, isolate)
 
 
