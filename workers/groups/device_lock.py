@@ -46,7 +46,7 @@ class DeviceLock:
     def acquire(self, timeout_s: float = TIMEOUT_S) -> None:
         """Block until the worker holds the lock. `DeviceLockTimeoutError`, which names a current holder, after
         `timeout_s`."""
-        wait = LoggedWait(seconds("timeout_s", timeout_s))
+        wait = LoggedWait(seconds("timeout_s", timeout_s))  # for all accelerators together
         with self._guard:
             if not self._count:
                 try:

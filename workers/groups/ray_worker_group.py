@@ -187,7 +187,7 @@ class RayWorkerGroup:
         **kwargs: Any,
     ) -> list[ObjectRef]:
         """As `run_all_workers_single_data`, but each argument is a list with one value per called worker (ValueError
-        for another length). `common_kwargs` are passed to all."""
+        for another length). `common_kwargs` are passed to all (ValueError for a name that is also in `kwargs`)."""
         self._check_callable()
         called = self._workers_to_call(run_rank_0_only_axes)
         dispatch.check_counts(len(called), args, kwargs)

@@ -225,7 +225,7 @@ def recv_batch(
 
     def finish(parts: list[Any]) -> Any:
         """Check the row counts of the received parts and join them."""
-        if route.router is not None:  # a decoupled exchange, whose parts carry their routes
+        if route.router is not None:  # a decoupled exchange: parts carry their routes, and all have equal sizes
             parts = _unwrap_parts(parts, route.router)
         for part, entry in zip(parts, plan.entries, strict=True):
             rows = get_batch_size(part, infer_batch_size_fn)
@@ -270,7 +270,8 @@ def _recv_plan(worker: Sender, route: BatchRoute, batch_size: int) -> RoutePlan:
             route_key=route.route_key,
             batch_size=batch_size,
         )
-    # A list of routes under the tag shows that this worker answers parts, so it takes the parts of any sender.
+    # A list of routes under the tag shows that this worker answers parts, so it takes the parts of any sender. The
+    # world sizes are as in `_send_plan`: `src` is this worker's group.
     return decoupled_build_recv_plan(
         src_group_name=route.group_name,
         dst_group_name=own_group,

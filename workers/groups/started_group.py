@@ -118,14 +118,14 @@ def clean_up(actors: Mapping[str, ActorHandle], method: str, *, timeout_s: float
     done, late = ray.wait(list(name_of), num_returns=len(name_of), timeout=timeout_s) if name_of else ([], [])
     for future in late:
         logger.warning("Worker %s: %s did not return within %s s", name_of[future], method, timeout_s)
-    failed = 0
+    failures = 0
     for future in done:
         try:
             ray.get(future)
         except Exception as error:
             logger.warning("Worker %s: %s failed: %s", name_of[future], method, error)
-            failed += 1
-    return len(done) == len(actors) and not failed
+            failures += 1
+    return len(done) == len(actors) and not failures
 
 
 def kill(actors: Sequence[ActorHandle]) -> bool:

@@ -121,10 +121,10 @@ class NodePlacementStrategy:
 
     def get_placement(self, cluster: Accelerators, isolate_accelerator: bool = True) -> list[WorkerPlacement]:
         """See `PlacementStrategy`. isolate_accelerator: ignored, these workers have no accelerators of their own."""
-        nodes = len(cluster.accelerators_per_node)
+        node_count = len(cluster.accelerators_per_node)
         for node in self._nodes:
-            if not 0 <= node < nodes:
-                raise ValueError(f"node {node} does not exist; the cluster has {nodes} nodes, counted from 0")
+            if not 0 <= node < node_count:
+                raise ValueError(f"node {node} does not exist; the cluster has {node_count} nodes, counted from 0")
         return _placements([(node, ()) for node in self._nodes], cluster, isolate=False)
 
 

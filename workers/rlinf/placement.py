@@ -132,28 +132,28 @@ def _place_processes(text: str, cluster: Cluster, by_nodes: bool) -> tuple[RankM
 
 def _parse_rank_map(text: str, available: list[int], kind: str) -> RankMap:
     """Parse a placement text of "RESOURCES" or "RESOURCES:PROCESSES" parts (see `ComponentPlacement`). available: the
-    existing resources; kind: what they are, for errors."""
+    existing resources; kind: what they are, for errors. ValueError as `ComponentPlacement`."""
     rank_map: RankMap = {}
     used_resources: list[int] = []
-    processes = 0
+    process_count = 0
     for part in filter(None, map(str.strip, text.split(","))):
         resource_text, _, process_text = part.partition(":")
         resources = parse_rank_config(resource_text, available, kind)
         if used_resources and resources[0] <= used_resources[-1]:
             raise ValueError(f"component_placement {text!r}: name each {kind} once, in ascending order")
         # By default one process per resource, numbered after the processes of the previous parts.
-        ranks = list(range(processes, processes + len(resources)))
+        process_ranks = list(range(process_count, process_count + len(resources)))
         if process_text:
-            ranks = parse_rank_config(process_text, rank_type="process")
-        if ranks != list(range(processes, processes + len(ranks))):
+            process_ranks = parse_rank_config(process_text, rank_type="process")
+        if process_ranks != list(range(process_count, process_count + len(process_ranks))):
             raise ValueError(f"component_placement {text!r}: processes must be numbered from 0 without gaps")
-        if len(ranks) % len(resources) and len(resources) % len(ranks):
+        if len(process_ranks) % len(resources) and len(resources) % len(process_ranks):
             raise ValueError(
-                f"component_placement {part!r}: {len(ranks)} processes cannot share {len(resources)} {kind}s"
+                f"component_placement {part!r}: {len(process_ranks)} processes cannot share {len(resources)} {kind}s"
             )
-        processes += len(ranks)
+        process_count += len(process_ranks)
         used_resources += resources
-        rank_map[tuple(resources)] = ranks
+        rank_map[tuple(resources)] = process_ranks
     if not rank_map:
         raise ValueError(f"component_placement {text!r} names no {kind}")
     return rank_map

@@ -78,6 +78,7 @@ def launch_service(
     namespace, driver_node = ray.get_runtime_context().namespace, ray.get_runtime_context().get_node_id()
     token = merged.secret() or secrets.token_urlsafe(32)
     merged = replace(merged, token=token, token_file=None, capacity_bytes=capacity)
+    # For clients and units: the same settings, with the controller's address.
     service_config = ServiceConfig(**{**vars(merged), "address": actor_address(name, namespace)})
     plan = ServicePlan(
         name=name,

@@ -451,7 +451,7 @@ class SupervisorActor:
         backoff.until = time.monotonic() + min(2.0 ** (backoff.failures - 2), MAX_BACKOFF_S)
 
     async def _stop_unit(self, unit: Unit, *, for_good: bool = False) -> None:
-        """Stop the unit, with a timeout, then kill its actor in any case."""
+        """Stop the unit, with a timeout, then kill its actor in any case. for_good: see `StorageUnit.stop`."""
         with suppress(RayError, asyncio.TimeoutError):
             await asyncio.wait_for(unit.actor.stop.remote(for_good=for_good), STOP_TIMEOUT_S)
         with suppress(Exception):

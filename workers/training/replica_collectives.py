@@ -122,7 +122,7 @@ class Siblings:
         return torch.device("cpu")
 
     def all_gather(self, mine: bytes, deadline: Deadline) -> list[bytes]:
-        """Return every rank's `mine`, in rank order. All must have the same length."""
+        """Return every rank's `mine`, in rank order. All must have the same length. Raises as `_run_collective`."""
         device = self.device
         source = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
         gathered = [torch.empty_like(source) for _ in range(self.size)]
@@ -133,10 +133,10 @@ class Siblings:
         return [bytes(buffer.cpu().numpy()) for buffer in gathered]
 
     def broadcast(self, buffer: Tensor, root: int, deadline: Deadline, *, purpose: str = "control") -> None:
-        """Copy the root's `buffer` (uint8, on `device`) into the buffer of every rank."""
+        """Copy the root's `buffer` (uint8, on `device`) into the buffer of every rank. Raises as `_run_collective`."""
         options = BroadcastOptions()
         options.rootRank = root
-        options.rootTensor = 0
+        options.rootTensor = 0  # the index of the buffer in the list below
         options.timeout = self._limit(deadline)
         self._run_collective(lambda: self._channel.broadcast([buffer], options), deadline)
         self._count(purpose, buffer.numel())
@@ -164,8 +164,8 @@ class Siblings:
         return deadline.left if self.device.type != "cpu" else deadline.left + timedelta(days=1)
 
     def _run_collective(self, start: Callable[[], Any], deadline: Deadline) -> None:
-        """Call `start`, which starts a collective, and wait for it. `CallTimeoutError` at the deadline,
-        `ReplicaLostError` if a rank is lost."""
+        """Call `start`, which starts a collective, and wait for it. `CallTimeoutError` at the deadline, or if a sibling
+        gave up; `ReplicaLostError` if a rank is lost."""
         try:
             start().wait(deadline.left)
         except RuntimeError as error:

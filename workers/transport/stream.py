@@ -149,7 +149,7 @@ class Stream:
             until = max(until, time.monotonic() + SILENT_S)
 
     def skip(self, nbytes: int, until: float) -> None:
-        """Read `nbytes` bytes of the last message's payload and drop them."""
+        """Read `nbytes` bytes of the last message's payload and drop them. until: as in `receive_into`."""
         scratch = memoryview(bytearray(min(nbytes, READ_BYTES)))
         while nbytes:
             part = scratch[:nbytes]

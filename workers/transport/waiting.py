@@ -53,7 +53,8 @@ class LoggedWait:
 
 
 def done_within(future: Future[Any], what: str, timeout_s: float | None) -> bool:
-    """Wait at most `timeout_s` for `future`; return whether it is done. what: the operation, for the log."""
+    """Wait at most `timeout_s` (None: no limit) for `future`; return whether it is done. what: the operation, for the
+    log."""
     wait = LoggedWait(timeout_s)
     while not future.done():
         with contextlib.suppress(FutureTimeout):
