@@ -93,7 +93,8 @@ class CommMapper:
 
 
 def _common_rows(batch_size: int, world_size: int, peer_world_size: int, rank: int) -> list[tuple[int, int]]:
-    """Return (rank, rows) of each rank of the peers that has rows in common with `rank`."""
+    """Return (rank, rows) of each rank of the peers that has rows in common with `rank`. ValueError as
+    `CommMapper.get_dst_ranks`."""
     for size in (world_size, peer_world_size):
         if size < 1 or batch_size < 1 or batch_size % size:
             raise ValueError(f"batch_size={batch_size} cannot be spread evenly over a group of {size} ranks")
@@ -192,7 +193,9 @@ def decoupled_build_send_plan(
         else:
             route = tag_batch_router[index]
             answered_rank, _, _, part_tag = split_channel_message(route)
-        key = build_route_channel_key(src_group_name, dst_group_name, None, answered_rank, part_tag, route_key)
+        key = build_route_channel_key(
+            src_group_name, dst_group_name, src_rank=None, dst_rank=answered_rank, tag=part_tag, route_key=route_key
+        )
         entries.append(RouteEntry(peer_rank=answered_rank, batch_size=size, key=key, batch_index=route))
     return _plan(src_group_name, dst_group_name, tag, entries)
 
@@ -215,7 +218,9 @@ def decoupled_build_recv_plan(
     The world sizes are those of `decoupled_build_send_plan` for the same rank: `src` is its own group.
     """
     sizes = CommMapper.decoupled_get_batch_size(batch_size, src_world_size, dst_world_size, recv_queue_size)
-    key = build_route_channel_key(src_group_name, dst_group_name, None, recv_rank, tag, route_key)
+    key = build_route_channel_key(
+        src_group_name, dst_group_name, src_rank=None, dst_rank=recv_rank, tag=tag, route_key=route_key
+    )
     entries = [RouteEntry(peer_rank=None, batch_size=size, key=key) for size in sizes]
     return _plan(src_group_name, dst_group_name, tag, entries)
 

@@ -165,7 +165,7 @@ class Cluster:
             node_rank=node_rank,
             local=local,
             directory=self.directory,
-            here=0,
+            here=0,  # the driver's node
             nodes=self.num_nodes,
         )
 

@@ -70,7 +70,7 @@ def launch_group(cluster: Cluster, launch: Launch) -> tuple[StartedGroup, Direct
     started.before.callback(_end_entry, directory, entry)
     with started.starting():
         # A worker entry under the group's own name marks a launch in progress, see `_is_launching`.
-        launching = directory.register_worker(WorkerAddress(launch.name), "")
+        launching = directory.register_worker(WorkerAddress(launch.name), endpoint="")
         _create_actors(started, cluster, launch, entry)
         names = [f"{launch.name}:{rank}" for rank in range(len(started.actors))]
         started.await_constructed(names)
@@ -90,14 +90,14 @@ def _end_entry(directory: DirectoryClient, entry: DirectoryEntry) -> None:
 def _create_actors(started: StartedGroup, cluster: Cluster, launch: Launch, entry: DirectoryEntry) -> None:
     """Add an actor for each placement to `started.actors`, and hold a port for them until the group ends. Does not wait
     for their constructors."""
-    first = launch.placements[0].cluster_node_rank
-    port = cluster.hold_port(first)
-    started.after.callback(cluster.release_port, first, port)
+    first_node = launch.placements[0].cluster_node_rank  # the node of rank 0, the master
+    port = cluster.hold_port(first_node)
+    started.after.callback(cluster.release_port, first_node, port)
     # The actor's constructor sets these (see `serving_class`); Ray sets `variables` for the whole process.
     shared = {
         "GROUP_NAME": launch.name,
         "WORLD_SIZE": str(len(launch.placements)),
-        "MASTER_ADDR": cluster.nodes[first].host,
+        "MASTER_ADDR": cluster.nodes[first_node].host,
         "MASTER_PORT": str(port),
         DIRECTORY_VARIABLE: cluster.directory.address,
         NODES_VARIABLE: str(cluster.num_nodes),

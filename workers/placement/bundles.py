@@ -121,18 +121,18 @@ def bundles_by_node(bundle_counts: Sequence[int], hosts: Sequence[str]) -> list[
     free_bundles: dict[str, list[int]] = {}
     for bundle, host in enumerate(hosts):
         free_bundles.setdefault(host, []).append(bundle)
-    nodes: list[list[int]] = [[] for _ in bundle_counts]
+    bundles_of: list[list[int]] = [[] for _ in bundle_counts]  # by node
     for node, count in sorted(enumerate(bundle_counts), key=lambda node_and_count: -node_and_count[1]):
-        while len(nodes[node]) < count:
-            needed = count - len(nodes[node])
+        while len(bundles_of[node]) < count:
+            needed = count - len(bundles_of[node])
             sufficient_hosts = [host for host in free_bundles if len(free_bundles[host]) >= needed]
             if sufficient_hosts:
                 host = min(sufficient_hosts, key=lambda name: len(free_bundles[name]))
             else:
                 host = max(free_bundles, key=lambda name: len(free_bundles[name]))
-            nodes[node] += free_bundles[host][:needed]
+            bundles_of[node] += free_bundles[host][:needed]
             free_bundles[host] = free_bundles[host][needed:]
-    return [sorted(bundles) for bundles in nodes]
+    return [sorted(bundles) for bundles in bundles_of]
 
 
 def counted_by_host(places: Sequence[WorkerPlace], hosts: Sequence[str]) -> list[WorkerPlace]:

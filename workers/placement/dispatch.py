@@ -65,7 +65,7 @@ def shard_targets(
         coords = sharding.get_worker_coords(worker)
         has_data = is_axis_zero(coords, free)
         if has_data or dummies:
-            targets.append(DispatchTarget(worker, tuple(coords[axis] for axis in sharded), not has_data))
+            targets.append(DispatchTarget(worker, tuple(coords[axis] for axis in sharded), dummy=not has_data))
     return targets
 
 

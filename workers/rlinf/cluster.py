@@ -115,7 +115,8 @@ def parse_rank_config(
     rank_config: str | int, available_ranks: list[int] | None = None, rank_type: str | None = None
 ) -> list[int]:
     """Parse a text such as "0-3,5" or "all" (all `available_ranks`) into sorted ranks. rank_type: what the ranks
-    number, for errors. ValueError for a text without ranks, and for ranks that are not in `available_ranks`."""
+    number, for errors. ValueError for a malformed text or one without ranks, for "all" without `available_ranks`, and
+    for ranks that are not in them."""
     text = str(rank_config).strip()
     kind = rank_type or "rank"
     if text.lower() == "all":

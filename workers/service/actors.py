@@ -156,7 +156,8 @@ class StorageUnitActor(ComponentActor):
         self.stop()
 
     def _stop_after_supervisor(self, name: str, namespace: str) -> None:
-        """Wait for the end of the supervisor actor, then stop the unit and exit the process."""
+        """Wait for the end of the supervisor actor, also across its restarts, then stop the unit and exit the process.
+        Runs in a thread."""
         while not self._stopping:
             try:
                 ray.get(ray.get_actor(name, namespace=namespace).until_end.remote())  # never returns, only raises

@@ -96,7 +96,7 @@ class SupervisorActor:
         await self._reconcile()
         units = list(self._units.values())
         if not units:
-            self._check_nodes()
+            self._check_nodes()  # raises if no node is selected
         else:
             await asyncio.wait([unit.started for unit in units], timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         failed = [unit for unit in units if unit.started.done() and unit.started.exception() is not None]
@@ -158,8 +158,10 @@ class SupervisorActor:
         ]
 
     async def add_node(self, ident: str, timeout_s: float) -> list[str]:
-        """Start this node's units, even if the plan does not select it. Return their names once they serve."""
-        await self._reconcile()
+        """Start this node's units, even if the plan does not select it. Return their names once they serve. ValueError
+        for an unknown node and one that is being drained; `ServiceStartError` for a unit that fails or is not ready
+        within `timeout_s`."""
+        await self._reconcile()  # updates `_alive`
         if ident not in self._alive:
             raise ValueError(f"the Ray cluster has no node {ident!r}; pass the id of a running node")
         if self._drain_states.get(ident) == "draining":
@@ -168,7 +170,7 @@ class SupervisorActor:
         self._backoffs.pop(ident, None)
         self._added.add(ident)
         await self._store_node_choices()
-        await self._reconcile()
+        await self._reconcile()  # starts the units
         units = self._units_on(ident)
         await asyncio.wait([unit.started for unit in units], timeout=timeout_s)
         for unit in units:
@@ -349,7 +351,7 @@ class SupervisorActor:
         ]
 
     async def _start_on(self, node: RayNode) -> None:
-        """Create the actor of the node's next unit and monitor it."""
+        """Create the actor of the node's next unit and monitor it. If an actor of its name exists, retry later."""
         plan = self._plan
         name, number = next_unit(node.host, self._units)
         placement = NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False)
@@ -361,6 +363,7 @@ class SupervisorActor:
             scheduling_strategy=placement,
         )
         supervisor = (supervisor_name(plan.name), plan.namespace)
+        # The unit gets the controller's address as a separate argument.
         settings = replace(plan.config.of_unit(number), address=None)
         try:
             actor = await asyncio.to_thread(actor_class.remote, settings, plan.config.address, name, supervisor)
@@ -377,7 +380,7 @@ class SupervisorActor:
         unit.monitor_task = self._spawn(self._run_unit(unit))
 
     async def _run_unit(self, unit: Unit) -> None:
-        """Start a unit and monitor it until it ends."""
+        """Start a unit, complete its `started`, and monitor it until it ends."""
         try:
             await unit.actor.start.remote()
             unit.number = await unit.actor.number.remote()

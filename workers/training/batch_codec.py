@@ -221,7 +221,7 @@ def _decode_column(column: _Column, flat: Tensor, layouts: Sequence[_RowLayout])
     """Return the values of one column. layouts: one per entry of the header's `lengths`."""
     match column:
         case _Dense():
-            return _view(flat, column.start, column.dtype, column.shape).clone()
+            return _view(flat, column.start, column.dtype, column.shape).clone()  # a copy, see `unpack`
         case _Jagged():
             layout = layouts[column.lengths]
             values = _view(flat, column.start, column.dtype, (layout.total, *column.inner))

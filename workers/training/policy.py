@@ -295,7 +295,7 @@ class TQPolicy:
         if self._step_open:
             raise RuntimeError("a train step is open: call finish_train_step() or abort_train_step() first")
         gbs, mbs = self._batch_sizes(gbs, mbs)
-        timed = Timed(timer, "policy_training", "submit_training_futures")
+        timed = Timed(timer, "policy_training", submit="submit_training_futures")
         common = {
             "loss_fn": loss_fn,
             "eval_mode": eval_mode,
@@ -340,7 +340,7 @@ class TQPolicy:
         because other workers may have added their parts.
         """
         self._require_step()
-        timed = Timed(timer, "policy_training", "submit_microbatch_futures")
+        timed = Timed(timer, "policy_training", submit="submit_microbatch_futures")
         metas = self._split(self._training_meta(meta, train_fields), "train", batch_size=None, timed=timed)
         with self._step_fails_on_error("train_microbatches_from_meta"):
             self._call("train_microbatch_presharded", timed, metas)

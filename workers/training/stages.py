@@ -79,7 +79,7 @@ def check_settings(cfg: Any) -> None:
     settings = enabled(cfg, "sequence_packing") or enabled(cfg, "dynamic_batching")
     # Without any budget, all stages are checked: if micro-batches are enabled, that raises.
     stages: Sequence[Stage] = [stage for stage in STAGES if _budget_name(settings, stage)] or STAGES
-    empty = KVBatchMeta("", None, [], sequence_lengths=[])
+    empty = KVBatchMeta(partition_id="", task_name=None, sample_ids=[], sequence_lengths=[])
     for stage in stages:
         # Without samples, this only checks the arguments.
         shard_meta_for_dp(empty, dp_world=1, **packing_arguments(cfg, stage))

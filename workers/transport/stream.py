@@ -61,7 +61,7 @@ class Stream:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 sock.settimeout(within_s)
-                sock.connect("\0" + endpoint.name)
+                sock.connect("\0" + endpoint.name)  # an abstract socket, which has no file
                 return cls(sock)
             except ConnectionRefusedError:
                 # The server may be in another network namespace of this machine, so TCP is tried next.

@@ -98,7 +98,7 @@ class StreamServer:
         name = f"{name}-{secrets.token_hex(16)}"
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listeners[local.fileno()] = local
-        local.bind("\0" + name)
+        local.bind("\0" + name)  # an abstract socket, which has no file
         ip = resolve_host(host)
         remote = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
         self._listeners[remote.fileno()] = remote
