@@ -106,8 +106,8 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
     it). The first exception of a worker is raised at once, with its original type and a note of the worker and its
     traceback. `WorkerLostError` names a worker whose process ended.
 
-    `wait` reads Ray's references itself. All other methods of `Handle` use the future `_done`, which only `_future`
-    connects to the calls.
+    `wait` and, at first, `done` read Ray's references. The other methods use the future `_done`, which `_future`
+    connects to the calls on first use.
     """
 
     _log_level = logging.WARNING

@@ -117,7 +117,7 @@ class DeviceLock:
         """Unlock and remove the files of all accelerators."""
         while self._held:
             path, file = self._held.pop()
-            # Before the unlock: whoever gets the lock then finds that the path is not this file, see `_is_current`.
+            # Before the unlock: a worker that gets the lock then finds that the path is another file (`_is_current`).
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             # A forked child may share the file description, so closing alone would not release the lock.

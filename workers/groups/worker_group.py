@@ -63,7 +63,7 @@ class WorkerGroup(Generic[C]):
         self._started: StartedGroup | None = None  # set only in the process that launched the group, until the end
         self._token: object = None  # distinguishes this launch from other launches under the same name
         self._workers: list[WorkerGroup.WorkerRank] = []
-        self._launched = False  # stays True after the end; `_workers` is empty then
+        self._launched = False  # stays True after `end_group`, which empties `_workers`
         self._next = threading.local()  # attribute `ranks`: those of this thread's next call, None for all
 
     @property

@@ -163,7 +163,7 @@ class StorageUnitActor(ComponentActor):
                 ray.get(ray.get_actor(name, namespace=namespace).until_end.remote())  # never returns, only raises
             except ActorUnavailableError:
                 time.sleep(RETRY_S)  # Ray restarts the supervisor
-            except (RayError, ValueError):  # ValueError: no actor has that name any longer
+            except (RayError, ValueError):  # ValueError: the name is free, the actor has ended
                 break
         if not self._stopping:
             log.warning("Storage unit %s stops: its service has ended", self._name)
