@@ -1,5 +1,4 @@
-"""Encodes a caller's fields as columns: the spec, row lengths and memory locations of each. Only objects are copied
-here; `EncodedColumn.write` copies all other values, once."""
+"""Encodes fields as columns: spec, row lengths, memory locations. Only objects are copied here; see `EncodedColumn`."""
 
 from __future__ import annotations
 
@@ -395,9 +394,8 @@ class _FieldEncoder:
     def _encode_padded(self, tensor: Tensor) -> tuple[FieldSpec, Int64s, Values]:
         """Encode a tensor `[N, L, *inner]` as rows of length L, or of `token_lengths` if given."""
         if tensor.dim() < 2:
-            raise self._schema_error(
-                f"dense {DTYPE_NAMES[tensor.dtype]} of shape {list(tensor.shape)} (no axis for its rows)"
-            )
+            shape = list(tensor.shape)
+            raise self._schema_error(f"dense {DTYPE_NAMES[tensor.dtype]} of shape {shape} (no axis for its rows)")
         width = tensor.shape[1]
         lengths = np.full(len(tensor), width, dtype=np.int64)
         if self.token_lengths is not None:
@@ -414,9 +412,9 @@ class _FieldEncoder:
         """Encode a jagged tensor. InvalidRequestError for rows outside its values, which would read foreign memory."""
         values = self._plain_tensor(detached_values(nested), row=None)
         starts, lengths = host_starts_and_lengths(nested)
-        negative = len(lengths) and np.minimum.reduce(starts | lengths) < 0  # `|`: negative if either is
-        if negative or (len(lengths) and np.maximum.reduce(starts + lengths) > len(values)):
-            row = int(np.argmax((starts < 0) | (lengths < 0) | (starts + lengths > len(values))))
+        outside = (starts < 0) | (lengths < 0) | (starts + lengths > len(values))
+        if outside.any():
+            row = int(np.argmax(outside))
             raise InvalidRequestError(
                 f"field {self.name!r}: row {row} of the nested tensor (start {starts[row]}, length {lengths[row]}) is "
                 f"outside its values (length {len(values)}); correct its offsets or lengths"

@@ -177,9 +177,8 @@ class Reservations:
         return self._create_reservation(parked, pieces)
 
     def preallocate(self, session: Session, number: int, command: Preallocate) -> Preallocated:
-        """Reserve preallocated space in a unit for later small puts of the session. Raises CapacityTimeoutError if it
-        is too large a part of the unit's space, if no free range is large enough, or if it would take space from a
-        waiting put."""
+        """Reserve space in a unit for later small puts of the session. Raises CapacityTimeoutError if it is too large a
+        part of the unit's space, if no free range is large enough, or if a waiting put needs the space."""
         unit = self.state.units.get(command.unit)
         if unit is None or unit.number not in session.attached:
             raise InvalidRequestError(f"session {session.number} is not local to storage unit {command.unit}")
