@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from dataplane import connect
+from dataplane.config import DataPlaneConfig
+from dataplane.storage.unit import StorageUnit
 from tests.restarts import one_unit, wait_until
 
 pytestmark = pytest.mark.integration
@@ -32,3 +34,20 @@ def test_a_unit_that_was_started_is_not_started_twice(tmp_path: Path) -> None:
         unit.start()
         with connect(restartable.address) as client:
             wait_until(lambda: [found.connected for found in client.stats().units] == [False, True], "the first's end")
+
+
+def test_a_start_beside_give_up_finds_that_it_was_given_up_or_has_its_link_closed() -> None:
+    """`start` sets its link and then looks whether it was given up; `give_up` does the reverse."""
+    seen: list[bool] = []
+
+    class Observed(StorageUnit):
+        @property
+        def _link(self) -> None:
+            seen.append(self._given_up)
+
+        @_link.setter
+        def _link(self, link: object) -> None:
+            pass
+
+    Observed(DataPlaneConfig(), "127.0.0.1:1").give_up()
+    assert seen == [True]
