@@ -144,9 +144,10 @@ class ZmqServer:
 
     def _end_connection(self, handler: Handler, descriptor: int, replaced: bool) -> None:
         """Handle a closed connection: log a failed handshake, and report its session as silent, unless another
-        connection has the session too. replaced: the session of the descriptor belongs to a later connection."""
+        connection has the session too. replaced: a later connection reuses the descriptor, and the session that
+        `_session_of` has for it is already that connection's."""
         peer = self._unauthenticated.ended(descriptor)
-        if self._admission is not None and self._handshake_failed:
+        if self._admission is not None and self._handshake_failed:  # the event before this one, of the same peer
             self._handshake_failed = False
             self._admission.complain(f"a peer at {peer or 'an unknown address'}", _NO_HANDSHAKE)
         session = None if replaced else self._session_of.pop(descriptor, None)

@@ -99,7 +99,7 @@ class StorageUnit:
     def _start(self) -> None:
         """Open the arena, start the servers and register the unit at the controller."""
         self._stopped = False  # a stopped unit may be started again
-        require_enough()
+        require_enough()  # files that this process may open
         config = self._config
         _sweep_directories(config)
         self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)

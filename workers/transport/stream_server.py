@@ -241,9 +241,10 @@ class StreamServer:
                 return
             connection.payload = payload = self._service.take(connection, message)
             if payload is not None:
+                # The splitter may already have bytes of the payload; `left` is the part still to be received.
                 connection.left = connection.splitter.rest(payload.target)
                 if not connection.left:  # the whole payload came with the message
-                    self._receive_payload(connection)
+                    self._receive_payload(connection)  # completes it, so that the next message can be taken
             if connection.ident not in self._connections:
                 return  # the service has dropped the connection
 

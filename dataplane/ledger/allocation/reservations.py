@@ -200,7 +200,7 @@ class Reservations:
 
     def _is_spare(self, nbytes: int) -> bool:
         """Return whether `nbytes` can be reserved without taking them from a waiting call. Calls that wait for a
-        budget do not wait for memory. Calls that wait for a larger piece must have enough bytes left."""
+        budget, as in resting lines, do not wait for memory. Those that wait for a larger piece must keep enough."""
         lines = [line for update in (True, False) for line in self._active_lines(update, accounts=set())]
         return all(
             not waits_for_memory(self.state, parked) or waits_for_larger_piece(self.state, parked, spare=nbytes)

@@ -119,10 +119,12 @@ class Inspection:
         does not have."""
         fields = latest_fields(partition, task)
         lacking = [name for name in fields if not partition.has(name, np.array([row])).all()]
-        owner = int(task.owners_of(np.array([row]))[0])  # of the lease: a session, negative for a rank, or 0
-        state = c.TaskState.CLAIMED if task.claim_ids[row] else c.TaskState.UNCLAIMED
+        # The session that leases the sample; 0: no lease; negative: no session, the sample is held for a rank's share.
+        owner = int(task.owners_of(np.array([row]))[0])
         if owner:
             state = c.TaskState.HELD if owner < 0 else c.TaskState.LEASED
+        else:
+            state = c.TaskState.CLAIMED if task.claim_ids[row] else c.TaskState.UNCLAIMED
         session = self.state.sessions.get(owner)
         return c.ShownTask(
             task=task.name,

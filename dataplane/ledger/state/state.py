@@ -362,9 +362,9 @@ class State:
         self.return_rows(claimed.partition, task, claimed.rows[task.claim_ids[claimed.rows] == claimed.claim_id])
 
     def return_rows(self, partition: Partition, task: Task, rows: Int64s) -> None:
-        """Make these rows unclaimed again for the task, and update waiting calls."""
+        """Make these rows unclaimed again for the task, and have waiting puts and claims evaluated again."""
         returned = task.give_back(rows)
-        self.recheck_puts(partition, rows)
+        self.recheck_puts(partition, rows)  # samples that are no longer claimed may be evicted
         # The task may have been removed from its partition, or the partition dropped.
         if len(returned) and not partition.dropped and partition.tasks.get(task.name) is task:
             partition.update_after_claims(task, returned)

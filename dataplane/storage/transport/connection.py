@@ -156,7 +156,8 @@ class Wire:
                 self._wait(deadline)
 
     def _wait(self, deadline: float) -> None:
-        """Block until a frame arrives. Raises the errors of `receive`."""
+        """Block until a frame arrives or the deadline is reached; the first call after the deadline raises
+        WireSilentError. Raises the other errors of `receive` as soon as their cause is noticed."""
         left_s = deadline - time.monotonic()
         ready: dict[Any, int] = {}
         if left_s > 0:
