@@ -298,12 +298,13 @@ class UnitConnection:
         within = self.info.capacity_bytes
         plan = plan_read(np.asarray(offsets, np.int64), np.asarray(sizes, np.int64), within=within, columns=columns)
         if len(plan.requests) == 1:
-            return self._read_whole(plan, timeout_s)
+            return self._read_whole(plan, timeout_s)  # saves the copy out of the frame
         buffers = [self._buffer(nbytes) for nbytes in plan.buffers]
         with (call := threading.Lock()), self._wire("read", timeout_s, call) as wire:
             pending: deque[_PendingRead] = deque()
             for request in plan.requests:
-                while len(pending) >= READ_WINDOW:  # a reply may add a request to `pending`
+                # A loop, because a reply may make another request necessary, which joins `pending`.
+                while len(pending) >= READ_WINDOW:
                     self._copy_payload(wire, pending, buffers, timeout_s)
                 pending.append(self._send_read(wire, request, self._payloads))
             while pending:

@@ -62,11 +62,12 @@ class Routes:
         return 0
 
     def _ask_part(self, part: int, key: bytes, wish: int, what: str) -> int | None:
-        """Ask `part` which part stores the key; a new key gets the part `wish`. Return None if `part` has ended."""
+        """Ask `part` which part stores the key; a new key gets the part `wish`. Return None if the channel has ended on
+        `part`. what: names the operation in errors."""
         answer = self._links[part].ask(
             lambda number: wire.RouteKey(number, self._ident, key, wish), what, time.monotonic() + ASK_S
         )
-        return answer.replica if isinstance(answer, wire.Routed) else None
+        return answer.replica if isinstance(answer, wire.Routed) else None  # the protocol calls a part a replica
 
     def find_parts_with_key(self, key: bytes, what: str, *, first: int = 0) -> tuple[list[int], list[ChannelLostError]]:
         """Return the parts, from part `first` on, that have the key or items of it, and the error of each part whose

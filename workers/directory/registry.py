@@ -123,7 +123,7 @@ class Registry:
         if record is not None:
             record.watchers.add(session)
             return [(session, Found(request.number, (record.entry,)))]
-        # A lost entry with `returns` is not among the ended ones: its successor is awaited.
+        # Not among the ended entries: a lost one that another process will register again (`returns`). It is awaited.
         ended = self._ended.get(key) or self._ended.get((Kind.GROUP, _group_name(key)))
         if ended is not None:
             return [(session, _lost_reply(request.number, request.name, ended))]

@@ -111,7 +111,7 @@ class Fetches(dict[MessageId, Fetch]):
             nbytes=nbytes,
         )
         if not self._ask_relay(relay, want):
-            self.pull_from_source(fetch)
+            self.pull_from_source(fetch)  # requests these bytes, too: they are recorded in `fetch.requested`
 
     def pull_from_source(self, fetch: Fetch) -> None:
         """Stop using the relay: request the outstanding chunks again from the source, and the later ones too."""

@@ -60,7 +60,8 @@ class Reservations:
     Waiting puts are served first come, first served among updates and among new rows, updates first. A put that
     waits for its partition's budget does not hold up other partitions. Neither does a put that waits for a larger
     piece while enough bytes are free; it does not hold up its own partition either, if that has no budget. Moves
-    come last, whatever the budget. `liveness` probes silent sessions when a put has to wait."""
+    (space for copies of cells that leave their unit) come last, whatever the budget. `liveness` probes silent
+    sessions when a put has to wait."""
 
     def __init__(self, state: State, liveness: Liveness) -> None:
         self.state = state
@@ -259,13 +260,12 @@ class Reservations:
         )
 
     def _serve_moves(self) -> None:
-        """Serve moves in order, with space that no update waits for, until one must wait."""
+        """Serve moves in order until one must wait. None gets space while an update waits that holds up all others."""
         moves = list(self.state.moves.values())  # a copy, because served moves leave the queue
         behind = bool(moves) and self._update_before_moves() is not None
         for parked in moves:
-            still_waits = self._try_to_serve(parked, behind=behind)
-            if still_waits:
-                return
+            if self._try_to_serve(parked, behind=behind):
+                return  # it still waits
 
     def _update_before_moves(self) -> ParkedAllocate | None:
         """Return the first update that moves wait for, or None. It need not be the first of its partition."""

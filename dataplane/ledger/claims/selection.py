@@ -67,24 +67,25 @@ def select(
 
 
 def _find_candidates(partition: Partition, ready_index: ReadyIndex, command: Claim, released: Int64s) -> Chosen:
-    """Return the ready samples that the claim would take, in its order, at most its batch."""
-    order = partition.rows.order  # row by age position
+    """Return the ready samples that the claim would take, in its order, at most its batch. `released` members make
+    their partial group count as whole."""
+    row_at = partition.rows.order  # by position in the order of age
     where = conditions(partition.version, command)
     if command.group_size is not None:
         positions = ready_index.ready() if command.order is Order.OLDEST else ready_index.ready()[::-1]
-        rows = order[positions]
+        rows = row_at[positions]
         rows = rows[partition.tags.matches(where, rows)]
         groups = partition.tags.codes(command.group_by, rows)
         wanted = command.batch_size // command.group_size
         is_released = np.isin(rows, released) if len(released) else None
         picked = samplers.whole_groups(groups, command.group_size, wanted, is_released)
-        return Chosen(rows[picked.places], picked.units)
+        return Chosen(rows[picked.places], picked.units)  # each unit is a group
     if not where:
-        return Chosen(order[ready_index.first(command.batch_size, command.order)])
+        return Chosen(row_at[ready_index.first(command.batch_size, command.order)])
     # Examine more and more ready samples, until enough match or none is left.
     examined = max(4 * command.batch_size, LOOK)
     while True:
-        rows = order[ready_index.first(examined, command.order)]
+        rows = row_at[ready_index.first(examined, command.order)]
         matching = rows[np.flatnonzero(partition.tags.matches(where, rows))[: command.batch_size]]
         if len(matching) == command.batch_size or len(rows) < examined:
             return Chosen(matching)

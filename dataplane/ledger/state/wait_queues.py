@@ -51,6 +51,7 @@ def _iterate_line(line: Line) -> Iterator[ParkedAllocate]:
     """Yield the puts of a line (at least one), longest waiting first."""
     first = next(iter(line.values()))
     yield first
-    for parked in list(line.values()):  # copied late, because usually only the first put of a line has a turn
+    # A copy, because puts leave the line during their turns. Usually only the first has one, and nothing is copied.
+    for parked in list(line.values()):
         if parked is not first:
             yield parked

@@ -65,10 +65,11 @@ class Watch:
 
 
 class Counts:
-    """Row counts for claims with conditions or groups; `waiting.refresh` recounts. `states[row]` is HIT, OPEN or 0
-    (neither); `hits` and `open` count the rows in these states. The next recount examines the `noted` rows, or all rows
+    """Row counts for claims with conditions or groups; `waiting.refresh` recounts. `states[row]` is HIT (a claim may
+    take the row now), OPEN (not now, but possibly later) or 0 (neither); `hits` and `open` count the rows in these
+    states, and `states` is extended by the recount. The next recount examines the `noted` rows, or all rows
     if `stale`; `noted_rows` counts the noted rows, repeats included. `groups` is None for claims without groups.
-    `typed`: dtype of the group tag when the rows were last assigned to groups."""
+    `group_dtype`: dtype of the group tag ("": no tag) when the rows were last assigned to groups."""
 
     def __init__(self, command: Claim) -> None:
         self.command = command
@@ -78,7 +79,7 @@ class Counts:
         self.noted: list[Int64s] = []
         self.noted_rows = 0
         self.stale = True
-        self.typed = ""
+        self.group_dtype = ""
         self.groups = None if command.group_size is None else Groups(command.group_size)
 
     def note(self, rows: Int64s) -> None:
