@@ -66,7 +66,7 @@ def _recount(counts: Counts, partition: Partition, ready_index: ReadyIndex) -> t
     time in a group that changed."""
     tag = partition.tags.columns.get(counts.command.group_by) if counts.groups is not None else None
     # The dtype of the tag decides whether NaN values form one group (see `Groups.numbers_of`).
-    all_again = counts.stale or (tag is not None and tag.values.dtype.str != counts.group_dtype)
+    all_again = counts.stale or (tag is not None and tag.values.dtype.str != counts.typed)
     if all_again:
         rows = partition.rows.in_order()
     elif counts.noted:
@@ -88,7 +88,7 @@ def _restart_counts(counts: Counts, tag: Tag | None) -> None:
     """Clear the counts, before all samples are counted again. tag: the one by which samples are grouped, if any."""
     counts.states[:] = 0
     counts.hits = counts.open = 0
-    counts.group_dtype = "" if tag is None else tag.values.dtype.str
+    counts.typed = "" if tag is None else tag.values.dtype.str
     if counts.groups is not None:
         counts.groups = Groups(counts.groups.size)
 

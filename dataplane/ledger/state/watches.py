@@ -69,7 +69,7 @@ class Counts:
     take the row now), OPEN (not now, but possibly later) or 0 (neither); `hits` and `open` count the rows in these
     states, and `states` is extended by the recount. The next recount examines the `noted` rows, or all rows
     if `stale`; `noted_rows` counts the noted rows, repeats included. `groups` is None for claims without groups.
-    `group_dtype`: dtype of the group tag ("": no tag) when the rows were last assigned to groups."""
+    `typed`: dtype of the group tag ("": no tag) when the rows were last assigned to groups."""
 
     def __init__(self, command: Claim) -> None:
         self.command = command
@@ -79,7 +79,7 @@ class Counts:
         self.noted: list[Int64s] = []
         self.noted_rows = 0
         self.stale = True
-        self.group_dtype = ""
+        self.typed = ""
         self.groups = None if command.group_size is None else Groups(command.group_size)
 
     def note(self, rows: Int64s) -> None:
