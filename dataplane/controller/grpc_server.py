@@ -364,7 +364,10 @@ class _Service:
             async for request in requests:
                 report = unit_stream.report_from_pb(request)
                 if isinstance(report, c.AddUnit) or report.unit != unit:
-                    raise InvalidRequestError(f"a stream serves one storage unit, and this one serves unit {unit}")
+                    got = "AddUnit" if isinstance(report, c.AddUnit) else f"a report of unit {report.unit}"
+                    raise InvalidRequestError(
+                        f"the stream of storage unit {unit} accepts only reports of that unit, got {got}"
+                    )
                 self._ledger_thread.submit(report)
             orders.put_nowait(None)
         except DataPlaneError as error:

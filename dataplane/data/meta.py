@@ -342,12 +342,14 @@ def _pick(values: list[_Value], indices: Sequence[int]) -> list[_Value]:
 def _check_names(what: str, names: Iterable[str]) -> list[str]:
     """Return the names as a list. UnsupportedValueError unless all are str."""
     if isinstance(names, str | bytes):
-        raise UnsupportedValueError(field=what, row=None, got=f"one {type(names).__name__}", hint="Pass a list of str.")
+        got = f"a single {type(names).__name__}"
+        raise UnsupportedValueError(field=what, row=None, got=got, hint=f"Pass {what} as a list of str.")
     listed = list(names)
     if set(map(type, listed)) - {str}:  # other types than exactly str: subclasses of str are accepted
         for row, name in enumerate(listed):
             if not isinstance(name, str):
-                raise UnsupportedValueError(field=what, row=row, got=type(name).__name__, hint="Pass a list of str.")
+                got, hint = type(name).__name__, f"Pass {what} as a list of str."
+                raise UnsupportedValueError(field=what, row=row, got=got, hint=hint)
     return listed
 
 

@@ -234,7 +234,9 @@ class PartitionDroppedError(BadRequestError):
 
     def __init__(self, *, partition: str, waiting: str) -> None:
         super().__init__(
-            f"partition {partition!r} was dropped while {waiting} waited on it", partition=partition, waiting=waiting
+            f"partition {partition!r} was dropped while {waiting} waited on it. Register it again to use it.",
+            partition=partition,
+            waiting=waiting,
         )
 
 

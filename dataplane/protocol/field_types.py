@@ -163,7 +163,7 @@ def samples_from_pb(wire: pb.Samples) -> Samples:
             if len(rows) != len(generations):
                 raise InvalidRequestError(f"row handles have {len(rows)} rows but {len(generations)} generations")
             return Samples(rows=rows, generations=generations)
-    raise InvalidRequestError("samples have neither ids nor handles")
+    raise InvalidRequestError("a message Samples has neither ids nor handles; set one of them")
 
 
 # --- tags -------------------------------------------------------------------------------------------------------

@@ -111,10 +111,10 @@ def _exchange(peer: socket.socket, connection: H2Connection, time_left: TimeLeft
             status = _header_of(event, "grpc-status") or status
             text = _header_of(event, "grpc-message") or text
             if len(body) > MAX_ANSWER_BYTES:
-                raise Http2Error("its reply is too long")
+                raise Http2Error(f"its reply is too long (more than {MAX_ANSWER_BYTES:,} bytes); check the address")
             if isinstance(event, StreamEnded):
                 return _message_in(body, status, text)
-    raise Http2Error("its reply is too long")
+    raise Http2Error(f"its reply is too long (more than {MAX_TRAFFIC_BYTES:,} bytes); check the address")
 
 
 def _receive_some(peer: socket.socket, time_left: TimeLeft) -> bytes:

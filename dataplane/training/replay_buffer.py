@@ -199,9 +199,13 @@ class ReplayBuffer:
                 why = f"started at weight version {reservation.version}; the trainer is at version {self._version}"
                 raise RolloutAbortedError(samples=reservation.sample_ids, why=why)
             if reservation.storing:
-                raise RolloutAbortedError(samples=reservation.sample_ids, why="another commit of it is in progress")
+                raise RolloutAbortedError(
+                    samples=reservation.sample_ids, why="another commit of this reservation is in progress"
+                )
             if self._running.get(reservation.number) is not reservation:
-                raise RolloutAbortedError(samples=reservation.sample_ids, why="already rolled back or committed")
+                raise RolloutAbortedError(
+                    samples=reservation.sample_ids, why="their reservation was already rolled back or committed"
+                )
             reservation.storing = True
 
     def _complete_tags(

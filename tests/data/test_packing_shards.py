@@ -61,7 +61,7 @@ def test_global_batches_are_split_each_and_the_inverse_restores_the_order(
     [
         (7, 2, None, "7 rows cannot be split evenly over 2 shards: pass a multiple of 2 rows"),
         (8, 2, 3, "8 rows are not a multiple of the global batch size 3: pass a multiple of 3 rows, or another"),
-        (6, 2, 3, "3 rows of a global batch cannot be split evenly over 2 shards: pass a multiple of 2 rows"),
+        (6, 2, 3, "3 rows of a global batch cannot be split evenly over 2 shards: pass a global batch size that is"),
         (6, 0, None, "0 shards"),
         (6, 2, 0, "batch_size=0: expected 1 or more"),
     ],

@@ -168,7 +168,7 @@ def test_a_unit_whose_process_dies_is_dropped_and_another_is_started() -> None:
         ({"storage": 2, "units": 2}, ValueError, "storage=2 is the total number of units"),
         ({"capacity_per_node": 1 << 20, "units": 2}, ValueError, "capacity_per_node=1048576: each unit needs at least"),
         ({"capacity_per_node": 1 << 20, "capacity_bytes": 1 << 20}, ValueError, "set one of them"),
-        ({"nodes": "head"}, TypeError, "nodes='head': expected node ids"),
+        ({"nodes": "head"}, TypeError, "nodes='head': expected a list of node ids"),
     ],
 )
 def test_what_cannot_be_launched(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:

@@ -182,7 +182,7 @@ def test_a_second_commit_beside_the_first_clears_nothing(client: DataPlaneClient
             return getattr(client, name)
 
         def set_tags(self, *args: object) -> object:
-            with pytest.raises(RolloutAbortedError, match="another commit of it is in progress"):
+            with pytest.raises(RolloutAbortedError, match="another commit of this reservation is in progress"):
                 buffer.commit(reservation, put)
             return client.set_tags(*args)
 

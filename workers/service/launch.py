@@ -173,7 +173,9 @@ def _await_start(what: str, starting: ObjectRef, end: float, timeout_s: float) -
     try:
         ray.get(starting, timeout=max(end - time.monotonic(), 0.0))
     except GetTimeoutError as error:
-        raise ServiceStartError(f"not ready within {timeout_s:.0f} s: {what}") from error
+        raise ServiceStartError(
+            f"not ready within {timeout_s:.0f} s: {what}; pass a larger timeout_s, or look for the cause in Ray's logs"
+        ) from error
     except RayError as error:
         cause = getattr(error, "cause", None) or error
         if isinstance(cause, ServiceStartError):

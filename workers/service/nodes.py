@@ -57,7 +57,9 @@ def node_selector(nodes: Nodes | None) -> Callable[[RayNode], bool]:
                 )
         return lambda node: all(_has_resource(node, name, value) for name, value in required.items())
     if isinstance(nodes, str | bytes) or not all(isinstance(ident, str) for ident in nodes):
-        raise TypeError(f"nodes={nodes!r}: expected node ids, a mapping of labels and resources, or a function")
+        raise TypeError(
+            f"nodes={nodes!r}: expected a list of node ids (str), a mapping of labels and resources, or a function"
+        )
     idents = frozenset(nodes)
     return lambda node: node.ident in idents
 

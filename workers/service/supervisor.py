@@ -104,7 +104,10 @@ class SupervisorActor:
             raise start_error(failed[0])
         late = sorted(str(unit) for unit in units if not unit.started.done())
         if late:
-            raise ServiceStartError(f"not ready within {timeout_s:.0f} s: {', '.join(late)}")
+            raise ServiceStartError(
+                f"not ready within {timeout_s:.0f} s: {', '.join(late)}; pass a larger timeout_s, or look for the "
+                "cause in Ray's logs of these units"
+            )
         self._spawn(self._watch())
 
     def _check_nodes(self) -> None:

@@ -185,13 +185,14 @@ def default_fetch_batch_fn(
 
 def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1) -> list[Batch]:
     """Split the batch into parts of `micro_batch_size` rows, each with its meta. The last part can be smaller.
-    TypeError unless `td` is a TensorDict, ValueError for a size that is not a positive integer or exceeds the rows."""
+    TypeError unless `td` is a TensorDict, ValueError if it has no batch dimension, or for a size that is not a positive
+    integer or exceeds the rows."""
     if not isinstance(td, TensorDict):
         raise TypeError(f"chunk_batch_fn: expected a TensorDict, got {type(td).__name__}")
-    if not isinstance(micro_batch_size, int) or micro_batch_size < 1 or not td.batch_size:
-        raise ValueError(
-            f"micro_batch_size={micro_batch_size!r} of batch_size {list(td.batch_size)}: both must be at least 1"
-        )
+    if not td.batch_size:
+        raise ValueError("chunk_batch_fn: the TensorDict has no batch dimension (batch_size=[])")
+    if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size={micro_batch_size!r}: expected an integer of 1 or more")
     rows = int(td.batch_size[0])
     if micro_batch_size > rows:
         raise ValueError(f"micro_batch_size={micro_batch_size}: the batch has only {rows} rows")

@@ -223,10 +223,10 @@ def _rows_per_batch(size: int, shards: int, batch_size: int | None, *, even: boo
             f"{per_batch} rows, or another batch size"
         )
     if even and per_batch % shards:
-        what = "rows" if batch_size is None else "rows of a global batch"
-        raise InvalidRequestError(
-            f"{per_batch} {what} cannot be split evenly over {shards} shards: pass a multiple of {shards} rows"
-        )
+        what, remedy = "rows", f"a multiple of {shards} rows"
+        if batch_size is not None:
+            what, remedy = "rows of a global batch", f"a global batch size that is a multiple of {shards}"
+        raise InvalidRequestError(f"{per_batch} {what} cannot be split evenly over {shards} shards: pass {remedy}")
     return per_batch
 
 

@@ -187,8 +187,10 @@ class Wire:
         if not self._more():
             raise WireLostError("the reply has no payload frame")
         frame = np.frombuffer(self._socket.recv(copy=False).buffer, np.uint8)
-        if len(frame) != nbytes or self._more():
-            raise WireLostError(f"the payload has {len(frame)} bytes, expected {nbytes}")
+        further = self._more()
+        if len(frame) != nbytes or further:
+            more = " and further frames" if further else ""
+            raise WireLostError(f"the reply has a payload of {len(frame):,} bytes{more}, expected {nbytes:,} bytes")
         return frame
 
     def _more(self) -> bool:

@@ -58,8 +58,8 @@ def test_which_nodes_are_taken(nodes: Any, taken: bool) -> None:
 @pytest.mark.parametrize(
     ("nodes", "message"),
     [
-        ("ab12", "nodes='ab12': expected node ids, a mapping"),
-        ([1, 2], "expected node ids"),
+        ("ab12", "nodes='ab12': expected a list of node ids .str., a mapping"),
+        ([1, 2], "expected a list of node ids"),
         ({"pool": None}, "nodes={'pool': None}: expected a label and its value"),
         ({"GPU": True}, "nodes={'GPU': True}"),
     ],

@@ -183,7 +183,7 @@ class ClientEngine:
             return self._frames.receive(wire, reply, nbytes)
         source = reply.bytes.source
         if source.size != nbytes:
-            raise WireLostError(f"the payload has {source.size} bytes, expected {nbytes}")
+            raise WireLostError(f"the reply has a payload of {source.size:,} bytes, expected {nbytes:,} bytes")
         settle = pb.Settle(tag=source.tag)
         slot = self._slots.take()
         if slot is None:  # all are in use; the Settle releases the slot of the unit
