@@ -339,7 +339,7 @@ class Ledger:
 
     def _withdraw(self, session: Session, number: int, target: int, kind: type[c.Result] | UnionType) -> None:
         """Cancel call `target`, whose result is of type `kind`: end it if it is parked, and never execute it if it has
-        not arrived yet. The caller undoes what it did if it was executed."""
+        not arrived yet. Does nothing if it failed or is settled. The caller undoes what it did if it was executed."""
         if not 1 <= target < number:
             raise InvalidRequestError(f"call {number} cannot withdraw call {target}, only earlier calls")
         answer = session.answers.get(target)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 
+import numpy as np
+
 from dataplane.core.types import PROTOCOL_VERSION
 from dataplane.errors import (
     DataPlaneError,
@@ -125,7 +127,7 @@ class Liveness:
         if unit is None:
             return
         if session is None or not session.live:
-            if session is not None:
+            if session is not None:  # it remains until the unit proves its end
                 session.fencing[item.unit] = item.lock_path
             self._order_fence(item.session, item.unit, item.lock_path)
             return
@@ -211,9 +213,8 @@ class Liveness:
             if not any(on_unit):
                 continue
             others = [[piece for piece in column if extents.units[piece[2]] != unit] for column in reservation.pieces]
-            reservation.pieces, reservation.broken = on_unit, True
-            extents.free(reservation.extents())  # those of `pieces`
-            reservation.pieces = others
+            extents.free(np.array([piece[2] for column in on_unit for piece in column], np.int32))
+            reservation.pieces, reservation.broken = others, True
         for number, pinned in list(session.pins.items()):
             is_on_unit = extents.units[pinned] == unit
             extents.unpin(pinned[is_on_unit])

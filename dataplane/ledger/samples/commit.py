@@ -75,7 +75,7 @@ class Commits:
         evicted = self._make_budget_space(partition, reservation, named)
         rows = self._create_rows(partition, command, named)
         if isinstance(reservation, PreallocatedPut):
-            reservation.cut(self.state.extents)
+            reservation.cut(self.state.extents)  # fills its `pieces`
         elif reservation is not None:
             assert command.reservation is not None
             del session.reservations[command.reservation]
@@ -120,6 +120,7 @@ class Commits:
                 return ()
             if partition.evicts:
                 spare = named.rows[named.rows >= 0]  # the put's own samples
+                # short=0: the space itself exists already. The result is None if eviction does not help.
                 evicted = Evictions(self.state).make_space(
                     partition, excess=excess, short=0, update=update, spare=spare
                 )
@@ -187,7 +188,7 @@ class Commits:
         if samples.ids is None:
             rows = partition.resolve(samples)
             refuse_repeats(rows)
-            return Named(rows, np.zeros(0, np.int64))
+            return Named(rows, unborn=np.zeros(0, np.int64))
         if len(set(samples.ids)) != len(samples.ids):
             seen: set[str] = set()  # to find the first repeated id, for the error
             for repeated in samples.ids:
@@ -196,7 +197,7 @@ class Commits:
                 seen.add(repeated)
             raise InvalidRequestError(f"sample {repeated!r} is named twice in one put")
         if command.mode is Mode.UPDATE:
-            return Named(partition.resolve(samples), np.zeros(0, np.int64))
+            return Named(partition.resolve(samples), unborn=np.zeros(0, np.int64))
         rows = partition.rows.find(samples.ids)
         unborn = np.flatnonzero(rows < 0)
         if command.mode is Mode.CREATE and len(unborn) < len(rows):
@@ -260,9 +261,9 @@ class Commits:
     def _check_unchanged(
         self, session: Session, partition: Partition, command: Commit, located: int, rows: Int64s
     ) -> None:
-        """Check that the cells that the `Locate` call number `located` found are unchanged: same place and length
-        (cells of length 0 have no place). The call's pins keep other cells from taking their places. Raises
-        RowsChangedError."""
+        """Check that the cells that the `Locate` call number `located` found (`command.expected`) are unchanged: same
+        place and length (empty and missing cells have no place). The call's pins keep other cells from taking their
+        places. Raises RowsChangedError."""
         if located not in session.pins:
             raise InvalidRequestError(
                 f"call {located} holds no pins (released or never made): locate the samples again"
@@ -301,11 +302,11 @@ class Commits:
     ) -> tuple[set[str], int]:
         """Point the rows' cells at the new bytes, and free the bytes of the cells that they replace. Return the names
         of fields that some of the rows did not have, and the bytes of the new values that only replace others."""
+        if reservation is None:  # a tags-only put
+            return set(), 0
         written: set[str] = set()
         overwritten_bytes = 0
-        dead: list[tuple[Int32s, Int64s]] = []
-        if reservation is None:
-            return written, 0
+        dead: list[tuple[Int32s, Int64s]] = []  # (extents, bytes) of replaced cells, by column
         unused: list[int] = []  # extents without samples
         rows_copy = rows.copy()  # kept by the extents' records (`Several.rows`)
         for column, sizes, pieces in zip(command.columns, reservation.sizes, reservation.pieces, strict=True):

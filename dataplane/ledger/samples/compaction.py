@@ -63,14 +63,14 @@ class Compactions:
 
     def next_search_at(self) -> float:
         """Return the ledger time at which the next search for a put to help is due; infinity if no put waits, or if
-        the free bytes are in one piece already."""
+        the free bytes of every open unit are in one piece already."""
         state = self.state
         in_pieces = state.puts_wait and any(unit.open and unit.space.fragments > 1 for unit in state.units.values())
         return state.compact_at if in_pieces else float("inf")
 
     def search(self) -> None:
-        """Order a compaction for the first put that waits for a larger piece and can be helped. Does nothing while a
-        unit is ordered to grow, which may make it unnecessary."""
+        """Order a compaction for the first put that waits for a larger piece and can be helped. Does nothing while an
+        open unit is being compacted, or is ordered to grow, which may make it unnecessary."""
         state = self.state
         if state.now < self.next_search_at():
             return
@@ -85,7 +85,7 @@ class Compactions:
                 return
 
     def _puts_to_help(self) -> Iterator[ParkedAllocate]:
-        """Yield the puts that wait for a larger piece, updates first."""
+        """Yield the puts that wait for a larger piece: updates, then other puts, then moves."""
         state = self.state
         puts = chain(*[WaitQueues(lines.values()) for lines in state.space_waiters.values()], state.moves.values())
         return (parked for parked in puts if waits_for_larger_piece(state, parked))
@@ -173,8 +173,9 @@ class Compactions:
         relocations = [self._prepare_relocation(unit, values) for values in to_copy]
         taken_bytes = sum(piece.size for values in to_copy for piece in values.pieces)
         taken_bytes += sum(nbytes for _, nbytes in window.free)
-        nbytes = window.stop - window.start
-        self.state.compactions[unit.number] = Compaction(order, relocations, free_parts, nbytes, taken_bytes)
+        self.state.compactions[unit.number] = Compaction(
+            order, relocations, window=free_parts, nbytes=window.stop - window.start, taken_bytes=taken_bytes
+        )
         self.state.out.append(order)
 
     def _prepare_relocation(self, unit: Unit, values: _Values) -> Relocation:

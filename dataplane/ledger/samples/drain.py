@@ -255,7 +255,7 @@ class Drains:
         self._finish_move(partition, field, command, reservation, kept, pinned)
 
     def drop_copies(self, reservation: PutReservation, pinned: Int32s) -> None:
-        """Free the copies. The cells stay where they are."""
+        """Free the copies, and unpin the extents of the cells, which stay where they are."""
         self.state.extents.unpin(pinned)
         if any(reservation.pieces):
             self.state.extents.free(reservation.extents())
@@ -269,7 +269,8 @@ class Drains:
         kept: Int64s,
         pinned: Int32s,
     ) -> None:
-        """Point the cells at the positions `kept` of the command at their copies, and unpin the old extents."""
+        """Point cells (`kept`: their positions in the command) at their copies, or free the copies if there are no such
+        cells. Unpin the old extents."""
         if field is None or not len(kept):
             self.drop_copies(reservation, pinned)
         else:
@@ -333,8 +334,8 @@ class Drains:
         kept: Int64s,
         pinned: Int32s,
     ) -> None:
-        """Point cells at their copies. The partition's account is charged for the old bytes until they are freed,
-        then for the new."""
+        """Point cells (`kept`: their positions in the command) at their copies. The partition's account is charged for
+        the old bytes until they are freed, then for the new."""
         extents, rows, pieces = self.state.extents, command.rows[kept], reservation.pieces[0]
         column = CommitColumn(
             name=command.field, spec=field.spec, lengths=command.lengths, index=command.index[kept], checksums=None

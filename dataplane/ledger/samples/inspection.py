@@ -40,7 +40,7 @@ class Inspection:
         partition = self.state.partition(command.partition)
         rows = partition.rows.in_order()
         edges = _part_edges(len(rows), _check_parts("columns", command.columns))
-        chosen, firsts = _pick_rows(rows, edges)
+        chosen, firsts = _pick_rows(rows, edges)  # firsts: where each part begins in `chosen`
         oldest, newest = partition.generations_of(rows[[0, -1]]).tolist() if len(rows) else (0, 0)
 
         def count(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> c.Int64s:
@@ -212,7 +212,7 @@ def _latest_ready_index(partition: Partition, task: Task) -> ReadyIndex | None:
 
 def _lowest_version(partition: Partition, ready_index: ReadyIndex) -> int | None:
     """Return the lowest weight version of the oldest ready samples, or None if unknown."""
-    rows = partition.rows.order[ready_index.ready()[:STALEST]]
+    rows = partition.rows.order[ready_index.ready()[:STALEST]]  # the index has positions in this order
     numbers = partition.tags.numbers(WEIGHT_VERSION, rows[partition.tags.present(WEIGHT_VERSION, rows)])
     known = numbers[np.abs(numbers) < BEYOND] if numbers is not None else np.zeros(0)
     return int(known.min()) if len(known) else None

@@ -37,7 +37,7 @@ class Partitions:
         self.removed_task_error = removed_task_error
 
     def register(self, session: Session, number: int, command: c.Register) -> c.Done:
-        """Create a partition, or replace the registration of a live one."""
+        """Create a partition, or replace the registration of a live one; with `extend`, only add to that."""
         state = self.state
         self.check(command)
         partition = state.partitions.get(command.partition)
@@ -106,9 +106,8 @@ class Partitions:
         return c.Done()
 
     def clear(self, session: Session, number: int, command: c.Clear) -> c.Cleared:
-        """Clear the named samples, those that still exist, or drop the whole partition if none are named."""
+        """Clear the named samples that still exist. If none are named, drop the whole partition, if it exists."""
         state = self.state
-        partition = state.partitions.get(command.partition)
         if command.samples is not None:
             partition = state.partition(command.partition)
             state.check_samples(command.samples)
@@ -116,9 +115,8 @@ class Partitions:
             partition.clear(rows)
             state.touch(partition)
             return c.Cleared(count=len(rows))
-        if partition is None:
-            return c.Cleared(count=0)
-        return c.Cleared(count=state.drop(partition))
+        dropped = state.partitions.get(command.partition)
+        return c.Cleared(count=0 if dropped is None else state.drop(dropped))
 
     def set_tags(self, session: Session, number: int, command: c.SetTags) -> c.Done:
         """Set tags of existing samples."""
@@ -234,8 +232,8 @@ class UnitReports:
             self.recheck.begin(unit)
 
     def _drop_previous(self, item: c.AddUnit) -> bool:
-        """Drop the arena that this unit had before, with its rows. If that arena is connected, reject the offer and
-        return False."""
+        """Drop the arena that this unit had before (named by `instead_of`, else see `_previous_units`), with its rows.
+        If the named arena is connected, reject the offer and return False."""
         previous = self.state.units.get(self.cookies.get(item.instead_of, 0))
         if previous is not None and previous.connected:
             why = (

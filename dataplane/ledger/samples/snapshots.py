@@ -122,6 +122,7 @@ class Saves:
         fields = []
         for name in command.fields:
             cells = snapshot.fields[name]
+            # Copies, because views would keep the whole snapshot as long as the answer.
             fields.append(
                 c.FieldLocations(
                     name=name,

@@ -34,7 +34,7 @@ def _near(session: Session, unit: Unit) -> bool:
 
 def checksums_to_compare(state: State, session: Session, checksums: UInt32s, units: Int32s) -> UInt32s | None:
     """Return the checksums that the session must compare when it reads rows on these units: all of them, or None.
-    None with policy NEVER, and with ACROSS_HOSTS if the session maps all of the units' arenas."""
+    None with policy NEVER, and with ACROSS_HOSTS if the session has attached to (mapped) all of the units."""
     if state.checksums is Checksums.NEVER:
         return None
     if state.checksums is Checksums.ACROSS_HOSTS and _all_in(units, session.attached):

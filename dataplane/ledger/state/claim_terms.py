@@ -18,8 +18,8 @@ def check_terms(command: Claim | WhyBlocked) -> None:
 def least_of(command: Claim) -> int:
     """Return the number of ready samples that ends the wait of the claim: whole groups, equally many for each rank."""
     least = command.batch_size if command.min_batch_size is None else command.min_batch_size
-    unit = (command.group_size or 1) * (command.dp_world or 1)
-    return least // unit * unit
+    multiple = (command.group_size or 1) * (command.dp_world or 1)
+    return least // multiple * multiple
 
 
 def kind_of(ready_index: ReadyIndex, command: Claim) -> str:
@@ -32,7 +32,7 @@ def kind_of(ready_index: ReadyIndex, command: Claim) -> str:
 
 
 def conditions(version: int | None, command: Claim | WhyBlocked) -> tuple[Predicate, ...]:
-    """Return the predicates that a sample's tags must satisfy while the partition is at this version."""
+    """Return the predicates that a sample's tags must satisfy while the partition is at this version (None: as 0)."""
     if command.max_lag is None:
         return command.where
     oldest = (version or 0) - command.max_lag

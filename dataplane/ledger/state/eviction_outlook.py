@@ -32,7 +32,7 @@ class Outlook:
         """Note rows whose samples may have become evictable or moved to other extents."""
         self.changed = True
         if len(rows):
-            self.noted.append(rows.copy())
+            self.noted.append(rows.copy())  # `rows` may be an array of a command
 
     def take_noted(self) -> Int64s:
         """Remove and return the noted rows, without repeats."""
@@ -42,7 +42,8 @@ class Outlook:
 
     def rules_out(self, excess: int, short: int, *, consumed_only: bool) -> bool:
         """Whether eviction certainly cannot free `excess` bytes of the partition and `short` bytes in open units.
-        consumed_only: whether only samples that all tasks have consumed may be evicted."""
+        consumed_only: whether only samples that all tasks have consumed may be evicted. The caller has already added
+        the noted rows to `hope_bytes`."""
         if self.changed:
             return self.hope_bytes < max(excess, short)
         if reaches(self.consumed, excess, short):

@@ -153,8 +153,8 @@ class Extents:
         extents. Return the extents that hold the rest, by address: the extent itself, a new one, both or none."""
         first, stop = int(self.starts[number]), start + nbytes
         bytes_after = first + int(self.sizes[number]) - stop
-        self.sizes[number] = start - first
         if start > first:  # the extent keeps the part before the range
+            self.sizes[number] = start - first
             return [number] if not bytes_after else [number, self.reserve(int(self.units[number]), stop, bytes_after)]
         if not bytes_after:
             self._clear_entries(np.array([number], np.int32))
@@ -163,7 +163,7 @@ class Extents:
         return [number]
 
     def make_live(self, number: int, cells: int, several: Several | None) -> None:
-        """Mark a reserved extent as live, with `cells` (> 0) live cells."""
+        """Mark a reserved extent as live, with `cells` (> 0) live cells. several: its record if it has many values."""
         self.states[number] = LIVE
         self.live[number] = cells
         self._note_if_watched(self.units[number : number + 1])
@@ -173,8 +173,8 @@ class Extents:
 
     def release_cells(self, cells: Int32s, nbytes: Int64s, account: Account) -> None:
         """Account for dead cells: `cells[i]` is the extent of a dead cell of `nbytes[i]` bytes (repeats are allowed; 0
-        is skipped). The caller has already removed the cells from their field. Extents without live cells retire;
-        extents without pins are freed or trimmed."""
+        is skipped). The caller has already removed the cells from their field. Extents without live cells retire, and
+        are freed if not pinned. The other ones that are not pinned are trimmed if due."""
         held = cells > 0
         if not some(held):
             return
@@ -225,7 +225,7 @@ class Extents:
         return starts[order], sizes[order], holders[order]
 
     def trim_after_last_pin(self, numbers: Int32s) -> None:
-        """Trim these extents when their last pin is removed, however few of their cells are dead."""
+        """Have `unpin` trim these extents when their last pin is removed, however few of their cells are dead."""
         for number in numbers[self.is_several[numbers]].tolist():
             several = self.several[number]
             several.whole_bytes = 2 * several.live_bytes + 1  # makes `trim_is_due` true
@@ -287,11 +287,11 @@ class Extents:
         return ranges
 
     def drop_unit(self, unit: int) -> None:
-        """Remove the extents of a lost unit. No cell refers to them any longer; the unit's bytes are not freed."""
+        """Remove the extents of a dropped unit. No cell refers to them any longer; the unit's bytes are not freed."""
         numbers = self.of_unit(unit)
         for number in numbers[self.is_several[numbers]].tolist():
             del self.several[number]
-        self.stirred = True
+        self.stirred = True  # calls that wait for a change on the unit end
         self._discharge_owners(numbers)
         self._clear_entries(numbers)
 
@@ -320,7 +320,7 @@ class Extents:
         owners, sizes = self.owners[numbers], self.sizes[numbers]
         for owner in np.unique(owners).tolist() if len(owners) > 1 else owners.tolist():
             account = self.accounts.get(owner)
-            if account is not None:
+            if account is not None:  # None for owner 0
                 self._discharge(account, int(sizes[owners == owner].sum()))
 
     def _discharge(self, account: Account, nbytes: int) -> None:
@@ -359,7 +359,7 @@ class Extents:
             self.all_units[unit].space.give(start, end - start)
 
     def _trim(self, number: int, several: Several) -> None:
-        """Free the granules of the extent without live cells, and update its record and account."""
+        """Free those granules of an extent without pins that hold no live cells. Update its record and account."""
         cells = several.cells
         several.rows = several.rows[cells.extents[several.rows] == number]  # those with a cell in it still
         several.whole_bytes = several.live_bytes
@@ -413,7 +413,7 @@ def _subtract_pieces(held: Pieces, kept: Pieces) -> Pieces:
             kept_start, kept_size = kept[next_kept]
             if kept_start > start:
                 difference.append((start, kept_start - start))
-            start = kept_start + kept_size
+            start = kept_start + kept_size  # go on with the rest of the held piece
             next_kept += 1
         if start < end:
             difference.append((start, end - start))

@@ -89,7 +89,7 @@ class Field:
 def cells_of(field: Field | None, rows: Int64s) -> tuple[Int32s, Int64s, Int64s]:
     """Return extent (0: no cell), offset and length (-1: no cell) of each row's cell. Row -1 has no cell, and without
     a field no row has one."""
-    if field is None or not len(field.extents):
+    if field is None or not len(field.extents):  # or its partition never had a sample
         return np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int64), np.full(len(rows), -1)
     extents = field.extents[rows]  # row -1 reads the last entry; it is overwritten below
     if every(extents) and every(rows >= 0):

@@ -101,7 +101,7 @@ class FreeSpace:
         return self._cut(block, position, need)
 
     def take_at(self, offset: int, nbytes: int) -> None:
-        """Allocate the first `nbytes`, in whole granules, of the fragment that begins at `offset`."""
+        """Allocate the first `nbytes`, a multiple of the granule, of the fragment that begins at `offset`."""
         block = bisect_right(self._firsts, offset) - 1
         position = bisect_left(self._starts[block], offset)
         assert self._starts[block][position] == offset, (offset, nbytes)

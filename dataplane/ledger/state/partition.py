@@ -87,9 +87,9 @@ class Partition:
         return self.when_full in (WhenFull.EVICT, WhenFull.EVICT_OLDEST)
 
     def register(self, command: Register) -> None:
-        """Replace schema, size and tasks. Live rows, their tags and the claims of remaining tasks are kept. Fields that
-        the command drops are kept, undeclared, while live rows have them. The count of samples begins again with the
-        live rows, and a seal is lifted."""
+        """Replace schema, size, tasks and budget. Live rows, their tags and the claims of remaining tasks are kept.
+        Fields that the command drops are kept, undeclared, while live rows have them. The count of samples (`born`)
+        begins again with the live rows, and a seal is lifted."""
         fields: dict[str, Field] = {}
         for name, spec in command.fields.items():
             field = fields[name] = self.fields.get(name) or Field(spec, self.rows.capacity)
@@ -116,8 +116,7 @@ class Partition:
         """Add the fields and tasks of the command that do not exist yet."""
         for name, spec in command.fields.items():
             if name not in self.fields:
-                field = self.fields[name] = Field(spec, self.rows.capacity)
-                field.declared = spec
+                self.fields[name] = Field(spec, self.rows.capacity)
         for name in command.tasks:
             if name not in self.tasks:
                 self.tasks[name] = self._new_task(name)
@@ -187,7 +186,7 @@ class Partition:
             if some(missing):
                 positions = first_true(missing)
                 names = [samples.ids[i] for i in np.flatnonzero(missing).tolist()]
-                lost = self.lost or Lost()
+                lost = self.lost or Lost()  # an empty record if no sample was ever lost
                 lost_ids = lost.among_ids(names)
                 raise SampleNotFoundError(
                     partition=self.name,
@@ -237,7 +236,7 @@ class Partition:
         targets = self.targets
         if len(rows) < len(targets):
             return np.array([name in targets for name in self.rows.names_of(rows)], np.bool_)
-        return np.isin(rows, self.rows.find(list(targets)))
+        return np.isin(rows, self.rows.find(list(targets)))  # -1, for targets that do not exist, is no row
 
     def generations_of(self, rows: Int64s) -> Int64s:
         generations: Int64s = self.rows.generations[rows]
@@ -246,10 +245,10 @@ class Partition:
     # --- lifetime of samples
 
     def create_samples(self, ids: list[str], first_generation: int, now: float) -> Int64s:
-        """Create samples, unclaimed by every task, and return their rows."""
+        """Create samples, unclaimed by every task, with generations from `first_generation` on. Return their rows."""
         old_capacity = self.rows.capacity
         kept_positions = self.rows.compact()
-        if kept_positions is not None:
+        if kept_positions is not None:  # the age order was compacted: rows have other positions
             for ready_index in self.interests.values():
                 ready_index.compact(kept_positions)
         rows = self.rows.create(ids, first_generation, now)
@@ -348,7 +347,7 @@ class Partition:
                 self.refresh(ready_index, rows)
 
     def update_after_claims(self, task: Task, rows: Int64s) -> None:
-        """Update the ready indexes of the task after the claims of the rows changed."""
+        """Update the ready indexes of the task, and notify its watches, after the claims of the rows changed."""
         for ready_index in self.interests.values():
             if ready_index.task is task:
                 self.refresh(ready_index, rows)

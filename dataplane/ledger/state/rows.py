@@ -96,7 +96,7 @@ class Rows:
             assert name is not None, row
             del self.ids[name]
             self.names[row] = None
-        self.free.extend(dead[::-1])
+        self.free.extend(dead[::-1])  # `create` takes slots from the end: these rows in their order
 
     def compact(self) -> Int64s | None:
         """Compact the age order if it is mostly dead. Return the old positions of the remaining rows; None if nothing

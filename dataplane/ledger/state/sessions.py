@@ -243,8 +243,8 @@ class Session:
         self, watermark: int, confirmed: tuple[int, ...], limits: Limits
     ) -> tuple[list[Parked], list[UnconfirmedClaim]]:
         """Settle all calls below `watermark` and in `confirmed` (pairs of first and last number): the client has their
-        answers or no longer needs them. Return the parked calls that this cancels, and the claims that are now final.
-        Settled numbers remain settled, in whatever order calls arrive."""
+        answers or no longer needs them. Return the parked calls among them, which the caller cancels, and the claims
+        that are now final. Settled numbers remain settled, in whatever order calls arrive."""
         cancelled: list[Parked] = []
         final: list[UnconfirmedClaim] = []
         for number in self._record_settled(watermark, confirmed, limits):

@@ -141,7 +141,7 @@ class State:
 
     def all_puts(self) -> Iterator[ParkedAllocate]:
         """Return all puts that wait for space, including those that move cells."""
-        lines = chain.from_iterable([lines.values() for lines in self.space_waiters.values()])
+        lines = chain.from_iterable([by_account.values() for by_account in self.space_waiters.values()])
         return chain.from_iterable([line.values() for line in (*lines, self.moves)])
 
     def drop(self, partition: Partition) -> int:
@@ -169,16 +169,16 @@ class State:
         return sorted(claims, key=lambda claim: claim.place)
 
     def waiting_puts(self, partition: Partition) -> list[ParkedAllocate]:
-        """Return the partition's puts that wait for space, longest waiting first."""
+        """Return the partition's puts that wait for space, moves included, longest waiting first."""
         number = partition.account.number
-        lines = [lines[number].values() for lines in self.space_waiters.values() if number in lines]
+        lines = [by_account[number].values() for by_account in self.space_waiters.values() if number in by_account]
         moves = [put for put in self.moves.values() if put.partition is partition]
         return sorted(chain(*lines, moves), key=lambda put: put.place)
 
     def recheck_all_puts(self) -> None:
         """Mark all puts that wait for space for another evaluation."""
         self.extents.freed = True
-        self.extents.loosened.update(*self.space_waiters.values())
+        self.extents.loosened.update(*self.space_waiters.values())  # the numbers of their accounts
 
     def has_waiting_put(self, account: int) -> bool:
         """Whether a put of the account's partition waits for space, other than moves."""
@@ -229,8 +229,8 @@ class State:
         return [*self.waiting_puts(partition), *of_partition]
 
     def protect_targets(self, put: ParkedAllocate | PutReservation) -> None:
-        """Protect the samples that the put names from eviction until `unprotect_targets`. No effect if they are
-        protected already, or if the partition evicts no samples."""
+        """Protect the samples that the put names from eviction until `unprotect_targets`. No effect if it names none,
+        if they are protected already, or if the partition evicts no samples."""
         partition, samples = put.partition, put.samples
         if samples is None or put.targets or not partition.evicts:
             return
@@ -309,7 +309,7 @@ class State:
             del partition.watches[watch.kind]
 
     def _queue_of(self, parked: ParkedAllocate) -> Line:
-        """Return the queue of the put, created if it does not exist: one for all moves, else one for each account."""
+        """Return the queue of the put, created if missing: one for all moves, else by account and kind (`update`)."""
         if parked.command.moving:
             return self.moves
         return self.space_waiters[parked.command.update].setdefault(parked.partition.account.number, {})
@@ -363,9 +363,9 @@ class State:
 
     def return_rows(self, partition: Partition, task: Task, rows: Int64s) -> None:
         """Make these rows unclaimed again for the task, and have waiting puts and claims evaluated again."""
-        returned = task.give_back(rows)
+        returned = task.give_back(rows)  # those that were claimed
         self.recheck_puts(partition, rows)  # samples that are no longer claimed may be evicted
-        # The task may have been removed from its partition, or the partition dropped.
+        # No claim waits any longer if the task was removed from its partition, or the partition dropped.
         if len(returned) and not partition.dropped and partition.tasks.get(task.name) is task:
             partition.update_after_claims(task, returned)
             self.touch(partition)

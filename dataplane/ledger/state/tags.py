@@ -110,7 +110,7 @@ class Tags:
         for name, tag in self.columns.items():
             present = tag.present[rows]
             if present.all():
-                if len(rows):
+                if len(rows):  # `all` of no rows is true, too
                     columns.append(TagColumn(name=name, values=tuple(tag.values[rows].tolist())))
             elif present.any():
                 positions = np.flatnonzero(present)

@@ -99,7 +99,7 @@ class Task:
         """End the leases of these rows, if any. The rows stay claimed."""
         if self.ends is not None:
             rows = rows[self.ends[rows] > 0]
-            self.leases.remove_rows(self.claim_ids[rows])
+            self.leases.remove_rows(self.claim_ids[rows])  # updates `leased`, `held` and `unsettled`, too
             self.ends[rows] = 0.0
 
     def end_all_leases(self) -> None:
@@ -177,7 +177,7 @@ class ReadyIndex:
         self.waiters = 0
 
     def set(self, positions: Int64s, ready: Bools) -> None:
-        """Set the flags of these positions (no repeats)."""
+        """Set the flags of these positions (no repeats) to `ready`."""
         if not len(positions):
             return
         end = int(positions.max()) + 1

@@ -36,6 +36,7 @@ class Watch:
         self.waiters: dict[tuple[int, int], None] = {}
         self.leasts: dict[int, int] = {}
         self.next_at = NEVER
+        # Whether there are conditions does not depend on the version.
         plain = not conditions(version=None, command=command) and command.group_size is None
         self.counts = None if plain else Counts(command)
 
@@ -83,10 +84,10 @@ class Counts:
         self.groups = None if command.group_size is None else Groups(command.group_size)
 
     def note(self, rows: Int64s) -> None:
-        """Note rows for the next recount."""
+        """Note rows for the next recount, unless that examines all rows anyway (`stale`)."""
         if self.stale or not len(rows):
             return
-        self.noted.append(rows.copy())
+        self.noted.append(rows.copy())  # `rows` may be an array of a command
         self.noted_rows += len(rows)
         if self.noted_rows > len(self.states):  # more than a recount of all rows would examine
             self.stale = True
@@ -145,7 +146,7 @@ class Groups:
     def move(self, rows: Int64s, numbers: Int64s, was: Bools, is_hit: Bools, since: npt.NDArray[np.float64]) -> float:
         """Assign the rows to the groups `numbers` (-1: no group), and remove groups that become empty. was, is_hit:
         whether each row was a hit before and is one now; since: creation times by row. Return the earliest creation
-        time in the groups that the rows left or joined."""
+        time in the groups that the rows left or joined, NEVER if there are none."""
         if len(self.of) < len(since):
             self.of = grown(self.of, len(since))
         # The group that each row leaves, and the one that it joins; -1: none.
