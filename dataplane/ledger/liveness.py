@@ -84,7 +84,7 @@ class Liveness:
             raise ProtocolVersionError(client_version=item.protocol_version, service_version=PROTOCOL_VERSION)
         if known is not None:
             raise SessionExpiredError(session=known.number, why=known.why)
-        if item.session:
+        if item.session:  # the client wants to continue a session
             raise self._unknown_session_error(item)
         limits = state.limits
         check_limit("open sessions", len(state.sessions) + 1, limits.sessions, "Close unused clients.")

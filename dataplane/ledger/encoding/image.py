@@ -155,8 +155,8 @@ def _all_plain(values: list[Any]) -> bool:
 
 
 def _by_name(modules: Iterable[ModuleType]) -> dict[str, type]:
-    """Return the public classes that the modules define, by name. An image stores class names without modules, so that
-    classes can move between modules. Raises TypeError for duplicate names."""
+    """Return the public classes that the modules define, except protocols, by name. An image stores class names without
+    modules, so that classes can move between modules. Raises TypeError for duplicate names."""
     classes: dict[str, type] = {}
     for module in modules:
         for name, kind in vars(module).items():

@@ -220,7 +220,7 @@ class Commits:
 
     def _check_columns(self, partition: Partition, command: Commit, reservation: PutReservation | None) -> None:
         """Check the columns against the reservation, the schema and the limits."""
-        if reservation is None:
+        if reservation is None:  # a tags-only put
             return
         names = [column.name for column in command.columns]
         if names != reservation.names:

@@ -99,7 +99,7 @@ class Compactions:
         usable = min(want.total, space.free_bytes, unit.available_bytes(update=want.update))
         goal = usable // GRANULE_BYTES * GRANULE_BYTES
         least = space.largest_bytes + GRANULE_BYTES
-        if goal < max(least, want.largest):  # such a piece would not help
+        if goal < max(least, want.largest):  # no larger than a free piece, or too small for the largest value
             return False
         for window in windows(self._used_spans(unit), goal=goal, least=least, most=MOST_BYTES, free=space.free_bytes):
             values = self._values_in(window)
@@ -117,7 +117,7 @@ class Compactions:
         return Spans(starts, sizes, numbers, movable, unit.space.backed_bytes)
 
     def _values_in(self, window: Window) -> list[_Values]:
-        """Return all values that lie in the window, without pieces yet; empty if they are too many."""
+        """Return all values in the window, without pieces yet; empty if they have more cells than `Limits.samples`."""
         extents, cells_left = self.state.extents, self.state.limits.samples
         result: list[_Values] = []
         in_window = np.zeros(extents.high, np.bool_)  # by extent number
@@ -188,7 +188,7 @@ class Compactions:
         for piece in values.pieces:
             number = extents.reserve(unit.number, piece.offset, piece.size)
             reservation.pieces[0].append((piece.first, piece.last, number, piece.offset))
-        firsts = page.rows[page.firsts]
+        first_rows = page.rows[page.firsts]  # one for each value
         command = Move(
             partition=partition.name,
             field=values.name,
@@ -196,8 +196,8 @@ class Compactions:
             rows=page.rows,
             generations=partition.generations_of(page.rows),
             index=page.values,
-            offsets=field.offsets[firsts],
-            lengths=field.lengths_of(firsts),
+            offsets=field.offsets[first_rows],
+            lengths=field.lengths_of(first_rows),
             located=0,  # no calls of a session found the cells and reserved the space
             reservation=0,
         )

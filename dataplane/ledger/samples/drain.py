@@ -138,7 +138,7 @@ class Drains:
             page = self._first_page(unit, field, command)
             if page is None:
                 continue
-            rows, firsts = page.rows, page.rows[page.firsts]
+            rows, first_rows = page.rows, page.rows[page.firsts]  # first_rows: one for each value
             pinned = np.unique(field.extents[rows])
             extents.pin(pinned)
             session.pins[number] = pinned
@@ -150,9 +150,9 @@ class Drains:
                 rows=rows,
                 generations=partition.generations_of(rows),
                 index=page.values,
-                offsets=field.offsets[firsts],
-                lengths=field.lengths_of(firsts),
-                checksums=None if field.checksums is None else field.checksums[firsts],
+                offsets=field.offsets[first_rows],
+                lengths=field.lengths_of(first_rows),
+                checksums=None if field.checksums is None else field.checksums[first_rows],
             )
         return facts
 
@@ -234,6 +234,7 @@ class Drains:
         try:
             partition, field = self._check_move(session, command, held)
             kept = self._unchanged_positions(command, partition, field, session.pins[command.located])
+            # Only the cells that will be moved must have the reserved sizes.
             if (
                 field is not None
                 and len(kept)

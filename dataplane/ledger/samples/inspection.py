@@ -139,6 +139,7 @@ class Inspection:
         the view), by address."""
         unit = self.state.unit(command.unit)
         extents, space = self.state.extents, unit.space
+        # Both divisions round up.
         cell_bytes = max(-(-space.capacity_bytes // _check_parts("cells", command.cells)), 1)
         edges = np.arange(-(-space.capacity_bytes // cell_bytes) + 1, dtype=np.int64) * cell_bytes
         numbers = extents.of_unit(unit.number)
@@ -234,7 +235,7 @@ def _part_edges(count: int, parts: int) -> c.Int64s:
 def _pick_rows(rows: c.Int64s, edges: c.Int64s) -> tuple[c.Int64s, c.Int64s]:
     """Return about `EXAMINED` of the rows (all if there are no more), evenly spread over each part, and where each part
     begins among them. `edges`: as returned by `_part_edges`."""
-    step = -(-len(rows) // EXAMINED)
+    step = -(-len(rows) // EXAMINED)  # every step-th row of a part is picked
     if step <= 1:
         return rows, edges[:-1]
     positions = [np.arange(first, last, step) for first, last in itertools.pairwise(edges.tolist())]

@@ -45,8 +45,8 @@ class Reads:
             partition.field(name)
         located = [self._locations(session, partition, command, name, rows) for name in command.fields]
         if len(rows) and located and not command.unpinned:
-            cells = np.concatenate([extents for _, extents in located])
-            pinned = np.unique(cells) if len(cells) > 1 else cells
+            to_pin = np.concatenate([extents for _, extents in located])
+            pinned = np.unique(to_pin) if len(to_pin) > 1 else to_pin
             self.state.extents.pin(pinned)
             session.pins[number] = pinned
         return c.Located(

@@ -242,7 +242,8 @@ class UnitReports:
             )
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=InvalidRequestError(why)))
             return False
-        for lost in self._previous_units(item) if previous is None else [previous]:
+        lost_units = self._previous_units(item) if previous is None else [previous]
+        for lost in lost_units:
             self._drop(lost, self._rows_by_partition(lost.number))
         return True
 

@@ -229,7 +229,7 @@ class Saves:
             task = partition.tasks[saved_task.name]
             claimed = np.unpackbits(np.frombuffer(saved_task.claimed, np.uint8), count=len(rows)).astype(np.bool_)
             to_claim = rows[claimed & (task.claim_ids[rows] == 0)]
-            task.take(to_claim, self.state.serial())
+            task.take(to_claim, claim_id=self.state.serial())
             partition.update_after_claims(task, to_claim)
 
 

@@ -22,8 +22,8 @@ def grown(array: A, size: int) -> A:
 
 
 def next_capacity(capacity: int, wanted: int) -> int:
-    """Return the capacity of at least `wanted` that is reached from `capacity` (at least 64) by doubling, or, from
-    65536 on, by steps of one half."""
+    """Return `capacity` (at least 64), enlarged until it is at least `wanted`: doubled, or from 65536 on increased by
+    half, each time."""
     capacity = max(capacity, 64)
     while capacity < wanted:
         capacity += capacity // 2 if capacity >= 1 << 16 else capacity

@@ -53,5 +53,6 @@ def checksums_of(field: Field | None, rows: Int64s) -> UInt32s | None:
     """Return the checksum of each row's cell (0: none), or None if no cell has one. Row -1 has no cell."""
     if field is None or field.checksums is None:
         return None
+    # Row -1 reads the last entry, and gets 0.
     found = np.where((rows >= 0) & (field.extents[rows] > 0), field.checksums[rows], 0).astype(np.uint32)
     return found if some(found) else None

@@ -126,7 +126,8 @@ class Extents:
             del self.accounts[account.number]
 
     def reserve(self, unit: int, start: int, size: int, account: Account | None = None) -> int:
-        """Create an extent over bytes taken from the unit's free space, and return its number."""
+        """Create an extent over bytes that the caller took from the unit's free space, and return its number. account:
+        its owner, if any."""
         if self.spare:
             number = self.spare.pop()
         else:
@@ -163,7 +164,7 @@ class Extents:
         return [number]
 
     def make_live(self, number: int, cells: int, several: Several | None) -> None:
-        """Mark a reserved extent as live, with `cells` (> 0) live cells. several: its record if it has many values."""
+        """Mark a reserved extent as live, with `cells` (> 0) live cells. several: None for an extent of one value."""
         self.states[number] = LIVE
         self.live[number] = cells
         self._note_if_watched(self.units[number : number + 1])
@@ -175,11 +176,11 @@ class Extents:
         """Account for dead cells: `cells[i]` is the extent of a dead cell of `nbytes[i]` bytes (repeats are allowed; 0
         is skipped). The caller has already removed the cells from their field. Extents without live cells retire, and
         are freed if not pinned. The other ones that are not pinned are trimmed if due."""
-        held = cells > 0
-        if not some(held):
+        has_extent = cells > 0
+        if not some(has_extent):
             return
         self.loosened.add(account.number)
-        numbers, counts, lost = tally(cells[held], nbytes[held])
+        numbers, counts, dead_sums = tally(cells[has_extent], nbytes[has_extent])
         cells_left = self.live[numbers] - counts.astype(np.int32)
         self.live[numbers] = cells_left
         dead = numbers[cells_left == 0]
@@ -190,7 +191,7 @@ class Extents:
             self.free(unpinned)
         partly = (cells_left > 0) & self.is_several[numbers]
         if some(partly):
-            for number, dead_bytes in zip(numbers[partly].tolist(), lost[partly].tolist(), strict=True):
+            for number, dead_bytes in zip(numbers[partly].tolist(), dead_sums[partly].tolist(), strict=True):
                 several = self.several[number]
                 several.live_bytes -= dead_bytes
                 if several.trim_is_due and not self.pins[number]:
@@ -318,7 +319,8 @@ class Extents:
         """Subtract the bytes of these extents from the accounts of their owners."""
         self.moved.update(self.owners[numbers].tolist())
         owners, sizes = self.owners[numbers], self.sizes[numbers]
-        for owner in np.unique(owners).tolist() if len(owners) > 1 else owners.tolist():
+        distinct = np.unique(owners) if len(owners) > 1 else owners
+        for owner in distinct.tolist():
             account = self.accounts.get(owner)
             if account is not None:  # None for owner 0
                 self._discharge(account, int(sizes[owners == owner].sum()))

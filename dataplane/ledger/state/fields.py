@@ -50,8 +50,8 @@ class Field:
     def write(
         self, rows: Int64s, extents: Int32s, offsets: Int64s, lengths: Int64s, checksums: UInt32s | None
     ) -> tuple[Int32s, Int64s]:
-        """Set the locations of the cells of `rows`. Return (extents, bytes) of their previous cells; extent 0 means "no
-        cell", and the bytes are empty if no row had a cell."""
+        """Set the locations of the cells of `rows` (no repeats). Return (extents, bytes) of their previous cells;
+        extent 0 means "no cell", and the array of bytes is empty if no row had a cell."""
         if self.lengths.dtype == np.int32 and top(lengths) > INT32_MAX:
             self.lengths = self.lengths.astype(np.int64)
         old = self.extents[rows]

@@ -94,7 +94,7 @@ class FreeSpace:
         if not self._firsts:
             return None
         fits = self._largest >= need
-        block = int(fits.argmax())
+        block = int(fits.argmax())  # the first block with a large enough fragment, if there is one
         if not fits[block]:
             return None
         position = next(i for i, size in enumerate(self._sizes[block]) if size >= need)
@@ -178,7 +178,8 @@ class FreeSpace:
     def _resize(self, block: int, position: int, size: int) -> None:
         """Change the size of a fragment, and update the largest size of its block."""
         sizes = self._sizes[block]
-        old, sizes[position] = sizes[position], size
+        old = sizes[position]
+        sizes[position] = size
         if size >= self._largest[block]:
             self._largest[block] = size
         elif old == self._largest[block]:

@@ -231,6 +231,7 @@ class Session:
         size = size_of(result)
         # The first large answer is kept whatever its size. A small answer has size 0 (see `size_of`).
         fits = not size or not self.large_bytes or self.large_bytes + size <= limits.answer_bytes
+        # Twice `in_flight`, because calls that release something are exempt from that limit.
         if not fits or len(self.answers) >= 2 * limits.in_flight:
             self.above.add(number, number)  # settled
             return

@@ -244,8 +244,8 @@ class State:
         Preallocated space names no samples."""
         if not isinstance(put, ParkedAllocate | PutReservation):
             return
-        partition, ids, put.targets = put.partition, put.targets, ()
-        targets = partition.targets
+        partition, ids, targets = put.partition, put.targets, put.partition.targets
+        put.targets = ()
         for name in ids:
             targets[name] -= 1
         ended = [name for name in ids if not targets[name]]

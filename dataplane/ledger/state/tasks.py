@@ -199,9 +199,9 @@ class ReadyIndex:
         """Renumber the remaining positions, which are ascending: `remaining[i]` becomes i. No other position has a set
         flag."""
         flags = np.zeros(next_capacity(0, len(remaining)), np.bool_)
-        with_flag = remaining[remaining < len(self.flags)]
-        flags[: len(with_flag)] = self.flags[with_flag]
-        self.flags, self.low, self.high = flags, 0, len(with_flag)
+        indexed = remaining[remaining < len(self.flags)]  # beyond `flags`, nothing is ready
+        flags[: len(indexed)] = self.flags[indexed]
+        self.flags, self.low, self.high = flags, 0, len(indexed)
 
     def ready(self) -> Int64s:
         """Return all set positions, oldest first."""

@@ -24,7 +24,7 @@ class Tombstones:
     def remember(self, ids: tuple[str, ...], generations: Int64s) -> None:
         """Add removed samples as the latest ones, and forget the earliest ones beyond `REMEMBERED`."""
         for name, generation in zip(ids[-REMEMBERED:], generations[-REMEMBERED:].tolist(), strict=True):
-            self.generations.pop(name, None)
+            self.generations.pop(name, None)  # so that it becomes the latest one
             self.generations[name] = generation
         for name in list(self.generations)[: max(len(self.generations) - REMEMBERED, 0)]:
             self.forget(name)
