@@ -322,7 +322,7 @@ class Ledger:
         return c.Done()
 
     def _release(self, session: Session, number: int, command: c.Release) -> c.Done:
-        """Withdraw an earlier call, and unpin what it pinned."""
+        """Withdraw an earlier call, forget what it saved, and unpin what it pinned."""
         self._withdraw(session, number, command.located, c.Located | c.Saved | c.FoundCells)
         session.saves.pop(command.located, None)
         pinned = session.pins.pop(command.located, None)

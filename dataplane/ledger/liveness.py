@@ -185,7 +185,7 @@ class Liveness:
         session.attached = {}
         session.probed = None  # probes of the live session do not count
         self._forget_empty(session)
-        self._probe(session)
+        self._probe(session)  # fences it on the connected ones of these units
         self._remove_if_done(session)
         self._schedule_check(state.now + state.heartbeat_s)
 

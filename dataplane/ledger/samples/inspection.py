@@ -166,7 +166,7 @@ class Inspection:
         if command.limit < 0:
             raise InvalidRequestError(f"limit={command.limit}: must be 0 (for all) or more")
         partitions = [state.partition(command.partition)] if command.partition else state.partitions.values()
-        claims = (parked for partition in partitions for parked in self.state.waiting_claims(partition))
+        claims = (parked for partition in partitions for parked in state.waiting_claims(partition))
         calls: list[ParkedClaim | ParkedAllocate] = [
             parked for parked in claims if command.task in ("", parked.command.task)
         ]

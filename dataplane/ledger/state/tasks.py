@@ -76,7 +76,7 @@ class Task:
         self.claimed += len(rows)
 
     def lease(self, rows: Int64s, end: float) -> None:
-        """Set the end of the leases of these rows."""
+        """Set the end of the leases of these rows. Their counts, and `leases`, are updated by the caller."""
         if self.ends is None:
             self.ends = np.zeros(len(self.claim_ids), np.float64)
         self.ends[rows] = end
@@ -291,7 +291,7 @@ class Leases:
         return [lease for lease in self.open.values() if lease.owner == session]
 
     def begin(self, lease: Lease, end: float) -> None:
-        """Add a new lease whose rows all end at `end`."""
+        """Add a new lease. All of its rows already have the end `end` (`Task.lease`)."""
         self.open[lease.claim] = lease
         self._schedule_check(lease, end)
 
