@@ -90,7 +90,7 @@ class Challenge:
 
 def default_capacity(directory: str | Path) -> int:
     """Return the default capacity in bytes of one arena in `directory`: 30 percent of its file system, but at most half
-    of the memory that is available there now. Ray's object store claims another 30 percent of the same memory."""
+    of the memory available there now, and at least 1 MiB. Ray's object store claims 30 percent of the same memory."""
     stat = os.statvfs(directory)
     share = int(stat.f_blocks * stat.f_frsize * SHARE_OF_FILE_SYSTEM)
     most_bytes = int(available_memory(directory).free_bytes * SHARE_OF_AVAILABLE)
@@ -181,7 +181,7 @@ class Arena:
     @classmethod
     def adopt(cls, path: str | Path, *, epoch: int, fsynced: bool = False) -> Arena:
         """Open the arena that an earlier epoch of the unit left at `path`, with its content. The new epoch is `epoch`,
-        or the last epoch plus one if that is greater (the machine's clock was set back).
+        or the last epoch plus one if that is greater (the machine's clock was set back). fsynced: as in `create`.
 
         Raises OSError if the file does not exist, BlockingIOError while another process holds it, ValueError if it is
         not an arena, `ArenaFormatError` if it has another format.

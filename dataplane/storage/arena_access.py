@@ -25,7 +25,7 @@ class ArenaAccess:
 
     def ranges(self, offsets: Iterable[int], sizes: Iterable[int]) -> tuple[list[int], list[int]]:
         """Return the ranges as lists. Raises the error of `fault` unless all ranges are within the backed bytes and
-        have at most `MAX_REQUEST_BYTES` in total."""
+        have at most `MAX_REQUEST_BYTES` in total. (On the wire, offsets and sizes are unsigned.)"""
         starts, lengths = list(offsets), list(sizes)
         if len(starts) != len(lengths):
             raise self._fault(f"{len(starts)} offsets for {len(lengths)} sizes")
@@ -53,7 +53,8 @@ class ArenaAccess:
     def read(self, offsets: list[int], sizes: list[int], target: Bytes) -> None:
         """Copy ranges that `ranges` returned into `target`, one after another. Its length is the sum of `sizes`."""
         if len(offsets) > FEW_RANGES:
-            gather([self._arena.data], None, np.array(offsets, np.int64), np.array(sizes, np.int64), target)
+            arena = [self._arena.data]
+            gather(arena, which=None, offsets=np.array(offsets, np.int64), sizes=np.array(sizes, np.int64), out=target)
             return
         position = 0
         for offset, size in zip(offsets, sizes, strict=True):

@@ -159,10 +159,11 @@ class UnitRecord:
             return None
         # The same directory under another path is not moved; another one under the same path is handled below.
         moved = record.directory != self._directory and record.arena_dir != self._arena_dir
-        elsewhere = not rebooted and record.locks != self._locks
+        # Another directory of session locks; after a reboot, its identity says nothing.
+        in_other_container = not rebooted and record.locks != self._locks
         # In another container, a missing lock file does not prove that its process has ended, so the arena is not
         # adopted. A moved arena that exists is an error instead.
-        if elsewhere and not (moved and os.path.exists(record.arena)):
+        if in_other_container and not (moved and os.path.exists(record.arena)):
             log.warning("Arena %s belongs to another container; starting with an empty arena", record.arena)
             return None
         if moved:

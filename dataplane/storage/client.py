@@ -162,7 +162,7 @@ class UnitConnection:
                 log.info("Storage unit %d does not answer at %s; trying its next endpoint", self.info.unit, endpoint)
 
     def _handshake(self, attach: pb.Attach, timeout_s: float) -> None:
-        """Attach the session, prove a local mapping if the unit requests it, and select the payload transport."""
+        """Attach the session, `_prove` the mapping of the arena if the unit asks, and select the payload transport."""
         with (call := threading.Lock()), self._wire("attach", timeout_s, call) as wire:
             header = self._new_header(wire)
             header.attach.CopyFrom(attach)
@@ -461,7 +461,7 @@ class UnitConnection:
             self._closed = True
         self._in_flight.shut()
         os.eventfd_write(self._wake, 1)
-        active = self._in_flight.wait(CLOSE_WAIT_S)
+        active = self._in_flight.wait(CLOSE_WAIT_S)  # the number of calls that have not ended
         with self._guard:
             # With no call in flight, sockets that an interrupt left behind are closed too.
             wires, self._idle = (self._idle if active else list(self._wires)), []

@@ -34,7 +34,8 @@ class Copies:
         return self._order is not None
 
     def begin(self, order: CompactArena) -> None:
-        """Start an order, unless it is in progress or was executed. Report the outcome of an executed order again."""
+        """Start an order, instead of another one in progress. An order that is in progress itself just continues; one
+        that was executed is not executed again: its outcome is reported again, or an error if a newer one followed."""
         if self._last is not None and order.number == self._last.number:
             self._report(self._last)
         elif self._last is not None and order.number < self._last.number:

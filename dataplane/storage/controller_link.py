@@ -83,7 +83,8 @@ class Outbox:
             self._changed.notify_all()
 
     def _items_of(self, stream: int, first: list[c.Input]) -> Iterator[c.Input]:
-        """Yield the items of one stream. A report leaves the queue when the next one is requested."""
+        """Yield the items of stream number `stream`: `first`, then the queue. A report leaves the queue when the next
+        one is requested."""
         yield from first
         while True:
             with self._changed:
@@ -345,7 +346,7 @@ class UnitLink:
         self._answered.set()
 
     def _enforce_limit(self, link: GrpcLink, accepted: threading.Event) -> None:
-        """Close the stream unless the controller accepts the unit within twice the timeout, or the link is closed."""
+        """Close the stream if the controller has not accepted the unit after twice the timeout, or by `close`."""
         self._settled.wait(2 * self._limit_s())
         if not accepted.is_set():
             link.close()

@@ -56,7 +56,8 @@ class Growth:
         self._report(Grown(unit=order.unit, backed_bytes=backed, error=error, shrinks=self._shrinks))
 
     def shrink(self, order: ShrinkArena) -> None:
-        """Return memory to the system, and drop growth that was ordered earlier. A repeated order is only reported."""
+        """Return memory to the system, and drop growth that was ordered earlier, without a report. Of a repeated order
+        only the outcome is reported."""
         error = None
         if order.number > self._shrinks:
             self._orders.clear()

@@ -50,7 +50,7 @@ class GrpcLink:
         self._call = stub.AttachUnit(_messages(reports), metadata=metadata)
 
     def orders(self) -> Iterator[c.Output]:
-        """Yield orders until the stream ends. Raises the error that ended the stream."""
+        """Yield `UnitAdded`, then orders, until the stream ends. Raises the error that ended the stream."""
         try:
             for wire in self._call:
                 yield unit_stream.order_from_pb(wire)

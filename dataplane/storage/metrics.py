@@ -53,7 +53,7 @@ class BulkMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return the metrics of the bulk server and, while the unit is running, those of its arena."""
         sheet, counts = Sheet(BULK), self._counts
-        for verb, op in list(counts.verbs.items()):
+        for verb, op in list(counts.verbs.items()):  # a copy, because the server's thread adds verbs
             for outcome, count in op.outcomes().items():
                 sheet.set("bulk_requests_total", count, verb, outcome)
             sheet.histogram("bulk_request_seconds", op.took, verb)

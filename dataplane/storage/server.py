@@ -260,7 +260,7 @@ class BulkServer:
 
     def _wait(self, poller: zmq.Poller) -> dict[Any, int]:
         """Wait for messages, orders or events; return the ready sockets. Advances the engine's transfers first."""
-        pause_s = None if self._engine is None else self._engine.step()
+        pause_s = None if self._engine is None else self._engine.step()  # until its next step; None: no limit
         if self._arena_orders.in_flight:
             return dict(poller.poll(0))  # the next step of an order is due
         most_ms = None if pause_s is None else int(pause_s * 1000)  # 0 for a pause below a millisecond

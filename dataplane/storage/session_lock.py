@@ -86,7 +86,7 @@ class SessionLock:
         self._fd = -1
         if os.getpid() == self._owner:
             unlink_unheld(self.path)
-            leave(DEFAULT_LOCK_DIRECTORY)
+            leave(DEFAULT_LOCK_DIRECTORY)  # removes this user's directory if it is empty
 
     def __enter__(self) -> SessionLock:
         return self

@@ -111,7 +111,8 @@ class Sessions:
         return self._stopped.covers(session, reservation)
 
     def attach(self, session: int, request: pb.Attach) -> pb.Challenge:
-        """Return a challenge for a client that may be local, or the reason why it stays remote."""
+        """Return a challenge for a client that may be local, or the reason why it stays remote. Raises the error of
+        `_reject_second_lock`."""
         if not request.lock_path:
             return pb.Challenge(local=False, why="the client requested a remote connection")
         if request.boot_id != self._host:
@@ -166,7 +167,7 @@ class Sessions:
         lock_path: the lock of a session that attached in this epoch of the unit or in an earlier one with the same
         arena. Raises OSError if the lock is not accessible; the session is then not fenced.
         """
-        lock = self._attached.get(session) or self._find_again(session, lock_path)
+        lock = self._attached.get(session) or self._find_again(session, lock_path)  # which attaches it again
         if lock is not None and lock.held():
             return False
         # `first` and `last` may be 0: without a range, only this session is fenced.
@@ -199,7 +200,7 @@ class Sessions:
 
     def bury_dead(self) -> list[int]:
         """Fence every attached session whose lock is free, and return these sessions. Closes the descriptors of
-        sessions that ended normally."""
+        sessions that ended normally, too."""
         dead = [session for session, lock in self._attached.items() if not lock.held()]
         for session in dead:
             self.fence(session)

@@ -209,7 +209,7 @@ class StorageUnit:
 
         if config.state_dir is None:
             return Adopted(arena=create(keeper=None))
-        if anew and self._record is not None:
+        if anew and self._record is not None:  # the controller has no record of the unit: nothing to replace there
             return Adopted(arena=self._record.create_arena(create))
         self._record = UnitRecord(
             config.state_dir,
@@ -338,7 +338,7 @@ def _sweep_directories(config: DataPlaneConfig) -> None:
 
 def _check_rows(order: c.CheckRows, data: npt.NDArray[np.uint8]) -> c.RowsChecked:
     """Compare rows of the arena's `data` with their checksums. Return the report with the damaged rows."""
-    wrong, _ = damaged(data, order.offsets, order.sizes, order.checksums)
+    wrong, _ = damaged(data, order.offsets, order.sizes, order.checksums)  # `wrong`: indices of rows of the order
     if len(wrong):
         log.error(
             "Storage unit %d: %d rows of field %r in partition %r are damaged",

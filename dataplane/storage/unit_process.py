@@ -144,17 +144,19 @@ class UnitProcesses:
                 code = self._processes[name].wait()
                 self._close_pipes(self._processes[name])
                 if self._stopping:
-                    return None
+                    return
                 ends.append(time.monotonic())
                 if self._config.state_dir is None:
-                    return self._on_end(f"storage unit {name} ended with code {code}; its rows are lost")
+                    self._on_end(f"storage unit {name} ended with code {code}; its rows are lost")
+                    return
                 if len(ends) > RESTARTS and ends[-1] - ends[0] < WITHIN_S:
-                    return self._on_end(f"storage unit {name} ended {len(ends)} times in {ends[-1] - ends[0]:.0f} s")
+                    self._on_end(f"storage unit {name} ended {len(ends)} times in {ends[-1] - ends[0]:.0f} s")
+                    return
                 log.warning("Storage unit %s ended with code %d; restarting it", name, code)
                 if not self._start(name):
-                    return None
+                    return
                 why = self._await_ready(name)
-                if why:
+                if why:  # it ended, or ends now: the next turn of the loop handles that
                     log.warning("Storage unit %s could not be restarted: %s", name, why)
         except Exception as error:
             log.exception("Supervision of storage unit %s failed", name)

@@ -112,15 +112,15 @@ class Wire:
             raise error
 
     def _send_head(self, head: bytes, flags: int) -> None:
-        """Send the first frame of a request. Raises the error of a rejected or lost connection at once, and
-        zmq.Again after SEND_MS."""
+        """Send the first frame of a request. If the queue is full, raise the error of a rejected or lost connection at
+        once, and zmq.Again after SEND_MS."""
         try:
             self._socket.send(head, flags | zmq.NOBLOCK)
         except zmq.Again:
             # A full queue may mean that no connection exists, for example because the unit has rejected it.
             if self._monitor.poll(0):
                 self._raise_for_event()
-            self._socket.send(head, flags)
+            self._socket.send(head, flags)  # waits for up to SEND_MS
 
     def receive(self, call: int, deadline: float) -> pb.BulkReply:
         """Return the reply to `call`, which must be the oldest unanswered call. Its payload frame, if any, remains to

@@ -237,8 +237,8 @@ class _Stream:
     """Sorted ranges, concatenated; overlapping ranges share their bytes. `packed`: the position of each range in the
     stream.
 
-    Ranges that touch or overlap are merged into spans. Span k is at `_arena[k]` of the arena and fills the bytes
-    [`_begins[k]`, `_ends[k]`) of the stream.
+    Ranges that touch or overlap are merged into spans. Span k, of `_sizes[k]` bytes, is at `_arena[k]` of the arena and
+    fills the bytes [`_begins[k]`, `_ends[k]`) of the stream.
     """
 
     def __init__(self, first: Int64s, sizes: Int64s, space: int) -> None:
@@ -257,7 +257,7 @@ class _Stream:
         self.nbytes = int(self._ends[-1])
 
     def cuts(self, chunk_bytes: int) -> list[int]:
-        """Return the boundaries between requests: every `chunk_bytes`, and every `CHUNK_RANGES` contiguous ranges."""
+        """Return the boundaries between requests: every `chunk_bytes`, and every `CHUNK_RANGES` spans."""
         if self.nbytes <= chunk_bytes and len(self._begins) <= CHUNK_RANGES:
             return [0, self.nbytes]
         by_bytes = np.arange(0, self.nbytes, chunk_bytes)

@@ -85,8 +85,8 @@ class EngineTransport:
 
     def payloads_for(self, unit: pb.Memory, endpoint: str, *, closing: Callable[[], bool]) -> ClientPayloads:
         """Return the client half for the connection to the unit at `endpoint`. unit: memory to fetch in order to test
-        the unit's engine. Without an engine here, log a warning and return frames. closing: returns whether the
-        connection is closing."""
+        the unit's engine. Without an engine here, return frames. closing: returns whether the connection is
+        closing."""
         with self._lock:
             if self._slots is None and not self._is_disabled:
                 self._open(endpoint)
@@ -177,8 +177,8 @@ class ClientEngine:
         request.fetch = self._usable(nbytes)
 
     def receive(self, wire: Wire, reply: pb.BulkReply, nbytes: int) -> ArrivedPayload:
-        """Fetch the payload into a slot, within FETCH_S. Raises ClientClosedError if the connection is closed
-        meanwhile."""
+        """Fetch the payload into a slot, within FETCH_S, unless the unit has sent a frame. Raises ClientClosedError if
+        the connection is closed meanwhile."""
         if not reply.bytes.HasField("source"):
             return self._frames.receive(wire, reply, nbytes)
         source = reply.bytes.source
@@ -197,7 +197,7 @@ class ClientEngine:
         return ArrivedPayload(data=slot.payload(nbytes) if has_arrived else None, settle=settle, done=done)
 
     def _fetch(self, slot: Slot, source: pb.Memory) -> bool:
-        """Fetch a payload into the slot. Log a failure and return False."""
+        """Fetch a payload into the slot. On failure log it, mark the unit's engine as unreachable and return False."""
         since = time.monotonic()
         try:
             self._slots.begin(slot, source)

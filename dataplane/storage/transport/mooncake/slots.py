@@ -183,7 +183,7 @@ class Slots:
         until = time.monotonic() + CLOSE_S
         while (in_flight := self._count_in_flight()) and time.monotonic() < until:
             time.sleep(_PAUSES_S[-1])
-        unfinished = in_flight + trying
+        unfinished = in_flight + int(trying)  # a trial is a transfer, too
         if unfinished:
             log.warning("%d transfers did not end; their memory is kept until this process ends", unfinished)
             make_immortal(self._region)
