@@ -78,7 +78,7 @@ class PublicCalls:
         return unread(answer)
 
     async def _enter(self, context: Context) -> None:
-        """Count the call until it ends. Above the limit of its peer, or of all peers, end it with LimitError."""
+        """Count the call until it ends. If its peer, or all peers, are at the limit, `abort` it with LimitError."""
         peer = context.peer().rpartition(":")[0]  # the address without the port
         calls, what = self._in_flight, "concurrent calls without a token"
         for scope, count, limit in ((f" from {peer}", calls[peer], CALLS_PER_PEER), ("", calls.total(), CALLS)):
@@ -183,6 +183,6 @@ class Health:
 
 
 async def abort(context: Context, error: DataPlaneError) -> None:
-    """End the call with `error`."""
+    """End the call with `error`. Always raises, an exception of gRPC."""
     code, text, metadata = to_status(error)
     await context.abort(code, text, metadata)

@@ -80,9 +80,10 @@ class HttpInterface:
 
     def _sample_and_beat(self) -> None:
         """Until `stop`, record the live bytes in the ledger thread and send the session's heartbeats."""
+        interval_s = min(SAMPLE_S, self._heartbeat_s)
         silent_s = 0.0  # the time since the last heartbeat
-        while not self._stopping.wait(min(SAMPLE_S, self._heartbeat_s)):
-            silent_s += min(SAMPLE_S, self._heartbeat_s)
+        while not self._stopping.wait(interval_s):
+            silent_s += interval_s
             with contextlib.suppress(ServiceUnavailableError):
                 self._ledger_thread.run(self._record_live_bytes)  # only that thread may read the ledger
             if silent_s >= self._heartbeat_s:

@@ -169,7 +169,7 @@ class Log:
                 rows = self._db.execute(
                     "SELECT number, record, crc FROM log WHERE number >= ? ORDER BY number LIMIT ?", (expected, PAGE)
                 ).fetchall()
-            count = len(rows) if upto is None else upto - expected + 1
+            count = len(rows) if upto is None else upto - expected + 1  # of the rows, those up to `upto`
             for number, record, crc in rows[:count]:
                 if number != expected or type(record) is not bytes or zlib.crc32(record) != crc:
                     raise self.error(f"record {expected} of {LOG_NAME} is damaged or missing", _DAMAGED)
@@ -273,7 +273,7 @@ class Journal(Log):
         except OSError as error:
             if lock is not None:
                 lock.close()
-            if isinstance(error, StateDirError):
+            if isinstance(error, StateDirError):  # which is an OSError, too
                 raise
             raise StateDirError(directory=str(folder), why=f"it cannot be used: {error.strerror or error}") from error
 
@@ -330,7 +330,7 @@ class Journal(Log):
                 f"{self._end.least - self._last} records are lost",
                 f"Restore a copy of the directory or a checkpoint; to continue without them, delete {END_NAME}",
             )
-        # Images other than the last one are left over from an interrupted epoch.
+        # Images other than the last one are left over from an interrupted epoch. If it is missing, they are kept.
         image = self.image_path(self._droppable)
         if image.exists():
             for path in set(self.directory.glob("image-*")) - {image}:
@@ -420,7 +420,7 @@ class Journal(Log):
         self._release()
         with self._state_error("cannot be set aside"):
             folder.mkdir(mode=0o700)
-            for path in list(self.directory.iterdir()):
+            for path in list(self.directory.iterdir()):  # a copy, because the loop moves the files away
                 if path.name.startswith((LOG_NAME, END_NAME, "image-")):
                     path.rename(folder / path.name)
         return Journal(self.directory, self._lock)

@@ -26,7 +26,7 @@ class LogEnd:
         self._boot = boot_id().encode().ljust(36, b"\0")[:36]
         content = os.pread(self._fd, _CONTENT.size + 1, 0)  # one byte more, to notice a longer file
         appended, self._fsynced, boot = 0, 0, b""
-        if len(content) == _CONTENT.size:
+        if len(content) == _CONTENT.size:  # a file of another size counts as empty
             appended, self._fsynced, boot = _CONTENT.unpack(content)
         self.damaged = max(appended, self._fsynced) > MOST or self._fsynced > appended
         self.least = appended if boot == self._boot else self._fsynced  # another boot: the machine may have crashed

@@ -81,6 +81,7 @@ class Handshakes(grpc.aio.ServerInterceptor):
 
             return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
 
+        # All other handlers of the server are for streams in both directions.
         async def stream(requests: Any, context: Context) -> AsyncIterator[Any]:
             self._count_call(context)
             async with contextlib.aclosing(handler.stream_stream(requests, context)) as replies:

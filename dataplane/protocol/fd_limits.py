@@ -42,6 +42,7 @@ def require_enough() -> None:
     if free < OF_A_SERVER:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         hint = "Raise the limit: ulimit -n, LimitNOFILE= of systemd, docker run --ulimit nofile=."
+        # got: the files that are open, and those that the server would open.
         raise LimitError(what="open files", got=limit - free + OF_A_SERVER, limit=limit, hint=hint)
 
 
@@ -75,7 +76,7 @@ def enough_or(error: Callable[[str], Exception], *, least: int = 0) -> Iterator[
     """Raise `error(description)` if the body fails for lack of open files, or if fewer than `least` can be opened."""
     try:
         if _count_free(least) < least:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # handled below
         yield
     except Exception as cause:
         # A failed connection has the lack of open files as its cause.

@@ -184,7 +184,7 @@ def _tag_values(values: Sequence[Scalar]) -> Keywords:
     if kinds == {float}:
         return {"reals": np.array(values, _WIRE_REAL).tobytes()}
     if kinds == {bool}:
-        return {"booleans": bytes(values)}  # type: ignore[arg-type]
+        return {"booleans": bytes(values)}  # type: ignore[arg-type]  # a byte for each
     if kinds == {int} and (integers := _integers(values)) is not None:
         return {"integers": integers}
     return {"mixed": {"values": [scalar_to_pb(value) for value in values]}}

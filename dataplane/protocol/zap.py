@@ -121,7 +121,7 @@ class Admission:
         poller.register(handler, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         while self._wake not in dict(poller.poll()):
-            with contextlib.suppress(zmq.Again):
+            with contextlib.suppress(zmq.Again):  # the poll may end without a request
                 version, request, *rest = handler.recv_multipart(zmq.NOBLOCK)
                 code, text = self._decide(rest)
                 handler.send_multipart([version, request, code, text, b"", b""])  # without user id and metadata

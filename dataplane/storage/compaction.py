@@ -59,7 +59,7 @@ class Copies:
         self._report(self._last)
 
     def _copy(self, order: CompactArena) -> Iterator[bool]:
-        """Execute the order, and yield True after each step. Raises ValueError for ranges beyond the backed bytes."""
+        """Execute the order, and yield True after each step. Raises ValueError for ranges outside the backed bytes."""
         sources, targets, sizes = order.sources.tolist(), order.targets.tolist(), order.sizes.tolist()
         for first, size in zip([*sources, *targets], [*sizes, *sizes], strict=True):
             if first < 0 or size < 0 or first + size > self._arena.backed_bytes:

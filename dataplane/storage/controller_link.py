@@ -222,7 +222,7 @@ class UnitLink:
     def _run(self, link: GrpcLink | None) -> None:
         """Run one stream after another, with backoff, until the link is closed or fails permanently."""
         # Only this frame refers to `link`. A forked child keeps the frame forever and so never finalizes gRPC objects.
-        error: Exception | None = None
+        error: Exception | None = None  # of the last stream, or of the last attempt to connect; `link` is then None
         # `broke_at`: when the last accepted stream ended; before that, the start of the link.
         broke_at, backoff = time.monotonic(), Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         try:

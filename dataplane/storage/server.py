@@ -277,7 +277,7 @@ class BulkServer:
             log.exception("Storage unit %d: %s failed; the server continues", self._unit, what)
 
     def _run_orders(self) -> None:
-        """Execute queued orders, and answer requests that waited for the unit's number."""
+        """Execute queued orders, or begin those for the arena. Answer requests that waited for the unit's number."""
         if self._unit and self._waiting_attaches:
             waiting, self._waiting_attaches = self._waiting_attaches, []
             for peer, request in waiting:
@@ -326,7 +326,7 @@ class BulkServer:
             self._frames.drop()  # those that the request did not use
 
     def _receive_header(self) -> pb.BulkRequest | None:
-        """Receive the header of a message. Log a malformed header and return None."""
+        """Receive the header of a message; None if it has none, or a malformed one, which is logged."""
         if not self._frames.more():
             return None
         header = self._router.recv()

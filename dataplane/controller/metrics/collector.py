@@ -87,7 +87,7 @@ class ServiceMetrics(Collector):
         """Set the metrics that count since the start: busy time, moved samples and bytes, calls."""
         sheet.set("ledger_busy_seconds_total", self._recorder.busy_s)
         _set_moved(sheet, prefix="", moved=self._recorder.moved)
-        for kind, op in list(self._recorder.ops.items()):
+        for kind, op in list(self._recorder.ops.items()):  # a copy, because another thread may add kinds
             name = kind.operation()
             for outcome, count in op.outcomes().items():
                 sheet.set("calls_total", count, name, outcome)

@@ -169,7 +169,7 @@ class Recorder:
             self._timeline.opened(output.session, item.name)
 
     def _add_partition(self, partition: str) -> MovedTotals:
-        """Return new counters for a partition. If there are too many, the oldest are dropped."""
+        """Return new counters for a partition. If there are too many, the oldest one's are added to `_dropped`."""
         moved = MovedTotals()
         removed = store_bounded(self.by_partition, partition, moved)
         if removed is not None:
@@ -197,7 +197,7 @@ class Recorder:
         second = self._flow.second_at(now + self._unix_s)
         second.puts += samples
         second.put_bytes += nbytes
-        if command.reservation is not None and command.offset is None:
+        if command.reservation is not None and command.offset is None:  # offset: a part of a Preallocate
             began = self._reserved.pop((call.session, command.reservation), began)
         self._timeline.add((call.session, "put", command.partition, names, samples, nbytes, began, now))
 
@@ -244,7 +244,7 @@ class Recorder:
         self._timeline.add((call.session, "claim", command.partition, (command.task,), samples, 0, began, now))
 
     def _count_clear(self, call: c.Call, command: c.Clear, result: c.Cleared, began: float, now: float) -> None:
-        """Count cleared samples. A command without samples clears the whole partition."""
+        """Count cleared samples. A command without samples clears a whole partition, whose counters are dropped."""
         moved = self.by_partition.get(command.partition) or self._add_partition(command.partition)
         moved.cleared_samples += result.count
         if command.samples is None:

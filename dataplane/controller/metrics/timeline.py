@@ -69,6 +69,7 @@ class Timeline:
                     start=start + unix_s,
                     end=end + unix_s,
                 )
+                # A copy, because another thread adds spans.
                 for session, what, partition, names, samples, nbytes, start, end in list(self._done)
             ]
         )

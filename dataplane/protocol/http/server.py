@@ -125,12 +125,12 @@ class HttpServer:
         self._listener.close()
         os.close(self._wake)
         with self._guard:
-            handlers = list(self._open.values())
+            request_threads = list(self._open.values())
             for peer in self._open:
                 _shut_down(peer)
         end = time.monotonic() + STOP_S
-        for handler in handlers:
-            handler.join(max(0.0, end - time.monotonic()))
+        for request_thread in request_threads:
+            request_thread.join(max(0.0, end - time.monotonic()))
 
     def __enter__(self) -> Self:
         return self.start()
@@ -225,7 +225,7 @@ class HttpServer:
         peer.settimeout(READ_S)
         slot = functools.partial(self._slot, peer)
         if self._context is None:
-            _Exchange(peer, self._site, slot)
+            _Exchange(peer, self._site, slot)  # its constructor does everything
             return
         # The TLS socket gets a duplicate descriptor, so that the server can still shut down `peer`.
         with self._context.wrap_socket(peer.dup(), server_side=True) as secured:
@@ -294,7 +294,8 @@ class _Exchange(BaseHTTPRequestHandler):
         head, rest = self._read_head()
         self.rfile = io.BufferedReader(io.BytesIO(head))
         self.raw_requestline = self.rfile.readline()
-        if not self.parse_request():  # the parser has reported the reason to `send_error`
+        # It sets `command`, `path` and `headers`, or reports the reason of a failure to `send_error`.
+        if not self.parse_request():
             raise self._refused or HttpError(HTTPStatus.BAD_REQUEST, "malformed HTTP request")
         try:
             parts = urlsplit(self.path)
