@@ -363,7 +363,7 @@ def _run_guarded(what: str, work: Callable[[], None]) -> None:
 
 
 def _call_back(reply: Reply, output: c.Output) -> None:
-    """Call `reply` with the output. Logs its errors."""
+    """Call `reply`, or a recipient of a unit's orders, with the output. Logs its errors."""
     try:
         reply(output)
     except Exception:

@@ -100,7 +100,7 @@ def _enum_converters(members: type[enum.StrEnum]) -> tuple[Convert, Convert]:
             raise InvalidRequestError(f"unknown {members.__name__} {number}; is the client newer than the service?")
         return by_number[number]
 
-    return (lambda member: numbers[members(member)]), from_pb
+    return (lambda member: numbers[members(member)]), from_pb  # `members` also accepts a member's text
 
 
 def _dict_converters(value_type: Any) -> tuple[Convert, Convert]:

@@ -243,7 +243,7 @@ class StorageUnit:
 
     def _facts(self) -> UnitFacts | None:
         """Return a snapshot for the metrics; None while the unit is not running."""
-        bulk, arena = self._bulk, self._arena
+        bulk, arena = self._bulk, self._arena  # read once, because `stop` may reset them meanwhile
         if bulk is None or arena is None:
             return None
         return UnitFacts(

@@ -224,8 +224,8 @@ class Recorder:
         """Add the span of a get, which has read its bytes between its Locate and this Release."""
         reading = self._reading.pop((call.session, command.located), None)
         if reading is not None:
-            partition, fields, samples, nbytes, began = reading
-            self._timeline.add((call.session, "get", partition, fields, samples, nbytes, began, now))
+            partition, fields, samples, nbytes, locate_began = reading
+            self._timeline.add((call.session, "get", partition, fields, samples, nbytes, locate_began, now))
 
     def _count_claim(self, call: c.Call, command: c.Claim, result: c.Claimed, began: float, now: float) -> None:
         """Count a claim and its waiting time. A peek claims nothing."""

@@ -144,7 +144,8 @@ class ClientEngine:
     def send(
         self, wire: Wire, header: pb.BulkRequest, chunk: WriteChunk, *, held: list[zmq.MessageTracker]
     ) -> SentPayload:
-        """Copy the payload into a slot, from which the unit fetches it; send frames if no slot is usable."""
+        """Copy the payload into a slot, from which the unit fetches it. If the engine is unusable, or all slots are in
+        use, send frames."""
         slot = self._slots.take() if self._usable(chunk.nbytes) else None
         if slot is None:
             return self._frames.send(wire, header, chunk, held=held)
@@ -336,7 +337,7 @@ class UnitEngine:
         if not FROM_BYTES <= nbytes <= SLOT_BYTES:
             return None
         if len(self._offered) >= MOST_OFFERS:
-            self._reclaim(lambda offered: offered.since + OFFER_S < time.monotonic())
+            self._reclaim(lambda offered: offered.since + OFFER_S < time.monotonic())  # not settled in time
         slot = self._slots.take() if len(self._offered) < MOST_OFFERS else None
         if slot is None:
             return None

@@ -164,7 +164,8 @@ class Slots:
         return succeeded and slot.tag == source.tag
 
     def _transfer_outcome(self, slot: Slot) -> bool | None:
-        """Return whether the slot's last transfer has succeeded, if there was any; None while it is in flight."""
+        """Return once whether the slot's last transfer has succeeded; None while it is in flight. True if there is no
+        transfer, also after its outcome was returned."""
         if slot.transfer is None:
             return True
         status = self.engine.status(slot.transfer)
