@@ -144,7 +144,7 @@ class UnitConnection:
     # --- handshake ----------------------------------------------------------------------------------------------
 
     def _connect(self, lock: SessionLock | None, timeout_s: float) -> None:
-        """Try the unit's endpoints in order until a handshake succeeds. Remote without a lock, or on another host."""
+        """Try the endpoints in order until a handshake succeeds. Stay remote without a lock or on another host."""
         own_boot_id = boot_id()
         same_host = own_boot_id == self.info.host  # `host` is the boot id of the machine of the unit
         endpoints = candidates(self.info.endpoints, same_host=same_host)

@@ -22,7 +22,7 @@ class Growth:
         self._report = report
         self._orders: deque[tuple[GrowArena, Iterator[int]]] = deque()  # with their remaining steps
         self._shrinks = 0  # the number of the last ShrinkArena
-        self._failure_logged = False
+        self._failure_logged = False  # since the last growth that succeeded
 
     @property
     def in_flight(self) -> bool:
