@@ -173,7 +173,7 @@ class LedgerThread:
             while not self._stopping.is_set():
                 deadline = self._ledger.next_deadline()
                 ready = dict(poller.poll(self._timeout_ms(deadline)))
-                woken = 0.0 if self._observer is None else self._observer.clock()
+                woken = 0.0 if self._observer is None else self._observer.clock()  # for `busy_s`
                 self._advance_clock(deadline)
                 if self._waker.fd in ready:
                     self._waker.clear()  # before the inbox is read: a job added meanwhile wakes again

@@ -46,7 +46,7 @@ class Reflection:
                     raise KeyError(f"{request.file_containing_extension.containing_type} has no extensions")
                 case _:
                     _set_error(answer, grpc.StatusCode.INVALID_ARGUMENT, "the request lacks message_request")
-        except KeyError as error:
+        except KeyError as error:  # also the pool raises it, for an unknown name
             _set_error(answer, grpc.StatusCode.NOT_FOUND, str(error.args[0]))
         reply: Message = answer
         return reply

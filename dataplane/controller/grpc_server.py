@@ -120,7 +120,7 @@ class GrpcServer:
         if self._tls is not None:
             self._handshakes = Handshakes(self._loop)
             interceptors.insert(0, self._handshakes)  # also counts calls that the token check rejects
-        connections = share(4, CONNECTIONS)
+        connections = share(4, CONNECTIONS)  # at most a quarter of the files that this process may open
         bounds = (
             ("grpc.max_allowed_incoming_connections", connections),
             ("grpc.max_connection_idle_ms", 1000 * IDLE_S),

@@ -74,7 +74,7 @@ class Unauthenticated:
 
     def __init__(self, endpoints: Iterable[str], frame_bytes: int, *, curve: bool) -> None:
         self._places = frozenset(map(place_of, endpoints))  # where the connections of this socket are bound
-        self._most = share(8, MOST)  # connections
+        self._most = share(8, MOST)  # connections; at most an eighth of the files that this process may open
         self._most_long = max(1, HELD_BYTES // frame_bytes)  # connections that sent more than `SHORT_BYTES`
         self._handshake_bytes = CURVE_BYTES if curve else PLAIN_BYTES
         self._silent: dict[int, _Connection] = {}  # those that `hang_up` may close, by descriptor, oldest first

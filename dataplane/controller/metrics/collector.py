@@ -52,7 +52,7 @@ class ServiceMetrics(Collector):
         stats, waits = self._ask(c.Stats()), self._ask(c.Waits())
         assert isinstance(stats, c.StatsReport)
         assert isinstance(waits, c.WaitList)
-        self._recorder.count()
+        self._recorder.count()  # before `forget`, because pending answers may add counters of these partitions again
         self._recorder.forget(known - {part.partition for part in stats.partitions})
         sheet = Sheet([*SERVICE, *(JOURNAL if self._journal is not None else []), *UNITS, *PARTITIONS, *TASKS])
         self._set_service(sheet, stats)
