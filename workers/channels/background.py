@@ -133,7 +133,7 @@ class Pump:
 
     def begin(self, make: Callable[[int], wire.AnyRequest], what: str, until: float) -> tuple[int, Future[Any]]:
         """Assign a number, and send the request that `make` returns for it. Return the number and the future of the
-        answer. Blocks for at most `GRACE_S` while the broker does not read."""
+        answer, or of the error if it cannot be sent. Blocks for at most `GRACE_S` while the broker does not read."""
         with self._guard:
             self._check_running()
             number = self._connection.next_number()
@@ -158,7 +158,7 @@ class Pump:
                 full: Future[Any] = Future()
                 full.set_result(wire.Full(request.number))
                 return request.number, full
-            space = NOWHERE
+            space = NOWHERE  # a carried item needs none
             if not must_wait and not parcel.carried:
                 space = self._connection.take_preallocated(parcel.nbytes)
                 must_wait = space == NOWHERE
@@ -205,7 +205,7 @@ class Pump:
         """Add the request to the open requests, with a timer. Return its record."""
         now = time.monotonic()
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # from now on the future cannot be cancelled
+        future.set_running_or_notify_cancel()  # from now on its holder cannot cancel it
         entry = self._open[number] = _OpenRequest(future, what, now, until)
         self._set_timer(number, min(until, now + waiting.LOG_EVERY_S))
         return entry
@@ -337,8 +337,8 @@ class Pump:
 
     def _settle(self, request: wire.AckItems | wire.NackItems) -> Future[None] | None:
         """Send the acknowledgement of items, or return them to the queue; callable from any thread. Return the future
-        of the confirmation, None if the broker sends none. Raises if the items cannot be acknowledged: the next getter
-        receives them, and the bytes that were read may already have belonged to another item."""
+        of the confirmation, None if the broker sends none. Raises if the pump has ended: the next getter receives the
+        items, and the bytes that were read may already have belonged to another item."""
         number = request.number
         confirming: _Confirmation | None = None
         with self._guard:
@@ -363,21 +363,22 @@ class Pump:
         return self._lost_error(f"taking an item of channel {self._channel!r}", ended)
 
     def _complete(self, number: int, answer: Reply, completions: Completions) -> None:
-        """Append to `completions` a function that completes request `number`, or the confirmation of its items."""
+        """Append to `completions` a function that completes request `number` with `answer`. If the request was answered
+        before, `answer` confirms the acknowledgement of its items: complete that confirmation."""
         confirmed = self._confirming.pop(number, None)
         if confirmed is not None:
             completions.append(lambda: confirmed.future.set_result(None))
             return
         entry = self._open.pop(number, None)
         self._puts.discard(number)
-        if entry is None:
+        if entry is None:  # a delayed put that was cancelled before
             return
         if isinstance(answer, wire.BrokerDone) and answer.space != NOWHERE:
             # The connection keeps one preallocated space: release the previous one.
             self._connection.take_preallocated(LARGER_THAN_ANY)
             self._connection.preallocated = (answer.space, entry.preallocate_bytes)
         if isinstance(answer, ArrivedItems) and entry.unwanted:
-            # The broker sent the items before it received the Cancel: return them to the queue.
+            # The broker sent the items before it received the Cancel: return them, as if it had cancelled the get.
             self._send(wire.encode(wire.NackItems(number)))
             answer = wire.Cancelled(number)
         if isinstance(answer, wire.Cancelled):
@@ -401,8 +402,8 @@ class Pump:
                 self._send(wire.encode(wire.NackItems(number)))
 
     def _check_timers(self, now: float, completions: Completions) -> None:
-        """Handle due timers: log a waiting request, and cancel it at its deadline. Raises if the broker does not
-        confirm an acknowledgement or a cancellation in time."""
+        """Handle due timers: log a waiting request, and cancel it at its deadline (a delayed put here, others at the
+        broker). Raises if the broker does not confirm an acknowledgement or a cancellation in time."""
         while self._timers and self._timers[0][0] <= now:
             _, number = heapq.heappop(self._timers)
             entry, confirming = self._open.get(number), self._confirming.get(number)
@@ -410,7 +411,7 @@ class Pump:
                 self._check_silence(
                     number, until=confirming.until, silent_s=CONFIRM_S, now=now, error=StreamLostError(UNCONFIRMED)
                 )
-            if entry is None:
+            if entry is None:  # it was answered
                 continue
             if now < entry.until:
                 waited_s, left_s = now - entry.begun, entry.until - now
@@ -425,7 +426,7 @@ class Pump:
 
     def _check_silence(self, number: int, until: float, silent_s: float, now: float, error: Exception) -> None:
         """Raise `error` if `until` has passed and no payload, which delays other answers, was received in the last
-        `silent_s`. Otherwise set a timer for the next check."""
+        `silent_s` seconds before `now`. Otherwise set a timer for the next check."""
         until = max(until, self._last_payload_at + silent_s)
         if now >= until:
             raise error

@@ -110,7 +110,7 @@ class ChannelBroker:
         ):
             raise ValueError("the client sent no valid token")
         client = connection.ident
-        if request.version != wire.VERSION:
+        if request.version != wire.VERSION:  # not added to the clients
             self._server.send(client, [wire.encode(wire.Rejected(request.number, f"expected version {wire.VERSION}"))])
             return
         self._state.join(client)
@@ -130,10 +130,10 @@ class ChannelBroker:
 
     def _expect_payload(self, client: int, request: wire.AnyRequest, nbytes: int) -> Payload:
         """Return where to write the `nbytes` that follow a put: into the space that the client reserved for them. The
-        put is applied when all bytes have arrived."""
+        put is applied when all bytes have arrived. ValueError if the client reserved no such space."""
         if not isinstance(request, wire.Put) or request.item.space == NOWHERE or request.item.nbytes != nbytes:
             raise ValueError("the client sent bytes that belong to no item")
-        self._state.reserved_bytes(client, request.item)  # raises if the space is not the client's
+        self._state.reserved_bytes(client, request.item)  # only to raise if the space is not the client's
         target = self._memory.data.data[request.item.space : request.item.space + nbytes]
         return Payload(target, lambda: self._send_answers(self._state.apply(client, request)))
 

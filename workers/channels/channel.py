@@ -123,7 +123,7 @@ class Channel:
             maxsize=maxsize,
             distributed=distributed and not local,
             nodes=(node_rank_here() if here is None else here,),
-            endpoints=(),
+            endpoints=(),  # of a local channel; `_create_on_brokers` replaces them and the nodes
         )
 
         def make(settings: ChannelSettings) -> Channel:
@@ -333,14 +333,15 @@ class Channel:
         timeout_s: float | None,
         finish: Callable[..., T],
     ) -> T | AsyncWork[T]:
-        """Get one item, or with `target` a batch. Return what `finish` makes of the answer, or the work for that."""
+        """Get one item, or with `target` a batch. Return what `finish` makes of the answer, with `async_op` the work
+        for that."""
         what = self._describe(verb, key)
         make, link = self._prepare_get(key, target, nowait=False, what=what)
         if not async_op:
             refuse_waiting(what)
             return finish(link.ask(make, what, self._deadline(timeout_s)))
         future, drop = link.begin(make, what, self._deadline(timeout_s))
-        work = AsyncWork(future, what, finish, acknowledgement_of)
+        work = AsyncWork(future, what, finish, settle=acknowledgement_of)
         # If the work is garbage-collected, the get is cancelled.
         weakref.finalize(work, drop).atexit = False
         return work
@@ -424,7 +425,7 @@ def _create_on_brokers(
 ) -> Channel:
     """Return the channel that `make` makes of `settings` and the brokers of a node (of all nodes if None), after these
     brokers have created it. Ray restarts a broker that died: if a broker cannot be reached, this waits up to
-    `NOTICE_S` for the directory to report its end or its successor."""
+    `NOTICE_S` for the directory to report its end or its successor, then tries again."""
     until = time.monotonic() + NOTICE_S
     while True:
         brokers = find_brokers(directory, node_rank)
@@ -471,7 +472,7 @@ def _register(channel: Channel, directory: DirectoryClient) -> Channel:
 
 def _find_existing(channel: Channel, directory: DirectoryClient) -> Channel | None:
     """Return the existing channel of the same name; None if the name is free now, also because all brokers of that
-    channel are lost. Raises if some are lost, or if the existing channel has other settings."""
+    channel are lost and this ended its entry. Raises if some are lost, or if its settings differ."""
     entries = [entry for entry in directory.listing(Kind.CHANNEL) if entry.name == channel.name]
     if not entries:
         return None

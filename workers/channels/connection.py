@@ -94,7 +94,7 @@ class ArrivedItems:
             if len(unpacked) > 1:
                 self._connection.stream.check()
         except StreamLostError:
-            # Sending raises the actual reason.
+            # Sending raises the actual reason, or else this error is raised.
             self._settle(wire.AckItems(self.number))
             raise
         except MemoryError:
@@ -126,10 +126,11 @@ class ArrivedItems:
         raise first
 
     def _unpack(self) -> list[Unpacked]:
-        """Return the unpacked items, in this process's memory."""
+        """Return the unpacked items, in this process's memory. MemoryError if there was none for their bytes."""
         if self._missing is not None:
             raise self._missing
         unpacked, offset, pool = [], 0, self._connection.buffer_pool
+        # own: the memory belongs to this process, so the item may refer to it.
         for item in self._answer.items:
             if item.space == NOWHERE:  # the bytes came within the message
                 memory, own = np.frombuffer(bytearray(item.body), np.uint8), True
@@ -300,7 +301,7 @@ class BrokerConnection:
 
     def close(self) -> None:
         """Close the connection. Threads that copy from the broker's memory can finish, but cannot acknowledge their
-        items."""
+        items. The memory is unmapped after them."""
         self.local = False
         self._arena = None
         self.stream.close()

@@ -87,7 +87,7 @@ class Link:
     def ask_after_puts(self, make: MakeRequest, what: str, until: float) -> Reply:
         """Send a request after the pending asynchronous puts of this handle, and return its answer."""
         pump = self._pump
-        if pump is None or not pump.putting:
+        if pump is None or not pump.putting:  # there are none
             return self.ask(make, what, until)
         refuse_waiting(what)
         reply: Reply = self.begin(make, what, until)[0].result()
@@ -165,7 +165,7 @@ class Link:
                 raise self._error_of_loss(what, error) from error
 
     def _put_back(self, connection: BrokerConnection) -> None:
-        """Keep a connection for the next call, or close it if enough are idle or the handle was closed."""
+        """Keep a connection for the next call, or close it if enough are idle or the handle was retired or closed."""
         with self._guard:
             self._in_use.discard(connection)
             keep = not (self._retired or self._closed) and len(self._idle) < MAX_IDLE_CONNECTIONS

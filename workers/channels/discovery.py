@@ -21,8 +21,8 @@ NOTICE_S = 15.0
 
 @contextlib.contextmanager
 def directory_or_default(directory: DirectoryClient | None, *, join: bool = False) -> Iterator[DirectoryClient]:
-    """Yield `directory`, or else a temporary client: of the directory that the environment names, or with `join` of
-    this process's job. LookupError if there is none."""
+    """Yield `directory`, or else a temporary client: of the directory that the environment names, or, with `join`, if
+    it names none, of the directory of this process's job. LookupError if there is none."""
     if directory is not None:
         yield directory
         return
@@ -61,21 +61,21 @@ def _registered_brokers(directory: DirectoryClient) -> dict[int, str]:
 def await_broker_change(directory: DirectoryClient, brokers: dict[int, str], until: float) -> bool:
     """Return whether the directory removed or replaced one of `brokers` (endpoints by node rank). Blocks until it does,
     at most until `until`."""
-    names = {broker_name(rank): endpoint for rank, endpoint in brokers.items()}
+    endpoints_by_name = {broker_name(rank): endpoint for rank, endpoint in brokers.items()}
     changed = threading.Event()
 
     def notice_end(entry: DirectoryEntry) -> None:
-        if entry.name in names:
+        if entry.name in endpoints_by_name:
             changed.set()
 
     unsubscribe = directory.subscribe(notice_end)  # before the lookups, so that no end is missed
     try:
         # The directory reports the end of the entries that this client has looked up.
-        for name, endpoint in names.items():
+        for name, endpoint in endpoints_by_name.items():
             if directory.lookup_channel(name).endpoints != (endpoint,):
                 return True
         return changed.wait(max(0.0, until - time.monotonic()))
-    except (NameNotFoundError, WorkerLostError):
+    except (NameNotFoundError, WorkerLostError):  # it was removed before its lookup
         return True
     finally:
         unsubscribe()

@@ -47,7 +47,7 @@ class HostedBroker:
         """Register the broker. Return the client, which keeps the entry alive."""
         directory = DirectoryClient(self._address)
         try:
-            # `returns`: if this process dies, its successor registers the name again, and lookups wait for that.
+            # returns=True: if this process dies, its successor registers the name again, and lookups wait for that.
             directory.register_channel(self._name, (self._broker.endpoint,), {}, returns=True)
         except BaseException:
             directory.close()

@@ -105,7 +105,7 @@ class LocalLink:
             else:
                 outer.set_result(answered.result())
 
-        # Before the callback, which cancels the timer.
+        # Before the callback is added, because it cancels the timer.
         if not inner.done():
             timer.start()
         inner.add_done_callback(complete_outer)
@@ -120,7 +120,7 @@ class LocalLink:
         """Do nothing: there are no connections."""
 
     def close(self) -> None:
-        """Make pending calls raise `ChannelClosedError`, and drop the items. Idempotent."""
+        """Make pending and later calls raise `ChannelClosedError`. The stored items are lost. Idempotent."""
         with self._guard:
             self._closed = True
             pending, self._open = list(self._open.values()), {}
@@ -141,7 +141,7 @@ class LocalLink:
         return number, future
 
     def _apply(self, request: wire.AnyRequest) -> None:
-        """Apply a request that concerns an earlier one: an acknowledgement or a cancellation."""
+        """Apply a request that concerns an earlier one: an acknowledgement or a cancellation. A no-op after `close`."""
         with self._guard:
             self._arrived.discard(request.number)
             completions = [] if self._closed else self._handle_effects(self._state.apply(_CLIENT, request))
@@ -155,7 +155,7 @@ class LocalLink:
 
     def _handle_effects(self, effects: Effects) -> list[tuple[Future[Any], Reply]]:
         """Return the futures of the answered requests with their replies, to be completed without the lock, because
-        callbacks may call this object."""
+        callbacks may call this object. Note the gets whose items have arrived."""
         completions: list[tuple[Future[Any], Reply]] = []
         for _, answer in effects:
             future = self._open.pop(answer.number, None)

@@ -149,7 +149,7 @@ class Broker:
     # --- puts
 
     def _put(self, client: Client, request: wire.Put) -> None:
-        """Store the item, or let the put wait for a free place."""
+        """Store the item, or let the put wait for a place (with `nowait`: Full). In a closed channel answer Closed."""
         item, space_bytes = request.item, 0
         if item.space != NOWHERE:
             space_bytes = self.reserved_bytes(client, item)
@@ -210,7 +210,7 @@ class Broker:
     # --- gets
 
     def _get(self, client: Client, request: wire.Get) -> None:
-        """Append the get to its queue's waiting gets. With `nowait` answer it now."""
+        """Append the get to its queue's waiting gets, or with `nowait` answer it now, with at most one item."""
         channel = self._channels.get(request.channel)
         if channel is None:
             self._answer(client, wire.Ended(request.number))
@@ -259,7 +259,7 @@ class Broker:
     # --- waiting puts and gets
 
     def _serve(self, queue: Queue) -> None:
-        """Store the items of waiting puts, and answer waiting gets, as far as possible."""
+        """Store items of waiting puts and answer waiting gets until neither is possible; remove an unneeded queue."""
         moved = True
         while moved:
             moved = False
@@ -286,8 +286,8 @@ class Broker:
         return queue.channel.closed and not queue.items
 
     def _end_queue(self, queue: Queue) -> None:
-        """Answer the waiting gets of a closed channel's empty queue with Ended, and forget the queue."""
-        if not queue.items and not queue.leased:
+        """In a closed channel: answer the gets of an empty queue with Ended. Remove queue and channel if unneeded."""
+        if not queue.items and not queue.leased:  # leased items could return
             while queue.gets:
                 get = queue.gets.popleft()
                 del self._clients[get.client].open[get.number]
@@ -302,7 +302,7 @@ class Broker:
         for queue in queues:
             self._serve(queue)
         self._hand_out_spaces()
-        for queue in list(self._queues_over_limit):
+        for queue in list(self._queues_over_limit):  # a copy: `_serve` may add the queue again
             if self._carried_bytes >= self._memory.capacity_bytes:
                 break
             del self._queues_over_limit[queue]
@@ -358,7 +358,7 @@ class Broker:
         self._serve_all((record.queue,))
 
     def _undo_request(self, record: OpenPut | OpenGet | SpaceWait | ItemLease) -> None:
-        """Undo the effect of an open request on its queue."""
+        """Undo the effect of an open request on its queue: it no longer waits, and items that it took return."""
         queue = record.queue
         if isinstance(record, SpaceWait):
             self._end_wait(record)
@@ -402,7 +402,7 @@ class Broker:
         channel.remove_if_unneeded(queue)
 
     def _give_space(self, wait: SpaceWait) -> bool:
-        """Reserve space for a waiting request. Return whether there was enough."""
+        """Reserve space for a request, and answer it. Return whether there was enough memory."""
         space = self._memory.take(wait.nbytes)
         if space is None:
             return False
