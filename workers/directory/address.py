@@ -26,6 +26,7 @@ class WorkerAddress:
             raise TypeError(f"group name {root_group_name!r} is {type(root_group_name).__name__}, expected str")
         if not root_group_name or SEPARATOR in root_group_name:
             raise ValueError(f"group name {root_group_name!r} must not be empty and must not contain {SEPARATOR!r}")
+        # A str becomes one rank, which raises TypeError.
         path = tuple(ranks) if isinstance(ranks, Iterable) and not isinstance(ranks, str) else (ranks,)
         for rank in path:
             if not isinstance(rank, int) or isinstance(rank, bool):

@@ -180,7 +180,7 @@ class DirectoryClient:
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener` with entries that this client had found and that have ended. Return a function that
-        unsubscribes it."""
+        unsubscribes it. Entries that are registered again: see the class."""
         with self._guard:
             self._listeners.append(listener)
 
@@ -274,7 +274,7 @@ class DirectoryClient:
 
     def _connect(self) -> None:
         """Configure the socket and begin to connect. ZMQ reconnects by itself."""
-        self._socket.set(zmq.ROUTING_ID, b"c" + secrets.token_bytes(15))
+        self._socket.set(zmq.ROUTING_ID, b"c" + secrets.token_bytes(15))  # names the session at the directory
         self._socket.set(zmq.RECONNECT_IVL, 50)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 500)
         end_silent(self._socket, HEARTBEAT_MS, SILENCE_MS)
@@ -307,11 +307,11 @@ class DirectoryClient:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._on_connected()
                 continue
-            # The other events report that the connection ended or could not be made.
+            # CONNECTED: the kernel has accepted a connection. The others: it has ended or could not be made.
             self._accepted = event == zmq.EVENT_CONNECTED
             if self._away_since is None:
                 self._away_since = time.monotonic()
-        if self._away_since is None or self._lost_error is not None:
+        if self._away_since is None or self._lost_error is not None:  # it works, or its calls have failed already
             return
         limit_s = STILL_S if self._accepted else AWAY_S
         if time.monotonic() - self._away_since > limit_s:
@@ -362,7 +362,7 @@ class DirectoryClient:
             registration.add_done_callback(functools.partial(self._on_registered_again, lost))
 
     def _on_registered_again(self, lost: DirectoryEntry, future: Answer) -> None:
-        """Pass the new entry to the listeners, or the lost entry a second time if the registration failed."""
+        """Pass the new entry to the listeners, or the entry `lost` a second time if the registration failed."""
         if future.exception() is None:
             self._notify(future.result()[0])
         else:
@@ -392,7 +392,7 @@ class DirectoryClient:
                 self.ask_end(entry.kind, entry.name, entry.incarnation, why="its registration timed out")
 
     def _record_owned(self, request: wire.Request, entries: tuple[DirectoryEntry, ...]) -> None:
-        """Update the entries that this process owns after a registration or an end."""
+        """Update the entries that this process owns after its registration or end of `entries`."""
         for entry in entries:
             if isinstance(request, wire.RegisterProcess) and request.owned:
                 self._owned[entry.kind, entry.name] = (entry, request)
@@ -406,7 +406,7 @@ class DirectoryClient:
             del self._owned[entry.kind, entry.name]
 
     def _notify(self, entry: DirectoryEntry) -> None:
-        """Pass an entry to all listeners. Their exceptions are logged."""
+        """Pass an entry to all listeners; one that is not live is no longer owned. Errors of listeners are logged."""
         with self._guard:
             if not entry.live:
                 self._disown(entry)
@@ -418,7 +418,7 @@ class DirectoryClient:
                 _log.exception("Directory listener failed on the end of %s %s", entry.kind, entry.name)
 
     def _fail_all(self, error: errors.DirectoryLostError) -> None:
-        """Fail all pending and future calls with `error`."""
+        """Fail all pending calls with `error`, and later ones until a connection is made."""
         with self._guard:
             self._lost_error = error
             numbers = list(self._calls)

@@ -81,14 +81,14 @@ class Registry:
         key, request_id = (request.kind, request.name), (session, request.number)
         effects: Effects = []
         existing = self._live.get(key)
-        # The client repeats unanswered requests on a new connection.
+        # The same request again: the client repeats unanswered requests on a new connection.
         if existing is not None and existing.registered_by == request_id:
             return [(session, Found(request.number, (existing.entry,)))]
         if existing is not None and not (existing.returns and request.returns):
             error = errors.NameInUseError(kind=request.kind, name=request.name)
             return [(session, failed(request.number, error))]
         if existing is not None:  # the new process replaces it
-            effects, _ = self._end_entry(existing, EntryState.LOST, "another process took its place")
+            effects, _ = self._end_entry(existing, EntryState.LOST, why="another process took its place")
         self._incarnation += 1
         entry = DirectoryEntry(
             kind=request.kind,
@@ -138,7 +138,7 @@ class Registry:
         return []
 
     def end(self, session: Session, request: End) -> Effects:
-        """Reply with the ended entry, or with no entry if none was live."""
+        """End the live entry of that name (and incarnation, if given). Reply with it, or with no entry if there is none."""
         record = self._live.get((request.kind, request.name))
         if record is None or request.incarnation not in (None, record.entry.incarnation):
             return [(session, Found(request.number))]
@@ -242,7 +242,8 @@ def _is_worker_of(key: Key, group: str) -> bool:
 
 
 def _missing_rank_error(key: Key, group: DirectoryEntry) -> errors.NoSuchRankError | None:
-    """Return the error for a worker of that group whose rank the group does not have, else None."""
+    """Return the error if `key` is a worker of that group with a rank that the group, as far as its size is known, does
+    not have; else None."""
     size = group.facts.get(WORLD_SIZE)
     if not _is_worker_of(key, group.name) or not isinstance(size, int):
         return None

@@ -150,7 +150,7 @@ class Directory:
                 self._reply_error(session, request, error)
 
     def _reply_error(self, session: Session, request: wire.Request, error: Exception) -> None:
-        """Reply to a request that failed with an internal error."""
+        """Reply with an internal error to a request that failed. `OpenDirectory`, which has no number, gets none."""
         if not isinstance(request, wire.OpenDirectory):
             internal = InternalError(what=f"{type(request).__name__}: {error!r}")
             self._send_replies([(session, wire.failed(request.number, internal))])
@@ -163,7 +163,7 @@ class Directory:
             if client is None and request.known:
                 self._send_replies([(session, wire.Unknown("it was silent for too long"))])
             client = self._clients.setdefault(session, _Client(request.process, request.version))
-            # The connection may have ended before this message of it was read.
+            # Not connected: the connection has ended before this message of it was read.
             client.fd = fd if fd in self._connected_fds else None
             client.lost_at = time.monotonic()
             return
@@ -194,7 +194,7 @@ class Directory:
             case wire.Listing():
                 return self._registry.listing(session, request)
             case wire.LeaveJob():
-                del self._clients[session]
+                del self._clients[session]  # the end of its connection then means nothing
                 effects = self._registry.leave(session, EntryState.ENDED, "it was closed")
                 return [*effects, (session, wire.Found(request.number))]
             case _:
@@ -219,8 +219,7 @@ class Directory:
                 self._send_replies(self._drop_session(session))
 
     def _drop_session(self, session: Session) -> Effects:
-        """Remove a client, whose entries are then lost. Return the notifications to send to the clients that watch
-        them."""
+        """Remove a client. Its entries become LOST: return the replies for the sessions that watch or await them."""
         client = self._clients.pop(session)
         why = f"its process {client.process.pid} died" if has_ended(client.process) else "its connection broke"
         return self._registry.leave(session, EntryState.LOST, why)
