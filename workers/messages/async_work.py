@@ -58,7 +58,7 @@ class AsyncWork(Generic[T]):
         this would block in a function given to `then`."""
         timeout = seconds_if_any("timeout", timeout)
         self._wait_for(self._future, timeout)
-        # To settle the operation takes an answer of the broker, for which such a function must not wait.
+        # To settle the operation takes an answer of the broker, for which a function given to `then` must not wait.
         if self._settled is None and self._settle_function() is not None:
             refuse_waiting(self._what)
         # No timeout: a caller that left before the broker's confirmation would lose the item.
@@ -205,7 +205,7 @@ async def _wait_despite_cancellation(future: Future[Any]) -> None:
         try:
             await asyncio.wait([woken])
         except asyncio.CancelledError as error:
-            # Keeping the error itself would keep the task's frames, and so handles, until a garbage collection.
+            # Only the message: the error would keep the task's frames, and so handles, until a garbage collection.
             cancellation = error.args[:1]
     if cancellation is None:
         return

@@ -52,10 +52,10 @@ class BroadcastCalls:
         return (waiting[0].number if waiting else stream.calls) - number
 
     def note_matched(self, key: Key, number: int) -> None:
-        """Record that the call of that number was matched with a message of a lost source: it does not belong to the
+        """Record that the call of that number got a message. If the source is lost, this call does not belong to the
         next process of that name."""
         stream = self._streams.get(key)
-        if stream is not None and stream.next_from is not None:  # not None: the source is lost
+        if stream is not None and stream.next_from is not None:
             stream.next_from = max(stream.next_from, number + 1)
 
     def source_lost(self, source: str) -> None:
@@ -71,9 +71,9 @@ class BroadcastCalls:
         for key, stream in self._streams_of(source):
             waiting = self._waiting.get(key, ())
             # None: the source was replaced without a reported loss, so all calls so far belong to its previous process.
-            first = stream.calls if stream.next_from is None else stream.next_from
+            since_loss = stream.calls if stream.next_from is None else stream.next_from
             # Calls that wait have no message of the previous process, so they belong to the new one.
-            first = min([first, *(posting.number for posting in waiting)])
+            first = min([since_loss, *(posting.number for posting in waiting)])
             stream.calls, stream.next_from = stream.calls - first, None
             for posting in waiting:
                 posting.number -= first

@@ -152,12 +152,12 @@ class Incoming:
             self._refuse(arrival, error)
 
     def skip(self, key: Key) -> None:
-        """Drop the message of a broadcast call that failed before it could wait."""
+        """Use up the number of a broadcast call that failed before it could wait, and drop its message."""
         self._calls.next_number(key)
         self._drop_left(key)
 
     def _drop_left(self, key: Key) -> None:
-        """Drop messages for calls that gave up. If other calls wait, `_match` drops them."""
+        """Drop a broadcast's queued messages whose calls gave up. While others wait, `_match` does that for them."""
         if key in self._calls and key not in self._postings:
             self._match(key)
 
@@ -213,7 +213,7 @@ class Incoming:
             self._match(posting.key)
 
     def _requeue_or_drop(self, arrival: Arrival) -> None:
-        """Requeue a message that its receive could not take, or drop it in a broadcast."""
+        """Requeue a message that its receive did not take. Drop that of a broadcast: its call is over."""
         if arrival.key in self._calls:
             self._drop(arrival)
         else:
@@ -244,7 +244,7 @@ class Incoming:
     def arrive(self, route: bytes, post: PostMessage, inline: Any) -> None:
         """Match an arrived message with the receive that has waited longest for it, or queue it. ValueError if it has
         fewer bytes than its header names. inline: its bytes if it has no slab. A slab that cannot be mapped leaves
-        `memory` None: the values are then fetched for the receive."""
+        `memory` None: the values are then fetched for the receive. Then handle other receivers' early requests."""
         memory = np.frombuffer(bytearray(inline), np.uint8) if post.slab is None else self._mappings.open(post.slab)
         if memory is not None and memory.size < post.nbytes:
             raise ValueError(f"message has {memory.size} bytes, its header names {post.nbytes}")
@@ -274,7 +274,7 @@ class Incoming:
         if fetch is None or _incarnations(fetch.arrival.post) != _incarnations(chunk):
             return  # the chunk of an earlier message
         part = np.frombuffer(body, dtype=np.uint8)
-        end, expected = chunk.start + part.size, fetch.requested.get(chunk.start, part.size)
+        end, expected = chunk.start + part.size, fetch.requested.get(chunk.start, part.size)  # a duplicate: any size
         if not part.size or end > fetch.staging.size or part.size != expected:
             self._fail_fetch(key, f"malformed chunk of {part.size} bytes at {chunk.start} of {fetch.staging.size}")
             return
@@ -301,7 +301,7 @@ class Incoming:
             self._fetches.pull_from_source(fetch)
 
     def handle_want(self, route: bytes, want: WantMessage) -> None:
-        """Send values that another receiver requests, and fetch them first if they are not here yet."""
+        """Send values that another receiver requests, after fetching them if needed, or refuse the request."""
         if self._relays.serve_or_wait(route, want) or self._relays.keep_early(route, want):
             return  # answered, or kept until the chunk or the message arrives
         if self._is_alive(want.source):
@@ -459,7 +459,7 @@ class Incoming:
             except Exception as error:
                 posting.fail(error)
                 return
-        if revocable:
+        if revocable:  # its receipt is reported once it is taken: the send need not wait for that
             self._send_held(arrival, busy=True)
         posting.future.set_result(delivery)
 

@@ -258,7 +258,7 @@ class IoThread:
     # --- operations -----------------------------------------------------------------------------------------------
 
     def _send_all(self, sendings: list[Sending]) -> None:
-        """Begin to send these messages. An exception at one of them fails the messages to its receiver. Senders that
+        """Begin to send these messages. An exception at one fails all messages to and from its receiver. Senders that
         wait for a receive of this worker are told that it now waits for these."""
         for sending in sendings:
             if self._ended is not None:
@@ -303,8 +303,9 @@ class IoThread:
         return self._peers.setdefault(name, _Peer())
 
     def _contact_peer(self, name: str, deadline: float) -> None:
-        """Look the peer up, so that its death is reported to this end, and then send the messages queued for it; send
-        them now if it is known. deadline: of the operation; the lookup lasts until then, and at least `_lookup_s`."""
+        """Look the peer up, so that its death is reported to this end, and then send the messages queued for it. Send
+        them now if it is known; a no-op while it is looked up. deadline: of the operation; the lookup lasts until then,
+        and at least `_lookup_s`."""
         peer = self._peer(name)
         if peer.state is _PeerState.ALIVE:
             self.outgoing.flush(name, self.incarnation, peer.incarnation, peer.endpoint)
@@ -315,7 +316,7 @@ class IoThread:
             lookup.add_done_callback(lambda future: self.call(partial(self._attempt_lookup, name, future)))
 
     def _attempt_lookup(self, name: str, future: Future[tuple[DirectoryEntry, ...]]) -> None:
-        """Handle the directory's answer about a peer. An exception fails the messages of that peer."""
+        """Handle the directory's answer about a peer. An exception fails the messages to and from that peer."""
         defect = self._attempt(partial(self._handle_lookup, name, future))
         if defect is not None:
             self._peer(name).state = _PeerState.UNKNOWN
@@ -325,7 +326,7 @@ class IoThread:
         """Handle the directory's answer about a peer: send and match its messages, or fail them."""
         if self._ended is not None:
             return
-        # This worker is not registered now, and messages need its incarnation.
+        # This worker is not registered now, and messages need its incarnation: handle the answer later.
         if not self.incarnation:
             self._until_registered.append(partial(self._attempt_lookup, name, future))
             return
@@ -404,7 +405,7 @@ class IoThread:
     # --- frames ---------------------------------------------------------------------------------------------------
 
     def _transmit(self, name: str, post: PostMessage, snapshot: ValueSnapshot) -> None:
-        """Send a message's header and inline bytes to a peer."""
+        """Send a message's header and inline bytes to a peer. Idle connections to others may be closed for that."""
         frames = (encode(post), snapshot.inline)
         self._links.send(name, self._peer(name).endpoint, frames, self.outgoing.idle)
 
@@ -430,7 +431,7 @@ class IoThread:
         return True
 
     def _receive_requests(self) -> None:
-        """Handle the messages of peers that connected to this worker. An exception at a message refuses it."""
+        """Handle what peers that connected to this worker send. An exception at a `PostMessage` refuses it."""
         for route, request, frames in received(self._router, wire.decode_request, self._reader, wire.FOLLOWED):
             defect = self._attempt(partial(self._handle_request, route, request, frames[1:]))
             if defect is not None and isinstance(request, PostMessage):
@@ -458,7 +459,7 @@ class IoThread:
                     self.incoming.handle_want(route, request)
 
     def _receive_answers(self) -> None:
-        """Handle what peers send over the connections of this worker to them."""
+        """Handle what peers send over the connections of this worker to them. Tell them which slabs are closed now."""
         for name, answer, frames in self._links.received(wire.decode_answer, self._reader, wire.FOLLOWED):
             match answer:
                 case Pull():

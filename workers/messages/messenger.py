@@ -177,7 +177,7 @@ class Messenger:
         before its result is taken, the next receive gets the object."""
         self._check_arguments(options, timeout_s, src)
         what = f"{self._name}: recv from {src}"
-        return self._receive(src, _PAIR, ObjectForm(), options, timeout_s, async_op, what, _load_result)
+        return self._receive(src, _PAIR, ObjectForm(), options, timeout_s, async_op, what, finish=_load_result)
 
     def send_tensor(
         self,
@@ -211,7 +211,7 @@ class Messenger:
         form, what = tensors.form_of(tensor), f"{self._name}: recv_tensor from {src}"
         tensors.check_target(tensor)
         work: AsyncWork[None] | None = self._receive(
-            src, _PAIR, form, options, timeout_s, async_op, what, _take_tensor, target=tensor
+            src, _PAIR, form, options, timeout_s, async_op, what, finish=_take_tensor, target=tensor
         )
         return work
 
@@ -270,7 +270,7 @@ class Messenger:
             raise
         among = broadcast_members.listed(workers)
         what = f"{self._name}: broadcast from {source} among {among} (all of these workers must pass the same list)"
-        return self._receive(source, stream, ObjectForm(), options, timeout_s, async_op, what, _load_result)
+        return self._receive(source, stream, ObjectForm(), options, timeout_s, async_op, what, finish=_load_result)
 
     def _broadcast_from_here(
         self,
@@ -365,7 +365,7 @@ class Messenger:
         async_op: bool,
     ) -> AsyncWork[None] | None:
         """Send to one worker. Return the work with `async_op`, otherwise wait for it."""
-        snapshot = self._snapshot(form, packed, 1, f"{self._name}: send to {dst}")
+        snapshot = self._snapshot(form, packed, receivers=1, what=f"{self._name}: send to {dst}")
         (work,) = self._submit_sends(snapshot, [dst], _PAIR, options, timeout_s)
         if async_op:
             return work
@@ -417,6 +417,7 @@ class Messenger:
                 self._slabs.give_back(slab)
             raise
 
+        # may_be_read: a receiver that was given up may still read the slab, so it is not reused.
         def free_memory(slab: OwnSlab | None, may_be_read: bool) -> None:
             self._backlog.free(size)
             if slab is not None and may_be_read:

@@ -30,10 +30,10 @@ class CollectiveGroupOptions:
     use_ring_broadcast: bool = False
 
     def __post_init__(self) -> None:
-        for each in fields(self):
+        for each in fields(self):  # flags, whose default is a bool, and numbers
             value = getattr(self, each.name)
             plain = _flag(each.name, value) if isinstance(each.default, bool) else _count(each.name, value)
-            object.__setattr__(self, each.name, plain)
+            object.__setattr__(self, each.name, plain)  # this class is frozen
 
 
 def checked(options: object) -> CollectiveGroupOptions | None:

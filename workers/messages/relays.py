@@ -46,7 +46,7 @@ class Tree:
         """Add the next receiver. Return the relay that it pulls from, None for the source, and whether others may pull
         from this receiver."""
         host = split_address(endpoint)[0]
-        if host == self._here:
+        if host == self._here:  # it can read the source's memory
             return None, False
         if host in self._first:
             return self._first[host], False
@@ -96,8 +96,8 @@ class Relays:
 
     def record_message(self, post: PostMessage) -> list[tuple[bytes, WantMessage]]:
         """Record a message whose values may be forwarded. Return the requests for them that arrived earlier."""
-        latest = post.incarnation, post.serial
-        self._latest[post.source] = max(latest, self._latest.get(post.source, latest))
+        this = post.incarnation, post.serial
+        self._latest[post.source] = max(this, self._latest.get(post.source, this))
         return self._early.pop(_values_key(post), [])
 
     def keep_early(self, route: bytes, want: WantMessage) -> bool:
@@ -193,7 +193,8 @@ class Relays:
             self.drop(key)
 
     def _check_idle(self, key: Key) -> None:
-        """Stop forwarding complete values that were not used for `KEEP_S`. Otherwise check again later."""
+        """Stop forwarding complete values that were not used for `KEEP_S`. Others, also incomplete ones, are checked
+        again later."""
         values = self._forwarded.get(key)
         if values is None:
             return

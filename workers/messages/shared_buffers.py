@@ -107,7 +107,7 @@ class Slabs:
                 self._idle_bytes -= best.name.nbytes
                 return best
             if self._open_count >= self._open_limit and self._idle:
-                self._close_oldest()
+                self._close_oldest()  # frees a descriptor
             if self._open_count >= self._open_limit:
                 return PrivateSlab(nbytes)
             self._open_count += 1  # counted before it is created without the lock
@@ -253,5 +253,6 @@ def _default_open_limit() -> int:
 
 def _rounded_up(nbytes: int) -> int:
     """Return the size of a new slab: `nbytes` and at most about an eighth more, so that it fits more messages."""
+    # `_STEPS` steps lead from the power of two below `nbytes` to the next one.
     step = max(_LEAST_BYTES, (1 << max(nbytes - 1, 1).bit_length()) // (2 * _STEPS))
     return -(-nbytes // step) * step
