@@ -78,7 +78,8 @@ class PumpEndedError(Exception):
 
 class Pump:
     """Sends the asynchronous requests of one handle to one broker, and receives the answers in its own thread.
-    Thread-safe. Puts of one thread arrive in the order in which they began.
+    Thread-safe. Puts of one thread arrive in the order in which they began. what: names a request in errors and in the
+    log; until: its deadline; number: of a request on this connection.
 
     The pump's thread completes the futures: with an answer, with `ArrivedItems`, whose items the caller takes or
     drops, or with an error. Their callbacks must not block. lost_error: makes the error of all pending futures if the
@@ -92,6 +93,9 @@ class Pump:
     whose acknowledgement is to be confirmed. `_next_timer`: the timer for which the thread wakes by itself;
     `_last_payload_at`: when the last payload was complete; `_retiring`: end once nothing is pending. ended: why the
     pump has ended or is about to, None while it accepts requests.
+
+    `_run_once`, `_timeout_ms`, `_settle` and `_thread_ended` take `_guard`; other private methods that use this state
+    are called under it.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def start_brokers(
     try:
         for rank, node in nodes.items():
             placement = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            actor_on_node = actor.options(max_restarts=-1, scheduling_strategy=placement)
+            actor_on_node = actor.options(max_restarts=-1, scheduling_strategy=placement)  # -1: without a limit
             started[rank] = actor_on_node.remote(directory_address, rank, capacity_bytes)
         until = time.monotonic() + START_S
         for rank, actor_handle in started.items():

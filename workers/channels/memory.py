@@ -29,7 +29,7 @@ class ChannelMemory:
     """
 
     def __init__(self, capacity_bytes: int | None = None, *, directory: str | Path = DIRECTORY) -> None:
-        self._arena = Arena.create(directory, capacity_bytes or default_capacity(directory), epoch=1)
+        self._arena = Arena.create(directory, capacity_bytes or default_capacity(directory), epoch=1)  # its only epoch
         try:
             self.fd = os.open(self._arena.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:

@@ -260,21 +260,21 @@ class Broker:
 
     def _serve(self, queue: Queue) -> None:
         """Store items of waiting puts and answer waiting gets until neither is possible; remove an unneeded queue."""
-        moved = True
-        while moved:
-            moved = False
+        changed = True
+        while changed:
+            changed = False
             while queue.puts and self._can_store(queue, queue.puts[0].stored.item):
                 put = queue.puts.popleft()
                 del self._clients[put.client].open[put.number]
                 self._store(put)
-                moved = True
+                changed = True
             if queue.gets:
                 get, count_before = queue.gets[0], len(queue.items)
                 if self._collect(get) or (get.taken and self._cannot_grow(queue)):
                     queue.gets.popleft()
                     self._lease_items(get, get.taken)
-                    moved = True
-                moved = moved or len(queue.items) < count_before  # taken items leave places for puts
+                    changed = True
+                changed = changed or len(queue.items) < count_before  # taken items leave places for puts
         if queue.channel.closed:
             self._end_queue(queue)
         else:

@@ -392,7 +392,7 @@ class DirectoryClient:
                 self.ask_end(entry.kind, entry.name, entry.incarnation, why="its registration timed out")
 
     def _record_owned(self, request: wire.Request, entries: tuple[DirectoryEntry, ...]) -> None:
-        """Update the entries that this process owns after its registration or end of `entries`."""
+        """Update the entries that this process owns after its registration or end of `entries`. Under `_guard`."""
         for entry in entries:
             if isinstance(request, wire.RegisterProcess) and request.owned:
                 self._owned[entry.kind, entry.name] = (entry, request)
@@ -400,7 +400,7 @@ class DirectoryClient:
                 self._disown(entry)
 
     def _disown(self, entry: DirectoryEntry) -> None:
-        """Remove an entry from the owned ones, unless a later incarnation has replaced it."""
+        """Remove an entry from the owned ones, unless a later incarnation has replaced it. Under `_guard`."""
         owned = self._owned.get((entry.kind, entry.name))
         if owned is not None and owned[0].incarnation == entry.incarnation:
             del self._owned[entry.kind, entry.name]

@@ -138,7 +138,7 @@ class Registry:
         return []
 
     def end(self, session: Session, request: End) -> Effects:
-        """End the live entry of that name (and incarnation, if given). Reply with it, or with no entry if there is none."""
+        """End the live entry of that name (and incarnation, if given). Reply with it, or with no entry."""
         record = self._live.get((request.kind, request.name))
         if record is None or request.incarnation not in (None, record.entry.incarnation):
             return [(session, Found(request.number))]

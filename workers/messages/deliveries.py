@@ -142,7 +142,7 @@ class Delivery:
             return arrival
 
     def _copy(self) -> None:
-        """Copy the values out, once, and notify the sender of an object."""
+        """Copy the values out, once, and notify the sender of an object. Under `_guard`."""
         if self._pending is None or self._copied:
             return
         posting, arrival, notify_sender = self._pending

@@ -132,7 +132,8 @@ class Fetches(dict[MessageId, Fetch]):
         self._schedule(min(RELAY_S * fetch.relay.depth, left_s / 4), check)
 
     def _check_progress(self, fetch: Fetch, watch: int, received_bytes: int) -> None:
-        """Handle the timer number `watch`: if the fetch has no more bytes than `received_bytes`, use the source."""
+        """Handle the timer number `watch`: use the source if the fetch has only the `received_bytes` of the timer's
+        start."""
         if fetch.relay is None or fetch.watch != watch or self.get(fetch.arrival.id) is not fetch:
             return  # the timer was replaced, or is no longer needed
         if fetch.received_bytes > received_bytes:

@@ -125,7 +125,7 @@ class Incoming:
         """Match the oldest message and receive of a key until one of them is missing. Broadcasts match by number."""
         while key in self._arrivals:
             waiting, post = self._postings.get(key), self._arrivals[key][0].post
-            calls_behind = self._calls.calls_behind(key, post.number)
+            calls_behind = self._calls.calls_behind(key, post.number)  # 0 outside of broadcasts
             if waiting and calls_behind < 0:  # the message is for a later call: that of the oldest call will not come
                 why = "its call failed or timed out before it could send"
                 _pop_first(self._postings, key).fail(SourceFailedError(source=post.source, why=why))

@@ -146,7 +146,7 @@ class Slabs:
         self._close_slab(oldest)
 
     def _close_slab(self, slab: OwnSlab) -> None:
-        """Close the slab's descriptor, and note its inode for `pop_closed`."""
+        """Close the slab's descriptor, and note its inode for `pop_closed`. Under `_guard`."""
         self._open_count -= 1
         self._closed_inodes.append(slab.name.inode)
         slab.close()
