@@ -254,11 +254,10 @@ class Pump:
         the error. Then continue with its queue."""
         del self._reserving[delayed.reserve_number]
         if isinstance(answer, wire.ItemSpace):
-            # Not open: the put was cancelled while the broker reserved the space.
             if delayed.request.number in self._open:
                 delayed.request.item.space = answer.space
                 self._connection.put(delayed.request, delayed.parcel, time.monotonic() + GRACE_S)
-            else:
+            else:  # the put was cancelled while the broker reserved the space
                 self._send(wire.encode(wire.ReleaseSpace(self._connection.next_number(), answer.space)))
         else:
             self._complete(delayed.request.number, answer, completions)

@@ -262,8 +262,8 @@ class Channel:
             raise failed
 
     def _close_parts(self, links: Sequence[Link | LocalLink]) -> Exception | None:
-        """Close all parts and return the first error. The errors of lost parts are ignored, but not that of a part
-        that does not respond: it may continue."""
+        """Close all parts, even after an error, and return the first one. Errors of closed and lost parts are ignored,
+        but not that of a part that does not respond: it may continue."""
         what, failed = f"close of channel {self.name!r}", None
         for link in links:
             try:

@@ -201,7 +201,7 @@ class Directory:
                 raise AssertionError(request)
 
     def _track_connections(self) -> None:
-        """Record accepted and ended connections."""
+        """Record accepted connections, and ended ones, also as lost by their clients."""
         for event, fd in events(self._monitor):
             if event == zmq.EVENT_ACCEPTED:
                 self._connected_fds.add(fd)

@@ -438,7 +438,7 @@ class IoThread:
                 self._reply(route, wire.refused(request, InternalError(what=f"{self.name}: {defect!r}")))
 
     def _handle_request(self, route: bytes, request: wire.Request, frames: list[zmq.Frame]) -> None:
-        """Handle a message from a peer."""
+        """Handle a message from a peer. frames: those after its header."""
         match request:
             case PostMessage():
                 peer = self._peer(request.source)
