@@ -46,7 +46,7 @@ class BufferPool:
         if region is None:
             region = _map_region(nbytes)
         array = np.frombuffer(region, np.uint8, count=nbytes)
-        # After the last reference to the array and its views, the region can be reused.
+        # After the last reference to the array and its views, the region can be reused; at exit nothing needs it.
         weakref.finalize(array, self._returned.append, region).atexit = False
         return array
 

@@ -81,7 +81,7 @@ def _make_and_stat(path: Path) -> os.stat_result:
             os.mkdir(path, MODE)
         with contextlib.suppress(FileNotFoundError):
             return os.lstat(path)
-    return os.lstat(path)
+    return os.lstat(path)  # the last attempt raises its error
 
 
 def in_own_directory(parent: str | Path, make: Callable[[Path], Made]) -> Made:

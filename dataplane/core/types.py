@@ -85,7 +85,7 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
     inner: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Convert each part to its stored form. ValueError if a part is invalid."""
+        """Convert each part, in place, to its stored form. ValueError if a part is invalid."""
         if self.kind is not None and not isinstance(self.kind, FieldKind):
             msgspec.structs.force_setattr(self, "kind", FieldKind(self.kind))
         if self.dtype is not None:

@@ -212,8 +212,8 @@ class Serving:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Store the durations. Log an exception of the method, and replace it by a portable one. Other errors that end
-        the process pass unchanged."""
+        """Store the durations. Log an Exception of the method (with `catch` also SystemExit), and raise a portable one
+        instead if it is not portable itself. Other BaseExceptions pass unchanged."""
         # `setdefault`: the method may have a `worker_timer` with its own name.
         self._durations.setdefault(self._name, time.perf_counter() - self._begun)
         _current.reset(self._token)

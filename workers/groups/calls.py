@@ -124,7 +124,7 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
         return self.collect(timeout)
 
     def done(self) -> bool:
-        # If all calls have ended, `wait` returns at once. Otherwise only a failed call makes it raise at once.
+        # If all calls have ended, `wait` returns or raises at once. Before, only a failed call makes it raise at once.
         references = [call.reference for call in self._calls]
         ready, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
         return len(ready) == len(references) or self._future().done()
@@ -132,7 +132,8 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
     def consume_duration(self, reduction_type: str = "max") -> float:
         """Return the seconds that the method ran, reduced over the called workers ("max", "min" or "mean"). Waits
         for the call. Can be called once."""
-        return self.consume_durations(reduction_type)[self._method.rpartition(".")[2]]
+        method_name = self._method.rpartition(".")[2]  # without the class
+        return self.consume_durations(reduction_type)[method_name]
 
     def consume_durations(self, reduction_type: str = "max", return_per_rank: bool = False) -> dict[str, float] | Any:
         """Return the seconds by name, of the method and of its `worker_timer`s, each reduced over the called workers
@@ -160,12 +161,12 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
             if self._parts:
                 return self._done
             self._parts = [call.reference.future() for call in self._calls]
-        # Counts down the calls that have not ended. `next` is atomic, so the counter needs no lock.
-        left = itertools.count(len(self._parts) - 1, -1)
+        # Each call that ends takes the number of those that are left. `next` is atomic, so the counter needs no lock.
+        calls_left = itertools.count(len(self._parts) - 1, -1)
 
         def on_call_end(call: Called, future: Future[Any]) -> None:
             """Complete `_done` with the first error, or after the last call with all results."""
-            error, is_last = future.exception(), next(left) == 0
+            error, is_last = future.exception(), next(calls_left) == 0
             with contextlib.suppress(futures.InvalidStateError):  # another call has failed before
                 if error is not None:
                     self._done.set_exception(self._worker_error(call, error))

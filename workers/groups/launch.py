@@ -67,7 +67,7 @@ def launch_group(cluster: Cluster, launch: Launch) -> tuple[StartedGroup, Direct
         },
     )
     started = StartedGroup()
-    started.before.callback(_end_entry, directory, entry)
+    started.before.callback(_end_entry, directory, entry)  # when the group ends
     with started.starting():
         # A worker entry under the group's own name marks a launch in progress, see `_is_launching`.
         launching = directory.register_worker(WorkerAddress(launch.name), endpoint="")
@@ -92,7 +92,7 @@ def _create_actors(started: StartedGroup, cluster: Cluster, launch: Launch, entr
     for their constructors."""
     first_node = launch.placements[0].cluster_node_rank  # the node of rank 0, the master
     port = cluster.hold_port(first_node)
-    started.after.callback(cluster.release_port, first_node, port)
+    started.after.callback(cluster.release_port, first_node, port)  # after the end of the actors
     # The actor's constructor sets these (see `serving_class`); Ray sets `variables` for the whole process.
     shared = {
         "GROUP_NAME": launch.name,
@@ -133,7 +133,7 @@ def _log_lost_workers(started: StartedGroup, directory: DirectoryClient, names: 
         if entry.state is EntryState.LOST and entry.incarnation in incarnations and group() is not None:
             logger.error("Worker %s was lost: %s", entry.name, entry.why)
 
-    started.before.callback(directory.subscribe(on_end))
+    started.before.callback(directory.subscribe(on_end))  # `subscribe` returns the function that unsubscribes
     for name in names:
         incarnations.add(directory.lookup_worker(WorkerAddress.from_name(name)).incarnation)
 

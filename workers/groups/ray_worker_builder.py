@@ -115,7 +115,7 @@ class RayWorkerBuilder:
             # Later layers override earlier ones. The third argument is the reason, for the log.
             options, overrides = layered(
                 [
-                    Layer("the default", {"num_cpus": None}, ""),
+                    Layer("the default", {"num_cpus": None}, ""),  # None: not logged when it is overridden
                     Layer(f"{cls.__name__}._default_options", getattr(cls, "_default_options", None) or {}, ""),
                     Layer(
                         "@ray.remote", _decorator_options(self._actor), "the decorator overrides the class's defaults"
@@ -171,7 +171,7 @@ class RayWorkerBuilder:
         name = f"of {self.ray_actor_class_fqn}"
         worker, overrides = results_of({name: future}, "being made", timeout_s=MAKE_TIMEOUT_S)[name]
         log_overrides(overrides)
-        worker._initializer = initializer  # the worker ends with its initializer
+        worker._initializer = initializer  # keeps it: the worker would end with its initializer
         return worker
 
     def for_group(self) -> RayWorkerBuilder:
@@ -194,13 +194,13 @@ class RayWorkerBuilder:
     def initializer(self, placement_group: PlacementGroup, bundle: int, options: Mapping[str, Any]) -> ActorHandle:
         """Return the initializer for workers with these actor `options` on this placement group. Create one, on
         `bundle`, if none exists for the same placement group and runtime environment (without the rank variables)."""
-        runtime_env, _ = _split_off_ranks({"runtime_env": options.get("runtime_env")})
-        key = (placement_group.id.hex(), json.dumps(runtime_env, sort_keys=True, default=repr))
+        env_options, _ = _split_off_ranks({"runtime_env": options.get("runtime_env")})  # actor options
+        key = (placement_group.id.hex(), json.dumps(env_options, sort_keys=True, default=repr))
         initializer = self._initializers.get(key)
         if initializer is None:
             on_bundle = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=bundle)
             actor = ray.remote(self.IsolatedWorkerInitializer).options(
-                num_cpus=0, scheduling_strategy=on_bundle, **runtime_env
+                num_cpus=0, scheduling_strategy=on_bundle, **env_options
             )
             initializer = self._initializers[key] = actor.remote(self.ray_actor_class_fqn, *self.args, **self.kwargs)
         return initializer

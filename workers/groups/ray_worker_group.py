@@ -244,7 +244,11 @@ class RayWorkerGroup:
             )
             for target in targets
         ]
-        return MultiWorkerFuture(self._send(method_name, calls), returned, [target.worker for target in targets])
+        return MultiWorkerFuture(
+            self._send(method_name, calls),
+            return_from_workers=returned,
+            called_workers=[target.worker for target in targets],
+        )
 
     def get_all_worker_results(
         self, future_bundle: MultiWorkerFuture, return_generators_as_proxies: bool = False

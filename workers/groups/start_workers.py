@@ -115,7 +115,7 @@ def _create_actors(
         options, more_overrides = layered([*shared_layers, ranks])
         overrides += more_overrides
         group, bundle = plan.bundle
-        creations[plan.label], _ = builder.begin(
+        creations[plan.label], _ = builder.begin(  # the second value is the initializer, in `owners` already
             placement_groups[group],
             bundle,
             cluster.num_gpus_per_worker,

@@ -232,7 +232,11 @@ class WorkerGroup(Generic[C]):
             args = tuple(_store_if_large(value) for value in args)
             kwargs = {name: _store_if_large(value) for name, value in kwargs.items()}
         calls = [
-            Called(f"{self._name}:{entry.rank}", getattr(entry.worker, method).remote(*args, **kwargs), entry.worker)
+            Called(
+                f"{self._name}:{entry.rank}",
+                getattr(entry.worker, method).remote(*args, **kwargs),
+                actor=entry.worker,
+            )
             for entry in called
         ]
         return GroupCall(f"{self.worker_cls_name}.{method}", calls, self)

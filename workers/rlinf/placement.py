@@ -141,10 +141,10 @@ def _parse_rank_map(text: str, available: list[int], kind: str) -> RankMap:
         resources = parse_rank_config(resource_text, available, kind)
         if used_resources and resources[0] <= used_resources[-1]:
             raise ValueError(f"component_placement {text!r}: name each {kind} once, in ascending order")
-        # By default one process per resource, numbered after the processes of the previous parts.
-        process_ranks = list(range(process_count, process_count + len(resources)))
         if process_text:
             process_ranks = parse_rank_config(process_text, rank_type="process")
+        else:  # one process per resource, numbered after the processes of the previous parts
+            process_ranks = list(range(process_count, process_count + len(resources)))
         if process_ranks != list(range(process_count, process_count + len(process_ranks))):
             raise ValueError(f"component_placement {text!r}: processes must be numbered from 0 without gaps")
         if len(process_ranks) % len(resources) and len(resources) % len(process_ranks):

@@ -73,6 +73,7 @@ class RayRendezvous:
             if forget is not None:
                 undo.callback(forget)
             started = isinstance(found, ActorHandle)
+            # After `pop_all` the end of the block undoes nothing.
             return Meeting(config=service_config, started=started, close=undo.pop_all().close)
 
     def share(self, config: DataPlaneConfig) -> Callable[[], None] | None:

@@ -153,7 +153,8 @@ def _check_name(name: object) -> None:
 
 def _end_leftovers(plan: ServicePlan, end: float) -> None:
     """End the supervisor and the storage units of an earlier service of this name whose controller has ended. Repeat it
-    until the supervisor's name is free. `ServiceStartError` if it is not at the time `end`."""
+    until the supervisor's name is free: units end themselves without one. `ServiceStartError` if it is not free at the
+    time `end`."""
     name = supervisor_name(plan.name)
     while (supervisor := living_actor(name, plan.namespace)) is not None:
         end_service(plan.name, plan.namespace, supervisor, controller=None)

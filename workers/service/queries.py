@@ -44,7 +44,7 @@ def forget_units(config: DataPlaneConfig, outdated: Mapping[str, int], client_na
         _, report = channel.call(c.Stats())
         assert isinstance(report, c.StatsReport)
         for unit in report.units:
-            if unit.unit >= outdated.get(unit.name, 0):
+            if unit.unit >= outdated.get(unit.name, 0):  # up to date, or its name is not in `outdated`
                 continue
             with suppress(InvalidRequestError):  # another client dropped it first
                 channel.call(c.Forget(unit=unit.unit, force=True))

@@ -188,7 +188,7 @@ class SupervisorActor:
         `add_node`. Blocks up to about `timeout_s`, including the wait for other units that are starting.
 
         If rows cannot be moved in time, the units stay in service and the error names the reason. With `for_good`, they
-        then accept no new rows. ValueError for a node without units.
+        then accept no new rows. A no-op for a drained node. ValueError for one without units or in another drain.
         """
         if self._drain_states.get(ident) == "drained":
             return
@@ -408,7 +408,7 @@ class SupervisorActor:
         unit.state = "draining"
         try:
             await unit.actor.drain.remote(timeout_s, for_good=for_good)
-        except RayTaskError as error:
+        except RayTaskError as error:  # the drain failed; if the unit has ended instead, `_run_unit` handles that
             unit.state = "serving"
             raise error.cause from error
         # The unit ends on purpose: its end is not a loss.

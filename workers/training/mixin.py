@@ -308,8 +308,8 @@ class TQWorkerMixin:
         them; else `meta` is returned unchanged.
 
         This precedes the fetch, so that results are written back to the right samples. A meta without lengths is
-        returned unchanged for training, where `_apply_packing_prep` follows; for a write-back it raises ValueError.
-        ValueError also for a sample over the budget.
+        returned unchanged for the stage "train", in which `_apply_packing_prep` follows, and raises ValueError for
+        others. ValueError also for a sample over the budget.
         """
         info = meta.extra_info
         if MICRO_BATCH_INDICES in info or MICRO_BATCH_LENGTHS in info:
@@ -386,8 +386,8 @@ class TQWorkerMixin:
         """Store `result[result_key]` of a worker method as column `tq_field`, on the leader only.
 
         TypeError if `result` is not a mapping or the value is not a tensor. KeyError if it lacks `result_key`.
-        ValueError for a wrong number of rows or rows narrower than their sample. Each error names the key, the type and
-        the shapes.
+        ValueError for log-probs without a token dimension, a wrong number of rows, or rows narrower than their sample.
+        Each error names the key, the type and the shapes.
         """
         if not self._is_replica_leader():
             return

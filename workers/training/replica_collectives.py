@@ -91,7 +91,7 @@ class Siblings:
         try:
             self._await_all_ranks(deadline)
             self._channel = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=deadline.left)
-        except RuntimeError as error:
+        except RuntimeError as error:  # of the store or Gloo; a `CallTimeoutError` passes
             self._raise_if_given_up(deadline)
             self._give_up()
             raise self._timeout_error(deadline) from error

@@ -22,7 +22,7 @@ def hosts_of_samples(client: DataPlaneClient, meta: KVBatchMeta) -> list[str | N
     rows = np.arange(meta.size)
     for cells in places.values():  # one entry per field, with one cell per sample
         columns = np.array([column_of.get(unit, unknown) for unit in cells.units.tolist()], np.int64)
-        nbytes[rows, columns] += cells.lengths * cells.spec.unit_bytes
+        nbytes[rows, columns] += cells.lengths * cells.spec.unit_bytes  # lengths are in units of `unit_bytes`
     if not hosts:
         return [None] * meta.size
     most = nbytes[:, :unknown].argmax(axis=1)

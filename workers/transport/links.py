@@ -70,7 +70,7 @@ class Links:
         self._by_peer.move_to_end(peer)
         if not self._try_send(link, frames):
             # Open a new connection, because ZMQ never reconnects to a port on which a process with another protocol has
-            # once responded.
+            # once responded. Without a route to that one, too, the message is dropped.
             self.cut(peer)
             self._try_send(self._connect(peer, endpoint), frames)
 
@@ -80,7 +80,7 @@ class Links:
         return link is not None and link.peer != peer
 
     def send_to_all(self, frames: Sequence[Any]) -> None:
-        """Send to every connected peer."""
+        """Send to every connected peer. Peers without a route are skipped."""
         for link in self._by_peer.values():
             self._try_send(link, frames)
 

@@ -31,7 +31,7 @@ class Poller(Protocol):
 
 
 class PollThread:
-    """Calls `turn` with the events that `poller` returns, and after each `wake`.
+    """Calls `turn` with the events of each poll: also after a `wake`, and with no events after `timeout_ms`.
 
     timeout_ms: of the next poll, None for no limit; completes: the thread completes futures, so it must not wait for
     any; ended: called last, with the exception of `turn` that ended the thread, or None after `stop`. `wake` and

@@ -154,7 +154,7 @@ class Stream:
         while nbytes:
             part = scratch[:nbytes]
             self.receive_into(part, until)
-            until = max(until, time.monotonic() + SILENT_S)
+            until = max(until, time.monotonic() + SILENT_S)  # as in `receive_into`, which extends only its own
             nbytes -= len(part)
 
     def wait(self, until: float) -> None:

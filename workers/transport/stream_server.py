@@ -231,7 +231,7 @@ class StreamServer:
             connection.splitter.feed(data)
             self._take_messages(connection)
             if len(data) < READ_BYTES and connection.payload is None:
-                return  # nothing more has arrived
+                return  # nothing more has arrived; a payload's rest is read in the next round
 
     def _take_messages(self, connection: Connection) -> None:
         """Pass complete messages to the service, up to one whose payload has not arrived yet."""
