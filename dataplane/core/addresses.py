@@ -136,8 +136,8 @@ def reachable_host(host: str) -> str:
 
 
 def interface_addresses(version: int) -> list[str]:
-    """Return this machine's IP addresses of the given IP version on active interfaces, without loopback and link-local
-    addresses. For IPv4, only the first address of each interface is returned."""
+    """Return this machine's IP addresses of the given IP version, without loopback and link-local addresses. For IPv4,
+    only the first address of each active interface is returned."""
     addresses = map(ipaddress.ip_address, _ipv4_addresses() if version == 4 else _ipv6_addresses())
     return sorted({str(address) for address in addresses if not (address.is_loopback or address.is_link_local)})
 

@@ -121,7 +121,7 @@ class Cluster:
     def hold_port(self, node_rank: int) -> int:
         """Return a free port of that node, held until `release_port`. See `PortKeeper` for how a worker binds it. Wait
         up to `ANSWER_S` for the node's agent, then Ray's error."""
-        ports: list[int] = self._connection.call_agent(self._nodes[node_rank], "hold", 1)
+        ports: list[int] = self._connection.call_agent(self._nodes[node_rank], "hold", 1)  # a list of one port
         return ports[0]
 
     def release_port(self, node_rank: int, port: int) -> None:
@@ -249,7 +249,7 @@ class _JobConnection:
 
     def await_brokers(self) -> None:
         """Wait until all brokers have started. Raise the error of one that failed to start."""
-        for broker in list(self._brokers.values()):
+        for broker in list(self._brokers.values()):  # a copy: another thread may add brokers
             broker.result()
 
     def call_agent(self, node: Node, method: str, *args: Any) -> Any:

@@ -134,7 +134,7 @@ def _log_lost_workers(started: StartedGroup, directory: DirectoryClient, names: 
             logger.error("Worker %s was lost: %s", entry.name, entry.why)
 
     started.before.callback(directory.subscribe(on_end))  # `subscribe` returns the function that unsubscribes
-    for name in names:
+    for name in names:  # `on_end` is called only for entries that this client has looked up
         incarnations.add(directory.lookup_worker(WorkerAddress.from_name(name)).incarnation)
 
 

@@ -59,7 +59,7 @@ class RayWorkerGroup:
         tied_groups = bundle_indices_list
         if tied_groups is None:
             tied_groups = bundles_to_use(cluster.bundle_counts, workers_per_node)
-        # Only for its checks: they raise before a worker is started.
+        # For the number of workers, and for its checks, which raise before a worker is started.
         places = place_workers(cluster.bundle_counts, tied_groups, spanning=cluster.unified)
         self.sharding_annotations = _checked_sharding(len(places), sharding_annotations)
         self._create_workers_from_bundle_indices(remote_worker_builder, tied_groups, env_vars)

@@ -37,7 +37,7 @@ def raise_portably(cls: type) -> None:
         method = inspect.getattr_static(cls, name)
         if isinstance(method, staticmethod | classmethod):
             setattr(cls, name, type(method)(_with_portable_errors(method.__func__)))
-        elif isinstance(method, FunctionType):
+        elif isinstance(method, FunctionType):  # else the `__init__` of `object` or of a C type
             setattr(cls, name, _with_portable_errors(method))
 
 

@@ -281,7 +281,7 @@ class RayVirtualCluster:
 
     def get_master_address_and_port(self) -> Endpoint:
         """Return `get_available_address_and_port` of the first bundle."""
-        return self.get_available_address_and_port(0, 0)
+        return self.get_available_address_and_port(pg_idx=0, bundle_idx=0)
 
     def hold_endpoints(self, bundles: Sequence[Bundle]) -> list[Endpoint]:
         """Return `get_available_address_and_port` of each bundle, with one concurrent request per node. Wait up to

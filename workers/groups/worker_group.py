@@ -270,7 +270,8 @@ def _store_if_large(value: Any) -> Any:
 
 
 def _catch_by_default() -> bool:
-    """Return the default of `catch_system_failure`, from the environment. ValueError for another value than 1 or 0."""
+    """Return the default of `catch_system_failure`, from the environment. ValueError unless it is 1, 0, true or
+    false."""
     value = os.environ.get(CATCH_VARIABLE, "1").strip().lower()
     if value not in ("1", "0", "true", "false"):
         raise ValueError(f"{CATCH_VARIABLE}={value!r}: set it to 1 or 0")

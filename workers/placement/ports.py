@@ -58,7 +58,7 @@ class PortKeeper:
 def _bind_free(highest: int) -> socket.socket:
     """Return a socket bound to a port that the kernel chooses, or if that port is above `highest`, to the first free
     port of a random order of all ports up to `highest`."""
-    sock = _bind(0)
+    sock = _bind(0)  # 0: the kernel chooses the port
     if sock.getsockname()[1] <= highest:
         return sock
     sock.close()

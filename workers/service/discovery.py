@@ -80,7 +80,7 @@ class RayRendezvous:
         """See `Rendezvous.share`."""
         if not ray.is_initialized():
             return None
-        actor = _create_actor(actor_name(None))
+        actor = _create_actor(actor_name(name=None))  # the one of this job
         if actor is None:  # this job has a service already
             return None
         try:

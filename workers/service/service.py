@@ -157,8 +157,8 @@ class LaunchedService:
 
 
 def end_service(name: str, namespace: str, supervisor: ActorHandle | None, controller: ActorHandle | None) -> None:
-    """Stop the supervisor, the units and the controller, if they exist, with a timeout for each; then kill them in any
-    case."""
+    """Stop the supervisor, which stops the units, and the controller, if they exist, with a timeout for each; then kill
+    all of them in any case."""
     if supervisor is not None:
         with suppress(RayError):
             # It waits up to `STOP_TIMEOUT_S` for the units.

@@ -291,7 +291,7 @@ class SupervisorActor:
         """Update the nodes: handle those that left, drain those that will leave, and start missing units."""
         nodes = await asyncio.to_thread(living_nodes)
         self._alive = {node.ident: node for node in nodes}
-        for unit in list(self._units.values()):
+        for unit in list(self._units.values()):  # a copy: `_handle_loss` removes units
             if unit.node.ident not in self._alive:
                 self._handle_loss(unit, "its node left the Ray cluster")
         for ident in self._drain_states.keys() - self._alive.keys():

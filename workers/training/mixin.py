@@ -289,7 +289,7 @@ class TQWorkerMixin:
             shared = SharedStream(
                 ReplicaGroup(
                     replicas.group,
-                    timeout_s=timeout_s + seconds("fetch_timeout_s", self.fetch_timeout_s),
+                    timeout_s=timeout_s + seconds("fetch_timeout_s", self.fetch_timeout_s),  # claim and fetch
                     siblings=replicas.siblings,
                 ),
                 leads=self._is_replica_leader(),

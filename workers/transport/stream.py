@@ -165,7 +165,7 @@ class Stream:
 
     def check(self) -> None:
         """Raise if the other end has closed the stream; reads nothing."""
-        self._read(1, socket.MSG_PEEK)
+        self._read(max_bytes=1, flags=socket.MSG_PEEK)
 
     def shut(self) -> None:
         """Close the stream from another thread: its user gets `StreamLostError`."""
