@@ -35,7 +35,7 @@ class BufferPool:
         self._keep_bytes = keep_bytes
         self._returned: collections.deque[mmap.mmap] = collections.deque()  # by finalizers, which must not lock
         self._idle: list[mmap.mmap] = []  # longest idle first
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards `_idle` and `_keep_bytes`
 
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return a page-aligned array of `nbytes` (more than 0) bytes with arbitrary content. Raises MemoryError if the

@@ -16,7 +16,7 @@ class Together:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._guard = threading.Lock()
+        self._guard = threading.Lock()  # guards `_pool`
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
@@ -72,7 +72,7 @@ class _Batch(Generic[T]):
         self.error: BaseException | None = None
         self._left = list(enumerate(jobs))[::-1]  # `pop` takes the first job
         self._active: set[int] = set()  # threads that run a job, by their ident
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # notified when a thread has ended a job
 
     def run_jobs(self) -> None:
         """Run jobs until none is left."""

@@ -172,8 +172,8 @@ def check_bounds(buffers: Sequence[UInt8s], which: Int32s | None, offsets: Int64
 
 
 def row_outside(buffers: Sequence[UInt8s], which: Int32s | None, offsets: Int64s, sizes: Int64s) -> int | None:
-    """Return the first row that does not lie within its buffer, or None. Empty rows may have any non-negative offset.
-    `sizes` must be below 2^62."""
+    """Return the first row (given as in `gather`) that does not lie within its buffer, or None. Empty rows may have any
+    non-negative offset. `sizes` must be below 2^62."""
     if not len(offsets):
         return None
     limits = [buffer.nbytes for buffer in buffers]
@@ -199,7 +199,8 @@ def _copy_short_rows(
     out: UInt8s,
     positions: Int64s,
 ) -> None:
-    """Copy row i to `out[positions[i]:]` by index arithmetic. Faster than `_copy_ranges` for many short rows."""
+    """Copy row i, given as in `gather`, to `out[positions[i]:]` by index arithmetic. Faster than `_copy_ranges` for many
+    short rows."""
     if which is None:
         which = np.zeros(len(offsets), dtype=np.int32)
     for number in np.unique(which).tolist():

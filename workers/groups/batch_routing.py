@@ -241,7 +241,7 @@ def build_route_channel_key(
     route_key: Any = None,
 ) -> RouteKey:
     """Return the channel key of a part from one rank to another. A rank is None if any rank of the group may send or
-    receive the part. Both sides compute the same key."""
+    receive the part. Both sides compute the same key, in which a `route_key` is its text."""
     if route_key is None:
         key_text = ""
     else:

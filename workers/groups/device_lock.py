@@ -152,7 +152,7 @@ class _WaitingThread:
         self.locked = threading.Event()
         self._own_file = HeldFile(os.dup(file.fd))
         self._guard = threading.Lock()
-        self._abandoned = False
+        self._abandoned = False  # the caller has left
         threading.Thread(target=self._run, name="tq-device-lock", daemon=True).start()
 
     def leave(self) -> bool:

@@ -174,7 +174,8 @@ def send_batch(
 
 
 def _send_plan(worker: Sender, route: BatchRoute, mode: str | None, batch_size: int) -> RoutePlan:
-    """Return the plan of a `send_to` call. In a decoupled exchange, empty the list of routes that it answers."""
+    """Return the plan of a `send_to` call. `mode` becomes part of the tag. In a decoupled exchange it becomes part of
+    the routes instead, and the list of routes that the call answers is emptied."""
     own_group = worker.worker_address.root_group_name
     peer_world_size = group_world_size(worker._directory, route.group_name)
     if route.router is None:

@@ -327,8 +327,8 @@ class RayVirtualCluster:
             self._keepers = {host: keeper for host, keeper in self._keepers.items() if keeper in needed}
 
     def _keeper_on(self, host: str) -> ActorHandle:
-        """Return the actor that holds this cluster's ports on a node. Create it in a bundle of the node, so that it
-        ends with the bundles."""
+        """Return the actor that holds this cluster's ports on the Ray node `host`. If there is none, create it in a
+        bundle of the node, so that it ends with the bundles."""
         if host not in self._keepers:
             group, bundle = next(key for key, node in self._host_of.items() if node == host)
             on_bundle = PlacementGroupSchedulingStrategy(self.get_placement_groups()[group], bundle)

@@ -152,7 +152,8 @@ def _on_accelerators(groups: Sequence[tuple[int, ...]], cluster: Accelerators, i
 def _placements(
     workers: Sequence[tuple[int, tuple[int, ...]]], cluster: Accelerators, isolate: bool
 ) -> list[WorkerPlacement]:
-    """Return the placements. workers: (node, its own accelerators there) of each, sorted by node."""
+    """Return the placements. workers: (node, its own accelerators there) of each, sorted by node. isolate: each worker
+    sees only its own accelerators, else all of its node."""
     nodes = [node for node, _ in workers]
     group_node_ranks = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     return [

@@ -79,10 +79,10 @@ class SupervisorActor:
         self._added: set[str] = set()
         self._backoffs: dict[str, NodeBackoff] = {}
         self._outdated: dict[str, int] = {}
-        self._reconcile_lock = asyncio.Lock()
-        self._start_lock = asyncio.Lock()
+        self._reconcile_lock = asyncio.Lock()  # held by `_reconcile`
+        self._start_lock = asyncio.Lock()  # held by `_start_missing`
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._stopping = False
+        self._stopping = False  # `stop` was called: no units are started any more
         self._resumed = False
         if was_restarted():
             # `resume` needs the actor's event loop, which runs after this constructor.

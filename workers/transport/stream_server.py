@@ -182,7 +182,7 @@ class StreamServer:
         return None if self._paused_until is None else poll_ms(self._paused_until - time.monotonic())
 
     def _serve(self, connection: Connection, events: int) -> None:
-        """Send and receive on a connection. Any error closes this connection only."""
+        """Send and receive on a connection that has these epoll events. Any error closes this connection only."""
         try:
             if events & select.EPOLLOUT:
                 self._flush(connection)
