@@ -199,8 +199,8 @@ def _copy_short_rows(
     out: UInt8s,
     positions: Int64s,
 ) -> None:
-    """Copy row i, given as in `gather`, to `out[positions[i]:]` by index arithmetic. Faster than `_copy_ranges` for many
-    short rows."""
+    """Copy row i, given as in `gather`, to `out[positions[i]:]` by index arithmetic. Faster than `_copy_ranges` for
+    many short rows."""
     if which is None:
         which = np.zeros(len(offsets), dtype=np.int32)
     for number in np.unique(which).tolist():

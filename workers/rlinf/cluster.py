@@ -56,7 +56,7 @@ class Cluster(PlainCluster):
 
     @classmethod
     def find_free_port(cls, max_port_num: int | None = None) -> int:
-        """Return a port, at most `max_port_num`, that is free on this node. `Worker.acquire_free_port` also holds it."""
+        """Return a port, at most `max_port_num`, that is free on this node now. `Worker.acquire_free_port` holds it."""
         keeper = PortKeeper()
         try:
             return keeper.hold(1, HIGHEST if max_port_num is None else max_port_num)[0]
