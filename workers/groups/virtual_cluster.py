@@ -169,7 +169,8 @@ class RayVirtualCluster:
             groups.append(self._request_placement_group(number, target, strategy))
         while True:
             creations = [group.ready() for group in groups]  # a future for each group
-            timeout_s = min(jittered(wait_s, 0.5, 1.5), end - time.monotonic())
+            # Jitter, so that two clusters do not release their parts at the same time again and again.
+            timeout_s = min(jittered(wait_s, least=0.5, most=1.5), end - time.monotonic())
             created = wait_for_all(creations, timeout_s=timeout_s)
             if len(created) == len(creations):
                 return
@@ -192,7 +193,7 @@ class RayVirtualCluster:
         assert self._placement_groups is not None
         for number in numbers:
             remove_placement_group(self._placement_groups[number])
-        time.sleep(jittered(GIVE_WAY_S, 0.5, 1.5))
+        time.sleep(jittered(GIVE_WAY_S, least=0.5, most=1.5))
         # A unified placement group is never released here: the wait ends as soon as it is created.
         targets = self._choose_target_nodes()
         for number in numbers:
