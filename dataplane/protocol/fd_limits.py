@@ -20,10 +20,13 @@ process if none is left."""
 
 
 def allow_more() -> int:
-    """Raise this process's soft limit of open files as far as allowed, up to `ENOUGH`. Return the limit."""
+    """Raise this process's soft limit of open files as far as allowed, up to `ENOUGH`. Return the limit, or `ENOUGH`
+    without a limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
-    if soft == resource.RLIM_INFINITY or soft >= most:
+    if soft == resource.RLIM_INFINITY:
+        return ENOUGH
+    if soft >= most:
         return soft
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

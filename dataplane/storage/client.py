@@ -221,7 +221,7 @@ class UnitConnection:
         try:
             with (call := threading.Lock()), self._wire("write", timeout_s, call) as wire:
                 for chunk in plan_write(offsets, buffers):
-                    if len(waiting) == WINDOW:
+                    while len(waiting) >= WINDOW:  # a reply may add a request
                         self._receive_written(wire, waiting, reservation, held, timeout_s)
                     waiting.append(self._send_write(wire, chunk, reservation, held, self._payloads))
                 while waiting:

@@ -16,7 +16,7 @@ import torch
 from dataplane import LimitError, ServiceUnavailableError, connect, connect_async, serve
 from dataplane.config import MIB, DataPlaneConfig
 from dataplane.controller.controller import Controller
-from dataplane.protocol.fd_limits import OF_A_SERVER
+from dataplane.protocol.fd_limits import ENOUGH, OF_A_SERVER, allow_more
 from dataplane.storage.unit import StorageUnit
 from tests.restarts import wait_until
 
@@ -86,3 +86,8 @@ def test_servers_that_cannot_start(left: int) -> None:
                 server.start()
         with unit:
             assert not unit.lost.is_set()
+
+
+def test_no_limit_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert allow_more() == ENOUGH

@@ -164,7 +164,7 @@ class Pump:
                 return request.number, full
             space = NOWHERE  # a carried item needs none
             if not must_wait and not parcel.carried:
-                space = self._connection.take_preallocated(parcel.nbytes)
+                space = self._take_preallocated(parcel.nbytes)
                 must_wait = space == NOWHERE
             if must_wait and self._delayed_bytes + parcel.nbytes > LATER_BYTES:
                 waiting_bytes = self._delayed_bytes
@@ -228,6 +228,17 @@ class Pump:
         except (StreamLostError, StreamSilentError) as error:
             self.ended = self.ended or error
             self._thread.wake()
+
+    def _take_preallocated(self, nbytes: int) -> int:
+        """`BrokerConnection.take_preallocated`, which may write; `NOWHERE` if that fails."""
+        space = NOWHERE
+
+        def take() -> None:
+            nonlocal space
+            space = self._connection.take_preallocated(nbytes)
+
+        self._try_write(take)
+        return space
 
     def _send(self, data: bytes) -> None:
         self._connection.stream.send([data], time.monotonic() + GRACE_S)

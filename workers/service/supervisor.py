@@ -162,13 +162,15 @@ class SupervisorActor:
 
     async def add_node(self, ident: str, timeout_s: float) -> list[str]:
         """Start this node's units, even if the plan does not select it. Return their names once they serve. ValueError
-        for an unknown node and one that is being drained; `ServiceStartError` for a unit that fails or is not ready
-        within `timeout_s`."""
+        for an unknown node and one that is being drained or will leave; `ServiceStartError` for a unit that fails or is
+        not ready within `timeout_s`."""
         await self._reconcile()  # updates `_alive`
         if ident not in self._alive:
             raise ValueError(f"the Ray cluster has no node {ident!r}; pass the id of a running node")
         if self._drain_states.get(ident) == "draining":
             raise ValueError(f"node {ident!r} is being drained; wait until the drain ends")
+        if ident in self._announced:
+            raise ValueError(f"node {ident!r} gets no storage units: Ray has announced that it will leave the cluster")
         self._drain_states.pop(ident, None)
         self._backoffs.pop(ident, None)
         self._added.add(ident)

@@ -163,3 +163,15 @@ def test_units_end_when_the_controller_is_gone_for_good(told: list[RayNode], mon
         assert await made.units() == []
 
     asyncio.run(scene())
+
+
+def test_a_node_that_will_leave_gets_no_units(told: list[RayNode], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "leaving_nodes", lambda: {"there": None})
+
+    async def scene() -> None:
+        made = supervisor()
+        with pytest.raises(ValueError, match="'there' gets no storage units: Ray has announced that it will leave"):
+            await made.add_node("there", 5.0)
+        assert not made._added
+
+    asyncio.run(scene())
