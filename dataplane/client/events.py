@@ -149,6 +149,7 @@ class _OperationRecord:
             self._waited_s += took_s
         if isinstance(command, c.Claim) and command.peek:
             self.op = "peek"
+        # Fields: of a get those of its `Locate`, of a claim those of its `Claim`, of a put those of its `Commit`.
         if isinstance(command, c.Locate if self._reads else c.Claim):
             self._fields = command.fields
         elif isinstance(command, c.Commit):

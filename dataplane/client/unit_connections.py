@@ -327,7 +327,8 @@ class UnitConnections:
         return True
 
     def _stop(self, reservation: int, unfinished: set[int]) -> None:
-        """Ask each unit to stop the put, and remove it from `unfinished` if it confirms. Log the others."""
+        """Ask each unit to stop the put. Remove it from `unfinished` if it confirms, or rejects all writes of the
+        session. Log the others."""
         for unit in sorted(unfinished):
             try:
                 self.connection(unit).stop_put(reservation, self._config.connect_timeout_s)
@@ -400,7 +401,7 @@ class UnitConnections:
             self._suspects.update(units)
             raise
         except ClientClosedError:
-            # Either `learn` closed the connection of one of these units, or this client was closed.
+            # Either `learn` closed the connection of a unit, of which the first one is named, or the client was closed.
             for unit in units & self._replaced.keys():
                 raise ServiceRestartedError(
                     expected_epoch=self._replaced[unit], got_epoch=self._infos[unit].epoch, what=f"storage unit {unit}"

@@ -57,8 +57,8 @@ class Place:
         self.data = f"data-{self._tag}"
 
     def prepare(self) -> None:
-        """Create the temporary directory and remove leftovers of crashed writers. Raise `CheckpointError` if the
-        path exists and is not a checkpoint, or another process is writing to it."""
+        """Create the temporary directory and remove leftovers of crashed writers. Raise `CheckpointError` if the path
+        exists and is not replaceable (see `_check_replaceable`), or another process is writing to it."""
         with files.translated(self.directory):
             refuse_link_of_another(self.path)
             if self._inside:
@@ -162,7 +162,7 @@ class Place:
             raise CheckpointWriteError(file=str(self.path), why=f"{error.strerror}{created}") from error
 
     def abandon(self) -> None:
-        """Remove the written files; an older checkpoint at the path stays. Never raises."""
+        """Remove the written files unless they were published; an older checkpoint at the path stays."""
         if not self._placed:
             with contextlib.suppress(OSError):
                 (self.directory / f"{manifest.NAME}.partial-{self._tag}").unlink(missing_ok=True)

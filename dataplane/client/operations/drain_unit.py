@@ -242,7 +242,8 @@ def _copy(
     reservation: int,
     unfinished: set[int],
 ) -> None:
-    """Copy the values' bytes to their new places, after comparing them with their checksums."""
+    """Copy the values' bytes to their new places, after comparing them with their checksums. reservation, unfinished:
+    see `UnitConnections.write`."""
     sizes, units = _sizes(page), np.full(len(page.lengths), unit, np.int32)
     located = c.FieldLocations(
         name=page.field,

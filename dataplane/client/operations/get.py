@@ -130,6 +130,7 @@ def _copy_parts(
     for part in (part for each in parts.values() for part in each):
         part_ids = [ids[place] for place in part.places.tolist()] if len(part.places) < len(ids) else ids
         name = part.located.name
+        # Adds a comparison with the checksums, made when the rows are copied below.
         sources |= checked({name: sources[name]}, [part.located], partition, part_ids)
     # A field without rows in its hidden column is read whole; the columns of the others are decoded and interleaved.
     plain = {name: sources[name] for name in parts if [part.located.name for part in parts[name]] == [name]}

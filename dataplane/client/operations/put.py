@@ -313,9 +313,9 @@ def _with_columns(
 def _take_preallocated(session_state: SessionState, nbytes: int, taken: list[PreallocatedPart]) -> Operation[None]:
     """Add preallocated space of the session for a small put to `taken`, after requesting more if necessary. `taken`
     stays empty if no space is available."""
-    if session_state.preallocated.take(nbytes, taken):
-        return
     buffer = session_state.preallocated
+    if buffer.take(nbytes, taken):
+        return
     request = buffer.next_request(nbytes, session_state.connections.local_unit())
     if request is None:  # the put allocates its own space
         return

@@ -130,8 +130,8 @@ class AsyncChannel(OpenChannel):
             log.warning("%s will be sent later: %s", outgoing.method, error)
 
     def _send(self, frames: list[bytes]) -> None:
-        """Send frames. Raise `ServiceUnavailableError`, naming the remedy, if the process has no free file
-        descriptors."""
+        """Send frames, on a new socket if there is none. Raise `ServiceUnavailableError`, naming the remedy, if the
+        process has no free file descriptors."""
         if self._dealer is None:
             with enough_for(self.endpoint):
                 self._dealer = dealer_socket(self._context, self.endpoint, self._calls.session.keys)
@@ -274,7 +274,8 @@ class AsyncChannel(OpenChannel):
 
 
 def _discard(opening: asyncio.Future[tuple[OpenedSession, Socket]], context: zmq.Context[Socket]) -> None:
-    """Drop a session whose opening has ended after its caller was cancelled. The service detects the closed socket."""
+    """Drop what is left of an opening that failed or whose caller was cancelled: the context, and the session if it was
+    opened. The service detects the closed socket."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result()[1].close()
     context.destroy(linger=0)

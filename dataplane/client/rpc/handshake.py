@@ -97,7 +97,7 @@ def _dealer(context: zmq.Context[Socket], endpoint: str, keys: ConnectionKeys) -
     dealer.linger = 0
     dealer.set(zmq.MAXMSGSIZE, zmq_frames.MAX_FRAME_BYTES)
     present(dealer, keys.ticket, keys.curve_key)
-    if "[" in endpoint:
+    if "[" in endpoint:  # an IPv6 address
         dealer.set(zmq.IPV6, 1)
     return dealer
 
@@ -272,7 +272,7 @@ def probe(address: str, zmq_address: str, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _rejection_monitor(dealer: Socket) -> Iterator[Socket]:
-    """Return a socket that becomes readable when the server of `dealer` rejects its keys."""
+    """Yield a socket that becomes readable when the server of `dealer` rejects its keys."""
     event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     monitor = dealer.get_monitor_socket(event, f"inproc://tq-refused-{secrets.token_hex(8)}")
     try:

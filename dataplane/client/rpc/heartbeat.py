@@ -142,7 +142,7 @@ class HeartbeatThread:
                 self._check_requested = True
 
     def _send_heartbeat(self) -> None:
-        """Send one heartbeat, and reconnect if needed. Errors are logged and do not stop later heartbeats."""
+        """Send one heartbeat, reconnect if needed, and call `maintain`. Errors are logged and stop no later one."""
         beat_s = self._calls.session.heartbeat_s
         self._next_beat_at = time.monotonic() + beat_s  # `_miss` may set another time
         try:
@@ -162,7 +162,8 @@ class HeartbeatThread:
             log.debug("Heartbeat of session %d dropped: the send queue is full", self._calls.session.number)
 
     def _receive_replies(self) -> None:
-        """Handle the replies to heartbeats that have arrived. An error in a reply ends the session."""
+        """Handle the replies to heartbeats that have arrived. An error in a reply ends the session; a malformed reply
+        only requests a check."""
         while True:
             try:
                 frames = self._dealer.recv_multipart(zmq.NOBLOCK)

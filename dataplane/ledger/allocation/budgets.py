@@ -94,9 +94,9 @@ class Evictions:
 
     def certainly_fails(self, partition: Partition, *, excess: int, short: int, update: bool) -> bool:
         """Return whether `make_space` for a waiting put certainly fails, because nothing relevant changed since it
-        failed. The cost is proportional to the samples that were noted since."""
+        failed. The cost is proportional to the samples noted since (`Outlook.note`)."""
         outlook = partition.outlook
-        if outlook is None or outlook.units != self._open_units():
+        if outlook is None or outlook.units != self._open_units():  # none, or of other units
             return False
         if outlook.noted:
             self._count_potential(partition, outlook, outlook.take_noted())
@@ -121,6 +121,7 @@ class Evictions:
         cells = self._extents_of(partition, rows[evictable])
         if cells:
             numbers = np.unique(np.concatenate(cells))
+            # Number 0: no cell.
             fresh = numbers[(numbers > 0) & (extents.hoped[numbers] != outlook.number)]
             extents.hoped[fresh] = outlook.number
             outlook.hope_bytes += extents.bytes_of(fresh)
@@ -182,8 +183,8 @@ class Evictions:
     # --- amounts
 
     def _freed_at_most(self, partition: Partition, goal: _Goal, rows: Int64s) -> tuple[int, int]:
-        """Return the most that evicting these rows can free, all extents with their cells: (bytes of the partition,
-        bytes in open units)."""
+        """Return the most that evicting these rows can free, the sizes of all extents with cells of them: (bytes of the
+        partition, bytes in open units)."""
         cells = self._extents_of(partition, rows)
         numbers = np.unique(np.concatenate(cells)) if cells else np.zeros(0, np.int32)
         sizes = self.state.extents.sizes[numbers]  # number 0 (no cell) has size 0
@@ -217,10 +218,10 @@ class Evictions:
         positions, numbers = positions[numbers > 0], numbers[numbers > 0]
         if not len(numbers):
             return freed
-        order = np.lexsort((positions, numbers))
+        order = np.lexsort((positions, numbers))  # by extent, then by position
         distinct, counts, _ = tally(numbers[order], positions[order])
         last = positions[order][counts.cumsum() - 1]  # the extent is freed with its last sample
-        complete = counts == extents.live[distinct]
+        complete = counts == extents.live[distinct]  # no live cell of the extent belongs to another row
         distinct, last = distinct[complete], last[complete]
         np.add.at(freed[0], last, extents.sizes[distinct])
         np.add.at(freed[1], last, extents.sizes[distinct] * goal.on_open_units(distinct))
@@ -306,6 +307,7 @@ class Pressure:
         """Update after an input. Does nothing unless bytes were taken or freed, and examines only the partitions
         that they belong to."""
         state = self.state
+        # The numbers of the accounts that gained or lost bytes.
         moved, state.extents.moved = state.extents.moved, set()
         if not moved:
             return
@@ -395,6 +397,7 @@ def out_of_space(
         free_bytes=sum(max(unit.available_bytes(update=update), 0) for unit in units if unit.open),
         waited_s=waited_s,
         holders=_largest_holders(closed_units, partitions, _session_holdings(state, partition=None)),
+        # Named only if it is the reason.
         fragments=sum(space.fragments for space in open_spaces) if enough_free and not behind else 0,
         largest_free_bytes=largest,
         arena=" ".join(f"Storage unit {unit.number} cannot grow: {why}" for unit, why in growth_problems if why),
@@ -404,7 +407,8 @@ def out_of_space(
 
 def is_fragmented(state: State, wanted: int, *, update: bool) -> bool:
     """Return whether `wanted` bytes are free in open units, so that a put of them without space is held up by
-    fragmentation. Bytes taken by a compaction count as free, because they are free again when it ends."""
+    fragmentation. Bytes taken by a compaction count as free, because they are free again when it ends. update: the put
+    may use the space reserved for updates."""
     units = [unit for unit in state.units.values() if unit.open]
     free = [
         min(unit.available_bytes(update=update), unit.space.free_bytes) + state.compacting_bytes(unit) for unit in units
@@ -427,7 +431,7 @@ def waits_for_larger_piece(state: State, parked: ParkedAllocate, *, spare: int =
 
 
 def _largest_holders(*groups: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the largest holders of each group, group after group. A holder is (text, bytes)."""
+    """Return the `NAMED` largest holders of each group, without those of 0 bytes. A holder is (text, bytes)."""
     ranked = [sorted(group, key=lambda holder: -holder[1]) for group in groups]
     return [holder for group in ranked for holder in group[:NAMED] if holder[1]]
 
@@ -453,8 +457,8 @@ def _put_text(parked: ParkedAllocate) -> str:
 
 
 def _session_holdings(state: State, partition: Partition | None) -> list[tuple[str, int]]:
-    """Return the bytes that each session holds by reservations and by pins, of this partition or (None) of all, as
-    (text, bytes)."""
+    """Return the bytes that each session holds by reservations, and those that it holds by pins, as (text, bytes). Only
+    bytes of this partition count (None: of any)."""
     holdings = []
     for session in state.sessions.values():
         reserved = sum(

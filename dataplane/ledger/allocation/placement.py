@@ -32,10 +32,10 @@ class Piece:
 def place(want: Want, units: list[Unit]) -> tuple[list[Piece] | None, list[Unit]]:
     """Take space for all values of a put and return the pieces. `units` are the open units, at least one.
 
-    If the put does not fit now, no space is taken. The result is then None, with the units whose arenas can grow for
-    it.
+    If the put does not fit now, no space is taken. The pieces are then None, and the arenas of the returned units can
+    grow for it. Otherwise these units have no meaning.
     """
-    ordered = want.by_preference(units)
+    ordered = want.by_preference(units)  # best first
     for unit in ordered:
         if unit.available_bytes(update=want.update) < want.total:
             continue
@@ -59,8 +59,8 @@ def can_grow(unit: Unit) -> bool:
 
 
 def growth_target(unit: Unit, need: int) -> int | None:
-    """Return the backing in bytes to order so that the unit has `need` more bytes; None if it was ordered already or
-    is impossible."""
+    """Return the backing in bytes to order so that the unit has `need` more bytes, as far as its ceiling allows; None
+    if enough was ordered already or growth is impossible now."""
     backed = unit.space.backed_bytes
     if not unit.open or not can_grow(unit) or unit.shrinking:
         return None
@@ -78,7 +78,8 @@ def retry_target(unit: Unit, need: int, now: float) -> int | None:
 
 
 def advance_target(unit: Unit) -> int | None:
-    """Return the backing in bytes to order in advance because little of the present one is free, or None."""
+    """Return the backing in bytes to order in advance because little of the present one is free. None: enough is free,
+    growth is pending, or it is impossible now."""
     slack = min(SLACK_BYTES, unit.ceiling // 8)
     if unit.asked or unit.space.free_bytes >= slack:
         return None
@@ -86,7 +87,7 @@ def advance_target(unit: Unit) -> int | None:
 
 
 def _place_in_one_piece(want: Want, unit: Unit) -> list[Piece] | None:
-    """Place all columns one after another in one free range of the unit, or return None."""
+    """Place all columns, each in whole granules, one after another in one free range of the unit, or return None."""
     offset = 0
     if want.total:
         taken = unit.space.take(want.total)

@@ -110,7 +110,7 @@ class Reservations:
         blocker = None
         turns = WaitQueues(self._active_lines(asking.command.update, {asking.partition.account.number}))
         for parked in turns:
-            if parked is asking:
+            if parked is asking:  # the others are later
                 break
             if not self._holds_up_partition(parked):
                 continue
@@ -359,8 +359,8 @@ class Reservations:
             )
 
     def _check_can_ever_fit(self, partition: Partition, want: Want) -> None:
-        """Raise RequestTooLargeError if the put is too large for its budget or for the units even when all samples are
-        cleared. Without any unit there is no error, because units may still register."""
+        """Raise RequestTooLargeError if the put is too large for its budget, or for the units that are not drained, even
+        when all samples are cleared. Without such units there is no error, because units may still register."""
         budget = None if want.moving else budget_limit(self.state, partition, update=want.update)
         if budget is not None and want.total > budget:
             raise RequestTooLargeError(
@@ -386,14 +386,14 @@ class Reservations:
         units = self._open_units()
         if not units:
             return None
-        pieces, growing = place(want, units)
+        pieces, growable = place(want, units)
         if pieces is None:
-            for unit in growing:
+            for unit in growable:
                 self._order_growth(unit, growth_target(unit, want.total))
             for unit in units:  # those that failed to grow earlier, if it is time to retry
                 self._order_growth(unit, retry_target(unit, want.total, self.state.now))
             return None
-        for unit in {piece.unit.number: piece.unit for piece in pieces}.values():
+        for unit in {piece.unit.number: piece.unit for piece in pieces}.values():  # each unit once
             self.grow_ahead(unit)
         return pieces
 
@@ -456,7 +456,7 @@ def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
 class PreallocatedPut(PutReservation):
     """The reservation of a commit into preallocated `space`: its columns one after another from `offset`, `nbytes`
     of each in whole granules, in the space's piece number `place` (None: the columns are empty). Nothing is taken
-    before `cut`."""
+    before `cut`. `space.pieces[0]` are the unused pieces, as (0, 0, extent, offset)."""
 
     def __init__(self, state: State, space: Preallocation, partition: Partition, command: Commit) -> None:
         if command.offset is None or command.offset % GRANULE_BYTES:

@@ -19,15 +19,16 @@ PAGE_BYTES = 4096
 
 
 class Shrinks:
-    """Executes `Shrink` commands and sends the orders to the units. A parked `Shrink` waits for the last order of every
-    unit that was connected. `Unit` explains its counters and flags `shrinks`, `shrinking` and `asked`."""
+    """Executes `Shrink` commands and sends the orders to the units. A parked `Shrink` has the results so far, by unit,
+    in `found`, and waits for the last order of each unit in `waits_for`. `Unit` explains its counters and flags
+    `shrinks`, `shrinking` and `asked`."""
 
     def __init__(self, state: State) -> None:
         self.state = state
 
     def shrink(self, session: Session, number: int, command: Shrink) -> Shrunken | None:
-        """Order every connected unit to release its free bytes at the end. Return the result, or None if orders are
-        pending: the call is then parked until they have been carried out, or until its timeout."""
+        """Order every connected unit to release the free bytes at the end of its arena. Return the result, or None if
+        orders are pending: the call is then parked until they have been carried out, or until its timeout."""
         if not command.timeout_s >= 0:  # this form also rejects NaN
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         parked = ParkedShrink(session, number, self.state.now, command.timeout_s)
@@ -73,8 +74,8 @@ class Shrinks:
             self._send_order(unit)
 
     def shrunk(self, item: Shrunk) -> None:
-        """Handle a unit's report that it carried out an order to shrink, or failed to. Calls that waited for the order
-        end."""
+        """Handle a unit's report that it carried out an order to shrink, or failed to. Calls that wait for no other
+        order end."""
         unit = self.state.units.get(item.unit)
         if unit is None:
             return

@@ -93,14 +93,15 @@ class Claims:
                 ParkedClaim(session, number, self.state.now, command, partition), task, command.samples
             )
         parked = ParkedClaim(session, number, self.state.now, command, partition)
-        parked.ready_index = partition.ready_index(task, command.fields, self.state.limits.interests)
+        parked.ready_index = partition.ready_index(task, command.fields, limit=self.state.limits.interests)
         result = self._attempt(parked, parked.ready_index)
         if result is None:
             self.state.park(parked)
         return result
 
     def _claim_named(self, parked: ParkedClaim, task: Task, samples: c.Samples) -> c.Claimed:
-        """Claim all of the named samples, or none if one does not exist or is not ready. Does not wait."""
+        """Claim all of the named samples, or none if one does not exist or is not ready. Does not wait: `parked` only
+        describes the call."""
         partition, command = parked.partition, parked.command
         self.state.check_samples(samples)
         rows = partition.resolve_living(samples)
@@ -223,7 +224,7 @@ class Claims:
         if command.partial is c.Partial.RELEASE or not len(overdue.rows):
             return overdue
         names = partition.rows.names_of(overdue.rows)
-        ready_index.task.dropped = [*ready_index.task.dropped, *names][-REPORTED:]
+        ready_index.task.dropped = [*ready_index.task.dropped, *names][-REPORTED:]  # reported to the next claim
         partition.dropped_partial += len(names)
         partition.clear(overdue.rows)
         self.state.touch(partition)
@@ -240,7 +241,7 @@ class Claims:
         self._begin_lease(partition, task, dealt.rows, dealt.claim_id, owner, hold_s)
         shares.store_selection(task, command.step, dealt, state.limits.steps)
         partition.update_after_claims(task, dealt.rows)
-        partition.dealt = True
+        partition.dealt = True  # tells `serve_waiting` that other ranks can be served
         state.touch(partition)
         return dealt
 
@@ -273,7 +274,7 @@ class Claims:
     def _begin_lease(
         self, partition: Partition, task: Task, rows: Int64s, claim_id: int, owner: int, lease_s: float
     ) -> None:
-        """Begin the lease of a claim that took these rows."""
+        """Begin the lease of a claim that took these rows. owner: a session, `HELD` or `HELD_ON_LEASE`."""
         if len(rows):
             end = self.state.now + lease_s
             task.lease(rows, end)
@@ -319,7 +320,7 @@ class Claims:
         named = self._resolve_named(command, command.claims)
         leased = named.leased
         named.task.acknowledge(named.rows[leased])
-        self.state.recheck_puts(named.partition, named.rows[leased])
+        self.state.recheck_puts(named.partition, named.rows[leased])  # these samples may be evicted now
         if named.partition.complete:
             # Other claims may now take the last, smaller batch.
             self.state.touch(named.partition)
@@ -350,6 +351,7 @@ class Claims:
         partition = self.state.partition(command.partition)
         tasks = [partition.task(name) for name in command.tasks]
         live = partition.rows.live
+        # unsettled: claimed samples that count as consumed only after acknowledgement.
         return c.Consumption(
             consumed=partition.complete and all(task.claimed - task.unsettled == live for task in tasks)
         )

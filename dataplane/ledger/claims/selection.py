@@ -55,7 +55,7 @@ def select(
     chosen = _find_candidates(partition, ready_index, command, released)
     if chosen.amount >= least // (command.group_size or 1):  # in units: groups, or single samples
         if command.dp_world is not None:
-            # The same number of units for each rank.
+            # The same number of units for each rank. The fields of `Picked` become rows and groups.
             return Chosen(*chosen.picked.first(chosen.amount // command.dp_world * command.dp_world))
         return chosen
     if partition.complete and not pending and not _more_can_come(partition, ready_index, command):

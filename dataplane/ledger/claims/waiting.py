@@ -18,7 +18,7 @@ from dataplane.ledger.state.watches import HIT, NEVER, OPEN, Counts, Groups, Wat
 
 def refresh(watch: Watch, partition: Partition) -> None:
     """Update the counts of the watch with the samples that changed since the last call, and its `next_at`."""
-    if watch.counts is None:
+    if watch.counts is None:  # its ready index counts, and is always up to date
         return
     all_again, earliest = _recount(watch.counts, partition, watch.ready_index)
     after = watch.command.partial_after_s

@@ -19,7 +19,7 @@ _ITEM_BYTES = 64
 
 
 def size_of(result: Result | DataPlaneError) -> int:
-    """Return the approximate size of a result in bytes, or 0 for a small result."""
+    """Return the approximate size of a result in bytes, or 0 for an error or a small result."""
     if isinstance(result, DataPlaneError):
         return 0
     rows = result.placements if type(result) is Allocated else getattr(result, "rows", None)
@@ -44,4 +44,4 @@ def _approximate_bytes(value: Any) -> int:
         return _ITEM_BYTES * len(value)
     if isinstance(value, dict):
         return _ITEM_BYTES * len(value)
-    return 8
+    return 8  # a number, or None
