@@ -88,7 +88,8 @@ class Pins:
 
 
 class Schema(dict[str, FieldSpec]):
-    """The known fields of a partition: declared fields, and undeclared fields that live samples have."""
+    """The known fields of a partition: declared fields, and undeclared fields that live samples have. strict: the
+    service rejects undeclared fields."""
 
     def __init__(
         self,

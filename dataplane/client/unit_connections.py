@@ -471,7 +471,7 @@ def _add_received(
 
 
 def select_values(located: c.FieldLocations, selection: npt.NDArray[Any] | slice) -> c.FieldLocations:
-    """Return the locations at these positions (indexes, booleans or a slice)."""
+    """Return the locations at these positions (indexes, booleans or a slice), without serials."""
     return c.FieldLocations(
         name=located.name,
         spec=located.spec,

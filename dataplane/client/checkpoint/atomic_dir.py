@@ -92,7 +92,7 @@ class Place:
 
     def _take_lock(self) -> None:
         """Lock the directory against other writers. On file systems without locks, concurrent writers are not
-        detected and no leftovers are removed."""
+        detected and no leftovers are removed. Raise `CheckpointError` if another writer holds the lock."""
         try:
             self._lock = _locked(self.directory, fcntl.LOCK_EX)
         except BlockingIOError:

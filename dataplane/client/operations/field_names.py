@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 def fetch_schema(session_state: SessionState, partition: str) -> Operation[Schema]:
     """Fetch the partition's schema and cache it."""
-    session_state.schemas.forget(partition)
+    session_state.schemas.forget(partition)  # first: if the fetch fails, none is cached
     described = yield Send(c.Describe(partition=partition))
     result: c.Described = described.result
     schema = Schema(result.fields, undeclared=result.undeclared, strict=result.strict)

@@ -292,7 +292,8 @@ def _request_reply(
     check: Callable[[], None],
 ) -> zmq_frames.Reply:
     """Send the request and return the reply; resend it every `REPEAT_S` while a server listens. monitor: see
-    `_rejection_monitor`. check: called often; may raise an error to end the wait."""
+    `_rejection_monitor`; if it becomes readable, raise `_KeysChangedError`. check: called often; may raise an error to
+    end the wait."""
     began = time.monotonic()
     repeat_at = began
     while (now := time.monotonic()) < deadline:

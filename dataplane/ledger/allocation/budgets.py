@@ -48,7 +48,8 @@ class Evictions:
 
     A sample may be evicted if no reader pins it, no lease or unconfirmed claim holds it, and no put in progress
     names it. It is consumed if every task of its partition (at least one) has a final claim on it. Bytes are freed in
-    whole extents, or in parts of them: an extent is certainly freed only if all samples in it are evicted."""
+    whole extents, or in parts of them: an extent is certainly freed only if all samples in it are evicted. Open units
+    are those that are connected and not drained: only they give space to puts."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -112,7 +113,7 @@ class Evictions:
         self._count_potential(partition, outlook, partition.rows.in_order())
 
     def _count_potential(self, partition: Partition, outlook: Outlook, rows: Int64s) -> None:
-        """Add to `hope_bytes` the extents of those rows that may be evicted, or could be without their readers.
+        """Add to the outlook's `hope_bytes` the extents of those rows that may be evicted, or could be without readers.
         Extents that this outlook counts already (`Extents.hoped` has its number) are skipped."""
         extents = self.state.extents
         evictable, consumed = self._eviction_status(partition, rows)
@@ -196,7 +197,7 @@ class Evictions:
         excess, short = goal.remaining
         freed = self._freed_bytes_by_count(partition, goal, rows)
         enough = (freed[0] >= excess) & (freed[1] >= short)
-        return int(enough.argmax()) + 1 if some(enough) else None
+        return int(enough.argmax()) + 1 if some(enough) else None  # argmax: the first that suffices
 
     def _freed_at_least(self, partition: Partition, goal: _Goal, rows: Int64s) -> Gain:
         """Return the bytes, of the partition and in open units, that are certainly freed if all of the rows are
@@ -231,7 +232,7 @@ class Evictions:
     # --- eviction
 
     def _evict(self, partition: Partition, rows: Int64s, *, consumed: bool) -> None:
-        """Evict these samples, which are all consumed or all unconsumed, and log the loss of unconsumed ones."""
+        """Evict these samples, all consumed or all not. Log the loss of unconsumed ones, at most every `NOTICE_S`."""
         if not len(rows):
             return
         partition.evicted.note(partition.rows.names_of(rows), partition.generations_of(rows), consumed=consumed)

@@ -142,7 +142,7 @@ def give_back(pieces: list[Piece]) -> None:
 
 def _place_column(want: Want, column: int, units: list[Unit], pieces: list[Piece], *, split: bool) -> bool:
     """Add pieces for one column to `pieces`. Return False if it has no place; pieces taken so far stay in `pieces`."""
-    first, last, ends = 0, want.values(column), want.ends[column]
+    first, last, ends = 0, want.values(column), want.ends[column]  # ends[k]: sum of the first k sizes
     while first < last:
         # All remaining values in one piece, or with `split` as many as the largest available piece can hold.
         taken = _take_piece(want, units, granules_up(int(ends[last] - ends[first])))

@@ -237,7 +237,7 @@ class Reservations:
             partition = parked.partition
             account = partition.account.number
             if account in loosened and partition.outlook is not None:
-                partition.outlook.changed = True
+                partition.outlook.changed = True  # its bounds may not hold any longer
             # Behind another put, only eviction can make space for this one.
             if (all_lines or account in loosened) and (not behind or partition.evicts):
                 if not self._try_to_serve(parked, behind=behind):
@@ -359,8 +359,8 @@ class Reservations:
             )
 
     def _check_can_ever_fit(self, partition: Partition, want: Want) -> None:
-        """Raise RequestTooLargeError if the put is too large for its budget, or for the units that are not drained, even
-        when all samples are cleared. Without such units there is no error, because units may still register."""
+        """Raise RequestTooLargeError if the put is too large for its budget, or for the units that are not drained,
+        even when all samples are cleared. Without such units there is no error, because units may still register."""
         budget = None if want.moving else budget_limit(self.state, partition, update=want.update)
         if budget is not None and want.total > budget:
             raise RequestTooLargeError(
@@ -473,7 +473,7 @@ class PreallocatedPut(PutReservation):
         self.place = self._find_piece(state.extents)
 
     def _find_piece(self, extents: Extents) -> int | None:
-        """Return the number of the piece that holds all columns, or None if they are empty."""
+        """Return the number of the piece that holds all columns (None: they are empty). Raises InvalidRequestError."""
         nbytes = sum(self.nbytes)
         if not nbytes:
             return None

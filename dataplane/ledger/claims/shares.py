@@ -36,7 +36,7 @@ def claimable_share(selection: Selection, partition: Partition, task: Task, comm
     assert step is not None
     in_share = np.flatnonzero(selection.ranks == rank)
     rows = selection.rows[in_share]
-    rows = rows[partition.rows.generations[rows] == selection.generations[in_share]]
+    rows = rows[partition.rows.generations[rows] == selection.generations[in_share]]  # without cleared samples
     claim_ids = task.claim_ids[rows]
     available = (claim_ids == 0) | (claim_ids == selection.claim_id)
     # Claims of this rank that got the share before. Acknowledged rows have the negated id of their claim.
@@ -97,7 +97,7 @@ def find_selection(task: Task, command: Claim) -> Selection | None:
 
 
 def store_selection(task: Task, step: int, selection: Selection, most: int) -> None:
-    """Store the selection. Discard that of the lowest step if there are more than `most`."""
+    """Store the selection. If there are more than `most`, discard that of the lowest step (`forgotten`)."""
     task.selections[step] = selection
     if len(task.selections) > most:
         task.forgotten = max(task.forgotten, min(task.selections))

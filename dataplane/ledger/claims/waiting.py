@@ -113,7 +113,7 @@ def _count_rows(counts: Counts, partition: Partition, ready_index: ReadyIndex, r
     counts.states[rows] = new
     if counts.groups is None:
         return NEVER
-    numbers = np.full(len(rows), -1)
+    numbers = np.full(len(rows), -1)  # the group of each row; -1: none
     if tag is not None:
         tagged_positions = np.flatnonzero(unclaimed)[tagged]
         numbers[tagged_positions] = counts.groups.numbers_of(tag.values[rows[tagged_positions]])
