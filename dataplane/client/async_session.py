@@ -42,7 +42,7 @@ class AsyncConnection:
         channel.on_units = self.session_state.connections.learn
         self.session_state.connections.learn(channel.units)
         session_states().add(self.session_state)
-        self._channel.leftovers = self.session_state.idle_leftovers
+        self._channel.leftovers = self.session_state.idle_leftovers  # posted with every heartbeat
         # Closes the session after the last reference to this object was dropped, unless `close` was called.
         self._finalizer = weakref.finalize(self, channel.end_in_background, self.session_state.close)
         self._finalizer.atexit = False

@@ -139,7 +139,7 @@ class Connection:
 
     def __init__(self, config: DataPlaneConfig) -> None:
         check_pickles(config)
-        lock = session_lock(config)
+        lock = session_lock(config)  # held while the session may use shared memory; None if it uses none
         try:
             self._channel = ControllerChannel.open(config, "" if lock is None else str(lock.path))
         except BaseException:
@@ -159,7 +159,7 @@ class Connection:
         self._channel.on_units = self.session_state.connections.learn
         self.session_state.connections.learn(self._channel.units)
         session_states().add(self.session_state)
-        self._channel.leftovers = self.session_state.idle_leftovers
+        self._channel.leftovers = self.session_state.idle_leftovers  # posted with every heartbeat
         # Closes the session after the last reference to this object was dropped, unless `close` was called.
         end = functools.partial(_close_session, self.session_state, self._channel)
         self._finalizer = weakref.finalize(self, self._channel.end_in_background, end)

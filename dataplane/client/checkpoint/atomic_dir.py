@@ -40,8 +40,9 @@ _OURS = re.compile(r"data-[0-9a-f]{16}|manifest\.json(\.partial-[0-9a-f]{16})?")
 
 
 class Place:
-    """The target of one checkpoint in progress; `directory` is the base of its file names. Every method blocks on
-    the file system and raises `CheckpointWriteError` if that fails.
+    """The target of one checkpoint in progress; `directory` is the base of its file names, `data` the name of the
+    subdirectory with its data files. Every method blocks on the file system and raises `CheckpointWriteError` if that
+    fails.
 
     _inside: the path existed at the start, so that the files go into a subdirectory of it. _placed: a rename has
     published the checkpoint. _lock: descriptor of the locked directory, None if the file system has no locks.

@@ -207,7 +207,7 @@ def _move_page(session_state: SessionState, progress: _Progress) -> Operation[c.
         progress.max_page_bytes = min(2 * progress.max_page_bytes, PAGE_BYTES)  # after a lack of space, grow again
         progress.cells += moved.cells
         progress.left_cells = page.cells - moved.cells
-        progress.nbytes += int(_sizes(page).sum()) if moved.cells else 0
+        progress.nbytes += int(_sizes(page).sum()) if moved.cells else 0  # 0: all were cleared or rewritten
     return page
 
 

@@ -223,7 +223,7 @@ class AsyncChannel(OpenChannel):
             closing = self.close()
             try:
                 asyncio.run_coroutine_threadsafe(closing, self._loop)
-            except RuntimeError:
+            except RuntimeError:  # the loop is closed
                 closing.close()  # the coroutine: it will never run
                 self._free_resources()
 

@@ -1,4 +1,7 @@
-"""Placement of a put's bytes: one piece if it fits, else column by column, else columns split between values."""
+"""Placement of a put's bytes: one piece if it fits, else column by column, else columns split between values.
+
+`Want` describes the put: `whole` has the size of each column in whole granules, `total` their sum.
+"""
 
 from __future__ import annotations
 

@@ -103,14 +103,13 @@ class Reservations:
 
     def _find_blockers(self, asking: ParkedAllocate) -> tuple[bool, ParkedAllocate | None]:
         """Return whether a waiting put of the same partition holds up this call, and the first put of any partition
-        that does (None: no put). Updates hold up updates and moves, new rows only new rows, moves only moves. `asking`
-        is new, or waits itself."""
+        that does (None: no put). Updates hold up updates and moves, new rows only new rows, moves only moves."""
         if asking.command.moving:
             return bool(self.state.moves), self._update_before_moves()
         blocker = None
         turns = WaitQueues(self._active_lines(asking.command.update, {asking.partition.account.number}))
         for parked in turns:
-            if parked is asking:  # the others are later
+            if parked is asking:  # it waits itself, and the others are later
                 break
             if not self._holds_up_partition(parked):
                 continue
@@ -178,8 +177,9 @@ class Reservations:
         return self._create_reservation(parked, pieces)
 
     def preallocate(self, session: Session, number: int, command: Preallocate) -> Preallocated:
-        """Reserve space in a unit for later small puts of the session. Raises CapacityTimeoutError if it is too large a
-        part of the unit's space, if no free range is large enough, or if a waiting put needs the space."""
+        """Reserve space for later small puts of the session, in a unit that it has mapped. Raises InvalidRequestError
+        for another unit, CapacityTimeoutError if the space is too large a part of the unit's, if no free range is large
+        enough, or if a waiting put needs the space."""
         unit = self.state.units.get(command.unit)
         if unit is None or unit.number not in session.attached:
             raise InvalidRequestError(f"session {session.number} is not local to storage unit {command.unit}")

@@ -79,7 +79,7 @@ class Shrinks:
         unit = self.state.units.get(item.unit)
         if unit is None:
             return
-        if item.number == unit.shrinks and unit.shrinking:
+        if item.number == unit.shrinks and unit.shrinking:  # the last order, and its first report
             unit.shrinking = False
             unit.space.back(item.backed_bytes)  # more than was ordered, if the memory was not returned
             self.state.extents.freed = True
