@@ -263,7 +263,7 @@ def _sync(directory: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # the file system does not support fsync of directories
+        if error.errno != errno.EINVAL:  # EINVAL: the file system does not support it for directories
             raise
     finally:
         os.close(descriptor)

@@ -157,7 +157,7 @@ def _allocate(page: c.FoundCells, on_full: c.OnFull, timeout_s: float) -> c.Allo
     return c.Allocate(
         partition=page.partition,
         columns=(c.ColumnSizes(name=page.field, sizes=_sizes(page)),),
-        update=True,
+        update=True,  # copies may use the space reserved for updates
         moving=True,
         on_full=on_full,
         timeout_s=timeout_s,

@@ -237,7 +237,7 @@ def _locate(
     meanwhile: Callable[[], Any] | None = None,
     **more: bool,
 ) -> Operation[Any]:
-    """Look up the fields of the samples, and pin them unless `more` has `unpinned`. Outcome: `Sent` with `Located`.
+    """Look up the fields of the samples, and pin them unless `more` has `unpinned`. Return `Sent` with `Located`.
     meanwhile: see `Send`. more: options of `Locate`."""
     if isinstance(select_fields, str) or not select_fields:
         raise InvalidRequestError(f"select_fields={select_fields!r}: expected a list of at least one field name")
@@ -251,7 +251,7 @@ def _cached_locations(
     """Return the locations in the meta, if the fields may be copied from there before the service validates them; else
     None. This requires that the client is connected to these units in the epochs recorded in the meta. Object fields
     are excluded, because their decoder cannot handle bytes that change."""
-    if not isinstance(names, KVBatchMeta) or isinstance(select_fields, str) or not names.size:
+    if not isinstance(names, KVBatchMeta) or isinstance(select_fields, str) or not names.size:  # `_locate` rejects str
         return None
     if not select_fields or not all(name in names.places for name in select_fields):
         return None

@@ -120,7 +120,7 @@ class HeartbeatThread:
         zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], timeout_ms)
         self._waker.clear()  # before the flags are read: a later `wake` ends the next poll
         end, self._end_callback = self._end_callback, None
-        if end is not None:
+        if end is not None:  # requested by `end_in_background`
             threading.Thread(target=end, name="tq-close", daemon=True).start()
         self._receive_replies()
         self._notice_disconnects()

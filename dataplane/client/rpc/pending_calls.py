@@ -205,7 +205,7 @@ class Calls:
         self._lost = ""  # the service responds
         if reply.outcome == _EXPIRED:
             self.on_doubt()
-        elif reply.outcome not in _NOT_EXECUTED:
+        elif reply.outcome not in _NOT_EXECUTED:  # otherwise the call stays open, and is resent
             self._record_answer(reply)
 
     def settle(self, outgoing: OutgoingCall, reply: zmq_frames.Reply) -> c.Result:

@@ -87,7 +87,7 @@ def balanced(units: int, ranks: int, weights: Float64s | None = None) -> Int64s:
     # Each rank gets `full` units, and `extras` of the ranks get one more.
     full, extras = divmod(units, ranks)
     counts = [0] * ranks
-    sums = [(0.0, rank) for rank in range(ranks)]
+    sums = [(0.0, rank) for rank in range(ranks)]  # a heap: the smallest sum first
     result = np.zeros(units, np.int64)
     for unit in np.argsort(-weights, kind="stable").tolist():
         smallest_sum, rank = heapq.heappop(sums)

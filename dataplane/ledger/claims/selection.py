@@ -102,7 +102,7 @@ def _more_can_come(partition: Partition, ready_index: ReadyIndex, command: Claim
     rows = partition.rows.in_order()
     rows = rows[(task.claim_ids[rows] == 0) | task.not_settled(rows)]
     tags = partition.tags
-    undecided = tags.undecided(where, rows)
+    undecided = tags.undecided(where, rows)  # a missing tag may still be set
     matching = tags.matches(where, rows)
     if command.group_size is not None:
         undecided |= matching & ~tags.present(command.group_by, rows)
