@@ -247,6 +247,7 @@ def store(
     finally:
         for part in taken:
             session_state.preallocated.finish(part, failed=True)
+    # Without preallocated space, the put reserves its own.
     allocated = yield Send(
         c.Allocate(
             partition=commit.partition,

@@ -220,32 +220,33 @@ def _connect_once(
         with _rejection_monitor(dealer) as monitor:
             dealer.connect(f"tcp://{zmq_address}")
             reply = _request_reply(dealer, monitor, zmq_frames.request(command), address, zmq_address, deadline, check)
-        opened, result = _parse_opened(reply.good_body(), address)  # `good_body` raises the error of a rejection
-        endpoint, dealer = _choose_endpoint(dealer, opened, keys, context, zmq_address)
+        message, opened = _parse_opened(reply.good_body(), address)  # `good_body` raises the error of a rejection
+        endpoint, dealer = _choose_endpoint(dealer, message, keys, context, zmq_address)
     except BaseException:
         dealer.close()
         raise
     session = OpenedSession(
-        number=result.session,
-        epoch=result.epoch,
-        units=result.units,
+        number=opened.session,
+        epoch=opened.epoch,
+        units=opened.units,
         address=address,
         endpoint=endpoint,
         # The smaller of the service's interval (0: not set) and the client's.
-        heartbeat_s=min(opened.heartbeat_s or config.heartbeat_s, config.heartbeat_s),
+        heartbeat_s=min(message.heartbeat_s or config.heartbeat_s, config.heartbeat_s),
         nonce=command.nonce,
-        durable=opened.durable,
+        durable=message.durable,
         keys=keys,
-        put_timeout_s=opened.put_timeout_s,
+        put_timeout_s=message.put_timeout_s,
     )
     return session, dealer
 
 
 def _parse_opened(body: bytes, address: str) -> tuple[pb.Opened, c.Opened]:
-    """Return the message, which also says how to reach the service, and the ledger's part of it."""
+    """Return the message, which also says how to reach the service, and the ledger's part of it. Raise
+    `ServiceUnavailableError` if the body is no such message."""
     try:
-        opened = pb.Opened.FromString(body)
-        return opened, codec.from_pb(c.Opened, opened)
+        message = pb.Opened.FromString(body)
+        return message, codec.from_pb(c.Opened, message)
     except (DecodeError, InvalidRequestError) as error:
         raise ServiceUnavailableError(address=address, why=_NO_SERVICE) from error
 

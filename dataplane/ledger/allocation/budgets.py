@@ -379,6 +379,7 @@ def out_of_space(
             budget_bytes=partition.budget_bytes,
             behind=behind,
         )
+    # Describe the units: who holds their bytes, their free pieces, and why arenas cannot grow.
     units = state.units.values()
     growth_problems = [(unit, unit.growth_problem(state.now)) for unit in units]
     open_spaces = [unit.space for unit in units if unit.open]
