@@ -82,7 +82,7 @@ class AsyncDataPlaneClient(AsyncCalls):
 
     async def _connection(self) -> AsyncConnection:
         """Return the open session. Concurrent first calls share one connection attempt; after a failure the next
-        call retries."""
+        call retries. Raise `ClientClosedError` after `close`, and in another event loop than the session's."""
         if self._closed:
             raise ClientClosedError()
         loop = asyncio.get_running_loop()

@@ -151,7 +151,7 @@ class UnitConnections:
 
     def _connect(self, unit: int) -> None:
         """Perform the handshake and store the connection. Discard it if another epoch of the unit was learned in the
-        meantime."""
+        meantime. Raise `StorageUnitError` for an unknown unit, `ClientClosedError` after `close`."""
         if self._closed:
             raise ClientClosedError()
         info = self._infos.get(unit)

@@ -175,7 +175,8 @@ def _fill_partition(
 
 
 def _read_names(file_cache: _FileCache, staged: str, piece: RowsEntry) -> c.Commit:
-    """Read the ids and tags of a piece. Return the commit that creates these samples in the partition `staged`."""
+    """Read the ids and tags of a piece. Return the commit that creates these samples in the partition `staged`. Raise
+    `CheckpointError` if they are invalid."""
     opened = file_cache.file(piece.file)
     lengths = opened.int64s(f"{piece.prefix}/id_lengths")
     text = opened.bytes_of(f"{piece.prefix}/ids").tobytes()
@@ -234,7 +235,7 @@ def _within(numbers: c.Int64s | None, count: int) -> bool:
 
 
 def _read_claimed(file_cache: _FileCache, entry: PartitionEntry) -> list[bytes]:
-    """Return the bitmap of claimed samples of each task, one bit per sample."""
+    """Return each task's bitmap of claimed samples, one bit each. Raise `CheckpointError` if the size is wrong."""
     opened = file_cache.file(entry.file)
     bitmaps = opened.bytes_of(f"{entry.prefix}/claimed").tobytes()
     size = -(-entry.live // 8)  # bytes per task

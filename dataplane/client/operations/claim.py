@@ -170,7 +170,8 @@ def settle_claims(
     session_state: SessionState, /, make: Callable[..., c.Command], meta: KVBatchMeta, **more: Any
 ) -> Operation[list[str]]:
     """Acknowledge, release or extend the claimed samples of `meta`: `make` is `Ack`, `Nack` or `Extend`, and `more` has
-    further fields of this command. Return the ids of samples that were cleared in the meantime."""
+    further fields of this command. Return the ids of samples that were cleared in the meantime. Raise
+    `InvalidRequestError` for a meta without a claim."""
     if not isinstance(meta, KVBatchMeta):
         raise UnsupportedValueError(
             field="meta", row=None, got=type(meta).__name__, hint="Pass the KVBatchMeta that claim_meta returned."

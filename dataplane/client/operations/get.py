@@ -238,7 +238,7 @@ def _locate(
     **more: bool,
 ) -> Operation[Any]:
     """Look up the fields of the samples, and pin them unless `more` has `unpinned`. Return `Sent` with `Located`.
-    meanwhile: see `Send`. more: options of `Locate`."""
+    meanwhile: see `Send`. more: options of `Locate`. Raise `InvalidRequestError` for no fields or a single string."""
     if isinstance(select_fields, str) or not select_fields:
         raise InvalidRequestError(f"select_fields={select_fields!r}: expected a list of at least one field name")
     locate = c.Locate(partition=partition, samples=samples_of(names, ids), fields=tuple(select_fields), **more)

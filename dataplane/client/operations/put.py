@@ -173,7 +173,7 @@ def _extend_stored(
 
 def _mode(mode: str) -> c.Mode:
     """Return the mode of a commit for the mode of a put. An append becomes an upsert: without fields, it also creates
-    missing samples; with fields, `_append` sets the mode."""
+    missing samples; with fields, `_append` sets the mode. Raise `InvalidRequestError` for an unknown mode."""
     try:
         return c.Mode.UPSERT if mode == APPEND else c.Mode(mode)
     except ValueError:

@@ -54,7 +54,7 @@ def samples_of(names: Names, ids: Sequence[str] | None = None) -> c.Samples:
 
 def scalar(tag: str, row: int, value: Any) -> Scalar:
     """Convert `value` to a tag: str, bool, int, float or None. Numpy and torch scalars become the equal Python
-    scalar."""
+    scalar. Raise `UnsupportedValueError`, naming `tag` and `row`, for other values."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     item = getattr(value, "item", None)

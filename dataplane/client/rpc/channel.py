@@ -181,7 +181,7 @@ class ControllerChannel(OpenChannel):
 
     def _take(self, using: threading.Lock) -> tuple[SocketPool, Socket]:
         """Return the current pool and a socket of it, which the caller puts back into this pool. using: lock that the
-        caller holds in the meantime (see `SocketPool.take`)."""
+        caller holds in the meantime (see `SocketPool.take`). Raise `ClientClosedError` if the channel is closing."""
         while True:
             pool = self._pool
             dealer = pool.take(using)
