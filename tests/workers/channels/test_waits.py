@@ -34,10 +34,19 @@ from tests.workers.channels.channels import (
     waiting,
 )
 from tests.workers.channels.peer import Peer
-from workers.channels import Channel, ChannelBroker, ChannelClosedError, ChannelTimeoutError, EndOfChannelError
+from workers.channels import (
+    Channel,
+    ChannelBroker,
+    ChannelClosedError,
+    ChannelLostError,
+    ChannelTimeoutError,
+    EndOfChannelError,
+)
+from workers.channels.connection import BrokerConnection
 from workers.channels.items import Parcel
 from workers.channels.settings import ChannelSettings
 from workers.transport import waiting as waiting_module
+from workers.transport.stream import StreamLostError
 
 pytestmark = pytest.mark.integration
 
@@ -109,6 +118,23 @@ def test_waits_end_at_their_timeouts(make: Callable[..., Channel]) -> None:
     assert channel.get() == 1
     with pytest.raises(asyncio.QueueEmpty):
         channel.get_nowait()
+
+
+def test_a_broker_that_is_lost_while_space_is_returned_to_it_is_a_named_error(
+    make: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put that needs more than the preallocated space returns that, with a message of its own."""
+    channel, lost = make(), StreamLostError("gone")
+
+    def fail(self: BrokerConnection, nbytes: int) -> int:
+        raise lost
+
+    item = torch.zeros(MIB // 2, dtype=torch.uint8)
+    channel.put(item, async_op=True).wait()
+    monkeypatch.setattr(BrokerConnection, "take_preallocated", fail)
+    with pytest.raises(ChannelLostError) as caught:
+        channel.put(item, async_op=True).wait()
+    assert caught.value.__cause__ is lost
 
 
 @every_wire
