@@ -350,7 +350,8 @@ def _row_count(column: Any) -> int:
 
 
 def _common_row_count(columns: Mapping[str, Any]) -> int:
-    """Return the common number of rows. Raises ValueError if the columns differ or have no rows."""
+    """Return the number of rows of all columns (0 without columns). ValueError if they differ, or for a value that has
+    no rows, such as a number."""
     first: str | None = None
     rows = 0
     for name, column in columns.items():

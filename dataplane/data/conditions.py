@@ -34,7 +34,7 @@ def conditions_of(where: Where) -> tuple[Condition, ...]:
 
 
 def _check_condition(number: int, part: object) -> Condition:
-    """Parse `part`, number `number` of a list, or check it if it is a triple already."""
+    """Parse one condition of a list, or check it if it is a triple already. number: its position, for errors."""
     if isinstance(part, str):
         return parse_condition(part)
     if not isinstance(part, Sequence) or len(part) != 3 or part[1] not in OPERATORS:
@@ -77,6 +77,7 @@ def _parse_value(text: str, value: str) -> Scalar:
         quoted = len(value) > 1 and value[0] == value[-1] == "'" and "'" not in value[1:-1]
         if quoted:
             return value[1:-1]
+        # Otherwise it can only be one word; see below.
     if _NO_WORD.search(value):
         raise InvalidRequestError(
             f'{text!r}: cannot read the value {value!r}; quote a text of several words (source == "two words"), use '

@@ -88,7 +88,8 @@ def _needs_no_autograd(values: Tensor) -> bool:
 def _construct(values: Tensor, offsets: Tensor, span: tuple[int, int]) -> Tensor:
     """Create a jagged tensor without the view operator, which takes 50 us and is needed for autograd only."""
     # torch keeps both row lengths as the size of an empty tensor.
-    cache = {"min_seqlen": torch.zeros(span[0], 0), "max_seqlen": torch.zeros(span[1], 0)}
+    shortest, longest = span
+    cache = {"min_seqlen": torch.zeros(shortest, 0), "max_seqlen": torch.zeros(longest, 0)}
     return NestedTensor(values, offsets, _metadata_cache=cache)
 
 
@@ -224,8 +225,8 @@ def _check_lengths(name: str, padded: Tensor, lengths: Lengths) -> Tensor:
     """Return `lengths` as an int64 CPU tensor. InvalidRequestError, naming the field, if `padded` cannot have rows of
     these lengths."""
     if padded.is_nested or padded.dim() < 2:
-        shape = "a nested tensor" if padded.is_nested else f"shape {list(padded.shape)}"
-        raise InvalidRequestError(f"field {name!r}: expected a padded tensor [N, S, ...], got {shape}")
+        got = "a nested tensor" if padded.is_nested else f"shape {list(padded.shape)}"
+        raise InvalidRequestError(f"field {name!r}: expected a padded tensor [N, S, ...], got {got}")
     row_sizes = as_lengths(lengths)
     if len(row_sizes) != len(padded):
         raise InvalidRequestError(f"field {name!r}: {len(padded)} rows, but {len(row_sizes)} lengths")
@@ -327,7 +328,8 @@ def not_per_token(columns: Mapping[str, Int64s], tokens: Sequence[int] | None) -
 
 
 def padded_width(lengths: Int64s, width: int) -> int:
-    """Return the width to pad rows of `lengths` to: `width`, or the longest row if `width` is 0."""
+    """Return the width to pad rows of `lengths` to: `width`, or the longest row if it is 0. InvalidRequestError if it
+    is negative or below the longest row."""
     longest = int(lengths.max()) if len(lengths) else 0
     if width and width < longest:
         raise InvalidRequestError(f"cannot pad to {width}: the longest row has {longest} elements")
@@ -337,7 +339,7 @@ def padded_width(lengths: Int64s, width: int) -> int:
 
 
 def pad_scalar(pad_value: Any, dtype: torch.dtype) -> bool | int | float | complex:
-    """Convert `pad_value` to a Python number. Raises ValueError if `dtype` would wrap it or make it infinite."""
+    """Convert `pad_value` to a Python number. ValueError if it is no number, or none that `dtype` can represent."""
     try:
         value = pad_value.item() if hasattr(pad_value, "item") else pad_value
     except (RuntimeError, ValueError) as error:
@@ -362,7 +364,7 @@ def _can_represent(dtype: torch.dtype, value: bool | int | float | complex) -> b
     if isinstance(value, complex):
         return False
     low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return low <= value <= high and int(value) == value  # a NaN fails the first comparison
+    return low <= value <= high and int(value) == value  # in this order: NaN and infinities are out of range
 
 
 def _is_within(number: int | float, dtype: torch.dtype) -> bool:
@@ -405,7 +407,7 @@ def select_rows(nested: Tensor, indices: Tensor) -> Tensor:
 
 
 def _gather_rows(nested: Tensor, starts: Tensor, lengths: Tensor, offsets: Tensor) -> Tensor:
-    """Copy `lengths[i]` elements of `values` from `starts[i]` on into row i of a jagged tensor with these offsets."""
+    """Return a jagged tensor with these `offsets`. Row i is `nested.values()[starts[i]:][:lengths[i]]`, copied."""
     total = int(offsets[-1])
     # Element j of row i goes from `starts[i] + j` to `offsets[i] + j`.
     sources = torch.arange(total, device=nested.device)

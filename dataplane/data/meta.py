@@ -71,7 +71,7 @@ class CellPlaces:
 
     @classmethod
     def joined(cls, parts: Sequence[CellPlaces]) -> CellPlaces | None:
-        """Concatenate `parts`. Return None if their specs, epochs or presence of checksums differ."""
+        """Concatenate `parts`. None if they differ in spec, the epoch of a unit, or whether they have checksums."""
         spec, checksums = parts[0].spec, [part.checksums for part in parts if part.checksums is not None]
         # If two parts have different epochs of one unit, the last one is here, and the first part fails the comparison.
         epochs = {unit: epoch for part in parts for unit, epoch in part.epochs.items()}
@@ -127,7 +127,7 @@ class KVBatchMeta:
     _named: list[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check all values and store copies, the per-sample lists as FixedLists."""
+        """Check fields, handles and per-sample values. Copy lists and dicts, per-sample lists to FixedLists."""
         ids = _check_names("sample_ids", self.sample_ids)
         # `dataclasses.replace` passes on `_named`, the ids of the original meta. Values that belong to those ids are
         # row handles and FixedLists; lists from the caller are plain lists.
@@ -235,7 +235,7 @@ class KVBatchMeta:
 
         `fields` of the result are those that every meta has. Lengths, handles, claim ids and `fields` are unknown
         (None) in the result if they are unknown in any meta that has samples; missing tags become empty. `extra_info`
-        keeps each entry that is equal in all metas that have it; the global pad target must be equal in every meta.
+        keeps each entry that is equal in all metas that have it, but the global pad target only if every meta has it.
         """
         if isinstance(metas, KVBatchMeta):
             raise UnsupportedValueError(field="metas", row=None, got="one KVBatchMeta", hint="Pass a list of metas.")
@@ -324,7 +324,7 @@ def _create(**values: Any) -> KVBatchMeta:
 
 
 def _set(meta: KVBatchMeta, values: dict[str, Any]) -> None:
-    """Set attributes of a new meta. Its lists with one entry per sample become FixedLists, and `_named` its ids."""
+    """Set attributes of a new meta: lists with one entry per sample as FixedLists, and `_named` to its sample ids."""
     for name, value in values.items():
         fixed = name in _PER_SAMPLE and type(value) is list
         object.__setattr__(meta, name, FixedList(value) if fixed else value)
@@ -340,7 +340,7 @@ def _pick(values: list[_Value], indices: Sequence[int]) -> list[_Value]:
 
 
 def _check_names(what: str, names: Iterable[str]) -> list[str]:
-    """Return the names as a list. UnsupportedValueError unless all are str."""
+    """Return the names as a list. UnsupportedValueError for a single str, and unless all are str."""
     if isinstance(names, str | bytes):
         got = f"a single {type(names).__name__}"
         raise UnsupportedValueError(field=what, row=None, got=got, hint=f"Pass {what} as a list of str.")
@@ -377,7 +377,7 @@ def _check_lengths(lengths: Any, size: int) -> list[int] | None:
 
 
 def _is_length(length: Any) -> bool:
-    """Whether the value, of any type but bool, equals an integer of 0 to `MAX_LENGTH`."""
+    """Whether the value is not a bool and equals an integer of 0 to `MAX_LENGTH`. Its type may be any other."""
     try:
         return not isinstance(length, bool) and 0 <= int(length) <= MAX_LENGTH and int(length) == length
     except (TypeError, ValueError, OverflowError):
@@ -435,7 +435,8 @@ def _concatenate_arrays(arrays: Sequence[Int64s | None]) -> Int64s | None:
 
 
 def _concatenate_places(places: Sequence[Mapping[str, CellPlaces]]) -> dict[str, CellPlaces] | None:
-    """Concatenate the cell locations of the fields that all metas have. places: by field, one mapping per meta."""
+    """Concatenate the cell locations of the fields that all metas have, if they can be joined (None: no field is left).
+    places: by field, one mapping per meta."""
     shared = [name for name in places[0] if all(name in other for other in places[1:])]
     joined = {name: CellPlaces.joined([by_field[name] for by_field in places]) for name in shared}
     return {name: cells for name, cells in joined.items() if cells is not None} or None

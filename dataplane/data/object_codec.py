@@ -66,8 +66,8 @@ class _EncodeError(Exception):
 
 
 def encode_rows(values: Iterable[object], *, field: str, pickles: bool = False) -> tuple[bytearray, list[int]]:
-    """Return (concatenated bytes of the rows, size of each row in bytes). UnsupportedValueError names field, row and
-    type. pickles: pickle unsupported rows instead of rejecting them."""
+    """Return (concatenated bytes of the rows, size of each row in bytes). UnsupportedValueError for an unsupported or
+    too large row, naming field and row. pickles: pickle unsupported rows instead of rejecting them."""
     buffer = bytearray()
     sizes: list[int] = []
     for row, value in enumerate(values):

@@ -32,7 +32,7 @@ def appended(column: EncodedColumn, stored: RowSource, stored_lengths: Int64s, r
     which[rows, 0] = 0 if stored.which is None else stored.which
     offsets[rows, 0], sizes[rows, 0] = stored.offsets, stored.sizes
     offsets[:, 1], sizes[:, 1] = np.cumsum(values.sizes) - values.sizes, values.sizes
-    # A stored row without bytes may have any offset: replace it by a valid one.
+    # A stored row without bytes may have any offset: let it begin at the start of `tails`.
     which[sizes[:, 0] == 0, 0], offsets[sizes[:, 0] == 0, 0] = len(stored.buffers), 0
     joined = np.empty(int(sizes.sum()), np.uint8)
     gather([*stored.buffers, tails], which.reshape(-1), offsets.reshape(-1), sizes.reshape(-1), joined)

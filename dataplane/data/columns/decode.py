@@ -82,7 +82,7 @@ class RowSource:
         lengths, unit_bytes = self.lengths, self.spec.unit_bytes
         if not len(lengths):
             return lengths
-        longest = int(np.maximum.reduce(lengths))
+        longest = int(np.maximum.reduce(lengths))  # checked first: `lengths * unit_bytes` could overflow
         if longest > MAX_LENGTH or longest * unit_bytes > max((buffer.nbytes for buffer in self.buffers), default=0):
             raise self._outside_error(int(lengths.argmax()))
         sizes: Int64s = lengths * unit_bytes
@@ -214,8 +214,8 @@ def decode_padded(source: RowSource, *, pad_value: Any = 0, width: int = 0) -> T
 
 
 def decode_views(source: RowSource, *, offsets: SharedOffsets | None = None) -> Column | None:
-    """Return the column as views of the buffer. Return None for objects, and unless the rows are adjacent in one buffer
-    and aligned to the element.
+    """Return the column as views of its buffers. Return None for objects, for rows that are not aligned to the element,
+    and for dense and jagged rows that are not adjacent in one buffer.
 
     The storage of the views keeps the array object in `buffers` alive, so that a finalizer on it runs when the last
     view is released. Views of read-only memory are read-only, which torch cannot express: writing to one crashes.
@@ -229,7 +229,8 @@ def decode_views(source: RowSource, *, offsets: SharedOffsets | None = None) -> 
 
 
 def _value_views(source: RowSource, offsets: SharedOffsets | None) -> Tensor | None:
-    """Return a dense or jagged column as a view. None unless its rows are adjacent in one buffer and aligned."""
+    """Return a dense or jagged column as a view, or None; see `decode_views`."""
+    # One element for each range of adjacent rows; rows without bytes are skipped.
     buffer_numbers, starts, _ = merge_runs(source.which, source.offsets, source.sizes)
     if not buffer_numbers:  # no row has bytes
         return _with_shape(source, _allocate_values(source, fresh)[0], offsets)
@@ -248,14 +249,14 @@ def assemble(
     """Return the columns as a TensorDict of batch size `[N]`; object and ragged columns become a NonTensorStack. Jagged
     columns of equal lengths share one offsets tensor. `copy=False` uses views where `decode_views` supports them."""
     columns = decode_columns(sources, copy=copy, empty=empty, copier=copier, pickles=pickles)
-    rows = {len(source) for source in sources.values()}
-    assert len(rows) <= 1, f"columns of different row counts: {rows}"
+    row_counts = {len(source) for source in sources.values()}
+    assert len(row_counts) <= 1, f"columns of different row counts: {row_counts}"
     stacked = {
         name: column if isinstance(column, Tensor) else _non_tensor_stack(list(column))
         for name, column in columns.items()
     }
     # Skips the checks of the constructor, which take 40 us: every column was created above with N rows.
-    batch_size = torch.Size([rows.pop() if rows else 0])
+    batch_size = torch.Size([row_counts.pop() if row_counts else 0])
     assembled: TensorDict = TensorDict._new_unsafe(stacked, batch_size=batch_size)
     return assembled
 
@@ -342,10 +343,10 @@ def _prepare_padded(source: RowSource, pad_value: Any, width: int, empty: Empty,
     if spec.kind is not FieldKind.JAGGED or spec.inner is None:
         raise InvalidRequestError(f"only jagged columns can be padded, got {spec}")
     dtype, sizes = TORCH_DTYPES[spec.dtype or ""], source.sizes
-    size = padded_width(source.lengths, width)
+    padded_length = padded_width(source.lengths, width)
     pad = pad_element(pad_value, dtype)
-    out, target = empty((len(source), size, *spec.inner), dtype)
-    rows = target.reshape(len(source), size * spec.unit_bytes)  # the bytes of `out`, row by row
+    out, target = empty((len(source), padded_length, *spec.inner), dtype)
+    rows = target.reshape(len(source), padded_length * spec.unit_bytes)  # the bytes of `out`, row by row
     # checked: `source.sizes` has verified that all rows are inside their buffers.
     gather_padded(source.buffers, source.which, source.offsets, sizes, rows, pad, later=copies.runs, checked=True)
     copies.check_later(source, target, np.arange(len(source), dtype=np.int64) * rows.shape[1])
@@ -354,7 +355,7 @@ def _prepare_padded(source: RowSource, pad_value: Any, width: int, empty: Empty,
 
 def _allocate_values(source: RowSource, empty: Empty) -> tuple[Tensor, UInt8s]:
     """Allocate a tensor `[sum of the lengths, *inner]` for the values of all rows. Return it and its bytes."""
-    spec, sizes = source.spec, source.sizes
+    spec, sizes = source.spec, source.sizes  # `sizes` checks the lengths before the allocation
     total = int(source.lengths.sum()) if len(sizes) else 0
     return empty((total, *(spec.inner or ())), TORCH_DTYPES[spec.dtype or ""])
 
@@ -368,8 +369,8 @@ def _with_shape(source: RowSource, values: Tensor, offsets: SharedOffsets | None
 
 
 def _view_values(source: RowSource, buffer_number: int, start: int) -> Tensor | None:
-    """View the values of all rows, which begin at byte `start` of a buffer, as `[M, *inner]`. Return None if they are
-    not aligned."""
+    """View the values of all rows, which are adjacent from byte `start` of a buffer on, as `[sum of the lengths,
+    *inner]`. Return None if they are not aligned to the element."""
     spec = source.spec
     buffer = source.buffers[buffer_number]
     memory_address = address(buffer) + start

@@ -239,7 +239,7 @@ class _FieldEncoder:
         """Encode the values of a `Shared` column, without the unreferenced ones."""
         index = self._check_index(shared.index, rows)
         values = self._normalize(shared.values)  # for its number of rows
-        # `token_lengths` has one length per row, not per value, so it does not apply here.
+        # `token_lengths` has one length per row, not per value: encode without them.
         column = dataclasses.replace(self, token_lengths=None).encode_column(values, _row_count(values))
         if column is None:
             return None
@@ -363,7 +363,7 @@ class _FieldEncoder:
         return self._encode_tensor_list(list(value.unbind()))  # ragged
 
     def _to_tensors(self, rows: list[Any]) -> list[Tensor] | None:
-        """Return the rows as tensors if every row is a tensor or a numeric array, else None (objects)."""
+        """Return the rows as tensors if all are tensors or numeric arrays, else None: they are objects."""
         if not rows:  # fits any kind that the schema declares
             return None if self.spec.kind is None else []
         if all(isinstance(row, Tensor) for row in rows):
@@ -386,7 +386,7 @@ class _FieldEncoder:
         return FieldSpec(FieldKind.OBJECT), sizes, values
 
     def _encode_dense(self, tensor: Tensor) -> tuple[FieldSpec, Int64s, Values]:
-        """Encode a tensor `[N, *inner]`."""
+        """Encode a tensor `[N, *inner]`. Each row has the length 1."""
         spec = self._field_spec(FieldKind.DENSE, tensor, tuple(tensor.shape[1:]))
         ones = np.ones(len(tensor), dtype=np.int64)
         return spec, ones, row_values(tensor, lengths=None)
@@ -409,7 +409,7 @@ class _FieldEncoder:
         return spec, lengths, row_values(tensor, lengths)
 
     def _encode_nested(self, nested: Tensor) -> tuple[FieldSpec, Int64s, Values]:
-        """Encode a jagged tensor. InvalidRequestError for rows outside its values, which would read foreign memory."""
+        """Encode a jagged tensor. InvalidRequestError for rows outside its values: a copy would read foreign memory."""
         values = self._plain_tensor(detached_values(nested), row=None)
         starts, lengths = host_starts_and_lengths(nested)
         outside = (starts < 0) | (lengths < 0) | (starts + lengths > len(values))

@@ -46,8 +46,8 @@ class Copier:
 
     def copy(self, runs: Sequence[Run]) -> None:
         """Copy every run, a (target, source) pair of byte arrays. Returns or raises only after every helper has stopped
-        copying, even on a KeyboardInterrupt. Blocks only for the copy."""
-        # Without helpers, no run counts as long.
+        copying, even on a KeyboardInterrupt. The calling thread copies, too."""
+        # Without helpers, no run counts as long: the calling thread copies all.
         long = [run for run in runs if run[0].nbytes >= LONG_BYTES] if self._helpers else []
         if sum(target.nbytes for target, _ in long) < FROM_BYTES:
             copy_runs(runs)
@@ -63,7 +63,7 @@ class Copier:
                 self._started += 1
 
     def _copy_with_helpers(self, job: _Job) -> None:
-        """Copy the pieces of `job` with the helpers and wait until they have stopped."""
+        """Copy the pieces of `job` with the helpers and wait until they have stopped. Raises the error of a helper."""
         interrupted: BaseException | None = None
         try:
             for _ in range(min(self._helpers, len(job.pieces) - 1)):  # the caller takes one piece at least
@@ -72,7 +72,7 @@ class Copier:
         finally:
             # An interrupt can arrive at any call and must not leave this block before the helpers have stopped.
             # Therefore the block calls no Python functions of this module, and every step can be repeated.
-            while True:
+            while True:  # again after each interrupt
                 try:
                     job.pieces.clear()  # left after an error: helpers only finish the piece that they are copying
                     with job.changed:
@@ -112,7 +112,7 @@ class _Job:
             target[...] = source
 
     def help(self) -> None:
-        """Run `work` in a helper thread. The caller waits until `active` is 0."""
+        """Run `work` in a helper thread, and record its error. The calling thread waits until `active` is 0."""
         with self.changed:
             self.active += 1
         try:

@@ -33,7 +33,7 @@ class FieldCheck:
         wrong, got = damaged(memory, offsets, sizes, expected)  # wrong: positions in `rows`
         if not len(wrong):
             return
-        row = int(np.arange(len(located.lengths))[rows][wrong[0]])
+        row = int(np.arange(len(located.lengths))[rows][wrong[0]])  # works for both forms of `rows`
         raise ChecksumError(
             partition=self.partition,
             sample=self.samples[row],

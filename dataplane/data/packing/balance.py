@@ -50,15 +50,15 @@ def pack_balanced(packer: SequencePacker, tokens: Int64s, ranks: int) -> tuple[B
         if packer.keeps_order:
             bins, loads, dealt = even_shares(even_runs(tokens, len(bins)), tokens, ranks, packer.bin_capacity)
         else:
-            level_ranks(bins, loads, dealt, tokens.tolist(), packer.bin_capacity)
+            level_ranks(bins, loads, dealt, tokens.tolist(), packer.bin_capacity)  # changes `bins` and `loads`
     return bins, loads, dealt
 
 
 def even_runs(tokens: Int64s, count: int) -> Bins:
     """Cut the rows into `count` bins of consecutive rows so that the fullest bin has the fewest possible tokens."""
-    lowest = max(int(tokens.max()), -(-int(tokens.sum()) // count), 1)
+    lowest = max(int(tokens.max()), -(-int(tokens.sum()) // count), 1)  # no lower capacity can be enough
     capacities = range(lowest, int(tokens.sum()) + 1)
-    # Find the smallest capacity that is enough by bisection: False for capacities that are too small, then True.
+    # Find the smallest capacity for which `count` bins are enough, by bisection: the key is False below it, then True.
     position = bisect_left(capacities, True, key=lambda capacity: len(concatenate(tokens, capacity)) <= count)
     return split(concatenate(tokens, lowest + position), tokens, count)
 
@@ -70,8 +70,9 @@ def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[
     at an end of a run to the adjacent run, or swaps two runs between ranks, whichever reduces the imbalance most. The
     number of runs stays the same, no run becomes empty, and none exceeds `capacity`.
     """
+    # For each run: its number of rows, its tokens and its rank.
     counts, loads = np.array([len(rows) for rows in runs]), loads_of(runs, tokens)
-    rank_of = np.empty(len(runs), dtype=np.int64)  # the rank of each run
+    rank_of = np.empty(len(runs), dtype=np.int64)
     for rank, numbers in enumerate(deal(loads, ranks)):
         rank_of[numbers] = rank
     for _ in range(MOVES_PER_RANK * ranks):
@@ -88,7 +89,7 @@ def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[
         # ... or the first row of run i + 1 to the left, ...
         left_gains = _gains(tokens[starts], total_of[1:] - total_of[:-1])
         left_gains[(counts[1:] == 1) | (loads[:-1] + tokens[starts] > capacity)] = 0
-        # ... or swap the ranks of two runs.
+        # ... or swap the ranks of two runs (a matrix of all pairs of runs; empty if there are too many).
         compared = slice(0, len(runs) if len(runs) <= MOST_EXCHANGED else 0)
         swap_gains = _gains(
             loads[compared, None] - loads[None, compared], total_of[compared, None] - total_of[None, compared]
@@ -97,7 +98,7 @@ def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[
         if best <= 0:
             break
         if best == swap_gains.max(initial=0):
-            one, other = divmod(int(swap_gains.argmax()), len(runs))  # row and column in the matrix
+            one, other = divmod(int(swap_gains.argmax()), len(runs))  # row and column
             rank_of[one], rank_of[other] = rank_of[other], rank_of[one]
             continue
         to_right = best == right_gains.max(initial=0)
@@ -127,8 +128,8 @@ def level_ranks(bins: Bins, loads: Int64s, dealt: Sequence[Sequence[int]], sizes
         if totals[heavy] * len(totals) <= CLOSE_ENOUGH * sum(totals):
             return
         gap = totals[heavy] - totals[light]
-        target = min(dealt[light], key=loads.__getitem__)
-        longest = min(capacity - int(loads[target]), gap - 1)  # a longer row does not fit, or increases the gap
+        target = min(dealt[light], key=loads.__getitem__)  # its bin with the fewest tokens
+        longest = min(capacity - int(loads[target]), gap - 1)  # a longer row does not fit, or does not reduce the gap
         # (remaining gap, bin, position of the row in the bin)
         candidates = [
             (abs(gap - 2 * sizes[row]), number, position)

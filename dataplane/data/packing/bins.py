@@ -33,8 +33,9 @@ def concatenate(lengths: Int64s, capacity: int) -> Bins:
 
 def first_fit(lengths: Int64s, order: Int64s, capacity: int) -> Bins:
     """Put each row of `order` into the first bin with space for it, else into a new one. O(N log bins)."""
-    # A short list holds the open bins: the few bins with space for most rows. A tree holds the closed bins, which only
-    # the shortest 5 percent of the rows fit, and open bins that do not fit into the list.
+    # A short list holds the open bins: the few bins with space for most rows. A tree holds the closed bins: those with
+    # less space than `closing_residual`, which only the shortest 5 percent of the rows fit, and bins that do not fit
+    # into the list.
     closing_residual = int(np.partition(lengths, len(lengths) // 20)[len(lengths) // 20])
     # First-fit leaves at most one bin half empty or more, which limits the number of bins.
     closed = _Residuals(min(len(order), 2 * int(lengths.sum()) // capacity + 2))
@@ -64,7 +65,7 @@ def first_fit(lengths: Int64s, order: Int64s, capacity: int) -> Bins:
         open_residuals[position] = residual = open_residuals[position] - size
         if position == MOST_OPEN:  # the list has grown too long: close its fullest bin
             position = open_residuals.index(min(open_residuals))
-        elif residual >= closing_residual:
+        elif residual >= closing_residual:  # the bin stays open
             continue
         largest_closed = closed.put(open_numbers.pop(position), open_residuals.pop(position))
     return _rows_by_bin(order, bin_of)
@@ -129,7 +130,7 @@ def split(bins: Bins, lengths: Int64s, count: int) -> Bins:
     heap = [(-int(loads[number]), number, 0, len(bins[number])) for number in fullest.tolist()]
     cut_bins = {number for _, number, _, _ in heap}
     single_rows: list[tuple[int, int, int, int]] = []
-    while missing:
+    while missing:  # one cut each
         negated, number, start, end = heapq.heappop(heap)
         # left_sums[i]: the tokens of the left part if the cut is after row `start + i`.
         left_sums = list(accumulate(lengths[bins[number][start : end - 1]].tolist()))
@@ -175,7 +176,7 @@ class _Residuals:
         while node > 1:
             sibling = residual[node ^ 1]
             if sibling > free:
-                free = sibling
+                free = sibling  # from here on: the largest free space below the parent
             node //= 2
             if residual[node] == free:  # this node and all above it stay unchanged
                 break
@@ -188,10 +189,10 @@ class _Residuals:
 
 
 def _rows_by_bin(order: Int64s, bin_of: Sequence[int]) -> Bins:
-    """Return the rows of each bin. `bin_of[i]` is the bin of row `order[i]`."""
+    """Return the rows of each bin. `bin_of[i]` is the bin of row `order[i]`; no bin is empty."""
     numbers = np.array(bin_of)
-    counts = np.bincount(numbers)
-    rows = order[_sort_by_length(numbers)[0]].tolist()
+    counts = np.bincount(numbers)  # rows of each bin
+    rows = order[_sort_by_length(numbers)[0]].tolist()  # sorted by bin number, rows of one bin in their order
     return [rows[start:end] for start, end in pairwise([0, *np.cumsum(counts).tolist()])]
 
 
@@ -211,14 +212,14 @@ def _fill(lengths: Int64s, rows: Int64s, capacity: int, bins: Bins, residuals: l
     ends = [*nexts[1:], len(order)]
     ordered = order.tolist()
     below = list(range(len(sizes) + 1))
-    left, number = len(ordered), 0  # number of rows left, current bin
-    while left:
+    rows_left, number = len(ordered), 0  # number: the current bin
+    while rows_left:
         if number == len(bins):
             bins.append([])
             residuals.append(capacity)
         residual, target = residuals[number], bins[number]
         row_class = len(sizes)
-        while True:
+        while True:  # one class after another, until none has a row that fits
             row_class = bisect_right(sizes, residual, 0, row_class)  # the class of the longest rows that can fit
             # Follow `below` to a class with rows left, and shorten the path for later searches.
             while below[row_class] != row_class:
@@ -233,7 +234,7 @@ def _fill(lengths: Int64s, rows: Int64s, capacity: int, bins: Bins, residuals: l
                     end = fitting
                 residual -= size * (end - start)
             target += ordered[start:end]
-            left -= end - start
+            rows_left -= end - start
             nexts[row_class - 1] = end
             if end == ends[row_class - 1]:
                 below[row_class] = row_class - 1
@@ -292,6 +293,6 @@ def _pair_large_rows(lengths: Int64s, capacity: int) -> tuple[Bins, list[int], I
 
 def _sort_by_length(lengths: Int64s) -> tuple[Int64s, Int64s]:
     """Return (rows from the shortest to the longest, ties in row order; their lengths)."""
-    short = not len(lengths) or int(lengths.max()) < 1 << 16
-    rows = np.argsort(lengths.astype(np.uint16) if short else lengths, kind="stable")  # radix sort for 16 bits
+    short = not len(lengths) or int(lengths.max()) < 1 << 16  # all lengths fit 16 bits
+    rows = np.argsort(lengths.astype(np.uint16) if short else lengths, kind="stable")  # numpy sorts 16 bits by radix
     return rows, lengths[rows]

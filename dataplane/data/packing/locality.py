@@ -62,8 +62,8 @@ def shards_of(dealt: Sequence[Sequence[int]], bins: int) -> Int64s:
 def exchange_bins(
     bins: Bins, loads: Int64s, dealt: list[list[int]], sizes: Int64s, homes: Int64s, hosts: Int64s
 ) -> None:
-    """Swap pairs of bins between shards while a swap increases the tokens at home and no shard exceeds the initial
-    maximum of tokens per shard. Changes `dealt`, the bins of each shard, in place.
+    """Swap pairs of bins between shards, in at most `ROUNDS` rounds, while a swap increases the tokens at home and no
+    shard exceeds the initial maximum of tokens per shard. Changes `dealt`, the bins of each shard, in place.
 
     bins: the rows of each bin. loads: the tokens of each bin. sizes: the tokens of each row. homes, hosts: see
     `Locality.number_hosts`.
@@ -85,7 +85,7 @@ def exchange_bins(
 
 
 def _run_bin_round(at_home: Int64s, shard_of: Int64s, loads: Int64s, totals: Int64s, hosts: Int64s, most: int) -> bool:
-    """Run one round of `exchange_bins`, in which each bin moves at most once. Return whether any bins were swapped.
+    """Run one round of `exchange_bins`, in which each bin is swapped at most once. Return whether any were swapped.
     Changes `shard_of` (the shard of each bin) and `totals` (tokens per shard) in place. most: maximum of `totals`."""
     known = hosts >= 0  # per shard
     # near[a, b]: tokens of bin a that are stored on the host of bin b's shard.
@@ -103,7 +103,7 @@ def _run_bin_round(at_home: Int64s, shard_of: Int64s, loads: Int64s, totals: Int
     for one, other in zip(ones[order].tolist(), others[order].tolist(), strict=True):
         if one in moved or other in moved:
             continue
-        # Check again: earlier swaps of this round have changed the totals.
+        # Check again: earlier swaps of this round have changed the totals, and can have put both bins in one shard.
         one_shard, other_shard = int(shard_of[one]), int(shard_of[other])
         change = int(loads[one] - loads[other])
         if one_shard == other_shard or totals[other_shard] + change > most or totals[one_shard] - change > most:
@@ -159,7 +159,7 @@ class Exchange:
         return exchanged
 
     def loads(self) -> Int64s:
-        """Return the tokens of each bin after `run`."""
+        """Return the tokens of each bin after a `run` that returned True."""
         return self._loads
 
     def _run_round(self) -> tuple[int, int]:
@@ -178,7 +178,7 @@ class Exchange:
         up = home_known & host_known & (slot_hosts < homes)
         down = home_known & host_known & (slot_hosts > homes)
         swaps = self._swap_pairs(away[up], both_hosts[up], away[down], both_hosts[down], moved)
-        # Rows that are left, with any row that is away from home on their home: a group is a host, within a kind.
+        # Rows not swapped yet, with any row that is away from home on their home: a group is a host, within a kind.
         home_known &= ~np.frombuffer(moved, np.bool_)[away]
         host_known &= ~np.frombuffer(moved, np.bool_)[away]
         home_groups, host_groups = kinds * host_count + homes, kinds * host_count + slot_hosts
@@ -225,6 +225,7 @@ class Exchange:
         if self.capacity is not None:
             residual = np.minimum(residual, self.capacity - self._loads[bins])
             longest = np.minimum(sizes + residual // SPACE_SHARE, width - 1)
+        # The first row that is no shorter or, if that is later, the last row of up to `longest`.
         found = np.searchsorted(keys[order], groups * width + sizes)
         found = np.maximum(found, np.searchsorted(keys[order], groups * width + longest, "right") - 1)
         partners = order[np.minimum(found, len(order) - 1)]
@@ -236,7 +237,7 @@ class Exchange:
         `other` must be no shorter than that in `one`."""
         rows, loads, totals = self._rows, self._loads, self._totals
         change = self.sizes[rows[other]] - self.sizes[rows[one]]
-        if change:
+        if change:  # rows of equal length change no limit
             one_bin, other_bin = self._bin_of[one], self._bin_of[other]
             one_shard, other_shard = self.shards[one_bin], self.shards[other_bin]
             if totals[one_shard] + change > self._most and one_shard != other_shard:

@@ -66,7 +66,7 @@ def shard_meta_for_dp(
         locality = Locality(rows=row_hosts, shards=rank_hosts, lengths=meta.sequence_lengths)
     plan = plan_shards(
         meta.size,
-        lambda _: _lengths_of(meta),
+        lambda _: _lengths_of(meta),  # a meta has only these lengths, whatever the key
         shards=dp_world,
         batch_size=batch_size,
         sequence_packing_args=sequence_packing_args,
@@ -207,8 +207,8 @@ class _Arguments:
 
 
 def _rows_per_batch(size: int, shards: int, batch_size: int | None, *, even: bool) -> int:
-    """Validate the numbers and return the rows per global batch (without `batch_size`, all). even: every shard must get
-    the same number of rows."""
+    """Validate the numbers and return the rows per global batch (without `batch_size`, all of them, perhaps 0). even:
+    every shard must get the same number of rows."""
     for what, number in (("shards", shards), ("batch_size", batch_size)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, Integral)):
             raise InvalidRequestError(f"{what}={number!r}: expected an integer")
@@ -272,7 +272,7 @@ def _lengths_and_tokens(
 def _split_plain(size: int, shards: int, per_batch: int) -> list[Shard]:
     """Give each shard a contiguous part of every global batch, in order."""
     per_shard = -(-per_batch // shards)
-    batch_starts = np.arange(0, size, per_batch or 1)[:, None]
+    batch_starts = np.arange(0, size, per_batch or 1)[:, None]  # `per_batch` is 0 without rows
     # The part of each shard, as positions in a global batch. Only the last ones can be shorter.
     parts = [np.arange(shard * per_shard, min((shard + 1) * per_shard, per_batch)) for shard in range(shards)]
     return [Shard((batch_starts + part).reshape(-1)) for part in parts]
@@ -282,8 +282,9 @@ def _improve_plain(plan: list[Shard], size: int, per_batch: int, locality: Local
     """Improve the locality of a plain split by exchanging rows within their global batch."""
     homes, hosts = locality.number_hosts(size, len(plan))
     sizes = locality.sizes(size)
+    # The rows of each shard, one array per global batch; the first one is empty, in case there are no batches.
     parts: list[list[Int64s]] = [[np.zeros(0, dtype=np.int64)] for _ in plan]
-    for first in range(0, size, per_batch or 1):
+    for first in range(0, size, per_batch or 1):  # `per_batch` is 0 without rows
         # The part of each shard in this global batch, as [start, end] in its rows, which are ascending.
         bounds = [np.searchsorted(shard.rows, [first, first + per_batch]).tolist() for shard in plan]
         bins = [(shard.rows[start:end] - first).tolist() for shard, (start, end) in zip(plan, bounds, strict=True)]
@@ -339,7 +340,7 @@ def _split_packed(
     """Pack each global batch into bins and assign the bins to shards. tokens: the rounded lengths; locality: see
     `Locality.number_hosts`; largest_first: order the bins of a shard by tokens, in each global batch."""
     batches = []
-    for first in range(0, len(tokens), per_batch or 1):
+    for first in range(0, len(tokens), per_batch or 1):  # `per_batch` is 0 without rows
         batch_rows = slice(first, first + per_batch)
         bins, loads, dealt = pack_balanced(packer, tokens[batch_rows], shards)
         if locality is not None:
@@ -374,7 +375,7 @@ def _split_dynamic(
     """Deal each global batch by length and cut it into micro-batches of equal shapes on all shards. tokens: the rounded
     lengths; locality: see `Locality.number_hosts`."""
     batches = []
-    for first in range(0, len(tokens), per_batch or 1):
+    for first in range(0, len(tokens), per_batch or 1):  # `per_batch` is 0 without rows
         rising = first + np.argsort(lengths[first : first + per_batch], kind="stable")
         grid = rising.reshape(-1, shards)  # [rows of a shard, shards]; the last column has the longest rows
         ends, widths = _cut_micro_batches(tokens[grid[:, -1]].tolist(), budget)
@@ -397,8 +398,8 @@ def _split_dynamic(
 
 
 def _improve_dynamic(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: Int64s, hosts: Int64s) -> Int64s:
-    """Return `grid`, `[rows of a shard, shards]`, with its locality improved by exchanging rows within their
-    micro-batch. ends: the end of each micro-batch."""
+    """Return `grid`, the row numbers `[rows of a shard, shards]`, with its locality improved by exchanging rows within
+    their micro-batch. ends: of each micro-batch. lengths, homes: of each row. hosts: of each shard."""
     shards = grid.shape[1]
     order_by_length = _inverse(grid.reshape(-1)).tolist()  # for each row: its position from the shortest on
     # One bin per micro-batch and shard, in this order. `kinds` is the micro-batch: rows stay within theirs.
@@ -412,7 +413,7 @@ def _improve_dynamic(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: 
         homes=homes,
         hosts=hosts,
     ).run()
-    # The exchange has changed the order of rows; it was by length. Every `shards`-th bin is one of the same shard.
+    # Restore the order by length, which the exchange has changed. Every `shards`-th bin is one of the same shard.
     sorted_bins = [sorted(rows, key=order_by_length.__getitem__) for rows in bins]
     rows_of_shards = [list(chain.from_iterable(sorted_bins[shard::shards])) for shard in range(shards)]
     return np.array(rows_of_shards, dtype=np.int64).T
