@@ -126,7 +126,7 @@ class _Bench:
         times_ms: list[float] = []
         end = math.inf  # of the budget, which begins after the warm-up
         while len(times_ms) < WARM_UP_CALLS + MIN_CALLS or time.monotonic() < end:
-            if len(times_ms) == WARM_UP_CALLS:
+            if len(times_ms) == WARM_UP_CALLS:  # the warm-up is over
                 end = time.monotonic() + self._budget_s
             prepared = prepare()
             began = time.perf_counter()

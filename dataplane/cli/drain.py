@@ -80,7 +80,7 @@ def _drain_and_drop(
     config: DataPlaneConfig, stats: c.UnitStats, timeout: float, progress: _ProgressLine, *, drop: bool, force: bool
 ) -> Drained | None:
     """Drain the unit, then drop it if `drop` is set. After Ctrl-C, print the state of the unit and return None.
-    `DrainError` becomes a ValueError that names the flags of this command."""
+    A `DrainError` is raised as a ValueError whose text names the flags of this command."""
     with dataplane.DataPlaneClient(config).connect() as client:
         try:
             drained = client.drain(stats.unit, timeout, force=force, on_progress=progress.show)
@@ -129,7 +129,7 @@ class _ProgressLine:
         self._width = 0
 
     def show(self, progress: DrainProgress) -> None:
-        """Print the progress, at most once per interval. Called after each page of cells."""
+        """Print the progress, at most once per interval (the `on_progress` of `DataPlaneClient.drain`)."""
         now = time.monotonic()
         if self._quiet or now < self._next_at:
             return

@@ -66,7 +66,7 @@ class TargetFlags(Security):
 
     def config(self, name: str, address: str | None = None) -> DataPlaneConfig:
         """Return the settings of a client called `name`. address: the positional argument. Raises `BadParameter` if the
-        address is given twice, or not at all."""
+        address is given twice, or not at all (TQ_ADDRESS included)."""
         config = self.config_if_any(name, address)
         if not config.address:
             raise typer.BadParameter(
@@ -76,7 +76,8 @@ class TargetFlags(Security):
         return config
 
     def config_if_any(self, name: str, address: str | None = None) -> DataPlaneConfig:
-        """Return the settings of a client called `name`, with address None if none is given."""
+        """Return the settings of a client called `name`. Their address is None if it is given neither on the command
+        line nor in TQ_ADDRESS. Raises `BadParameter` if it is given twice."""
         if address is not None and self.at is not None:
             raise typer.BadParameter(f"got {self.at} and {address}; pass only one address", param_hint="--address")
         return DataPlaneConfig(

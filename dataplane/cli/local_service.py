@@ -46,7 +46,7 @@ def _read_first_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     with_output, _, _ = select.select([process.stdout], [], [], _START_S)
     line = process.stdout.readline() if with_output else ""
-    if not line:
+    if not line:  # nothing was printed in time, or the process has ended
         reason = " ".join(_stop(process).split()) or f"it printed nothing for {_START_S:.0f} s"
         why = f"`tq serve` did not start: {reason}"
         raise ServiceUnavailableError(address="127.0.0.1", why=why)

@@ -43,7 +43,7 @@ def ls(
 
 
 def _print_partitions(report: c.StatsReport, json: bool) -> None:
-    """Print one row per partition of the report, or all of them as JSON."""
+    """Print one row per partition of the report, or the partitions as JSON."""
     if json:
         print_json({"partitions": report.partitions, "total": report.partition_count})
         return
@@ -74,12 +74,13 @@ def _partition_row(part: c.PartitionStats) -> tuple[object, ...]:
 
 
 def _print_samples(channel: ControllerChannel, partition: str, limit: int, json: bool) -> None:
-    """Print one row for each of the oldest `limit` samples of a partition, or all of them as JSON."""
+    """Print one row for each of the oldest `limit` samples of a partition, or these samples as JSON."""
     from dataplane.ledger import commands as c
 
     ids = ask(channel, c.List(partition=partition, limit=limit)).ids
     total = ask(channel, c.Describe(partition=partition)).live
-    samples = [sample for sample in (_find_sample(channel, partition, name) for name in ids) if sample is not None]
+    found = [_find_sample(channel, partition, name) for name in ids]
+    samples = [sample for sample in found if sample is not None]
     if json:
         rows = [_as_dict(sample) for sample in samples]
         print_json({"partition": partition, "total": total, "samples": rows})

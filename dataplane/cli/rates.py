@@ -62,7 +62,7 @@ def _partition_rates(before: c.PartitionStats | None, after: c.PartitionStats, s
     born = after.born - before.born
     return Rates(
         born=born / seconds,
-        # Of the born samples, those by which the live ones have not grown were dropped.
+        # The samples born in between by which the number of live samples has not grown.
         dropped=(born - (after.live - before.live)) / seconds,
         grown_bytes=(after.live_bytes - before.live_bytes) / seconds,
     )

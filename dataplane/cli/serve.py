@@ -63,7 +63,7 @@ def _run_service(config: DataPlaneConfig, count: int, json: bool) -> int:
     failures: list[str] = []
 
     def report_failure(why: str) -> None:
-        """Stop the service because a storage unit failed."""
+        """Stop the service because a storage unit failed. (`stop.asked` stays False: only a signal sets it.)"""
         failures.append(why)
         stop.set()
 
@@ -76,7 +76,7 @@ def _run_service(config: DataPlaneConfig, count: int, json: bool) -> int:
         if controller.recovered:
             print(f"restored the state in {config.state_dir}", file=sys.stderr, flush=True)
         _print_ready(controller.address, controller.http_url, json=json)
-        stop.when(controller.ended)
+        stop.when(controller.ended)  # does not block
         stop.wait()  # for a signal, a failure of a unit, or the end of the controller
         if controller.ended.is_set():
             failures.append("the controller failed; see the log above")

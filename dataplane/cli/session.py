@@ -40,7 +40,7 @@ def ask(channel: ControllerChannel, command: c.Answered[R]) -> R:
 
 
 def stats(channel: ControllerChannel, limit: int = PARTITIONS) -> c.StatsReport:
-    """Return the statistics of the service, with its oldest `limit` partitions (0: all)."""
+    """Return the statistics of the service: all units, and the oldest `limit` partitions (0: all)."""
     from dataplane.ledger import commands as c
 
     return ask(channel, c.Stats(limit=limit))

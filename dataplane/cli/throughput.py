@@ -96,6 +96,6 @@ def _connect(host_port: tuple[str, int], config: DataPlaneConfig) -> socket.sock
 
 
 def _mean_rates(report: FlowReport, seconds: int) -> FlowRates:
-    """Return the means of the last `seconds` values of each series, which `FlowReport` names as `FlowRates` does."""
+    """Return the mean of the last `seconds` values of each series; `FlowReport` has them under the same names."""
     names = FlowRates.__dataclass_fields__
     return FlowRates(**{name: sum(getattr(report, name)[-seconds:]) / seconds for name in names})

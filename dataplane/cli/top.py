@@ -130,7 +130,8 @@ def _watch_on_screen(address: str, frames: Iterator[tuple[Snapshot, Snapshot]], 
 
 
 def frame(address: str, before: Snapshot, after: Snapshot, *, most_units: int | None = None) -> Group:
-    """Return the view after an interval. most_units: limit for the units shown, problematic and full ones first."""
+    """Return the view of the interval between two snapshots. most_units: the number of units shown at most (None: all);
+    see `_select_units`."""
     from rich.console import Group
     from rich.text import Text
 
@@ -177,7 +178,7 @@ def _summary(address: str, after: Snapshot, partition_rates: dict[str, Rates]) -
     born_per_s = sum(rate.born or 0.0 for rate in partition_rates.values())
     used = sum(unit.used_bytes for unit in report.units)
     capacity = sum(unit.capacity_bytes for unit in report.units)
-    clients = len(report.sessions) - 1  # without the session of this command
+    clients = len(report.sessions) - 1  # without this command
     return (
         f"{address}   {readable(used)} of {readable(capacity)} used   {born_per_s:,.1f} new samples/s   "
         f"{counted(clients, 'client')}   {counted(after.waits.total, 'call')} waiting"
@@ -240,7 +241,7 @@ def _task_row(part: c.PartitionStats, task: c.TaskStats) -> tuple[object, ...]:
     wants = ", ".join(map(shown, task.fields)) or "(has not claimed)"
     lag: object = task.lag
     if lag is None:
-        # Samples have a version, but the partition has none to compare it with.
+        # "version not set": samples have a version, but the partition has none to compare it with.
         lag = "version not set" if part.version is None and task.stalest_version is not None else "-"
     names = shown(task.task), shown(part.partition)
     return *names, task.ready, task.leased, task.held, task.claimed, lag, task.waiting, wants

@@ -131,6 +131,7 @@ def _count_rows(blocked: c.Blocked) -> list[tuple[str, object]]:
         ("expected", "unknown" if blocked.expected is None else blocked.expected),
         ("live and not claimed by the task", blocked.unclaimed),
     ]
+    # The following are parts of the row above, which their indentation shows.
     rows += [(f"  lack {shown(name)}", count) for name, count in blocked.lacking.items() if count]
     rows.append(("  have all fields", blocked.ready))
     if blocked.filtered:

@@ -36,7 +36,8 @@ def python_arguments(command_line: Sequence[str], module_arguments: Sequence[str
     """
     arguments = list(module_arguments[1:])
     options = list(command_line[1 : len(command_line) - len(arguments)])
-    # The last option starts the module: "-mNAME", or "-m" and "NAME". Other flags can precede the "m", as in "-um".
+    # The last option starts the module: "-mNAME", or "-m" and "NAME". Other flags can precede the "m", as in "-um":
+    # they are kept.
     last = options.pop()
     flags = last.partition("m")[0] if last.startswith("-") else options.pop()[:-1]
     if flags != "-":

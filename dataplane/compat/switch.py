@@ -83,8 +83,8 @@ class Replacement:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`. ModuleNotFoundError for a submodule of a replaced module that this
-        project does not have; None if `importlib.util.find_spec` is the caller."""
+        """See `importlib.abc.MetaPathFinder`. For a submodule of a replaced module that this project does not have:
+        ModuleNotFoundError, or None if `importlib.util.find_spec` is the caller. None for all other modules."""
         if fullname == _RAY_JOB:  # not replaced, but patched: the workers of a Ray job get the variable, too
             return self._patch_job_config(PathFinder.find_spec(fullname, path))
         for name, ours in self.table.items():
@@ -111,7 +111,7 @@ class Replacement:
         """Let Python create an empty module, which `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put this project's module into `sys.modules` in place of the new one."""
+        """Put this project's module into `sys.modules` in place of `module`, the empty one."""
         spec = module.__spec__
         assert spec is not None
         ours = importlib.import_module(spec.loader_state)  # the name that `_spec_for` has set
@@ -120,7 +120,8 @@ class Replacement:
             log.warning("import %s is replaced by %s: %s=%s", spec.name, ours.__name__, VARIABLE, self.value)
 
     def _spec_for(self, fullname: str, ours: str) -> ModuleSpec | None:
-        """Return the spec that imports this project's module `ours` under the name `fullname`."""
+        """Return the spec that imports this project's module `ours` under the name `fullname`, or None if there is no
+        such module. ValueError if the variable is invalid."""
         if self.error:
             raise ValueError(self.error)
         our_spec = importlib.util.find_spec(ours)

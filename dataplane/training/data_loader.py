@@ -286,7 +286,7 @@ class _ClaimReader:
             raise
 
     def _next_meta(self, timeout_s: float) -> KVBatchMeta:
-        """Claim the next micro-batch, skipping shares whose samples were all cleared. The end is an empty meta."""
+        """Claim the next micro-batch, skipping shares whose samples were all cleared. Empty at the end."""
         if self._step is None:
             return self.client.claim_meta(**self._claim, timeout_s=timeout_s)
         while True:
@@ -360,8 +360,8 @@ class _MicroBatchSource:
         return self._queue.take(timeout_s, waited_s=self._timeout_s)
 
     def _renew_lease(self, meta: KVBatchMeta) -> bool:
-        """Start the lease of a micro-batch again, if there are leases. Return False if another claim could have taken
-        samples of it, or if all of them were cleared: it must be skipped."""
+        """Start the lease of a micro-batch again, if there are leases. Return False if it must be skipped: another
+        claim could have taken samples of it, or all of them were cleared."""
         if self._claims.lease_s is None:
             return True
         until = time.monotonic() + self._claims.lease_s  # before the call: the lease ends later at the service
@@ -404,13 +404,13 @@ class _PrefetchQueue:
             return not self._closed
 
     def put(self, batch: MicroBatch | None) -> None:
-        """Add a micro-batch, or None for the end. After closing, `take_rest` returns what is added."""
+        """Add a micro-batch, or None for the end. What is added after closing is left for `take_rest`."""
         with self._changed:
             if batch is None:
                 self._ended = True
             else:
                 self._ready.append(batch)
-            self._late = None
+            self._late = None  # the last claim did not time out
             self._changed.notify_all()
 
     def record_timeout(self, error: ClaimTimeoutError) -> None:
@@ -433,7 +433,7 @@ class _PrefetchQueue:
             )
             self.check_open()
             if self._ready:  # also after the end or an error, which come last
-                self._changed.notify_all()
+                self._changed.notify_all()  # the thread has space
                 return self._ready.popleft()
             if not in_time:
                 raise self._timeout_error(waited_s)

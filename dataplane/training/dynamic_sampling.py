@@ -114,7 +114,7 @@ class DynamicSampler:
 
     def _check_sizes(self, meta: KVBatchMeta) -> None:
         """Raise ValueError if `meta` makes a group larger than a batch, together with the kept samples of the group."""
-        sizes = self._sizes([*self._kept, meta] if meta.size else [])
+        sizes = self._sizes([*self._kept, meta] if meta.size else [])  # without new samples, no group has grown
         for group, size in sizes.items():
             if size > self._batch_size:
                 raise InvalidRequestError(
@@ -129,9 +129,10 @@ class DynamicSampler:
     def _best_combination(self, sizes: dict[Scalar, int]) -> dict[Scalar, int]:
         """Return the groups whose sizes add up to a batch, or as close below it as possible, preferring the oldest
         groups."""
-        groups, all_bits = list(sizes.items()), (1 << self._batch_size + 1) - 1
+        groups = list(sizes.items())
+        all_bits = (1 << self._batch_size + 1) - 1  # 0 to the batch size
         # sums[i], a bit set: bit n is set if the sizes of some of the groups from the i-th on add up to n.
-        sums = [1]
+        sums = [1]  # of no groups: only 0
         for _, size in reversed(groups):
             sums.append((sums[-1] | sums[-1] << size) & all_bits)
         sums.reverse()

@@ -140,7 +140,11 @@ class ReplayBuffer:
         places += range(self._next_place, self._next_place + new_places)
         self._next_place += new_places
         reservation = Reservation(
-            number=self._next, sample_ids=names, version=self._version, places=places, buffer=self
+            number=self._next,  # unique, because every reservation increases it
+            sample_ids=names,
+            version=self._version,
+            places=places,
+            buffer=self,
         )
         self._running[reservation.number] = reservation
         return reservation
@@ -166,9 +170,10 @@ class ReplayBuffer:
         try:
             self._mark_storing(reservation)
         except RolloutAbortedError:
-            with self._changed:  # samples that are or will be committed belong to the trainer
-                running = self._running.get(reservation.number) is reservation
-                discarded = reservation.aborted or not (running or reservation.committed)
+            with self._changed:
+                # The samples belong to the trainer if another commit has stored them or is still storing them.
+                storing = self._running.get(reservation.number) is reservation
+                discarded = reservation.aborted or not (storing or reservation.committed)
             if put is not None and discarded:
                 self._client.clear_samples(put, self._partition)
             raise
@@ -261,7 +266,7 @@ class ReplayBuffer:
             for number, where in enumerate(conditions, 1):
                 is_last = number == len(conditions)  # only the last claim waits
                 limit_s = max(deadline - time.monotonic(), 0.0) if is_last else 0.0
-                if missing:
+                if missing:  # otherwise skip the less preferred conditions
                     parts.append(self._claim(where, missing, blocking=is_last, timeout_s=limit_s))
                     missing -= parts[-1].size
         except BaseException:  # release the samples of the earlier claims
@@ -324,7 +329,7 @@ class ReplayBuffer:
         step are never cleared."""
         where = self.policy.evicts(version)
         evicted = 0
-        while where is not None:
+        while where is not None:  # None: the policy evicts nothing
             old = self._client.claim_meta(
                 self._partition, self._task, [], EVICTED_AT_ONCE, blocking=False, timeout_s=0.0, where=where
             )

@@ -87,7 +87,7 @@ def _check_directory(arena_dir: str) -> Iterator[Finding]:
     try:
         path = own_directory(arena_dir)
         mode = stat.S_IMODE(os.lstat(path).st_mode)
-        leave(arena_dir)
+        leave(arena_dir)  # removes it if it is empty
     except PermissionError as error:
         yield Finding(what=what, found=str(error), mend="remove it, or make this user the owner of it and its parents")
     except OSError as error:
@@ -126,7 +126,7 @@ def _check_open_files() -> Iterator[Finding]:
 
 
 def _check_ports(port: int) -> Iterator[Finding]:
-    """Check that the two ports of a service are free, or for port 0 that it can listen at all."""
+    """Check that the ports `port` and `port` + 1 are free, or for port 0 that a service can listen at all."""
     host = "127.0.0.1"
     try:
         for number in (port, port + 1) if port else (0,):  # 0: the system chooses a free port

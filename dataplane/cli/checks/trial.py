@@ -86,7 +86,7 @@ def _check_session(config: DataPlaneConfig) -> Iterator[Finding]:
 
 
 def _check_units(client: DataPlaneClient) -> Iterator[Finding]:
-    """Check that there are storage units, and that each is connected and has space."""
+    """Check that there are storage units, and that each is connected, can grow and is not filling up."""
     units = client.stats().units
     on_this_host = sum(unit.host == boot_id() for unit in units)
     found = f"{counted(len(units), 'storage unit')}, {on_this_host} on this host"

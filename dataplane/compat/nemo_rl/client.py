@@ -62,9 +62,9 @@ class DataPlaneClient:
         grpo_group_size: int | None = None,
         enums: dict[str, list[str]] | None = None,
     ) -> None:
-        """Create the partition, or add fields and tasks to it; existing data stays. Afterwards only registered tasks
-        can claim from it, unless `consumer_tasks` was empty in every call. num_samples, grpo_group_size and enums are
-        accepted and ignored: a batch always has its full size, for any expected number of samples."""
+        """Create the partition, or add tasks to it; existing data stays. Afterwards only registered tasks can claim
+        from it, unless `consumer_tasks` was empty in every call. fields (a put adds them), num_samples, grpo_group_size
+        and enums have no effect: a batch always has its full size, for any expected number of samples."""
         del num_samples, grpo_group_size, enums
         self._performer.do(_register, partition_id, list(fields), list(consumer_tasks))
 
@@ -147,7 +147,7 @@ class DataPlaneClient:
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
         """Drop these samples; ids that do not exist are ignored. None: drop all samples, with a RuntimeWarning if the
-        partition has none. The partition keeps its registered fields and tasks."""
+        partition has none. The partition itself stays, with its fields and tasks."""
         ids = self._list_ids(partition_id) if sample_ids is None else list(sample_ids)
         if ids:
             self._performer.do(operations.clear_keys, ids, partition_id)
@@ -182,7 +182,8 @@ class DataPlaneClient:
 def _register(
     session_state: SessionState, partition: str, fields: Sequence[str], tasks: Sequence[str]
 ) -> Operation[None]:
-    """Create the partition or add tasks and fields to it, and record that it has registered tasks."""
+    """Create the partition or add tasks to it. With tasks, also record that it has registered tasks: put the sample
+    `_registration_id`. fields: not used, a put adds them."""
     yield operations.extend_partition(session_state, partition, tasks=tasks)
     if tasks:
         # After the tasks themselves: a claim between the two steps creates its task, as before the registration.
@@ -199,7 +200,8 @@ def _check_task(session_state: SessionState, partition: str, task: str) -> Opera
     try:
         tasks = (yield Send(c.Describe(partition=partition))).result.tasks
         if task not in tasks:
-            # Without a registration this raises SampleNotFoundError or PartitionNotFoundError: any task may claim.
+            # Without a registration `list_samples` raises SampleNotFoundError or PartitionNotFoundError (caught below):
+            # any task may claim.
             registration = c.Samples(ids=(_registration_id(partition),))
             yield from operations.list_samples(session_state, operations.ADAPTER, registration)
             raise TaskNotFoundError(partition=partition, task=task, known=tasks)

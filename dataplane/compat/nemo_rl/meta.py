@@ -89,7 +89,7 @@ class KVBatchMeta:
 
     def with_fields(self, field_names: Sequence[str]) -> KVBatchMeta:
         """Return a copy with these fields added to `fields`."""
-        copied = self.subset(range(self.size))  # of all samples
+        copied = self.subset(range(self.size))  # all samples; only `tags` still has the dicts of this meta
         copied.fields = list(dict.fromkeys([*(self.fields or ()), *field_names]))
         copied.tags = None if self.tags is None else [dict(tag) for tag in self.tags]
         return copied

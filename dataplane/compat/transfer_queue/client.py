@@ -247,7 +247,7 @@ class AsyncTransferQueueClient:
             raise ValueError("put: the metadata is empty; it must name at least one sample")
         else:
             yield from operations.put_batch(session_state, metadata, _apply_parser(data, parse))
-        return metadata.add_fields(data)
+        return metadata.add_fields(data)  # only their schema
 
     def _get_data(self, session_state: SessionState, metadata: BatchMeta) -> Operation[TensorDict]:
         if not metadata or not metadata.field_names:
@@ -266,7 +266,7 @@ class AsyncTransferQueueClient:
     ) -> Operation[tuple[Tensor | None, Tensor | None]]:
         """See `TransferQueueClient.get_consumption_status`."""
         stored = yield from self.exchange_settings(session_state, to_store=None)
-        expected = 1 if stored is None else int(stored["expected"])
+        expected = 1 if stored is None else int(stored["expected"])  # see `settings_to_store`
         return (yield from operations.consumption_status(session_state, task, partition, expected))
 
 

@@ -46,13 +46,14 @@ def extract_field_schema(data: TensorDict) -> dict[str, FieldSchema]:
 
 def _schema_of(name: str, value: Any, rows: int) -> FieldSchema:
     """Return the schema of one field. ValueError unless it has `rows` rows."""
-    shapes: list[Any] = []
+    shapes: list[Any] = []  # of each row, only for nested tensors
     if isinstance(value, Tensor) and value.is_nested:
         shapes = [tuple(row.shape) for row in value.unbind()]
         count, shape = len(shapes), torch.Size(shapes[0]) if shapes else None
     elif isinstance(value, Tensor):
         count = len(value)
-        shape = value.shape[1:] if value.dim() > 1 else torch.Size([1])  # as in the original, a scalar has shape [1]
+        # As in the original, a scalar has the shape [1].
+        shape = value.shape[1:] if value.dim() > 1 else torch.Size([1])
     else:
         count, shape = len(value), None
     if count != rows:
@@ -265,7 +266,7 @@ def _column_schema(column: c.FieldLocations) -> FieldSchema:
 
 
 def known_fields(locations: Sequence[c.FieldLocations], fields: Sequence[str]) -> list[str]:
-    """Return those of `fields` that the partition has."""
+    """Return those of `fields` that the partition has, with values or declared with a kind."""
     known = {field_of(column.name) for column in locations if column.spec.kind is not None}
     return [name for name in fields if name in known]
 

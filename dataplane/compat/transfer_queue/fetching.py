@@ -135,7 +135,7 @@ def _claim_by_draw(
     otherwise ClaimTimeoutError."""
     with _sampler_errors(sampler):
         key, share_number = sampler.draw_key(request.config), sampler.share_of(request.config)
-    # `needed`: the number of ready samples with which the next attempt is worthwhile.
+    # `needed`: the number of ready samples with which the next attempt can succeed; it grows after a failed draw.
     needed, deadline = sampler.wanted(request.batch_size), time.monotonic() + sampling.wait_s
     while True:
         stored = None if key is None else (yield from _load_draw(session_state, request, key))
@@ -165,14 +165,14 @@ def _claim_by_sampler(session_state: SessionState, request: BatchRequest, sampli
     otherwise ClaimTimeoutError."""
     sampler, needed, deadline = sampling.sampler, request.batch_size, time.monotonic() + sampling.wait_s
     while True:
-        # A sampler with a cached result returns it whatever is ready, so there is nothing to wait for.
+        # A sampler with a cached result returns it whatever is ready: list without waiting.
         at_once = sampling.polling or sampler.has_cached_result(request.partition, request.task, request.config)
         listing = replace(sampling, polling=at_once)
         ready = yield from _list_ready(session_state, request, listing, needed, deadline, limit=MAX_SAMPLES)
         if len(ready.ids) < needed and not sampler.has_cached_result(request.partition, request.task, request.config):
-            return BatchMeta.empty()
+            return BatchMeta.empty()  # only when polling: otherwise `_list_ready` has waited for `needed`
         indexes = ready.generations.tolist()
-        view = PartitionView(request.partition, ready)
+        view = PartitionView(request.partition, ready)  # for the sampler to read tags
         with _sampler_errors(sampler):
             # given: the samples of the caller; consumed: the samples to claim. See `BaseSampler.sample`.
             given, consumed = sampler(list(indexes), request.batch_size, partition=view, **request.config)
@@ -220,8 +220,8 @@ def _send_claim(session_state: SessionState, request: BatchRequest, claim: c.Cla
 def _list_ready(
     session_state: SessionState, request: BatchRequest, sampling: Sampling, needed: int, deadline: float, *, limit: int
 ) -> Operation[c.Claimed]:
-    """Return the oldest `limit` claimable samples, without a claim, as soon as `needed` are ready. When polling, return
-    those that are ready now. deadline: on the clock of `time.monotonic`; afterwards ClaimTimeoutError."""
+    """Return up to `limit` of the oldest claimable samples, without a claim, as soon as `needed` are ready. When
+    polling, return those that are ready now. deadline: of `time.monotonic`; afterwards ClaimTimeoutError."""
     minimum = 1 if sampling.polling else needed
     peek = _claim_command(
         request,

@@ -172,7 +172,8 @@ def _tag_list(tag: Tag | None) -> list[Tag] | None:
 
 
 def _check_batch(keys: Sequence[str], fields: Fields | None, tags: Sequence[Tag] | None) -> None:
-    """Check the arguments of `kv_batch_put`. ValueError for another number of rows or tags than keys."""
+    """Check the arguments of `kv_batch_put`. ValueError for another number of rows or tags than keys, and without
+    both."""
     _key_list(keys)  # for its check only
     if fields is None and tags is None:
         raise ValueError("kv_batch_put: pass fields, tags, or both")
@@ -187,7 +188,8 @@ def _field_list(fields: list[str] | str | None) -> list[str] | None:
 
 
 def _partition_and_fields(meta: KVBatchMeta, select_fields: list[str] | str | None) -> tuple[str, list[str] | None]:
-    """Return the meta's partition, and the fields to read: `select_fields`, or by default those of the meta."""
+    """Return the meta's partition, and the fields to read: `select_fields`, or by default those of the meta. ValueError
+    without a partition, or if the meta lacks a selected field."""
     if meta.partition_id is None:
         raise ValueError("kv_batch_get_by_meta: the meta has no partition_id; set it to the partition of its keys")
     chosen = _field_list(select_fields)

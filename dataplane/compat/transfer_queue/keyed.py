@@ -88,7 +88,7 @@ class KVBatchMeta:
                 raise ValueError(
                     f"KVBatchMeta.concat: Partition do not match: {first.partition_id!r} and {part.partition_id!r}"
                 )
-            # Metas without fields match any.
+            # After the first meta, one without fields matches any.
             if part.fields is not None and set(part.fields) != set(first.fields or ()):
                 raise ValueError(f"KVBatchMeta.concat: Field names do not match: {first.fields} and {part.fields}")
         return cls(

@@ -155,8 +155,8 @@ class BatchMeta:
         return copy.deepcopy(self.custom_meta)
 
     def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]] | None) -> None:
-        """Merge one mapping per sample into this meta's tags; None has no effect. `set_custom_meta` or `put` send them
-        to the service. ValueError for another number of mappings."""
+        """Merge one mapping per sample into this meta's tags; None has no effect. The client's `set_custom_meta` and
+        `put` send them to the service. ValueError for another number of mappings."""
         if custom_meta is None:
             return
         if len(custom_meta) != self.size:
@@ -271,7 +271,7 @@ class BatchMeta:
         joined.update_custom_meta(copy.deepcopy(other.custom_meta))
         for own_data, other_data in zip(joined._custom_backend_meta, other._custom_backend_meta, strict=True):
             own_data.update(copy.deepcopy(other_data))
-        if joined._rows is None:  # use the handles of `other`, if it has any
+        if joined._rows is None:  # use the handles of `other`, which can be None, too
             joined._with_handles(other._names, other._rows)
         return joined
 

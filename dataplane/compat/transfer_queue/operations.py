@@ -81,6 +81,7 @@ def build_batch_meta(
     locations = yield from _locate_fields(session_state, partition, samples, fields)
     count = len(samples.ids)
     known_fields = columns.known_fields(locations, fields)
+    # Per sample: whether it has all of `fields` that the partition has; False if the partition has none of them.
     ready = columns.produced(locations, count, known_fields).all(axis=1) if known_fields else np.zeros(count)
     meta = BatchMeta(
         samples.generations.tolist(),
@@ -261,6 +262,7 @@ def put(
 
     while True:
         try:
+            # The first value, the stored columns, is not needed here.
             _, committed = yield from put_rows(
                 session_state, names, ids, partition, encoded, tags, mode, declare, listed=listed
             )
@@ -411,5 +413,5 @@ def reset_claims(session_state: SessionState, partition: str, task: str | None) 
             log.warning("partition %r was not found; no claims were reset", partition)
         except StaleSampleError:
             continue  # a sample was cleared after it was listed
-        return True
+        return True  # also if the partition was not found
     return False

@@ -61,7 +61,8 @@ class _BackgroundClient:
         return asyncio.run_coroutine_threadsafe(self._client.perform(operation, *args), self._loop)
 
     def close(self) -> None:
-        """Close the client, then stop the loop and the thread. TimeoutError if the client does not close in time."""
+        """Close the client, then stop the loop and the thread. TimeoutError if the client does not close within
+        `CLOSE_TIMEOUT_S`."""
         try:
             asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(CLOSE_TIMEOUT_S)
         finally:

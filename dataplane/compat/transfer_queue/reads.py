@@ -30,7 +30,7 @@ def get_keys(
     distinct = list(dict.fromkeys(keys))
     if strict:
         data = yield from _read_all(session_state, distinct, partition, fields)
-        existing = distinct
+        existing = distinct  # otherwise `_read_all` has raised an error
     else:
         existing, data = yield from _read_existing(session_state, distinct, partition, fields)
     if not data.keys() or len(distinct) == len(keys):  # no rows to repeat, or no repeated key
@@ -54,7 +54,7 @@ def _read_all(
 def _read_exactly(
     session_state: SessionState, names: Names, partition: str, fields: Sequence[str]
 ) -> Operation[TensorDict]:
-    """Return exactly these fields of these samples. `NotFoundError` names a missing sample or field."""
+    """Return exactly these fields of these samples. A `NotFoundError` names the missing sample or field."""
     try:
         data: TensorDict = yield from get.get(session_state, names, partition, fields, copy=True)
     except (FieldNotFoundError, FieldNotProducedError):
@@ -125,9 +125,10 @@ def get_batch(session_state: SessionState, meta: BatchMeta) -> Operation[TensorD
     samples = list(zip(meta.partition_ids, meta.global_indexes, strict=True))
     distinct = list(dict.fromkeys(samples))
     if len(distinct) < meta.size:  # read each sample once
+        # Reversed, so that the first position of a sample is entered last and stays.
         first_position = {sample: position for position, sample in reversed(list(enumerate(samples)))}
         distinct_meta = meta.select_samples([first_position[sample] for sample in distinct])
-        data = yield from get_batch(session_state, distinct_meta)
+        data = yield from get_batch(session_state, distinct_meta)  # has no repeated sample: no further recursion
         return _repeat_rows(data, distinct, samples)
     parts = yield from resolve_samples(session_state, meta)
     fields = meta.field_names

@@ -123,7 +123,7 @@ class DrawingSampler(BaseSampler):
             if key is not None:
                 draws_by_key[key] = draw
         given = draw.share(share_number)
-        return given, list(given)
+        return given, list(given)  # all given samples are consumed
 
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: Mapping[str, Any] | None = None
@@ -193,7 +193,7 @@ class RankAwareSampler(DrawingSampler):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[list[int], list[int]]:
-        """See `DrawingSampler.sample`."""
+        """See `DrawingSampler.sample`. Further arguments are ignored: `draw` reads no tags."""
         shared = {"dp_rank": dp_rank, "batch_index": batch_index}
         return super().sample(ready_indexes, batch_size, task_name, partition_id, **shared)
 
@@ -243,8 +243,8 @@ NAMED: dict[str, type[DrawingSampler]] = {
 
 
 def _complete_groups(indexes: list[int], size: int, count: int) -> list[int]:
-    """Return the samples of the first `count` groups, or fewer. indexes: sorted. A group is `size` consecutive
-    numbers."""
+    """Return the samples of the first `count` complete groups in the sorted `indexes`, or of fewer. A group is `size`
+    consecutive numbers."""
     samples: list[int] = []
     position = 0
     while position + size <= len(indexes) and len(samples) < count * size:

@@ -107,7 +107,7 @@ def open_session(settings: Settings, *, given: bool = True, start: bool = True) 
     if service is None and (name is None or not start):
         # With a name and `start`, `_find_or_start` looks for the service below: it finds or starts it in one step.
         service = _find_published(name)
-    settings.objects = settings.objects_with(service)  # its default depends on the service
+    settings.objects = settings.objects_with(service)  # the default depends on the service; stored and used below
     if service is not None:
         session = _attach(service, sampler, settings_to_store(settings) if given else None)
         if configured is not None and start:
@@ -200,8 +200,8 @@ def _attach(
     to_store: Mapping[str, Any] | None,
     meeting: Meeting | None = None,
 ) -> Session:
-    """Connect, and exchange settings with the service: store `to_store` if it has none, and use its `objects` mode.
-    sampler: that of this process (None: none). meeting: becomes that of the session."""
+    """Connect, and exchange settings with the service: store `to_store` (None: nothing) if it has none, and use its
+    `objects` mode. sampler: that of this process (None: none). meeting: becomes that of the session."""
     client = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", config)
     try:
         client._performer.client.connect()

@@ -78,7 +78,8 @@ class Settings(dict[str, Any]):
         return config if self.objects in (None, "refuse") else replace(config, objects=self.objects)
 
     def objects_with(self, found: DataPlaneConfig | None) -> str:
-        """Return "refuse" or "pickle" for objects that no column can store, at this service (None: one to be started).
+        """Return how to treat objects that no column can store, "refuse" or "pickle", at the service `found` (None: one
+        to be started).
 
         The default is "refuse". A job that is switched relies on the original's pickles, so its default is "pickle",
         except at a service with neither a token nor TLS.
@@ -127,6 +128,7 @@ def _check_type(path: str, value: Any, kind: type, expected: str) -> None:
 
 def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> Settings:
     """Return a copy of `base` with the entries of `overrides`. Mappings are merged recursively and become Settings."""
+    # A merge with {} copies a section of `base`.
     merged = Settings({key: _merged(value, {}) if isinstance(value, Mapping) else value for key, value in base.items()})
     for key, value in overrides.items():
         if isinstance(value, Mapping):
