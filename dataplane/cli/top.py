@@ -117,7 +117,7 @@ def _watch(address: str, frames: Iterator[tuple[Snapshot, Snapshot]], *, once: b
         if once:
             return
         if not json:
-            print(flush=True)
+            print(flush=True)  # an empty line before the next frame
 
 
 def _watch_on_screen(address: str, frames: Iterator[tuple[Snapshot, Snapshot]], screen: Console) -> None:

@@ -57,7 +57,7 @@ def _run_unit(config: DataPlaneConfig, address: str, name: str | None, json: boo
     from dataplane.storage.unit import StorageUnit
     from dataplane.storage.unit_process import run_unit
 
-    allow_more()
+    allow_more()  # open files
     storage_unit = StorageUnit(config, address, name=name)
     lost_controller = run_unit(storage_unit, stop, json=json)
     if lost_controller:

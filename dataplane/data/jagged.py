@@ -258,7 +258,7 @@ def _view_rows(padded: Tensor, row_sizes: Tensor) -> Tensor:
         padded, row_distance = padded.contiguous(), width
         flat = padded.reshape(rows * width, *padded.shape[2:])
     elif step > 0 and padded.stride(0) > 0 and padded.stride(0) % step == 0:
-        # `flat` also has the elements between the rows, which no row uses.
+        # A view. `flat` also has the elements between the rows, which no row uses.
         row_distance = padded.stride(0) // step
         flat = padded.as_strided(((rows - 1) * row_distance + width, *padded.shape[2:]), padded.stride()[1:])
     else:  # other strides, as of a transposed or expanded tensor: `reshape` copies

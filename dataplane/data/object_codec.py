@@ -177,6 +177,7 @@ def _image_parts(value: Any) -> tuple[Any, ...] | None:
     if pil is None or not isinstance(value, pil.Image):
         return None
     palette = value.getpalette("RGBA" if value.palette and value.palette.mode == "RGBA" else "RGB")
+    # `palette` is None for a mode without a palette.
     palette_mode = None if palette is None or value.palette is None else value.palette.mode
     palette_bytes = None if palette is None else bytes(palette)
     transparency = value.info.get("transparency")
@@ -239,8 +240,8 @@ def _encode_tensor(tensor: Tensor) -> Ext:
             f"{describe_tensor(tensor)} inside an object",
             "Objects may contain only dense tensors of the standard dtypes; put nested tensors in a separate field.",
         )
-    data = byte_view(plain.cpu().contiguous())
-    return Ext(_TENSOR, _encoder.encode((DTYPE_NAMES[plain.dtype], tuple(plain.shape), data.data)))
+    raw = byte_view(plain.cpu().contiguous())
+    return Ext(_TENSOR, _encoder.encode((DTYPE_NAMES[plain.dtype], tuple(plain.shape), raw.data)))  # a memoryview
 
 
 def plain_tensor(tensor: Tensor) -> Tensor | None:
@@ -271,7 +272,7 @@ def describe_tensor(tensor: Tensor) -> str:
 
 def _decode_extension(code: int, data: memoryview) -> Any:
     """Decode one msgpack extension; a pickle stays encoded. Raises ValueError if it is malformed."""
-    if code in _CONSTRUCTORS:
+    if code in _CONSTRUCTORS:  # tuple, set, frozenset or image
         return _CONSTRUCTORS[code](_decode_parts(data))
     if code == _BIG_INT:
         return int.from_bytes(data, "little", signed=True)
@@ -293,7 +294,9 @@ def _decode_extension(code: int, data: memoryview) -> Any:
     array: np.ndarray[Any, Any] = np.ndarray(_check_shape(shape), dtype=dtype, buffer=raw)
     if array.nbytes != len(raw):
         raise ValueError(f"{len(raw)} bytes for an array of {array.nbytes}")
-    return array[()] if code == _SCALAR else array.copy()
+    if code == _SCALAR:
+        return array[()]
+    return array.copy()  # writable, unlike `raw`
 
 
 def _decode_tensor(name: object, shape: tuple[int, ...], raw: bytes) -> Tensor:

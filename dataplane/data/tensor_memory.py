@@ -51,7 +51,7 @@ def tensor_from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
-    if not strides_fit or array.__array_interface__["data"][0] % array.itemsize:  # the address is not aligned
+    if not strides_fit or array.__array_interface__["data"][0] % array.itemsize:  # or the address is not aligned
         array = array.copy()
     return torch.from_numpy(array if array.flags.writeable else writable_alias(array))
 

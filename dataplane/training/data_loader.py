@@ -355,7 +355,7 @@ class _MicroBatchSource:
         if self._thread is None:
             self._queue.check_open()
             return self._claims.next(timeout_s)
-        if self._queue.reset_if_over():
+        if self._queue.reset_if_over():  # the last thread has ended
             self._thread = self._start_thread()
         return self._queue.take(timeout_s, waited_s=self._timeout_s)
 

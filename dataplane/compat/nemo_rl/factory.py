@@ -53,7 +53,7 @@ def session_of(cfg: Mapping[str, Any], *, bootstrap: bool) -> Session:
     _check_choice(cfg, "impl", IMPLEMENTATIONS)
     if cfg.get("backend") is not None:
         _check_choice(cfg, "backend", BACKENDS)
-    dataplane_settings = {**(cfg.get("dataplane") or {})}
+    dataplane_settings = {**(cfg.get("dataplane") or {})}  # a copy, which is changed here
     if cfg.get("controller_address"):
         dataplane_settings["address"] = cfg["controller_address"]
     if cfg.get("ack_timeout_ms"):

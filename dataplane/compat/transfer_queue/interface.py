@@ -140,7 +140,7 @@ def _put(
     """Put by key, and return the meta of the samples, with all their tags and the fields that all of them have."""
     if fields is not None and parse is not None:
         fields = columns.apply_parser(fields, parse)
-    keys = list(keys)
+    keys = list(keys)  # a copy, which becomes that of the meta
     all_tags, all_fields = yield from operations.put_keys(session_state, keys, partition, fields, tags)
     meta = KVBatchMeta(partition_id=partition, fields=all_fields)
     # Assigned, because __post_init__ would copy the tags, which are not shared.

@@ -82,7 +82,7 @@ def _read_existing(
             existing = list((yield from list_samples_of_keys(session_state, keys, partition)).ids)
             data = _no_data()
     except PartitionNotFoundError:
-        existing, data = [], _no_data()
+        existing, data = [], _no_data()  # the error follows
     if not existing:
         raise StorageKeyNotFoundError(f"the keys {first_few(keys)}, or partition {partition!r}, were not found")
     if len(existing) < len(keys):

@@ -103,7 +103,7 @@ def open_session(settings: Settings, *, given: bool = True, start: bool = True) 
     sampler, name = sampler_of(settings.controller.sampler), settings.shared_name()
     # A service name takes precedence over TQ_ADDRESS, but not over an address in the settings.
     configured = settings.address() or (_environment() if name is None else None)
-    service = configured
+    service = configured  # or, below, one that is found
     if service is None and (name is None or not start):
         # With a name and `start`, `_find_or_start` looks for the service below: it finds or starts it in one step.
         service = _find_published(name)

@@ -214,7 +214,7 @@ class RaggedValues:
     def _digest(self, k: int) -> int:
         """Return the hash of value k with its header and padding."""
         digest = xxhash.xxh3_64()
-        for part in self.buffers(k, k + 1):
+        for part in self.buffers(k, k + 1):  # only value k
             digest.update(part.data)
         return digest.intdigest()
 

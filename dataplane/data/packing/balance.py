@@ -85,6 +85,7 @@ def even_shares(runs: Bins, tokens: Int64s, ranks: int, capacity: int) -> tuple[
         starts = np.cumsum(counts)[:-1]  # the first row of each run except the first run
         # Cut i is between run i and run i + 1. Move the last row of run i to the right, to the next run, ...
         right_gains = _gains(tokens[starts - 1], total_of[:-1] - total_of[1:])
+        # (Not allowed if run i would become empty, or run i + 1 too full.)
         right_gains[(counts[:-1] == 1) | (loads[1:] + tokens[starts - 1] > capacity)] = 0
         # ... or the first row of run i + 1 to the left, ...
         left_gains = _gains(tokens[starts], total_of[1:] - total_of[:-1])

@@ -95,7 +95,7 @@ def fewest_bins(lengths: Int64s, capacity: int) -> int:
     """Return a lower bound for the number of bins: the bound L2 of Martello and Toth (1990). O(N log N).
 
     For any k up to half the capacity: each row over `capacity - k` fills a bin alone. Every other row over half the
-    capacity needs a separate bin. Rows from k to half the capacity use the space left in the latter, or more bins.
+    capacity needs a separate bin. Rows from k to half the capacity use the space left in these bins, or more bins.
     """
     rising = _sort_by_length(lengths)[1]
     sums = np.concatenate([[0], np.cumsum(rising)])  # sums[i]: the sum of the i shortest lengths

@@ -101,7 +101,7 @@ class SequencePacker(ABC):
         bin_efficiency, the minimum number of bins over the actual number."""
         lengths = _check_lengths(sequence_lengths)
         loads = [int(lengths[list(rows)].sum()) for rows in bins]
-        tokens, capacity = sum(loads), len(bins) * self.bin_capacity
+        tokens, capacity = sum(loads), len(bins) * self.bin_capacity  # of all bins
         fewest = -(-tokens // self.bin_capacity)  # rounded up
         balance = 1.0 if bins else 0.0
         if len(bins) > 1 and tokens:
@@ -124,6 +124,7 @@ class SequencePacker(ABC):
         totals = self._totals
         if not totals:
             return {}
+        # Summed over the calls; the averages below are weighted accordingly.
         tokens, capacity, bins = (totals[name] for name in ("total_sequence_length", "total_bin_capacity", "num_bins"))
         return {
             "total_sequences": totals["num_sequences"],
@@ -139,7 +140,7 @@ class SequencePacker(ABC):
         }
 
     def _record_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of one `pack` call to the totals of `get_aggregated_metrics`."""
+        """Add the metrics of one `pack` call to `_totals`."""
         totals = self._totals
         for name in ("num_sequences", "num_bins", "total_sequence_length", "total_bin_capacity", "total_waste"):
             totals[name] = totals.get(name, 0) + metrics[name]

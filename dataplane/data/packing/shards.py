@@ -247,8 +247,8 @@ def _lengths_and_tokens(
     multiple: int,
     name: Callable[[int], str],
 ) -> tuple[Int64s, Int64s]:
-    """Return (the length of each row, the tokens that it uses of the budget: the length rounded up to `multiple`).
-    InvalidRequestError for a row over the budget or with a negative length. Parameters: see `plan_shards`."""
+    """Return (the length of each row, the tokens that it uses of `budget`: the length rounded up to `multiple`).
+    InvalidRequestError for a row over `budget` or with a negative length. Other parameters: see `plan_shards`."""
     key = arguments.get("input_lengths_key", INPUT_LENGTHS)
     column = np.asarray(lengths_of(key))
     if column.shape != (size,) or (size and column.dtype.kind not in "iu"):
