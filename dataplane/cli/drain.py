@@ -137,6 +137,7 @@ class _ProgressLine:
         moved = f"{counted(progress.cells, 'cell')} moved ({readable(progress.moved_bytes)})"
         text = f"storage unit {self._name}: {moved}, {progress.left_cells:,} left"
         if self._in_place:
+            # Padded to the previous text, to overwrite all of it.
             print(f"\r{text:<{self._width}}", end="", file=sys.stderr, flush=True)
             self._width = len(text)
         else:

@@ -79,6 +79,7 @@ def encode_rows(values: Iterable[object], *, field: str, pickles: bool = False) 
                 # Besides `_EncodeError`, errors come from the msgpack encoder, such as for a str with a lone surrogate.
                 why = error if isinstance(error, _EncodeError) else _EncodeError(f"this value ({error})")
                 raise UnsupportedValueError(field=field, row=row, got=why.got, hint=why.hint) from None
+            # From `start` on again, in place of what the failed attempt wrote.
             _encoder.encode_into(Ext(_PICKLE, _pickle_value(value, field, row)), buffer, start)
         sizes.append(len(buffer) - start)
         if sizes[-1] > MAX_ROW_BYTES:

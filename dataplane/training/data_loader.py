@@ -277,7 +277,7 @@ class _ClaimReader:
         if not meta.size:
             return None
         try:
-            hit("stream.claimed")
+            hit("stream.claimed")  # a failpoint, for tests
             batch = MicroBatch(self._read(self.client, meta), meta)
             hit("stream.read")
             return batch
@@ -374,7 +374,7 @@ class _MicroBatchSource:
         if len(cleared) == meta.size:
             return False
         self._leased, self._leased_until = meta, until
-        hit("stream.handed_out")
+        hit("stream.handed_out")  # a failpoint, for tests
         return True
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ def _satisfies(version: str, operator: str, bound: str) -> bool:
             return left < right
         case ">":
             return left > right
-    return left == right
+    return left == right  # "=="
 
 
 def _release_numbers(version: str) -> tuple[int, ...]:

@@ -212,7 +212,8 @@ def _check_task(session_state: SessionState, partition: str, task: str) -> Opera
 def _claim(
     session_state: SessionState, request: fetching.BatchRequest, blocking: bool, timeout_s: float
 ) -> Operation[tuple[list[str], list[dict[str, Any]]]]:
-    """Claim the oldest samples. Return their ids and their tags, both empty if too few are ready and not blocking."""
+    """Claim the oldest samples. Return their ids and tags. If too few are ready, both are empty or, if blocking,
+    ClaimTimeoutError after `timeout_s`."""
     claimed: c.Claimed | None = yield from fetching.claim_in_order(
         session_state, request, polling=not blocking, wait_s=timeout_s
     )

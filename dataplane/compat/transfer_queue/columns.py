@@ -46,7 +46,7 @@ def extract_field_schema(data: TensorDict) -> dict[str, FieldSchema]:
 
 def _schema_of(name: str, value: Any, rows: int) -> FieldSchema:
     """Return the schema of one field. ValueError unless it has `rows` rows."""
-    shapes: list[Any] = []  # of each row, only for nested tensors
+    shapes: list[Any] = []  # of each row, only for nested tensors; `shape` is then that of the first row
     if isinstance(value, Tensor) and value.is_nested:
         shapes = [tuple(row.shape) for row in value.unbind()]
         count, shape = len(shapes), torch.Size(shapes[0]) if shapes else None
@@ -254,11 +254,11 @@ def _column_schema(column: c.FieldLocations) -> FieldSchema:
         "is_non_tensor": not is_tensor,
     }
     if spec.kind is FieldKind.DENSE:
-        return {**schema, "shape": torch.Size(spec.inner or (1,))}
+        return {**schema, "shape": torch.Size(spec.inner or (1,))}  # of a scalar: [1], as in the original
     if spec.kind is not FieldKind.JAGGED:
         return schema
     inner = spec.inner or ()
-    lengths = column.lengths.tolist()
+    lengths = column.lengths.tolist()  # -1: no value
     if len(set(lengths)) == 1:
         return {**schema, "shape": torch.Size((lengths[0], *inner))}
     shapes = [(length, *inner) if length >= 0 else None for length in lengths]
@@ -273,7 +273,7 @@ def known_fields(locations: Sequence[c.FieldLocations], fields: Sequence[str]) -
 
 def produced(locations: Sequence[c.FieldLocations], count: int, fields: Sequence[str]) -> np.ndarray[Any, Any]:
     """Return `[N, F]` with 1 where the sample has the field, otherwise 0. count: the number N of samples."""
-    has_value = {column.name: column.lengths >= 0 for column in locations}
+    has_value = {column.name: column.lengths >= 0 for column in locations}  # a length of -1: no value
     none = np.zeros(count, np.bool_)
     # A value is in the field's own column or in its hidden column.
     columns = [has_value.get(name, none) | has_value.get(variants_of(name), none) for name in fields]

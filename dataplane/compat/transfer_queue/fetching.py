@@ -264,7 +264,7 @@ def _build_meta(
 
 
 def _lengths(ready: c.Claimed) -> Lengths:
-    """Return a function that reads the lengths of ready samples from their tags."""
+    """Return a function that reads the lengths of ready samples from their tags (1 without the tag)."""
     view = PartitionView(partition="", ready=ready)  # only its tags are read
 
     def lengths(indexes: Sequence[int]) -> list[int]:

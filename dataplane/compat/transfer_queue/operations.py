@@ -176,7 +176,7 @@ def list_samples_of_keys(session_state: SessionState, keys: Sequence[str], parti
             # Some are missing. List those that exist now, by handle: if one is cleared before that, look again.
             reply = yield Send(c.Locate(partition=partition, samples=by_key, fields=(), missing_ok=True))
             yield Post(c.Release(located=reply.number))
-            exists = reply.result.rows >= 0
+            exists = reply.result.rows >= 0  # -1: missing
             samples = c.Samples(rows=reply.result.rows[exists], generations=reply.result.generations[exists])
     raise TransferQueueError(
         f"partition {partition!r}: keys were cleared during every lookup; retry, or clear less often"
@@ -408,6 +408,7 @@ def reset_claims(session_state: SessionState, partition: str, task: str | None) 
             samples = c.Samples(rows=live.rows, generations=live.generations)
             for name in tasks:
                 if task is None or name == task:
+                    # Without claim ids: all samples that are not on lease, whichever claim consumed them.
                     yield Send(c.Nack(partition=partition, task=name, samples=samples))
         except PartitionNotFoundError:
             log.warning("partition %r was not found; no claims were reset", partition)

@@ -258,7 +258,7 @@ def _complete_groups(indexes: list[int], size: int, count: int) -> list[int]:
 
 
 def _lengths_from(partition: Any) -> Lengths:
-    """Return a function that reads the lengths of samples from the tags in `partition` (None: no tags)."""
+    """Return a function that reads the lengths of samples (default 1) from the tags in `partition` (None: no tags)."""
 
     def lengths(indexes: Sequence[int]) -> list[int]:
         tags = {} if partition is None else partition.get_custom_meta(list(indexes))

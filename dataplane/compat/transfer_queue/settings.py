@@ -58,6 +58,7 @@ class Settings(dict[str, Any]):
         config = self._dataplane_config()
         if not self.metrics.get("enabled"):
             return config
+        # The port 0 is any free one.
         port = config.http_port if config.http_port is not None else int(self.metrics.get("port") or 0)
         # Without a configured token, a Ray job can generate one. No scraper knows it, so /metrics must not require it.
         no_token = config.with_environment().secret() is None
@@ -183,8 +184,8 @@ def _int_from_environment(name: str, default: int) -> int:
 
 def sampling_of(stored: Mapping[str, Any] | None, local_sampler: BaseSampler | None) -> Sampling:
     """Return how to sample, by the settings that the service stores (None without any). local_sampler: the sampler that
-    was passed to `init` in this process. ValueError if the service uses a custom class and `local_sampler` is not an
-    instance of it."""
+    was passed to `init` in this process. ValueError if the service uses a custom class and `local_sampler` is not of
+    this class."""
     if stored is None:
         return Sampling() if local_sampler is None else Sampling(sampler=local_sampler)
     sampling = Sampling(polling=bool(stored["polling"]), wait_s=float(stored["wait_s"]))

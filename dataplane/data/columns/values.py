@@ -248,6 +248,7 @@ def pack_rows(values: Tensor, starts: Int64s, lengths: Int64s) -> tuple[Tensor, 
     """Pack rows, of which row i is `values[starts[i]:][:lengths[i]]`, on their device, so that one copy to the host
     suffices instead of one per row. Return the packed values and the start of each row in them."""
     packed_starts = np.cumsum(lengths) - lengths
+    # Element j of row i goes from `starts[i] + j` to `packed_starts[i] + j`.
     sources = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - packed_starts, lengths)
     return values[torch.from_numpy(sources).to(values.device)], packed_starts
 

@@ -43,6 +43,7 @@ class Locality:
             )
         numbers = {host: number for number, host in enumerate(dict.fromkeys(self.shards)) if host is not None}
         homes = np.array([NOWHERE if host is None else numbers.get(host, NOWHERE) for host in self.rows], np.int64)
+        # Another number than `NOWHERE`, so that an unknown host equals no home.
         hosts = np.array([NOWHERE - 1 if host is None else numbers[host] for host in self.shards], np.int64)
         return homes, hosts
 
