@@ -334,7 +334,8 @@ def _parse_dtype(description: Any) -> np.dtype[Any]:
 
 
 def _to_numpy_description(description: Any) -> Any:
-    """Restore the tuples in a dtype description: a str, or a list of fields (name, description, optional shape)."""
+    """Restore the tuples in a dtype description: a str, or a list of fields (name, description, optional shape), whose
+    name may be a pair (title, name)."""
     if isinstance(description, str):
         if not _PLAIN_DTYPE.fullmatch(description):  # numpy parses other strings too, some as Python code
             raise ValueError(f"not a dtype such as '<f4': {description!r}")

@@ -337,7 +337,7 @@ class _MicroBatchSource:
         if leased is not None:
             self._acknowledge(leased)
         deadline = time.monotonic() + self._timeout_s
-        while True:
+        while True:  # until a micro-batch need not be skipped
             batch = self._next(max(deadline - time.monotonic(), 0.0))
             if batch is None or self._renew_lease(batch.meta):
                 return batch

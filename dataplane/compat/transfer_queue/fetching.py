@@ -116,7 +116,7 @@ def claim_in_order(
         claim = _claim_command(request, batch_size=request.batch_size, timeout_s=wait_s)
         return (yield from _send_claim(session_state, request, claim))
     # A claim that does not block takes whatever is ready, even too few samples. So look first, without a claim (peek).
-    while True:
+    while True:  # again if another claim takes one of the samples first
         peek = _claim_command(request, batch_size=request.batch_size, blocking=False, peek=True)
         ready = yield from _send_claim(session_state, request, peek)
         if len(ready.ids) < request.batch_size:
@@ -124,7 +124,6 @@ def claim_in_order(
         claimed = yield from _claim_exactly(session_state, request, ready, ready.generations.tolist())
         if claimed is not None:
             return claimed
-        # Another claim took one of them first: look again.
 
 
 def _claim_by_draw(

@@ -375,6 +375,7 @@ def consumption_status(
         created = sum(part.born for part in report.partitions if part.partition == partition)
         not_created = max(expected - created, 0)
     claimed = ~np.isin(samples.generations, unclaimed)
+    # Copied, because torch has no read-only tensors, and received arrays can be read-only.
     return (
         torch.cat([torch.from_numpy(samples.generations.copy()), torch.full((not_created,), -1)]),
         torch.cat([torch.from_numpy(claimed.astype(np.int8)), torch.zeros(not_created, dtype=torch.int8)]),
@@ -395,6 +396,7 @@ def production_status(
     except PartitionNotFoundError:
         return None, None
     status = columns.produced(locations, len(samples.ids), fields)
+    # Copied, because torch has no read-only tensors, and received arrays can be read-only.
     return torch.from_numpy(samples.generations.copy()), torch.from_numpy(status)
 
 
