@@ -192,8 +192,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[BatchedDataDict[Any]]:
         """Iterate over the micro-batches that dynamic batching created for this single global batch (see `get_batch`).
-        Every dense tensor with dimension `sequence_dim` is truncated there to the length of the micro-batch. Raises
-        ValueError if the batch has no micro-batches."""
+        Dense tensors with dimension `sequence_dim` are truncated there to the length of the micro-batch (see
+        `truncate_tensors`). Raises ValueError if the batch has no micro-batches."""
         indices, lengths = self._current_micro_batches()
 
         def cut(start: int, end: int, length: int) -> BatchedDataDict[Any]:

@@ -300,7 +300,7 @@ def put_batch(session_state: SessionState, meta: BatchMeta, data: Mapping[str, A
     parts = yield from resolve_samples(session_state, meta)  # one per partition
     for positions, samples in parts:
         tags = [meta.custom_meta[position] for position in positions]
-        fields = data if len(parts) == 1 else columns.rows_at(data, positions)
+        fields = data if len(parts) == 1 else columns.rows_at(data, positions)  # one part has all rows
         encoded_tags = tag_columns(tags, len(tags)) if any(tags) else ()
         yield from put(session_state, samples, samples.partition_id, fields, encoded_tags)
 
