@@ -87,7 +87,7 @@ def _connect(host_port: tuple[str, int], config: DataPlaneConfig) -> socket.sock
     from dataplane.protocol.tls import client_context
 
     context = client_context(config.tls)
-    context.set_alpn_protocols(["http/1.1"])
+    context.set_alpn_protocols(["http/1.1"])  # instead of HTTP/2
     try:
         return context.wrap_socket(plain, server_hostname=config.tls.server_name or host_port[0])
     except BaseException:

@@ -311,8 +311,8 @@ def _improve_packed(
     homes: Int64s,
     hosts: Int64s,
 ) -> Int64s:
-    """Exchange bins between shards, then rows between bins, in place (`dealt` and `bins`). Return the new tokens of each
-    bin. loads: those before; tokens: of each row; dealt: the bins of each shard; homes, hosts: see
+    """Exchange bins between shards, then rows between bins, in place (`dealt` and `bins`). Return the new tokens of
+    each bin. loads: those before; tokens: of each row; dealt: the bins of each shard; homes, hosts: see
     `Locality.number_hosts`."""
     exchange_bins(bins, loads, dealt, tokens, homes, hosts)
     if packer.keeps_order:  # a bin is a run of consecutive rows, so rows must not move
