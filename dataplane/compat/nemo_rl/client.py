@@ -65,8 +65,8 @@ class DataPlaneClient:
         """Create the partition, or add tasks to it; existing data stays. Afterwards only registered tasks can claim
         from it, unless `consumer_tasks` was empty in every call. fields (a put adds them), num_samples, grpo_group_size
         and enums have no effect: a batch always has its full size, for any expected number of samples."""
-        del num_samples, grpo_group_size, enums
-        self._performer.do(_register, partition_id, list(fields), list(consumer_tasks))
+        del fields, num_samples, grpo_group_size, enums
+        self._performer.do(_register, partition_id, list(consumer_tasks))
 
     def claim_meta(
         self,
@@ -179,11 +179,9 @@ class DataPlaneClient:
 # --- operations
 
 
-def _register(
-    session_state: SessionState, partition: str, fields: Sequence[str], tasks: Sequence[str]
-) -> Operation[None]:
+def _register(session_state: SessionState, partition: str, tasks: Sequence[str]) -> Operation[None]:
     """Create the partition or add tasks to it. With tasks, also record that it has registered tasks: put the sample
-    `_registration_id`. fields: not used, a put adds them."""
+    `_registration_id`."""
     yield operations.extend_partition(session_state, partition, tasks=tasks)
     if tasks:
         # After the tasks themselves: a claim between the two steps creates its task, as before the registration.
