@@ -221,12 +221,14 @@ class Pump:
             self._thread.wake()
 
     def _try_write(self, write: Callable[[], None]) -> None:
-        """Write to the connection. Does not raise if that fails: the pump then ends, and its thread sets the error in
-        the futures of all pending requests."""
+        """Write to the connection, unless an earlier write failed. Does not raise if the write fails: the pump then
+        ends, and its thread sets the error in the futures of all pending requests."""
+        if self.ended is not None:
+            return
         try:
             write()
         except (StreamLostError, StreamSilentError) as error:
-            self.ended = self.ended or error
+            self.ended = error
             self._thread.wake()
 
     def _take_preallocated(self, nbytes: int) -> int:
@@ -294,10 +296,13 @@ class Pump:
 
     def _run_once(self, _: object) -> None:
         """Handle all that is due, then complete the futures. Stop the thread if the pump has ended."""
-        with self._guard:
-            error, completions = self._handle_arrived()
-        for complete in completions:
-            complete()
+        completions: Completions = []
+        try:
+            with self._guard:
+                error = self._handle_arrived(completions)
+        finally:  # also after a defect: the requests of these futures are no longer in `_open`
+            for complete in completions:
+                complete()
         if error is not None:
             self.ended = error
             self._thread.stop()
@@ -326,10 +331,9 @@ class Pump:
         """Return whether the pump was retired and nothing is pending."""
         return self._retiring and not (self._open or self._arrived or self._confirming)
 
-    def _handle_arrived(self) -> tuple[BaseException | None, Completions]:
-        """Handle arrived answers, dropped gets and due timers. Return the reason to end (None: continue), and functions
-        that complete futures."""
-        completions: Completions = []
+    def _handle_arrived(self, completions: Completions) -> BaseException | None:
+        """Handle arrived answers, dropped gets and due timers. Append to `completions` functions that complete futures.
+        Return the reason to end, None to continue."""
         try:
             while (message := self._connection.stream.arrived()) is not None:
                 answer = self._connection.receive_answer(message, time.monotonic() + GRACE_S, self._settle)
@@ -344,10 +348,10 @@ class Pump:
             self._drop_unwanted()
             self._check_timers(time.monotonic(), completions)
         except (StreamLostError, StreamSilentError) as error:
-            return error, completions
+            return error
         if self.ended is None and self._can_end():
             self.ended = disconnected(self._channel)
-        return self.ended, completions
+        return self.ended
 
     def _settle(self, request: wire.AckItems | wire.NackItems) -> Future[None] | None:
         """Send the acknowledgement of items, or return them to the queue; callable from any thread. Return the future
@@ -389,11 +393,11 @@ class Pump:
             return
         if isinstance(answer, wire.BrokerDone) and answer.space != NOWHERE:
             # The connection keeps one preallocated space: release the previous one.
-            self._connection.take_preallocated(LARGER_THAN_ANY)
+            self._take_preallocated(LARGER_THAN_ANY)
             self._connection.preallocated = (answer.space, entry.preallocate_bytes)
         if isinstance(answer, ArrivedItems) and entry.unwanted:
             # The broker sent the items before it received the Cancel: return them, as if it had cancelled the get.
-            self._send(wire.encode(wire.NackItems(number)))
+            self._try_write(lambda: self._send(wire.encode(wire.NackItems(number))))
             answer = wire.Cancelled(number)
         if isinstance(answer, wire.Cancelled):
             error = ChannelTimeoutError(what=entry.what, waited_s=time.monotonic() - entry.begun)

@@ -42,6 +42,7 @@ from workers.channels import (
     ChannelTimeoutError,
     EndOfChannelError,
 )
+from workers.channels.background import LARGER_THAN_ANY, Pump
 from workers.channels.connection import BrokerConnection
 from workers.channels.items import Parcel
 from workers.channels.settings import ChannelSettings
@@ -135,6 +136,41 @@ def test_a_broker_that_is_lost_while_space_is_returned_to_it_is_a_named_error(
     with pytest.raises(ChannelLostError) as caught:
         channel.put(item, async_op=True).wait()
     assert caught.value.__cause__ is lost
+
+
+def test_an_answered_put_is_done_though_the_broker_is_lost_while_space_is_returned_to_it(
+    make: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that receives the answer returns the preallocated space which the answer replaces."""
+    channel, lost = make(), StreamLostError("gone")
+    item, take = torch.zeros(MIB // 2, dtype=torch.uint8), BrokerConnection.take_preallocated
+
+    def fail(self: BrokerConnection, nbytes: int) -> int:
+        if nbytes == LARGER_THAN_ANY:
+            raise lost
+        return take(self, nbytes)
+
+    monkeypatch.setattr(BrokerConnection, "take_preallocated", fail)
+    channel.put(item, async_op=True).wait(30)
+    monkeypatch.undo()
+    channel.put(item, async_op=True).wait(30)
+    assert channel.qsize() == 2
+
+
+@every_connection
+def test_a_defect_in_the_receiving_thread_leaves_no_answered_request_waiting(
+    make: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, complete = make(), Pump._complete
+
+    def completes_and_fails(self: Pump, *args: Any) -> None:
+        complete(self, *args)
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(Pump, "_complete", completes_and_fails)
+    channel.put("a", async_op=True).wait(30)
+    monkeypatch.undo()
+    assert channel.get(timeout_s=30) == "a"
 
 
 @every_wire
