@@ -16,10 +16,11 @@ from dataplane.service import serve
 def connect(address: str | None = None, *, on_event: OnEvent | None = None, **settings: Any) -> DataPlaneClient:
     """Return a connected client of the service at `address`.
 
-    address: "host:port" or "actor:NAME[@NAMESPACE]"; default: TQ_ADDRESS. on_event: called with an `OpEvent` at the end
-    of every operation. settings: fields of `DataPlaneConfig`; token and TLS files default to TQ_TOKEN and TQ_TLS_*.
-    Raises `ServiceUnavailableError` within `connect_timeout_s` if the service does not respond, `AuthenticationError`
-    if the token is wrong, and `TlsError` if only one end uses TLS or one end rejects the other's certificate.
+    address: "host:port", or "actor:NAME[@NAMESPACE]" with the name of its Ray actor; default: TQ_ADDRESS. on_event:
+    called with an `OpEvent` at the end of every operation. settings: fields of `DataPlaneConfig`; token and TLS files
+    default to TQ_TOKEN and TQ_TLS_*. Raises ValueError if neither `address` nor TQ_ADDRESS is set,
+    `ServiceUnavailableError` within `connect_timeout_s` if the service does not respond, `AuthenticationError` if the
+    token is wrong, and `TlsError` if only one end uses TLS or one end rejects the other's certificate.
     """
     return DataPlaneClient(_client_config(address, settings), on_event=on_event).connect()
 
@@ -43,9 +44,9 @@ def _client_config(address: str | None, settings: Mapping[str, Any]) -> DataPlan
 def build_data_plane_client(
     cfg: DataPlaneConfig | Mapping[str, Any] | None = None, *, bootstrap: bool, on_event: OnEvent | None = None
 ) -> DataPlaneClient:
-    """Return a connected client configured by `cfg`. With `bootstrap=True`, start a service in this process first; the
-    service stops when the client is closed. With `bootstrap=False`, attach to the service at `cfg.address`; raises
-    ValueError if no address is set. on_event: as for `connect`."""
+    """Return a connected client configured by `cfg`. With `bootstrap=True`, start a service in this process first
+    (`cfg.address` has no effect); it stops when the client is closed. With `bootstrap=False`, attach to the service at
+    `cfg.address` or TQ_ADDRESS; ValueError if neither is set. on_event: as for `connect`."""
     config = DataPlaneConfig.of(cfg)
     if not bootstrap:
         config = config.with_environment()

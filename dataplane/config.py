@@ -181,7 +181,7 @@ class DataPlaneConfig:
         """Raise TypeError for a setting of the wrong type."""
         for name, types in _accepted_types().items():
             value = getattr(self, name)
-            # A bool is an instance of Integral and Real, too, but is no number here.
+            # A bool is also an instance of Integral and Real, but not accepted as a number.
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
                 expected = " or ".join(each.__name__ for each in types if each is not type(None))
                 raise TypeError(f"{name}={value!r}: expected {expected}, got {type(value).__name__}")
@@ -201,8 +201,8 @@ class DataPlaneConfig:
 
     @classmethod
     def of(cls, config: DataPlaneConfig | Mapping[str, Any] | None) -> DataPlaneConfig:
-        """Return `config` as a `DataPlaneConfig`. A mapping is converted; None gives the defaults. Raises ValueError
-        that names unknown keys of a mapping."""
+        """Return `config` as a `DataPlaneConfig`. A mapping is converted; None gives the defaults. ValueError for
+        unknown keys of a mapping, TypeError for other types."""
         if config is None:
             return cls()
         if isinstance(config, DataPlaneConfig):
@@ -216,13 +216,13 @@ class DataPlaneConfig:
         return cls(**config)
 
     def with_environment(self) -> DataPlaneConfig:
-        """Return a copy in which unset address, token and TLS files come from TQ_ADDRESS, TQ_TOKEN and TQ_TLS_*. The
-        TLS files come either all from the config or all from the environment."""
-        variables = ENV_TLS if self.tls is None else {}  # TLS files of the config are not mixed with others
+        """Return a copy in which unset address, token and TLS files come from TQ_ADDRESS, TQ_TOKEN and TQ_TLS_*. A
+        token_file of the config also precedes TQ_TOKEN. TLS files come all from the config, or all from TQ_TLS_*."""
+        variables = ENV_TLS if self.tls is None else {}
         from_environment: dict[str, Any] = {
             name: os.environ[variable] for name, variable in variables.items() if os.environ.get(variable)
         }
-        if self.tls_server_name:  # no file: it may be set without the others
+        if self.tls_server_name:  # the config may set it without the files
             from_environment.pop("tls_server_name", None)
         return replace(
             self,
@@ -245,9 +245,10 @@ class DataPlaneConfig:
 
     def of_unit(self, number: int) -> DataPlaneConfig:
         """Return the config of storage unit `number` (from 0) of a service with this config."""
-        # `port` is the controller's: the unit uses any free port. `http_port` stays as it is if it is 0 (any free port)
-        # or None (no HTTP server).
-        return replace(self, port=0, http_port=self.http_port and self.http_port + 1 + number)
+        http_port = self.http_port
+        if http_port:  # not None (no HTTP server), and not 0 (any free port)
+            http_port += 1 + number
+        return replace(self, port=0, http_port=http_port)  # `port` is the controller's: the unit uses any free one
 
     def guarded(self) -> bool:
         """Whether a service may listen on a non-loopback address: it has a token or TLS, or sets `insecure`."""

@@ -29,7 +29,7 @@ class Server:
         """Start controller and storage units. Block until the controller accepts requests and every unit is registered.
         On failure, stop everything that was started."""
         try:
-            with enough_for(self.config.host):
+            with enough_for(self.config.host):  # a lack of open files becomes `ServiceUnavailableError`
                 self._controller.start()
                 for number in range(self.config.units):
                     unit = StorageUnit(self.config.of_unit(number), self.address, name=f"unit-{number}")

@@ -96,7 +96,7 @@ def _print_usage_error(error: typer.TyperException) -> int:
     """Print in one line which argument is wrong and where it is documented. Return the exit code."""
     context = getattr(error, "ctx", None)
     command = NAME if context is None else context.command_path
-    text = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
+    text = " ".join(error.format_message().split()).rstrip(".")
     print(f"{command}: {text}; see `{command} --help`", file=sys.stderr)
     return error.exit_code
 

@@ -53,7 +53,7 @@ def _target_service(config: DataPlaneConfig) -> Iterator[DataPlaneConfig]:
     if config.address is not None:
         yield config
         return
-    with temporary_service(capacity_bytes=_CAPACITY_BYTES) as address:
+    with temporary_service(capacity_bytes=_CAPACITY_BYTES) as address:  # does not need the credentials of `config`
         yield DataPlaneConfig(address=address, client_name=config.client_name, put_timeout_s=_PUT_S)
 
 

@@ -98,7 +98,7 @@ class _Bench:
         return self._measure("claim 1 sample", samples=1, nbytes=0, prepare=put, act=claim)
 
     def measure_rows(self, what: str, count: int, nbytes: int) -> Iterator[Measure]:
-        """Measure a put and a get of `count` rows of `nbytes` bytes."""
+        """Measure a put and a get of `count` rows of `nbytes` bytes. what: describes these rows in the results."""
         rows = _rows(count, nbytes)
         total = count * nbytes
         yield self._measure(f"put {what}", count, total, prepare=lambda: None, act=lambda _: self._put(rows))

@@ -117,8 +117,8 @@ def _undo_after_interrupt(client: DataPlaneClient, stats: c.UnitStats) -> None:
 class _ProgressLine:
     """Progress on standard error: one line updated in place on a terminal, otherwise a line every few seconds.
 
-    _quiet: print nothing. _next_at: monotonic time of the next output. _width: that of the text on the current line; 0
-    if there is no line to end.
+    _quiet: print nothing. _next_at: monotonic time before which nothing is printed. _width: length of the text on the
+    terminal's unfinished line (0: no such line).
     """
 
     def __init__(self, stats: c.UnitStats, *, quiet: bool) -> None:

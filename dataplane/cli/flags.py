@@ -65,8 +65,8 @@ class TargetFlags(Security):
     ] = None
 
     def config(self, name: str, address: str | None = None) -> DataPlaneConfig:
-        """Return the settings of a client called `name`. address: the positional argument. Raises `BadParameter` if the
-        address is given twice, or not at all (TQ_ADDRESS included)."""
+        """Return the settings of a client called "tq NAME". address: the positional argument, instead of --address.
+        Raises `BadParameter` if both are given, or neither of them nor TQ_ADDRESS."""
         config = self.config_if_any(name, address)
         if not config.address:
             raise typer.BadParameter(
@@ -76,8 +76,7 @@ class TargetFlags(Security):
         return config
 
     def config_if_any(self, name: str, address: str | None = None) -> DataPlaneConfig:
-        """Return the settings of a client called `name`. Their address is None if it is given neither on the command
-        line nor in TQ_ADDRESS. Raises `BadParameter` if it is given twice."""
+        """Like `config`, but if no address is given, that of the settings is None."""
         if address is not None and self.at is not None:
             raise typer.BadParameter(f"got {self.at} and {address}; pass only one address", param_hint="--address")
         return DataPlaneConfig(
@@ -192,6 +191,7 @@ def typer_command(run: Callable[..., int]) -> Callable[..., int]:
 
     paragraphs = (inspect.getdoc(run) or "").split("\n\n")
     command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    # Typer reads the flags from the signature and the annotations.
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command

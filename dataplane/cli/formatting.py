@@ -28,7 +28,7 @@ def size(text: str) -> int:
 def duration(text: str) -> float:
     """Parse a finite number of seconds, e.g. "30" or "0.5"."""
     try:
-        return seconds("it", float(text))
+        return seconds("it", float(text))  # the name "it" would be in the error's text, which is replaced below
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a duration; write a number of seconds, 0 or more") from None
 

@@ -37,7 +37,7 @@ class Rates:
 
 
 def take_snapshot(channel: ControllerChannel, flow: Callable[[], FlowRates] | None = None) -> Snapshot:
-    """Take a snapshot of the service. flow: queries its throughput."""
+    """Take a snapshot of the service. flow: queries its throughput (None: the snapshot has none)."""
     return Snapshot(
         at_s=time.monotonic(),
         report=stats(channel),
@@ -47,7 +47,7 @@ def take_snapshot(channel: ControllerChannel, flow: Callable[[], FlowRates] | No
 
 
 def rates(before: Snapshot, after: Snapshot) -> dict[str, Rates]:
-    """Return the rates of each current partition."""
+    """Return the rates of each partition in `after`, by its name."""
     seconds = max(after.at_s - before.at_s, 1e-6)  # never 0: it is a divisor
     earlier = {part.partition: part for part in before.report.partitions}
     return {
@@ -62,7 +62,7 @@ def _partition_rates(before: c.PartitionStats | None, after: c.PartitionStats, s
     born = after.born - before.born
     return Rates(
         born=born / seconds,
-        # The samples born in between by which the number of live samples has not grown.
+        # Each born sample raises the number of live samples by one, each dropped sample lowers it by one.
         dropped=(born - (after.live - before.live)) / seconds,
         grown_bytes=(after.live_bytes - before.live_bytes) / seconds,
     )

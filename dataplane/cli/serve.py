@@ -68,7 +68,8 @@ def _run_service(config: DataPlaneConfig, count: int, json: bool) -> int:
         stop.set()
 
     units = UnitProcesses(controller.address, config, report_failure)
-    stop.then(units.stop)  # in a background thread: a signal also ends a start of units that takes long
+    # Called in a background thread when `stop` is set: a signal also ends a start of units that takes long.
+    stop.then(units.stop)
     try:
         units.start(count)
         if stop.asked:  # a signal came during the start
@@ -76,7 +77,7 @@ def _run_service(config: DataPlaneConfig, count: int, json: bool) -> int:
         if controller.recovered:
             print(f"restored the state in {config.state_dir}", file=sys.stderr, flush=True)
         _print_ready(controller.address, controller.http_url, json=json)
-        stop.when(controller.ended)  # does not block
+        stop.when(controller.ended)  # sets `stop` later; does not block
         stop.wait()  # for a signal, a failure of a unit, or the end of the controller
         if controller.ended.is_set():
             failures.append("the controller failed; see the log above")

@@ -35,7 +35,7 @@ def session(config: DataPlaneConfig) -> Iterator[ControllerChannel]:
 
 def ask(channel: ControllerChannel, command: c.Answered[R]) -> R:
     """Send a command and return its result, or raise the error that the service answers."""
-    _, result = channel.call(command)
+    _, result = channel.call(command)  # the first value is the number of the call
     return cast("R", result)
 
 
@@ -52,7 +52,8 @@ def not_shown(report: c.StatsReport) -> str:
 
 
 def waits(channel: ControllerChannel, partition: str = "", task: str = "") -> c.WaitList:
-    """Return the `WAITS` longest-waiting calls, of all or of the given partition and task."""
+    """Return the `WAITS` longest-waiting calls of this partition ("": of all), and only the claims of `task` unless it
+    is ""."""
     from dataplane.ledger import commands as c
 
     return ask(channel, c.Waits(partition=partition, task=task, limit=WAITS))

@@ -41,7 +41,7 @@ def describe(address: str, report: c.StatsReport) -> str:
 
 def _unit_lines(unit: c.UnitStats) -> list[str]:
     """Describe a storage unit in one line, and a second one if it has a problem."""
-    used = unit.live_bytes + unit.reserved_bytes + unit.retired_bytes
+    used = unit.live_bytes + unit.reserved_bytes + unit.retired_bytes  # retired: cleared, but still read
     lines = [
         f"  unit {unit.unit} {shown(unit.name)}: {readable(used)} of {readable(unit.capacity_bytes)} used"
         f" ({readable(unit.live_bytes)} live, {readable(unit.reserved_bytes)} reserved,"

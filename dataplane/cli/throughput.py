@@ -39,6 +39,7 @@ class FlowRates:
 def parse_http_address(text: str, address: str) -> tuple[str, int]:
     """Parse a URL, host:port, or a port on the host of `address` to (host, port). Raises ValueError for anything
     else."""
+    # `urlsplit` finds a host only after "//".
     if text.isascii() and text.isdigit():
         text = f"//{address.rpartition(':')[0]}:{text}"
     elif "//" not in text:
@@ -63,7 +64,8 @@ def fetch_rates(host_port: tuple[str, int], config: DataPlaneConfig, seconds: fl
 
 
 def _fetch(host_port: tuple[str, int], config: DataPlaneConfig) -> bytes:
-    """Return the body of the service's answer. OSError or HTTPException if there is none."""
+    """Return the body of the service's answer. OSError or HTTPException if there is none, or if its status is not
+    200."""
     token = config.secret()
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     connection = http.client.HTTPConnection(*host_port, timeout=_WAIT_S)

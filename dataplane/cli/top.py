@@ -84,7 +84,8 @@ def top(
 
 
 def _flow_query(url: str, config: DataPlaneConfig, interval: float) -> Callable[[], FlowRates]:
-    """Return a function that queries the service's throughput in the last `interval` seconds."""
+    """Return a function that queries the service's throughput in the last `interval` seconds. url: that of --http;
+    raises `BadParameter` if it is invalid."""
     try:
         host_port = parse_http_address(url, config.address or "")
     except ValueError:
@@ -175,7 +176,7 @@ def _select_units(units: Sequence[c.UnitStats], most: int | None) -> Sequence[c.
 def _summary(address: str, after: Snapshot, partition_rates: dict[str, Rates]) -> str:
     """Return the first line: memory of all units, new samples, clients and waiting calls."""
     report = after.report
-    born_per_s = sum(rate.born or 0.0 for rate in partition_rates.values())
+    born_per_s = sum(rate.born or 0.0 for rate in partition_rates.values())  # None (a new partition) counts as 0
     used = sum(unit.used_bytes for unit in report.units)
     capacity = sum(unit.capacity_bytes for unit in report.units)
     clients = len(report.sessions) - 1  # without this command

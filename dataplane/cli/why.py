@@ -111,9 +111,9 @@ def _headline(task: str, partition: str, claim_fields: tuple[str, ...], blocked:
     ready_text = f"{counted(ready, noun)}{fields}"
     why = shown(blocked.why)
     who = f"task {shown(task)} in partition {shown(partition)}"
-    if claims.waits:  # claims wait now
-        least = min(wait.wanted for wait in claims.waits)
-        return f"{who} waits: {counted(claims.total, 'claim')} of at least {least}, and {ready_text} ready: {why}"
+    if claims.waits:
+        fewest = min(wait.wanted for wait in claims.waits)
+        return f"{who} waits: {counted(claims.total, 'claim')} of at least {fewest}, and {ready_text} ready: {why}"
     if ready:
         return f"{who} can claim {ready_text} now: {why}"
     if blocked.complete and not blocked.unclaimed:

@@ -118,7 +118,7 @@ def _check_round_trip(config: DataPlaneConfig) -> Iterator[Finding]:
         with DataPlaneClient(settings).connect() as client, temporary_partition(client, "doctor", ["bytes"]) as name:
             began = time.monotonic()
             client.put_samples(["row"], name, {"bytes": [row]})
-            back = client.get_samples(["row"], name, ["bytes"])["bytes"].values()
+            back = client.get_samples(["row"], name, ["bytes"])["bytes"].values()  # of a nested tensor with one row
             took_ms = (time.monotonic() - began) * 1000
             if not torch.equal(back, row):
                 raise ValueError(f"a row of {readable(_ROW_BYTES)} was changed in transit over {connection_kind}")
