@@ -36,10 +36,12 @@ def python_arguments(command_line: Sequence[str], module_arguments: Sequence[str
     """
     arguments = list(module_arguments[1:])
     options = list(command_line[1 : len(command_line) - len(arguments)])
-    # The last option starts the module: "-mNAME", or "-m" and "NAME". Other flags can precede the "m", as in "-um":
-    # they are kept.
+    # The last option starts the module. Other flags can precede its "m", as in "-um": they are kept.
     last = options.pop()
-    flags = last.partition("m")[0] if last.startswith("-") else options.pop()[:-1]
+    if last.startswith("-"):  # "-mNAME"
+        flags = last.partition("m")[0]
+    else:  # "-m" and "NAME"
+        flags = options.pop().removesuffix("m")
     if flags != "-":
         options.append(flags)
     return [*options, *arguments]

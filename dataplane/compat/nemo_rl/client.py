@@ -94,7 +94,7 @@ class DataPlaneClient:
             task=task_name,
             fields=tuple(required_fields),
             batch_size=int(batch_size),
-            config={},
+            config={},  # for samplers, which this claim does not use
         )
         ids, tags = self._performer.do(_claim, request, blocking, seconds("timeout_s", timeout_s))
         has_lengths = any(INPUT_LENGTHS in tag for tag in tags)
@@ -127,8 +127,8 @@ class DataPlaneClient:
         fields: TensorDict | None = None,
         tags: list[dict[str, Any]] | None = None,
     ) -> Any:
-        """Store fields and tags of N samples atomically. Claims wait for fields, not for samples. Return the meta of
-        the samples, with these fields and tags."""
+        """Store fields and tags of N samples atomically. Claims can take a sample as soon as it has the fields that
+        they require. Return the meta of the samples, with these fields and tags."""
         ids = list(sample_ids)
         if not ids:  # nothing to store: the partition is not created either
             return self.meta_type(partition_id=partition_id, task_name=None, sample_ids=[], fields=None)
@@ -184,7 +184,7 @@ def _register(session_state: SessionState, partition: str, tasks: Sequence[str])
     `_registration_id`."""
     yield operations.extend_partition(session_state, partition, tasks=tasks)
     if tasks:
-        # After the tasks themselves: a claim between the two steps creates its task, as before the registration.
+        # In the other order, `_check_task` could reject a claim of such a task between the two steps.
         yield from operations.put(session_state, [_registration_id(partition)], operations.ADAPTER, fields=None)
 
 
@@ -246,7 +246,7 @@ def _to_nemo_value(name: str, value: Any) -> Any:
 
 
 def dense_if_even(value: Any) -> Any:
-    """Return a nested tensor whose rows all have the same shape as a dense tensor. Return other values unchanged."""
+    """Convert a nested tensor to a dense one if all its rows have one shape. Return other values unchanged."""
     if not isinstance(value, Tensor) or not value.is_nested:
         return value
     rows = value.unbind()

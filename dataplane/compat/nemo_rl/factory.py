@@ -59,6 +59,7 @@ def session_of(cfg: Mapping[str, Any], *, bootstrap: bool) -> Session:
     if cfg.get("ack_timeout_ms"):
         dataplane_settings["call_timeout_s"] = _milliseconds(cfg["ack_timeout_ms"]) / 1000
     conf: dict[str, Any] = {
+        # The service stores polling_mode for callers of `get_meta`; claims of this client do not use it.
         "controller": {"polling_mode": True, "name": cfg.get("controller_name")},
         "dataplane": dataplane_settings,
     }

@@ -47,7 +47,7 @@ class KVBatchMeta:
 
     def stamp_tags(self, scalars: Mapping[str, Sequence[Any]]) -> None:
         """Set tags in this meta, one value per sample for each name. ValueError for another number of values."""
-        for name, values in scalars.items():  # before any change
+        for name, values in scalars.items():  # check all of them before the first change
             if len(values) != self.size:
                 raise ValueError(f"stamp_tags: {name!r} has {len(values)} values for {self.size} samples")
         self.tags = [{} for _ in self.sample_ids] if self.tags is None else self.tags
@@ -74,8 +74,8 @@ class KVBatchMeta:
         return self.subset(left) if left else None
 
     def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
-        """Return these samples followed by those of the others, with lengths and tags if all metas have them.
-        ValueError for a meta of another partition."""
+        """Return these samples followed by those of the others, with lengths and tags if all metas have them, and with
+        this meta's task, fields and extra_info. ValueError for a meta of another partition."""
         if any(other.partition_id != self.partition_id for other in others):
             raise ValueError(f"KVBatchMeta.concat: all metas must be of partition {self.partition_id!r}")
         metas = (self, *others)
@@ -89,7 +89,7 @@ class KVBatchMeta:
 
     def with_fields(self, field_names: Sequence[str]) -> KVBatchMeta:
         """Return a copy with these fields added to `fields`."""
-        copied = self.subset(range(self.size))  # all samples; only `tags` still has the dicts of this meta
+        copied = self.subset(range(self.size))  # all samples; their tags are copied below
         copied.fields = list(dict.fromkeys([*(self.fields or ()), *field_names]))
         copied.tags = None if self.tags is None else [dict(tag) for tag in self.tags]
         return copied

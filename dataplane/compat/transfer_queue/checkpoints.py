@@ -89,7 +89,7 @@ def load_into(client: TransferQueueClient, directory: str | Path) -> None:
     for name in client.get_partition_list():
         if name not in restored:
             client.clear_partition(name)
-    for name in restored:  # for the others, `clear_partition` has done so
+    for name in restored:  # `clear_partition` has deleted the draws of the others
         client._performer.do(fetching.forget_draws, name)
 
 

@@ -35,8 +35,8 @@ CONFIG = "config"
 class AsyncTransferQueueClient:
     """An async client of one service, usable from any event loop. Thread-safe.
 
-    controller_info: the service's address, or the `controller.zmq_info` that `init()` returned. zmq_io_threads and
-    zmq_max_sockets are accepted and ignored.
+    client_id: only kept as an attribute. controller_info: the service's address, or the `controller.zmq_info` that
+    `init()` returned. zmq_io_threads and zmq_max_sockets are accepted and ignored.
 
     A missing key, sample, field or partition raises `StorageKeyNotFoundError`; other errors are those of
     `dataplane.errors`.
@@ -205,7 +205,7 @@ class AsyncTransferQueueClient:
 
     @property
     def strict_reads(self) -> bool:
-        """Whether a read of a missing key or field is an error. The service stores this with its other settings."""
+        """Whether a read of a missing key or field is an error, as the service's settings say (False until read)."""
         return bool((self._stored_settings or {}).get("strict_reads"))
 
     def exchange_settings(
@@ -221,8 +221,8 @@ class AsyncTransferQueueClient:
                 log.info("the service already has settings; those passed to init() are ignored")
         if self._stored_settings is None:  # read them back: another process may have stored its settings first
             try:
-                values = yield from get.get(session_state, [CONFIG], operations.ADAPTER, [CONFIG], copy=True)
-                self._stored_settings = values[CONFIG][0]
+                stored = yield from get.get(session_state, [CONFIG], operations.ADAPTER, [CONFIG], copy=True)
+                self._stored_settings = stored[CONFIG][0]
             except NotFoundError:
                 return None
         return self._stored_settings
@@ -282,8 +282,8 @@ class TransferQueueClient(AsyncTransferQueueClient):
         task_name: str | None = None,
         sampling_config: dict[str, Any] | None = None,
     ) -> BatchMeta:
-        """Claim `batch_size` samples that have all `data_fields` for the task. The sampler chooses them. Return their
-        meta.
+        """Claim `batch_size` samples that have all `data_fields` for the task. The sampler, which gets the entries of
+        `sampling_config`, chooses them. Return their meta.
 
         If too few samples are ready: with `polling_mode`, return an empty meta at once. Otherwise block, and raise
         `FetchTimeoutError` (a RuntimeError and a TimeoutError) after TQ_CONTROLLER_GET_METADATA_TIMEOUT or
@@ -336,11 +336,12 @@ class TransferQueueClient(AsyncTransferQueueClient):
 
     def get_production_status(self, data_fields: list[str], partition_id: str) -> tuple[Tensor | None, Tensor | None]:
         """Return the samples' indexes `[N]`, and `[N, F]` with 1 where the sample has the field. (None, None) for an
-        unknown partition or field."""
+        unknown partition or field, and without fields."""
         return self._performer.do(operations.production_status, data_fields, partition_id)
 
     def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Whether the partition has as many samples as expected, at least one, and the task has claimed all of them."""
+        """Whether the task has claimed all samples of the partition, at least one. False until as many were created as
+        expected (TQ_PRE_ALLOC_SAMPLE_NUM, by default 1)."""
         _, status = self.get_consumption_status(task_name, partition_id)
         return _all_one(status, empty=False)
 
@@ -350,7 +351,8 @@ class TransferQueueClient(AsyncTransferQueueClient):
         return _all_one(status, empty=True)
 
     def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """Reset the claims of the task (None: of every task), so that it can claim all samples again."""
+        """Reset the claims of the task (None: of every task), so that it can claim all samples again. Return False if
+        that failed because other clients cleared samples meanwhile."""
         return self._performer.do(operations.reset_claims, partition_id, task_name)
 
     def get_partition_list(self) -> list[str]:

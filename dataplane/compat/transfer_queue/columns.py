@@ -84,8 +84,8 @@ def to_columns(fields: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
 
 
 def _to_column(value: Any) -> Any:
-    """Convert one field to a value for `put`: a dense tensor whose rows have one dimension becomes jagged; arrays and
-    lists in NonTensorData become lists of rows; other values are returned unchanged."""
+    """Convert one field to a value for `put`: a dense tensor `[N, L]` with N > 0 becomes N jagged rows; arrays and
+    lists in NonTensorData become lists of rows; other values stay as they are. Dense tensors are detached."""
     if isinstance(value, NonTensorData) and isinstance(value.data, np.ndarray | list | tuple):
         return list(value.data)
     if not isinstance(value, Tensor) or value.is_nested:
@@ -136,7 +136,7 @@ def _kind_to_declare(value: Any) -> FieldKind | None:
         return None
     rows = rows_of(value)
     tensors = [row for row in rows if isinstance(row, Tensor)]
-    # Arrays, and tensors of several dtypes.
+    # Only objects can be arrays, or tensors of several dtypes.
     if any(isinstance(row, np.ndarray) for row in rows) or len({row.dtype for row in tensors}) > 1:
         return FieldKind.OBJECT
     if rows and len(tensors) == len(rows) and all(row.dim() >= JAGGED_DIMENSIONS for row in tensors):
@@ -207,7 +207,7 @@ def packed_rows(rows: Sequence[Any]) -> Any:
 
 
 def rows_of(value: Any) -> list[Any]:
-    """Return the rows of a field as a list."""
+    """Return the rows of a field as a list. Rows of a numeric array are tensors."""
     if isinstance(value, np.ndarray):
         return list(torch.as_tensor(value).unbind() if value.dtype.kind in "biufc" else value)
     if isinstance(value, Tensor):
@@ -248,7 +248,7 @@ def _column_schema(column: c.FieldLocations) -> FieldSchema:
     """Return the schema of the rows in a column."""
     spec, is_tensor = column.spec, column.spec.kind is not FieldKind.OBJECT
     schema: FieldSchema = {
-        "dtype": TORCH_DTYPES[spec.dtype or ""] if is_tensor else None,
+        "dtype": TORCH_DTYPES[spec.dtype or ""] if is_tensor else None,  # a tensor column with values has a dtype
         "shape": None,
         "is_nested": spec.kind is FieldKind.RAGGED,
         "is_non_tensor": not is_tensor,

@@ -129,8 +129,8 @@ def claim_in_order(
 def _claim_by_draw(
     session_state: SessionState, request: BatchRequest, sampling: Sampling, sampler: DrawingSampler
 ) -> Operation[BatchMeta]:
-    """Return the caller's share of a draw. With a `draw_key`, the draw is shared: take the stored one, or make and
-    store one. Without a key, each call makes its own. With too few samples, return an empty meta when polling,
+    """Return the meta of the caller's share of a draw. With a `draw_key`, the draw is shared: take the stored one, or
+    make and store one. Without a key, each call makes its own. With too few samples, return an empty meta when polling,
     otherwise ClaimTimeoutError."""
     with _sampler_errors(sampler):
         key, share_number = sampler.draw_key(request.config), sampler.share_of(request.config)
@@ -142,7 +142,7 @@ def _claim_by_draw(
             return (yield from _meta_of(session_state, request, stored.share(share_number)))
         limit = needed if sampler.first_only else MAX_SAMPLES
         ready = yield from _list_ready(session_state, request, sampling, needed, deadline, limit=limit)
-        with _sampler_errors(sampler):
+        with _sampler_errors(sampler):  # also with too few samples: `draw` raises for wrong arguments
             draw = sampler.draw(ready.generations.tolist(), request.batch_size, _lengths(ready))
         if len(ready.ids) < needed or draw is None:
             if sampling.polling:
@@ -236,7 +236,8 @@ def _list_ready(
 def _claim_exactly(
     session_state: SessionState, request: BatchRequest, ready: c.Claimed, indexes: Sequence[int]
 ) -> Operation[c.Claimed | None]:
-    """Claim exactly the ready samples with these global indexes. Return None if another claim took one of them."""
+    """Claim exactly the ready samples with these global indexes. If another claim took one of them, claim none and
+    return None."""
     # A sample's global index is its generation.
     positions = {generation: position for position, generation in enumerate(ready.generations.tolist())}
     chosen = [positions[index] for index in indexes]
@@ -328,7 +329,7 @@ def _store_draw(
 
 
 def forget_draws(session_state: SessionState, partition: str) -> Operation[None]:
-    """Delete the stored draws of a partition that is cleared."""
+    """Delete the stored draws of a partition whose samples were cleared or replaced."""
     try:
         stored = yield from list_samples(session_state, ADAPTER)
     except PartitionNotFoundError:

@@ -143,14 +143,14 @@ def _put(
     keys = list(keys)  # a copy, which becomes that of the meta
     all_tags, all_fields = yield from operations.put_keys(session_state, keys, partition, fields, tags)
     meta = KVBatchMeta(partition_id=partition, fields=all_fields)
-    # Assigned, because __post_init__ would copy the tags, which are not shared.
+    # Not passed above: __post_init__ would copy the tags, but nobody else has these lists.
     meta.keys, meta.tags = keys, all_tags
     return meta
 
 
 def _one_row(fields: Fields | None, tag: Tag | None) -> Fields | None:
     """Return the fields of one sample as a batch of one row (None without fields). ValueError without fields and tag,
-    and for values that are no fields of one sample."""
+    unless `fields` is a TensorDict or a mapping, for nested tensors, and for names that are not strings."""
     if fields is None and tag is None:
         raise ValueError("kv_put: pass fields, a tag, or both")
     if fields is None or isinstance(fields, TensorDict):  # a TensorDict has one row already
@@ -172,8 +172,8 @@ def _tag_list(tag: Tag | None) -> list[Tag] | None:
 
 
 def _check_batch(keys: Sequence[str], fields: Fields | None, tags: Sequence[Tag] | None) -> None:
-    """Check the arguments of `kv_batch_put`. ValueError for another number of rows or tags than keys, and without
-    both."""
+    """Check the arguments of `kv_batch_put`. ValueError without fields and tags, and for a TensorDict of fields or a
+    list of tags whose length is not the number of keys. (The put checks the fields of other mappings.)"""
     _key_list(keys)  # for its check only
     if fields is None and tags is None:
         raise ValueError("kv_batch_put: pass fields, tags, or both")

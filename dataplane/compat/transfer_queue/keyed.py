@@ -63,7 +63,7 @@ class KVBatchMeta:
         return self._select([positions[key] for key in keys_to_select])
 
     def reorder(self, indexes: Sequence[int]) -> None:
-        """Reorder the samples in place. ValueError unless `indexes` names each position once."""
+        """Reorder the samples in place. ValueError for duplicates and for another number of indexes than samples."""
         if len(indexes) != self.size:
             raise ValueError(f"reorder: {len(indexes)} indexes, which does not match the {self.size} samples")
         if len(set(indexes)) != len(indexes):

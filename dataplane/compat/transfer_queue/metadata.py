@@ -224,8 +224,8 @@ class BatchMeta:
         )
 
     def _with_handles(self, names: list[str] | None, rows: list[int] | None) -> BatchMeta:
-        """Set the id and the row of each sample. With its global index (the generation), a row is a handle by which the
-        service finds exactly this sample. Return this meta."""
+        """Set the id and the row of each sample (None: unknown). With its global index (the generation), a row is a
+        handle by which the service finds exactly this sample. Return this meta."""
         self._names, self._rows = names, rows
         return self
 
@@ -352,7 +352,7 @@ class SampleView:
             schema = _schema_at(batch_schema, [self._position])
             shapes = schema.pop("per_sample_shapes", None)
             if shapes is not None:
-                schema["shape"] = shapes[0]
+                schema["shape"] = shapes[0]  # of the only position
             schemas[name] = MappingProxyType(schema)
         return MappingProxyType(schemas)
 

@@ -77,7 +77,8 @@ def build_batch_meta(
     fields: Sequence[str],
     status: int | None = None,
 ) -> Operation[BatchMeta]:
-    """Build the meta of samples that the service returned. status: the production status of all of them, if known."""
+    """Build the meta of samples that the service returned, with those of `fields` that any of them has. status: the
+    production status of all of them, if known."""
     locations = yield from _locate_fields(session_state, partition, samples, fields)
     count = len(samples.ids)
     known_fields = columns.known_fields(locations, fields)
@@ -173,7 +174,7 @@ def list_samples_of_keys(session_state: SessionState, keys: Sequence[str], parti
         try:
             return (yield from list_samples(session_state, partition, samples))
         except (SampleNotFoundError, StaleSampleError):
-            # Some are missing. List those that exist now, by handle: if one is cleared before that, look again.
+            # Some are missing. List those that exist now, by handle; if one is cleared before that, locate again.
             reply = yield Send(c.Locate(partition=partition, samples=by_key, fields=(), missing_ok=True))
             yield Post(c.Release(located=reply.number))
             exists = reply.result.rows >= 0  # -1: missing
@@ -334,7 +335,7 @@ def set_tags(session_state: SessionState, meta: BatchMeta) -> Operation[None]:
 
 
 def meta_of_partition(session_state: SessionState, partition: str, fields: Sequence[str]) -> Operation[BatchMeta]:
-    """Return the meta of every sample, ready or not, claimed or not."""
+    """Return the meta of every sample, ready or not, claimed or not. fields: see `build_batch_meta`."""
     samples = yield from list_samples(session_state, partition)
     return (yield from build_batch_meta(session_state, partition, samples, fields))
 

@@ -112,7 +112,8 @@ class DrawingSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[list[int], list[int]]:
-        """Draw from `ready_indexes`, or reuse the earlier draw of the same `draw_key`."""
+        """Draw from `ready_indexes`, or reuse the earlier draw of the same `draw_key`. kwargs: further entries of
+        `sampling_config`, and `partition`; args are ignored."""
         key, share_number = self.draw_key(kwargs), self.share_of(kwargs)
         draws_by_key = self._states.setdefault(partition_id, {}).setdefault(task_name, {})
         draw: Draw | None = None if key is None else draws_by_key.get(key)
@@ -243,8 +244,8 @@ NAMED: dict[str, type[DrawingSampler]] = {
 
 
 def _complete_groups(indexes: list[int], size: int, count: int) -> list[int]:
-    """Return the samples of the first `count` complete groups in the sorted `indexes`, or of fewer. A group is `size`
-    consecutive numbers."""
+    """Return the samples of the first `count` complete groups in the sorted `indexes`, or of all if there are fewer. A
+    group is `size` consecutive numbers."""
     samples: list[int] = []
     position = 0
     while position + size <= len(indexes) and len(samples) < count * size:

@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 class Session:
     """The service in use.
 
-    meeting: the service as found or started through a rendezvous, or started in this process; for a configured address
-    its publication for other processes, or None if it is not published. published: environment variables by which child
-    processes find the service. _pid: the process that opened the session; a forked child inherits the object.
+    meeting: for a service from `Rendezvous.meet` or started in this process, that service; for a configured address,
+    its publication for other processes; otherwise None. published: environment variables by which child processes find
+    the service. _pid: the process that opened the session; a forked child inherits the object.
     """
 
     client: TransferQueueClient
@@ -98,8 +98,8 @@ def init(conf: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
 
 def open_session(settings: Settings, *, given: bool = True, start: bool = True) -> Session:
     """Open a session of the service that is named or found, or else start one. given: whether the caller passed these
-    settings, so that a service without settings stores them. `NotInitializedError` if no service is found and `start`
-    is False."""
+    settings, so that a service without settings stores them. If `start` is False, no service is started or published:
+    `NotInitializedError` if none is found."""
     sampler, name = sampler_of(settings.controller.sampler), settings.shared_name()
     # A service name takes precedence over TQ_ADDRESS, but not over an address in the settings.
     configured = settings.address() or (_environment() if name is None else None)
@@ -181,7 +181,7 @@ def _find_published(name: str | None = None) -> DataPlaneConfig | None:
 
 def _publish(session: Session) -> Meeting | None:
     """Publish the service of a session with a configured address, so that processes of this job without an address
-    attach to it. Return None if the job already has a service, or without a rendezvous."""
+    attach to it. Return None if the job already has a service, or without a rendezvous. An error closes the session."""
     config = session.client.config
     try:
         for rendezvous in known():

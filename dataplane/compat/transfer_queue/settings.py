@@ -74,7 +74,7 @@ class Settings(dict[str, Any]):
         return config if config.address is not None else None
 
     def _dataplane_config(self) -> DataPlaneConfig:
-        """Return the settings in `dataplane`, with the `objects` of these settings."""
+        """Return the settings in `dataplane`, with the `objects` of these settings unless that is unset or "refuse"."""
         config = DataPlaneConfig.of(self.dataplane)
         return config if self.objects in (None, "refuse") else replace(config, objects=self.objects)
 

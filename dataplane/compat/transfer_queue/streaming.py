@@ -82,7 +82,7 @@ class StreamingDataset(IterableDataset[Batch]):
         if self._client is None:
             controller_info = self.config["controller"]["zmq_info"]
             self._client = TransferQueueClient(f"StreamingDataset_{uuid.uuid4().hex[:8]}", controller_info)
-            weakref.finalize(self, _close_client, self._client)
+            weakref.finalize(self, _close_client, self._client)  # when nothing refers to this dataset any longer
         while True:
             if self.batch_index < len(self.buffer) or self._fetch_batch(self._client):
                 batch = self.buffer[self.batch_index]
