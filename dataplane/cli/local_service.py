@@ -25,8 +25,8 @@ _END_S = 30.0
 @contextlib.contextmanager
 def temporary_service(*, capacity_bytes: int, arena_dir: str = "/dev/shm") -> Iterator[str]:
     """Run a service with one unit in child processes, on loopback and without a token, and yield its address. The
-    service stops at the end of the block. Raises `ServiceUnavailableError`, with its error output, if it does not start
-    within a minute."""
+    service stops at the end of the block. Raises `ServiceUnavailableError`, with its error output, if it fails or does
+    not start within a minute."""
     command = [sys.executable, "-m", "dataplane", "serve", "--capacity", str(capacity_bytes), "--arena-dir", arena_dir]
     # Without the variables that configure a service, and out of the reach of Ctrl-C: this command stops it.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}

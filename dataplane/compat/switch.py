@@ -84,7 +84,8 @@ class Replacement:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """See `importlib.abc.MetaPathFinder`. For a submodule of a replaced module that this project does not have:
-        ModuleNotFoundError, or None if `importlib.util.find_spec` is the caller. None for all other modules."""
+        ModuleNotFoundError, or None if `importlib.util.find_spec` is the caller. None for all other modules except
+        `ray.job_config`."""
         if fullname == _RAY_JOB:  # not replaced, but patched: the workers of a Ray job get the variable, too
             return self._patch_job_config(PathFinder.find_spec(fullname, path))
         for name, ours in self.table.items():
@@ -92,7 +93,8 @@ class Replacement:
                 submodule = fullname.removeprefix(name)
                 spec = self._spec_for(fullname, ours + submodule)
             elif fullname.startswith(f"{ours}."):
-                # `from NAME import SUBMODULE` looks the submodule up under the replacement's own name.
+                # `from NAME import SUBMODULE` looks the submodule up under the replacement's own name. Without such a
+                # submodule, it gets the error below, too.
                 submodule = fullname.removeprefix(ours)
                 spec = PathFinder.find_spec(fullname, path)
             else:

@@ -226,7 +226,7 @@ def _get(
     """Read exactly these fields of these samples, in NeMo-RL's form."""
     data: TensorDict = yield from reads.get_keys(session_state, ids, partition, fields, strict=True)
     values = {name: _to_nemo_value(str(name), value) for name, value in data.items()}
-    converted: TensorDict = TensorDict._new_unsafe(values, batch_size=data.batch_size)
+    converted: TensorDict = TensorDict._new_unsafe(values, batch_size=data.batch_size)  # without checks: faster
     return converted
 
 

@@ -146,7 +146,8 @@ def _kind_to_declare(value: Any) -> FieldKind | None:
 
 def apply_parser(fields: Mapping[str, Any] | TensorDictBase, parse: Parser) -> dict[str, Any]:
     """Call `parse`, the caller's `data_parser`, with a dict of tensors (lists for nested tensors and objects). Return
-    its fields. TypeError if it does not return a dict, ValueError if it adds, removes or resizes fields."""
+    its fields, with lists of tensors joined. TypeError if it does not return a dict, ValueError if it adds, removes or
+    resizes fields."""
     given: dict[str, Any] = {str(name): _to_parser_value(value) for name, value in fields.items()}
     expected = {name: len(value) for name, value in given.items()}  # before the call, which can change `given`
     returned = parse(given)
@@ -176,7 +177,7 @@ def _pack_tensors(values: Sequence[Any]) -> Any:
 def from_columns(data: TensorDict) -> TensorDict:
     """Convert read values to the form of the original: tensor rows nested, even with equal lengths; scalars `[N]`;
     objects in a NonTensorStack."""
-    converted: TensorDict = TensorDict._new_unsafe(
+    converted: TensorDict = TensorDict._new_unsafe(  # without checks: faster
         {name: _from_column(value) for name, value in data.items()}, batch_size=data.batch_size
     )
     return converted

@@ -110,8 +110,9 @@ def _fetch_with_sampler(session_state: SessionState, request: BatchRequest, samp
 def claim_in_order(
     session_state: SessionState, request: BatchRequest, *, polling: bool, wait_s: float
 ) -> Operation[c.Claimed | None]:
-    """Claim the oldest `batch_size` samples, all or none. With too few: None when polling, otherwise ClaimTimeoutError
-    after `wait_s`."""
+    """Claim the oldest `batch_size` samples. With too few, claim none: return None when polling, otherwise
+    ClaimTimeoutError after `wait_s`. (If a native client has completed the partition, a claim that waits takes the
+    samples that are left, even if they are fewer.)"""
     if not polling:
         claim = _claim_command(request, batch_size=request.batch_size, timeout_s=wait_s)
         return (yield from _send_claim(session_state, request, claim))

@@ -197,7 +197,7 @@ def put_keys(
 
 
 def clear_keys(session_state: SessionState, keys: Sequence[str], partition: str) -> Operation[None]:
-    """Drop the samples of these keys. Unknown keys are ignored."""
+    """Drop the samples of these keys. Unknown keys are ignored, as is an unknown partition."""
     try:
         yield Send(c.Clear(partition=partition, samples=c.Samples(ids=tuple(keys))))
     except PartitionNotFoundError:
@@ -221,7 +221,8 @@ def list_keys(session_state: SessionState, partition: str | None) -> Operation[d
 
 
 def keys_of_indexes(session_state: SessionState, indexes: Sequence[int], partition: str) -> Operation[list[str | None]]:
-    """Return the key of the sample with each global index, or None if the sample has no key or does not exist."""
+    """Return the key of the sample with each global index, or None if the sample has no key or does not exist.
+    `TransferQueueError` for an unknown partition."""
     try:
         samples = yield from list_samples(session_state, partition)
     except PartitionNotFoundError:
@@ -252,7 +253,7 @@ def put(
     encoded = None if fields is None else columns.to_columns(fields)
     declared = columns.declared_fields(encoded or {})
     # Kinds that cannot be inferred from the values must be declared before the put.
-    schema = session_state.schemas.get(partition) or Schema()
+    schema = session_state.schemas.get(partition) or Schema()  # if none is cached, all of them are declared
     undeclared = {name: spec for name, spec in declared.items() if name not in schema}
     if undeclared:
         yield extend_partition(session_state, partition, fields=undeclared)
@@ -269,7 +270,7 @@ def put(
             )
             return committed
         except PartitionNotFoundError:
-            yield declare()
+            yield declare()  # also creates the partition
         except SchemaError as error:
             # Each error moves one field to another column or encoding. Then try again.
             if encoded is None or not columns.to_other_column(encoded, error):
