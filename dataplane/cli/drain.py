@@ -66,7 +66,7 @@ def drain(
 
 
 def _select_unit(config: DataPlaneConfig, unit: str, *, undo: bool) -> c.UnitStats:
-    """Return the statistics of the unit. With `undo`, allow new rows on it again."""
+    """Return the statistics of the unit. With `undo`, then allow new rows on it again."""
     from dataplane.ledger import commands as c
 
     with session(config) as channel:

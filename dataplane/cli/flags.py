@@ -200,7 +200,7 @@ def typer_command(run: Callable[..., int]) -> Callable[..., int]:
 def _keyword_parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
     """Return a keyword-only parameter. Boolean flags show no metavar in the help."""
     if typing.get_origin(kind) is Annotated and typing.get_args(kind)[0] is bool:
-        option = copy.copy(typing.get_args(kind)[1])  # other commands share the original
+        option = copy.copy(typing.get_args(kind)[1])  # the `typer.Option`, which other commands share
         option.metavar = ""
         kind = Annotated[bool, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)

@@ -28,7 +28,7 @@ def temporary_service(*, capacity_bytes: int, arena_dir: str = "/dev/shm") -> It
     service stops at the end of the block. Raises `ServiceUnavailableError`, with its error output, if it fails or does
     not start within a minute."""
     command = [sys.executable, "-m", "dataplane", "serve", "--capacity", str(capacity_bytes), "--arena-dir", arena_dir]
-    # Without the variables that configure a service, and out of the reach of Ctrl-C: this command stops it.
+    # Without the variables that configure a service. Ctrl-C does not reach its process group: this command stops it.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
     pipe = subprocess.PIPE
     with subprocess.Popen(

@@ -106,7 +106,7 @@ def _check_protobuf() -> Iterator[Finding]:
 
     for module in (bulk_pb2, control_pb2):
         assert module.DESCRIPTOR.message_types_by_name
-    kind = api_implementation.Type()
+    kind = api_implementation.Type()  # "upb" is the fast one
     mend = "" if kind == "upb" else "pip install -U --only-binary :all: protobuf (this one is pure Python: slow)"
     yield Finding(what="protobuf", found=f"{__version__} ({kind}), the generated messages load", mend=mend)
 

@@ -51,7 +51,7 @@ def save_from(client: TransferQueueClient, directory: str | Path, metadata: Mapp
         _fsync_directory(new)
         # Write beside the target, then rename: at any instant a complete checkpoint is at `target` or at `old`.
         if target.exists():
-            shutil.rmtree(old, ignore_errors=True)  # of an earlier save that did not get to remove it
+            shutil.rmtree(old, ignore_errors=True)  # left by an interrupted save
             target.rename(old)
         new.rename(target)
         _fsync_directory(target.parent)

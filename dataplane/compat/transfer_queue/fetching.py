@@ -184,7 +184,7 @@ def _claim_by_sampler(session_state: SessionState, request: BatchRequest, sampli
             if claimed is None:
                 continue  # another claim took one of them first
             meta = BatchMeta(list(given), [request.partition] * len(given))
-            [(_, native_meta)] = yield from resolve_samples(session_state, meta)  # one pair: one partition
+            [(_, native_meta)] = yield from resolve_samples(session_state, meta)  # one pair per partition
             return (yield from _meta_of(session_state, request, samples_of(native_meta)))
         if sampling.polling:
             return BatchMeta.empty()
@@ -225,7 +225,7 @@ def _list_ready(
     minimum = 1 if sampling.polling else needed
     peek = _claim_command(
         request,
-        batch_size=max(limit, minimum),
+        batch_size=max(limit, minimum),  # `needed` above MAX_SAMPLES: the service raises `LimitError`
         min_batch_size=minimum,
         blocking=not sampling.polling,
         timeout_s=max(deadline - time.monotonic(), 0.0),

@@ -327,7 +327,7 @@ def set_tags(session_state: SessionState, meta: BatchMeta) -> Operation[None]:
     """Merge the meta's tags into those of its samples. An unknown partition is ignored."""
     for part in meta.chunk_by_partition():
         try:
-            for positions, samples in (yield from resolve_samples(session_state, part)):  # one pair: one partition
+            for positions, samples in (yield from resolve_samples(session_state, part)):  # only one pair
                 tags = tag_columns([part.custom_meta[position] for position in positions], len(positions))
                 command = c.SetTags(partition=samples.partition_id, samples=samples_of(samples), tags=tags)
                 yield from send_for_samples(samples.sample_ids, command)

@@ -229,7 +229,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
             return None
         group_lengths = np.asarray(lengths(whole.samples), dtype=np.int64).reshape(-1, size).sum(axis=1)
         shares = []
-        for group_numbers in deal(group_lengths, self.dp_size):
+        for group_numbers in deal(group_lengths, self.dp_size):  # the groups of each rank, with about equal sums
             # Group g has the positions g * size to g * size + size - 1.
             first_positions = np.array(group_numbers, dtype=np.int64) * size
             shares.append((first_positions[:, None] + np.arange(size)).ravel().tolist())
