@@ -83,7 +83,7 @@ class DataPlaneClient:
         if no sample has the tag.
 
         Block until that many samples are ready; raise TimeoutError after `timeout_s` without a claim.
-        `blocking=False` returns at once, with an empty meta if fewer are ready. dp_rank is accepted and ignored.
+        With `blocking=False`, return at once, with an empty meta if fewer are ready. dp_rank is accepted and ignored.
         `StorageKeyNotFoundError` at once if tasks were registered for the partition and this task is not one of them.
         """
         if (partition_id, task_name) not in self._known_tasks:  # checked once per client
@@ -210,8 +210,8 @@ def _check_task(session_state: SessionState, partition: str, task: str) -> Opera
 def _claim(
     session_state: SessionState, request: fetching.BatchRequest, blocking: bool, timeout_s: float
 ) -> Operation[tuple[list[str], list[dict[str, Any]]]]:
-    """Claim the oldest samples. Return their ids and tags. If too few are ready, both are empty or, if blocking,
-    ClaimTimeoutError after `timeout_s`."""
+    """Claim the oldest samples. Return their ids and tags. If too few are ready, return empty lists, or with `blocking`
+    raise ClaimTimeoutError after `timeout_s`."""
     claimed: c.Claimed | None = yield from fetching.claim_in_order(
         session_state, request, polling=not blocking, wait_s=timeout_s
     )
