@@ -31,7 +31,8 @@ def require_free_port(host: str, port: int) -> None:
 
 
 def cannot_listen(host: str, port: int, number: int | None) -> OSError:
-    """Return the error to raise after listening failed with this errno: a `PortTakenError` if the port is in use."""
+    """Return the error to raise after listening failed with errno `number` (None: unknown): `PortTakenError` if the
+    port is in use."""
     address = join_address(host, port)
     if number == errno.EADDRINUSE:
         return PortTakenError(address=address, holder=_describe_holder(port))
