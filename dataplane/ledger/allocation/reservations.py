@@ -200,8 +200,8 @@ class Reservations:
         return Preallocated(offset=offset, checksums=checksums_are_wanted(self.state, session, [unit]))
 
     def _is_spare(self, nbytes: int) -> bool:
-        """Return whether `nbytes` can be reserved without taking them from a waiting call. Calls that wait for a
-        budget, as in resting lines, do not wait for memory. Those that wait for a larger piece must keep enough."""
+        """Return whether `nbytes` can be reserved without taking them from a waiting put. Lines that rest are left out
+        (`accounts=set()`): they wait for a budget. Puts that wait for a larger piece must keep enough."""
         lines = [line for update in (True, False) for line in self._active_lines(update, accounts=set())]
         return all(
             not waits_for_memory(self.state, parked) or waits_for_larger_piece(self.state, parked, spare=nbytes)
@@ -288,7 +288,7 @@ class Reservations:
 
     def _attempt(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | DataPlaneError | None:
         """Return the result or error that ends the wait of the call, or None if it continues to wait."""
-        self._check_can_ever_fit(parked.partition, parked.want)
+        self._check_can_ever_fit(parked.partition, parked.want)  # budget or units may be smaller now
         granted = self._try_to_reserve(parked, behind=behind)
         if granted is None and self._fails_now(parked):
             return self.out_of_space(parked)
@@ -359,8 +359,8 @@ class Reservations:
             )
 
     def _check_can_ever_fit(self, partition: Partition, want: Want) -> None:
-        """Raise RequestTooLargeError if the put is too large for its budget, or for the units that are not drained,
-        even when all samples are cleared. Without such units there is no error, because units may still register."""
+        """Raise RequestTooLargeError if the put is too large for its budget or the units that are not drained, or its
+        largest value for each of these, even without samples. If there are no such units, some may still register."""
         budget = None if want.moving else budget_limit(self.state, partition, update=want.update)
         if budget is not None and want.total > budget:
             raise RequestTooLargeError(

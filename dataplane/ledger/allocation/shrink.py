@@ -49,7 +49,7 @@ class Shrinks:
 
     def _order_release(self, unit: Unit) -> int:
         """Take whole free pages above the highest used byte out of use, and order the unit to release them. Return
-        their bytes."""
+        their bytes; 0 if there are none, and then no order is sent."""
         top = -(-unit.space.highest_used_bytes // PAGE_BYTES) * PAGE_BYTES
         given = unit.space.unback(top)
         if given:
@@ -66,7 +66,7 @@ class Shrinks:
         """Handle the offer of a unit that comes back after it carried out the first `shrinks` orders. Return whether
         the backing that it reports is current; if not, the last order must be sent again (`order_again`)."""
         unit.shrinking = shrinks < unit.shrinks
-        unit.shrinks = max(shrinks, unit.shrinks)
+        unit.shrinks = max(shrinks, unit.shrinks)  # greater if the ledger lost its last orders
         return not unit.shrinking
 
     def order_again(self, unit: Unit) -> None:

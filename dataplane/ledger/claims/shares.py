@@ -97,11 +97,12 @@ def find_selection(task: Task, command: Claim) -> Selection | None:
 
 
 def store_selection(task: Task, step: int, selection: Selection, most: int) -> None:
-    """Store the selection. If there are more than `most`, discard that of the lowest step (`forgotten`)."""
+    """Store the selection of a step above `task.forgotten`. If there are more than `most` now, discard that of the
+    lowest step, which becomes `task.forgotten`."""
     task.selections[step] = selection
     if len(task.selections) > most:
-        task.forgotten = max(task.forgotten, min(task.selections))
-        del task.selections[min(task.selections)]
+        task.forgotten = min(task.selections)
+        del task.selections[task.forgotten]
 
 
 _RANK_FIELDS = frozenset(
