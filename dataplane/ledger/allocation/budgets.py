@@ -58,7 +58,8 @@ class Evictions:
         self, partition: Partition, *, excess: int, short: int, update: bool, spare: Int64s = NO_ROWS
     ) -> tuple[str, ...] | None:
         """Evict samples of the partition, except `spare`, until it occupies `excess` bytes less and `short` bytes less
-        are used in open units. Return the ids of evicted samples that were not consumed, or None if it is impossible.
+        are used in open units. Return the ids of evicted samples that were not consumed, or None if it is impossible
+        (consumed samples may have been evicted nevertheless).
 
         Consumed samples are evicted as long as that may help. Others are evicted if the policy allows it, for new rows
         only (an update may be of these very samples), and only if that certainly suffices.
@@ -306,8 +307,8 @@ class Pressure:
         self.state = state
 
     def update(self) -> None:
-        """Update after an input. Does nothing unless bytes were taken or freed, and examines only the partitions
-        that they belong to."""
+        """Update `pressed`, and the peaks of the units, after an input. Does nothing unless bytes were taken or freed.
+        Of the partitions, it examines only those of these bytes."""
         state = self.state
         # The numbers of the accounts that gained or lost bytes.
         moved, state.extents.moved = state.extents.moved, set()

@@ -104,7 +104,7 @@ class Reservations:
     def _find_blockers(self, asking: ParkedAllocate) -> tuple[bool, ParkedAllocate | None]:
         """Return whether a waiting put of the same partition holds up this call, and the first put of any partition
         that does (None: no put). Updates hold up updates and moves, new rows only new rows, moves only moves."""
-        if asking.command.moving:
+        if asking.command.moving:  # moves of all partitions wait in one line
             return bool(self.state.moves), self._update_before_moves()
         blocker = None
         turns = WaitQueues(self._active_lines(asking.command.update, {asking.partition.account.number}))
@@ -209,8 +209,8 @@ class Reservations:
         )
 
     def serve_waiting(self) -> None:
-        """Serve waiting calls: all of them if bytes were freed, else those of partitions that may evict samples now.
-        Repeats while that frees bytes again."""
+        """Serve waiting puts: all of them if bytes were freed, else moves, and puts of partitions that may evict
+        samples now. Repeats while that frees bytes again."""
         state, extents = self.state, self.state.extents
         while extents.freed or extents.loosened:
             all_lines, extents.freed = extents.freed, False  # set again below if bytes are freed

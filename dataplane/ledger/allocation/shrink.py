@@ -101,7 +101,7 @@ class Shrinks:
                     self.state.unpark(parked, self._result(parked))
 
     def timeout_result(self, parked: ParkedShrink) -> Shrunken:
-        """Return the result at the deadline."""
+        """Return the result at the deadline, with an error for each unit that has not answered."""
         for unit in parked.waits_for:
             error = f"no answer within {self.state.now - parked.since:.1f} s"
             parked.found[unit] = msgspec.structs.replace(parked.found[unit], given_bytes=0, error=error)

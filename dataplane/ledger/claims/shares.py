@@ -116,7 +116,7 @@ def terms_of(command: Claim) -> Terms:
     claim are written in the same way whatever their value."""
     common = {name: str(getattr(command, name)) for name in command.__struct_fields__ if name not in _RANK_FIELDS}
     return {
-        **common,
+        **common,  # the terms below replace those of the same name
         "fields": str(sorted(set(command.fields))),
         "where": " and ".join(f"{p.tag!r} {p.op} {p.value!r}" for p in command.where) or "nothing",
         "version_tag": repr(None if command.max_lag is None else command.version_tag),

@@ -20,7 +20,7 @@ from dataplane.ledger.state.tasks import ReadyIndex, Task
 PARTS = 4096
 """An answer has at most this many parts."""
 EXAMINED = 1 << 16
-"""At most this many samples are examined for one answer."""
+"""About this many samples are examined at most for one answer."""
 STALEST = 1024
 """The versions of this many of a task's oldest ready samples are examined."""
 BEYOND = 1 << 62

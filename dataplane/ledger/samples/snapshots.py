@@ -66,7 +66,7 @@ class Saves:
         tags = Tags(len(rows))
         for name, tag in partition.tags.columns.items():
             tag_copy = tags.columns[name] = Tag(tag.values.dtype, capacity=0)
-            tag_copy.values, tag_copy.present = tag.values[rows], tag.present[rows]
+            tag_copy.values, tag_copy.present = tag.values[rows], tag.present[rows]  # replaces its empty arrays
         fields = {}
         for name, field in partition.fields.items():
             extents, offsets, lengths = cells_of(field, rows)
@@ -153,8 +153,8 @@ class Saves:
         return c.Done()
 
     def publish(self, session: Session, number: int, command: c.Publish) -> c.Done:
-        """Rename staged partitions to the names of the saved ones, replace those of these names, and restore the saved
-        state. Everything is checked before the first change."""
+        """Rename staged partitions to the names of the saved ones, dropping existing partitions of these names, and
+        restore the saved state. Everything is checked before the first change."""
         state = self.state
         staged, targets = command.staged, command.partitions
         names = [saved.partition for saved in targets]
