@@ -357,8 +357,8 @@ class Ledger:
     # --- time
 
     def _restart(self, item: c.Restarted) -> None:
-        """Continue with this state in a new epoch of the service. Units and sessions must reconnect, and
-        timeouts and leases start again in full."""
+        """Continue with this state in a new epoch of the service. Units and sessions must reconnect, and timeouts and
+        leases start again in full. Raises ValueError unless its number is greater."""
         state = self._state
         if item.epoch <= state.epoch:
             raise ValueError(f"new epoch {item.epoch} must be greater than the current epoch {state.epoch}")
@@ -379,10 +379,10 @@ class Ledger:
         """Discard the cached counts for parked calls: all of them are evaluated from the beginning."""
         for partition in self._state.partitions.values():
             partition.outlook = None
-            self._state.extents.loosened.add(partition.account.number)
+            self._state.extents.loosened.add(partition.account.number)  # evaluates its puts again
             for watch in partition.watches.values():
                 watch.reset()
-            self._state.touch(partition)
+            self._state.touch(partition)  # and its claims
 
     def _tick(self, item: c.Tick) -> None:
         """Advance the clock. Expires leases and overdue groups, checks sessions, serves parked calls, ends those

@@ -166,8 +166,8 @@ class Liveness:
     # --- the end of a session
 
     def end(self, session: Session, why: str) -> None:
-        """End a session: answer its parked calls, return its claims, and fence it on all units where it may hold
-        bytes."""
+        """End a session: answer its parked calls, return its unconfirmed and leased claims, drop what it staged, and
+        fence it on all units where it may hold bytes."""
         state = self.state
         session.state, session.why = SessionStatus.ENDING, why
         for parked in list(session.parked.values()):

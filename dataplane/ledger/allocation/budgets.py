@@ -107,16 +107,16 @@ class Evictions:
         return outlook.rules_out(excess, short, consumed_only=consumed_only)
 
     def _store_outlook(self, partition: Partition, consumed: Gain, every: Gain | None) -> None:
-        """Store the result of a failed attempt: what the consumed samples, and all samples that may be evicted, would
-        free at most (see `Outlook`). It is kept while puts of the partition wait."""
+        """Store the result of a failed attempt: what the consumed samples, and all samples that may be evicted (None:
+        not computed), would free at most (see `Outlook`). It is kept while puts of the partition wait."""
         extents = self.state.extents
         extents.outlooks += 1  # a new number: extents counted for an earlier outlook count again
         outlook = partition.outlook = Outlook(extents.outlooks, self._open_units(), consumed, every)
         self._count_potential(partition, outlook, partition.rows.in_order())
 
     def _count_potential(self, partition: Partition, outlook: Outlook, rows: Int64s) -> None:
-        """Add to the outlook's `hope_bytes` the extents of those rows that may be evicted, or could be without readers.
-        Extents that this outlook counts already (`Extents.hoped` has its number) are skipped."""
+        """Add to the outlook's `hope_bytes` the extents of those rows that may be evicted, or could be if nobody read
+        them. Extents that this outlook counts already (`Extents.hoped` has its number) are skipped."""
         extents = self.state.extents
         evictable, consumed = self._eviction_status(partition, rows)
         if partition.when_full is not WhenFull.EVICT_OLDEST:

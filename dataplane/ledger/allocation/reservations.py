@@ -178,8 +178,8 @@ class Reservations:
 
     def preallocate(self, session: Session, number: int, command: Preallocate) -> Preallocated:
         """Reserve space for later small puts of the session, in a unit that it has mapped. Raises InvalidRequestError
-        for another unit, CapacityTimeoutError if the space is too large a part of the unit's, if no free range is large
-        enough, or if a waiting put needs the space."""
+        for another unit, CapacityTimeoutError if the unit is not open or has too little space for new rows, if no free
+        range is large enough, or if a waiting put needs the space."""
         unit = self.state.units.get(command.unit)
         if unit is None or unit.number not in session.attached:
             raise InvalidRequestError(f"session {session.number} is not local to storage unit {command.unit}")
@@ -380,7 +380,7 @@ class Reservations:
             )
 
     def _take_pieces(self, want: Want) -> list[Piece] | None:
-        """Take space for the put and return its pieces, or order growth of arenas and return None."""
+        """Take space for the put and return its pieces; or return None, and order arenas that can to grow."""
         if not want.whole:  # no columns
             return []
         units = self._open_units()

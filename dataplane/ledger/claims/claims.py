@@ -60,11 +60,11 @@ class _Named(NamedTuple):
     def result(self, command: c.Ack | c.Nack | c.Extend, affected: Bools) -> c.ClaimsSettled:
         """Return the result of the command, which took effect on the `affected` rows: the positions of cleared samples
         in the command. Raises StaleSampleError if some live samples were not affected; it names them."""
-        positions = np.flatnonzero(self.live)[~affected].tolist()
-        if positions:
+        unaffected = np.flatnonzero(self.live)[~affected].tolist()
+        if unaffected:
             ids = command.samples.ids
-            names = [ids[i] if ids is not None else f"sample {i} of the call" for i in positions]
-            raise StaleSampleError(partition=command.partition, task=command.task, samples=names, positions=positions)
+            names = [ids[i] if ids is not None else f"sample {i} of the call" for i in unaffected]
+            raise StaleSampleError(partition=command.partition, task=command.task, samples=names, positions=unaffected)
         return c.ClaimsSettled(cleared=np.flatnonzero(~self.live))
 
 

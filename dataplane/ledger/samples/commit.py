@@ -380,8 +380,8 @@ def _rows_in_piece(index: Int64s | None, rows: Int64s, first: int, last: int) ->
 def cells_at(
     column: CommitColumn, sizes: Int64s, pieces: list[tuple[int, int, int, int]]
 ) -> tuple[Int32s, Int64s, Int64s, UInt32s | None]:
-    """Return extent, offset, length and checksum of each sample's cell. sizes: bytes of each value; pieces:
-    (first, last, extent, offset), where the values [first, last) lie one after another."""
+    """Return extent, offset, length and checksum of each sample's cell. sizes: bytes of each value; pieces: (first,
+    last, extent, offset), where the values [first, last) lie one after another from `offset`."""
     # Locate the values first; the index then assigns values to samples.
     extents = np.zeros(len(sizes), np.int32)
     offsets = np.zeros(len(sizes), np.int64)

@@ -186,7 +186,7 @@ class Drains:
         return list(live_bytes), facts
 
     def _live_fields(self, partitions: list[Partition], command: FindCells) -> Iterator[tuple[Partition, str]]:
-        """Yield the fields with live cells of the partitions, the requested one first."""
+        """Yield the fields of the partitions that have live cells on any unit, the requested one first."""
         requested = command.partition, command.field
         fields = [
             (partition, name) for partition in partitions for name, field in partition.fields.items() if field.live

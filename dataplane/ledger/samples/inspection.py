@@ -64,7 +64,8 @@ class Inspection:
         )
 
     def show(self, session: Session, number: int, command: c.Show) -> c.Shown:
-        """Return one sample: where its cells are, its tags, and its state for each task."""
+        """Return one sample (of the first partition that has its id, if none is named): where its cells are, its tags,
+        and its state for each task."""
         self.state.check_samples(command.samples)
         if len(command.samples) != 1:
             raise InvalidRequestError(f"expected exactly one sample, got {len(command.samples)}")

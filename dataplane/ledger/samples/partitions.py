@@ -119,7 +119,7 @@ class Partitions:
         return c.Cleared(count=0 if dropped is None else state.drop(dropped))
 
     def set_tags(self, session: Session, number: int, command: c.SetTags) -> c.Done:
-        """Set tags of existing samples."""
+        """Set tags of the samples, all of which must exist."""
         state = self.state
         partition = state.partition(command.partition)
         state.check_samples(command.samples)
