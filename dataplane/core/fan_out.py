@@ -75,7 +75,7 @@ class _Batch(Generic[T]):
         self._changed = threading.Condition()  # notified when a thread has ended a job
 
     def run_jobs(self) -> None:
-        """Run jobs until none is left."""
+        """Run jobs until none is left. After an error, the jobs that are left are discarded."""
         me = threading.get_ident()
         while True:
             with self._changed:

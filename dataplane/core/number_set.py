@@ -22,7 +22,7 @@ class NumberSet:
 
     def add(self, first: int, last: int) -> None:
         """Add all numbers from `first` to `last`, inclusive. Some may already be in the set."""
-        # Replace all bounds from `first` to `stop`. `first` becomes a bound, unless a range begins before it and contains
+        # Replace all bounds from `first` to `stop`. `first` becomes a bound unless an earlier range contains
         # or touches it (the number of bounds before it is odd); likewise `stop`, unless a range continues after it.
         bounds, stop = self.bounds, last + 1
         low, high = bisect_left(bounds, first), bisect_right(bounds, stop)

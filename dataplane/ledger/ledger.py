@@ -331,7 +331,7 @@ class Ledger:
         return c.Done()
 
     def _unclaim(self, session: Session, number: int, command: c.Unclaim) -> c.Done:
-        """Withdraw an earlier claim, and return its samples."""
+        """Withdraw an earlier claim, and return its samples unless the client has confirmed its answer."""
         self._withdraw(session, number, command.claimed, c.Claimed)
         if command.claimed in session.unconfirmed:
             self._state.return_claim(session, command.claimed)

@@ -149,8 +149,8 @@ class Liveness:
             self._remove_if_done(session)
 
     def alive(self, item: SessionAlive) -> None:
-        """Handle a lock that is still held: check the session again one heartbeat after its last probe, else from
-        now."""
+        """Handle a lock that is still held: check the session again one heartbeat after its last probe, or from now if
+        there was none."""
         session = self.state.sessions.get(item.session)
         if session is not None:
             self._schedule_check(
@@ -192,8 +192,8 @@ class Liveness:
         self._schedule_check(state.now + state.heartbeat_s)
 
     def _units_in_use(self, session: Session) -> dict[int, str]:
-        """Return the units where the session has reservations or pins, each with its lock path if it may be
-        local there."""
+        """Return the units where the session has reservations or pins, each with the session's lock path ("" if it
+        cannot be local there)."""
         unit_of = self.state.extents.units
         units: set[int] = set()
         for reservation in session.reservations.values():
@@ -343,8 +343,8 @@ class Liveness:
             self._schedule_check(session.suspected + state.heartbeat_s)
 
     def _reachable_units(self, session: Session) -> dict[int, str]:
-        """Return the connected units that can check the session (if it is live) or owe proof of its end, with
-        its lock path."""
+        """Return the connected units that can check the session (if it is live) or owe proof of its end, each with the
+        session's lock path."""
         units = self.state.units
         where = session.attached if session.live else session.fencing  # unit -> lock path
         return {unit: path for unit, path in where.items() if unit in units and units[unit].connected}

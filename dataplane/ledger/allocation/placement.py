@@ -35,8 +35,8 @@ class Piece:
 def place(want: Want, units: list[Unit]) -> tuple[list[Piece] | None, list[Unit]]:
     """Take space for all values of a put and return the pieces. `units` are the open units, at least one.
 
-    If the put does not fit now, no space is taken. The pieces are then None, and the arenas of the returned units can
-    grow for it. Otherwise these units have no meaning.
+    If the put does not fit now, no space is taken: the pieces are None, and the arenas of the returned units can grow
+    for it. Units that are returned with pieces have no meaning.
     """
     ordered = want.by_preference(units)  # best first
     for unit in ordered:

@@ -359,8 +359,8 @@ class Reservations:
             )
 
     def _check_can_ever_fit(self, partition: Partition, want: Want) -> None:
-        """Raise RequestTooLargeError if the put is too large for its budget or the units that are not drained, or its
-        largest value for each of these, even without samples. If there are no such units, some may still register."""
+        """Raise RequestTooLargeError if the put exceeds its budget or the units that are not drained, or its largest
+        value each of these, even without samples. Without such units there is no error: some may still register."""
         budget = None if want.moving else budget_limit(self.state, partition, update=want.update)
         if budget is not None and want.total > budget:
             raise RequestTooLargeError(

@@ -33,7 +33,7 @@ class Shrinks:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         parked = ParkedShrink(session, number, self.state.now, command.timeout_s)
         for unit in self.state.units.values():
-            result = UnitShrunk(unit=unit.number, name=unit.offer.name, given_bytes=0, backed_bytes=0)
+            result = UnitShrunk(unit=unit.number, name=unit.offer.name, given_bytes=0, backed_bytes=0)  # see `_result`
             if not unit.connected:
                 parked.found[unit.number] = msgspec.structs.replace(result, error="it is not connected")
                 continue

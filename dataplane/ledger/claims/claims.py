@@ -252,7 +252,7 @@ class Claims:
             ids=partition.rows.names_of(rows),
             rows=rows.copy(),
             generations=partition.generations_of(rows),
-            fields=partition.common_fields(rows) if len(rows) else command.fields,
+            fields=partition.common_fields(rows) if len(rows) else command.fields,  # without samples, as requested
             tags=partition.tags.of(rows),
             dropped=tuple(task.dropped),
             claim=claim_id,
@@ -326,8 +326,8 @@ class Claims:
         return named.result(command, leased)
 
     def nack(self, session: Session, number: int, command: c.Nack) -> c.ClaimsSettled:
-        """Make claimed samples unclaimed again. Without claim ids, all named samples except those on lease. Samples
-        that are unclaimed already count as returned."""
+        """Make the samples that the command's claims hold unclaimed again; without claim ids, all named samples except
+        those on lease. Samples that are unclaimed already count as returned."""
         named = self._resolve_named(command, command.claims)
         unclaimed = named.task.claim_ids[named.rows] == 0
         returnable = ~named.task.on_lease(named.rows) if command.claims is None else named.held_by_claim

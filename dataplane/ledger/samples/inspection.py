@@ -44,7 +44,7 @@ class Inspection:
         oldest, newest = partition.generations_of(rows[[0, -1]]).tolist() if len(rows) else (0, 0)
 
         def count(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> c.Int64s:
-            """Return the number of set flags in each part."""
+            """Return the number of set flags in each part, none of which is empty."""
             return np.add.reduceat(flags, firsts, dtype=np.int64) if len(firsts) else np.zeros(0, np.int64)
 
         return c.Matrix(
@@ -162,7 +162,7 @@ class Inspection:
 
     def waits(self, session: Session, number: int, command: c.Waits) -> c.WaitList:
         """Return the claims and puts that wait, longest waiting first, up to the limit. The command may restrict them
-        to a partition, and to the claims of a task."""
+        to a partition, and to the claims of a task (then without puts)."""
         state = self.state
         if command.limit < 0:
             raise InvalidRequestError(f"limit={command.limit}: must be 0 (for all) or more")

@@ -38,7 +38,8 @@ class Saves:
     # --- saving
 
     def save(self, session: Session, number: int, command: c.Save) -> c.Saved:
-        """Save these partitions (none named: all published ones), all or none: after an error, nothing is pinned."""
+        """Save these partitions (none named: all that are not staged), all or none: after an error, nothing is
+        pinned."""
         check_limit(
             "saves held by one session", len(session.saves) + 1, self.state.limits.saves, "Release a save first."
         )
