@@ -49,8 +49,8 @@ def join_address(host: str, port: int) -> str:
 
 def dial(address: str, timeout_s: float) -> socket.socket:
     """Connect to "host:port" and return the socket. Tries the addresses of the host in order and splits the remaining
-    time evenly among them, so that an unresponsive address leaves time for the next. Raises the OSError of the last
-    address; `TimeoutError` with errno ETIMEDOUT if it did not respond."""
+    time evenly among them, so that an unresponsive address leaves time for the next. Raises OSError if the host has no
+    address, else the error of the last one: `TimeoutError` with errno ETIMEDOUT if it did not respond."""
     host, port = split_address(address)
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     deadline = time.monotonic() + timeout_s
@@ -95,7 +95,8 @@ def lasting_port() -> int:
     down, no outgoing connection is assigned the port. (With an ephemeral port, a client that reconnects to a server on
     this host could connect to itself.)"""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
-    # At least 1000 ports to pick from, even if the ephemeral range begins lower.
+    # At least 1000 ports to pick from, even if the ephemeral range begins lower. `first - 1`: a caller may also
+    # take the next port.
     return pick(LOWEST_PORT, max(first - 1, LOWEST_PORT + 1000))
 
 
@@ -132,7 +133,7 @@ def reachable_host(host: str) -> str:
             f"host {host!r}: this machine has no default route and several addresses: {', '.join(candidates)}; set the "
             "one that other machines should use (config.host, tq serve --host)"
         )
-    return candidates[0] if candidates else source
+    return candidates[0] if candidates else source  # `source` is loopback
 
 
 def interface_addresses(version: int) -> list[str]:

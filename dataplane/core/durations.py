@@ -13,8 +13,9 @@ LONGEST_S = 1e9
 
 
 def seconds(name: str, value: Any, *, positive: bool = False) -> float:
-    """Return `value` of the argument `name` as seconds. Raises TypeError if it is not a number (a bool is rejected),
-    and `InvalidRequestError` (a ValueError) if it is negative, infinite or NaN, or 0 with `positive`."""
+    """Return `value` of the argument `name` as seconds, at most `LONGEST_S`. Raises TypeError if it is not a number (a
+    bool is rejected), and `InvalidRequestError` (a ValueError) if it is negative, infinite or NaN, or 0 with
+    `positive`."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: expected seconds as a number, got {type(value).__name__}")
     try:

@@ -28,7 +28,7 @@ class Together:
         batch = _Batch(jobs)
         # Each thread of the pool, and this one, takes jobs until none is left. A busy pool only means that this thread
         # takes more of them.
-        interrupt: BaseException | None = None
+        interrupt: BaseException | None = None  # one that was raised during `finish`
         try:
             pool = self._started_pool()
             for _ in jobs[1:]:
@@ -75,7 +75,7 @@ class _Batch(Generic[T]):
         self._changed = threading.Condition()  # notified when a thread has ended a job
 
     def run_jobs(self) -> None:
-        """Run jobs until none is left."""
+        """Run jobs until none is left. After an error, the jobs that are left are discarded."""
         me = threading.get_ident()
         while True:
             with self._changed:

@@ -199,8 +199,8 @@ def file_system(path: str | Path) -> str:
     because a mount table may lack the file system of a process in a chroot."""
     absolute = Path(path).absolute()
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
-    for existing in (absolute, *absolute.parents):
-        if _statfs()(os.fsencode(existing), buffer) == 0:  # else it does not exist
+    for candidate in (absolute, *absolute.parents):
+        if _statfs()(os.fsencode(candidate), buffer) == 0:  # else it does not exist
             number = int.from_bytes(buffer.raw[:4], sys.byteorder)  # 4 bytes of `f_type` (see `_statfs`)
             return _FILE_SYSTEMS.get(number, f"{number:#x}")
     return ""

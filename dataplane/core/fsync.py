@@ -22,8 +22,8 @@ _MS_SYNC = 4
 
 
 def force_ranges(data: npt.NDArray[np.uint8], offsets: Iterable[int], sizes: Iterable[int]) -> None:
-    """Sync the given ranges of `data`, a shared file mapping, to the disk. Blocks until they are on the disk and
-    releases the GIL meanwhile. Raises OSError if the disk fails."""
+    """Sync ranges of `data`, a shared file mapping, to the disk: range i is `sizes[i]` bytes from `offsets[i]`. Blocks
+    until they are on the disk, without the GIL. Raises OSError if the disk fails."""
     if not len(data):
         return
     base = data.ctypes.data

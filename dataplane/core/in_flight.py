@@ -25,7 +25,7 @@ class InFlight:
         Return False after `shut`, unless the call is already registered."""
         if call in self._calls:
             return True
-        # Adding the call before reading `_shut` guarantees that either `wait` sees the call or the call sees `_shut`.
+        # Added before `_shut` is read: either the call sees `_shut`, or the `wait` after `shut` sees the call.
         self._calls.add(call)
         if self._shut:
             self._calls.discard(call)
@@ -37,8 +37,8 @@ class InFlight:
         self._calls.discard(call)
 
     def hand_over(self, call: threading.Lock) -> threading.Lock:
-        """Register a new lock and return it held, for background work that continues a registered call. Also works
-        after `shut`."""
+        """Register a new lock and return it held, for background work that continues a registered call and releases the
+        lock at its end. Also works after `shut`."""
         assert call in self._calls, "the call is not registered"
         successor = threading.Lock()
         successor.acquire()

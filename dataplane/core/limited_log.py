@@ -45,7 +45,7 @@ class OneLine(logging.Filter):
         self._complaints = complaints
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log the record. Replace the traceback of one with an exception by a line."""
+        """Return whether to log the record. If it has an exception, change it to one line without a traceback."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None:  # no traceback: log it unchanged
             return True

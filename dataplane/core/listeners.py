@@ -66,7 +66,7 @@ def copied(descriptor: int) -> Iterator[socket.socket | None]:
 
 
 def bound_to(connection: socket.socket) -> Place | None:
-    """Return the place to which the socket is bound, or None for a socket of another family."""
+    """Return the place to which the socket is bound, or None if it is neither an internet nor a Unix socket."""
     name = connection.getsockname()
     if isinstance(name, tuple):  # (address, port, ...) of an internet socket
         return int(name[1]) if connection.family in (socket.AF_INET, socket.AF_INET6) else None

@@ -57,8 +57,7 @@ def _limits_upwards(root: Path, path: str, read: Callable[[Path], AvailableMemor
     """Return the limits of the cgroups from `path` up to `root`: each cgroup limits all cgroups below it. A container
     may see only the upper ones. read: returns the limit of the cgroup in a folder, or None."""
     relative = PurePosixPath(path.lstrip("/"))
-    folders = dict.fromkeys(root / part for part in (relative, *relative.parents))  # each once
-    limits = [read(folder) for folder in folders]
+    limits = [read(root / part) for part in (relative, *relative.parents)]
     return [limit for limit in limits if limit is not None]
 
 
@@ -73,8 +72,8 @@ def _v1_limit(folder: Path) -> AvailableMemory | None:
 
 
 def _limit_in(folder: Path, limit_name: str, usage_name: str, reclaimable: tuple[str, ...]) -> AvailableMemory | None:
-    """Return the available memory of one cgroup, or None without a limit. reclaimable: the keys in its memory.stat of
-    memory that the kernel reclaims on demand."""
+    """Return the available memory of one cgroup, or None if it has no limit that this process can read. reclaimable:
+    the keys in its memory.stat of memory that the kernel reclaims on demand."""
     limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
     if limit is None or usage is None or limit >= _UNLIMITED:
         return None

@@ -22,8 +22,8 @@ class NumberSet:
 
     def add(self, first: int, last: int) -> None:
         """Add all numbers from `first` to `last`, inclusive. Some may already be in the set."""
-        # Replace all bounds from `first` to `stop`. An odd number of bounds before `first` means that a range contains
-        # or touches it: then that range goes on and needs no new start. Likewise for `stop` and the end.
+        # Replace all bounds from `first` to `stop`. `first` becomes a bound unless an earlier range contains
+        # or touches it (the number of bounds before it is odd); likewise `stop`, unless a range continues after it.
         bounds, stop = self.bounds, last + 1
         low, high = bisect_left(bounds, first), bisect_right(bounds, stop)
         new_bounds = [] if low % 2 == 1 else [first]

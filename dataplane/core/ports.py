@@ -31,7 +31,8 @@ def require_free_port(host: str, port: int) -> None:
 
 
 def cannot_listen(host: str, port: int, number: int | None) -> OSError:
-    """Return the error to raise after listening failed with this errno: a `PortTakenError` if the port is in use."""
+    """Return the error to raise after listening failed with errno `number` (None: unknown): `PortTakenError` if the
+    port is in use."""
     address = join_address(host, port)
     if number == errno.EADDRINUSE:
         return PortTakenError(address=address, holder=_describe_holder(port))
@@ -54,7 +55,7 @@ def _describe_holder(port: int) -> str:
 def _sockets_at(port: int) -> Iterator[tuple[str, str, str]]:
     """Yield state, user id and inode of each socket on the port."""
     for table in _TABLES:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a kernel without IPv6
             for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
                 # Number, local address, remote address, state, three fields, user id, one field, inode, more fields.
                 _, local_address, _, state, _, _, _, user, _, inode, *_ = line.split()
@@ -64,8 +65,8 @@ def _sockets_at(port: int) -> Iterator[tuple[str, str, str]]:
 
 
 def _process_with(link: str) -> int | None:
-    """Return the id of the first process that has a descriptor for `link`. Processes without read permission are
-    skipped."""
+    """Return the id of the first process with a descriptor that links to `link`, such as "socket:[5]". Processes
+    without read permission are skipped."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
             folder = f"/proc/{name}/fd"

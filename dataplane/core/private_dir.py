@@ -85,8 +85,8 @@ def _make_and_stat(path: Path) -> os.stat_result:
 
 
 def in_own_directory(parent: str | Path, make: Callable[[Path], Made]) -> Made:
-    """Call `make` with `own_directory(parent)` and return its result. Retries if another process removes the directory
-    concurrently. Raises the errors of `own_directory` and `make`."""
+    """Call `make` with `own_directory(parent)` and return its result. Repeats both after a FileNotFoundError, because
+    another process may remove the directory concurrently. Raises the errors of `own_directory` and `make`."""
     for _ in range(TRIES):
         with contextlib.suppress(FileNotFoundError):
             return make(own_directory(parent))

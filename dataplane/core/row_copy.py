@@ -60,8 +60,8 @@ def merge_runs(which: Int32s | None, offsets: Int64s, sizes: Int64s) -> tuple[li
 
 
 def merge_copies(sources: Int64s, targets: Int64s, sizes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Merge copies that are adjacent in both source and target. Takes and returns sources, targets and sizes; no copy
-    may be empty."""
+    """Merge copies that are adjacent in both source and target. Takes and returns sources, targets and sizes, of at
+    least one copy; no copy may be empty."""
     # Copy i is the last one of a merged copy if copy i + 1 does not follow it in both.
     lasts = np.flatnonzero((sources[1:] != (sources + sizes)[:-1]) | (targets[1:] != (targets + sizes)[:-1]))
     firsts = np.concatenate((np.zeros(1, np.int64), lasts + 1))
@@ -153,7 +153,7 @@ def _copy_ranges(
             target[position:end] = sources[number][start:stop]
         else:
             long_copies.append((out[position:end], buffers[number][start:stop]))
-        if tail is None or tail_view is None:
+        if tail is None or tail_view is None:  # both are None, or neither
             position = end
             continue
         position += row_bytes

@@ -64,7 +64,7 @@ class Checksums(enum.StrEnum):
 def _shape(inner: Iterable[int]) -> tuple[int, ...]:
     """Return the inner shape as a tuple of ints. Raises ValueError if it has too many dimensions or elements."""
     sizes = tuple(int(size) for size in inner)
-    # A size of 0 counts as 1, so that it does not hide large ones.
+    # A size of 0 counts as 1, so that it does not hide large ones. The service rejects negative ones.
     if len(sizes) > MAX_DIMENSIONS or math.prod(max(1, abs(size)) for size in sizes) > MAX_ELEMENTS:
         raise ValueError(
             f"FieldSpec: an inner shape must have at most {MAX_DIMENSIONS} dimensions and {MAX_ELEMENTS:,} elements, "

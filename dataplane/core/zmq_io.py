@@ -39,7 +39,7 @@ def receive(socket: zmq.Socket[Any], flags: int = 0) -> list[zmq.Frame]:
     available and `flags` contain NOBLOCK."""
     frames = [socket.recv(flags, copy=False)]
     while frames[-1].more:
-        frames.append(socket.recv(copy=False))
+        frames.append(socket.recv(copy=False))  # does not block: a message arrives as a whole
     return frames
 
 

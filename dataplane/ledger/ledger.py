@@ -245,8 +245,8 @@ class Ledger:
         }
 
     def _serve_parked_calls(self) -> None:
-        """Serve all parked calls that can be served now. Repeats, because claims that drop groups free space,
-        and puts that evict samples end claims."""
+        """Serve all parked calls that can be served now, then update `pressed`. Repeats, because claims that drop
+        groups free space for puts, and evictions for puts change what claims wait for."""
         state = self._state
         while state.touched or state.extents.freed or state.extents.loosened:
             self._reservations.serve_waiting()
@@ -267,7 +267,7 @@ class Ledger:
             self._refuse_expired(call, session)
             return
         session.record_contact(state.now)
-        # A watermark above the call's own number is malformed, and is ignored.
+        # A watermark above the call's own number is malformed: it settles nothing, and the call is rejected below.
         if call.watermark <= number and (call.watermark > session.watermark or call.confirmed):
             self._confirm(session, call)
         if number in session.parked:
@@ -331,7 +331,7 @@ class Ledger:
         return c.Done()
 
     def _unclaim(self, session: Session, number: int, command: c.Unclaim) -> c.Done:
-        """Withdraw an earlier claim, and return its samples."""
+        """Withdraw an earlier claim, and return its samples unless the client has confirmed its answer."""
         self._withdraw(session, number, command.claimed, c.Claimed)
         if command.claimed in session.unconfirmed:
             self._state.return_claim(session, command.claimed)
@@ -339,7 +339,8 @@ class Ledger:
 
     def _withdraw(self, session: Session, number: int, target: int, kind: type[c.Result] | UnionType) -> None:
         """Cancel call `target`, whose result is of type `kind`: end it if it is parked, and never execute it if it has
-        not arrived yet. Does nothing if it failed or is settled. The caller undoes what it did if it was executed."""
+        not arrived yet. Does nothing if it failed or is settled. The caller undoes what it did if it was executed.
+        Raises InvalidRequestError if it is not an earlier call, or had another type of result."""
         if not 1 <= target < number:
             raise InvalidRequestError(f"call {number} cannot withdraw call {target}, only earlier calls")
         answer = session.answers.get(target)
@@ -356,8 +357,8 @@ class Ledger:
     # --- time
 
     def _restart(self, item: c.Restarted) -> None:
-        """Continue with this state in a new epoch of the service. Units and sessions must reconnect, and
-        timeouts and leases start again in full."""
+        """Continue with this state in a new epoch of the service. Units and sessions must reconnect, and timeouts and
+        leases start again in full. Raises ValueError unless its number is greater."""
         state = self._state
         if item.epoch <= state.epoch:
             raise ValueError(f"new epoch {item.epoch} must be greater than the current epoch {state.epoch}")
@@ -378,10 +379,10 @@ class Ledger:
         """Discard the cached counts for parked calls: all of them are evaluated from the beginning."""
         for partition in self._state.partitions.values():
             partition.outlook = None
-            self._state.extents.loosened.add(partition.account.number)
+            self._state.extents.loosened.add(partition.account.number)  # evaluates its puts again
             for watch in partition.watches.values():
                 watch.reset()
-            self._state.touch(partition)
+            self._state.touch(partition)  # and its claims
 
     def _tick(self, item: c.Tick) -> None:
         """Advance the clock. Expires leases and overdue groups, checks sessions, serves parked calls, ends those

@@ -76,7 +76,7 @@ class Liveness:
         if item.epoch > state.epoch:  # the client has seen a later epoch, which this state does not contain
             lost = f"the latest changes of session {item.session}"
             raise ServiceRestartedError(expected_epoch=item.epoch, got_epoch=state.epoch, what="the service", lost=lost)
-        known = state.sessions.get(self.nonces.get(item.nonce, 0))
+        known = state.sessions.get(self.nonces.get(item.nonce, 0))  # no session has number 0
         if known is not None and known.live:
             known.record_contact(state.now)
             return known
@@ -122,7 +122,8 @@ class Liveness:
             self._schedule_check(self.state.now + self.state.heartbeat_s)
 
     def attached(self, item: SessionAttached) -> None:
-        """Record that the session is local to the unit. If the session has ended, fence it there."""
+        """Record that the session is local to the unit. If it has ended (and may be removed already), fence it
+        there."""
         session, unit = self.state.sessions.get(item.session), self.state.units.get(item.unit)
         if unit is None:
             return
@@ -148,7 +149,8 @@ class Liveness:
             self._remove_if_done(session)
 
     def alive(self, item: SessionAlive) -> None:
-        """Handle a lock that is still held: check the session again one heartbeat after the last probe."""
+        """Handle a lock that is still held: check the session again one heartbeat after its last probe, or from now if
+        there was none."""
         session = self.state.sessions.get(item.session)
         if session is not None:
             self._schedule_check(
@@ -164,8 +166,8 @@ class Liveness:
     # --- the end of a session
 
     def end(self, session: Session, why: str) -> None:
-        """End a session: answer its parked calls, return its claims, and fence it on all units where it may hold
-        bytes."""
+        """End a session: answer its parked calls, return its unconfirmed and leased claims, drop what it staged, and
+        fence it on all units where it may hold bytes."""
         state = self.state
         session.state, session.why = SessionStatus.ENDING, why
         for parked in list(session.parked.values()):
@@ -190,8 +192,8 @@ class Liveness:
         self._schedule_check(state.now + state.heartbeat_s)
 
     def _units_in_use(self, session: Session) -> dict[int, str]:
-        """Return the units where the session has reservations or pins, each with its lock path if it may be
-        local there."""
+        """Return the units where the session has reservations or pins, each with the session's lock path ("" if it
+        cannot be local there)."""
         unit_of = self.state.extents.units
         units: set[int] = set()
         for reservation in session.reservations.values():
@@ -249,9 +251,9 @@ class Liveness:
     # --- units
 
     def unit_back(self, unit: int) -> None:
-        """Probe and fence again on a unit that came back. Sessions, local or not, keep their bytes there until they
-        release them or a unit proves their end, also in a new epoch of the unit: a client may have learned that
-        epoch after it received the location of its bytes and before it used them."""
+        """Order a unit that came back to fence ended sessions again, and probe silent ones. Sessions, local or not,
+        keep their bytes there until they release them or a unit proves their end, also in a new epoch of the unit: a
+        client may have learned that epoch after it received the location of its bytes and before it used them."""
         for session in list(self.state.sessions.values()):
             if unit in session.fencing:
                 self._fence(session, unit, session.fencing[unit])
@@ -314,7 +316,7 @@ class Liveness:
                 self._check_silent(session, gap)
             else:
                 self._schedule_check(session.heard + 2 * state.heartbeat_s)
-        if self.next_look <= state.now:  # a time that has passed already
+        if self.next_look <= state.now:  # in the past: an ended session could not be probed now
             self.next_look = state.now + state.heartbeat_s
 
     def _check_silent(self, session: Session, gap: float) -> None:
@@ -341,8 +343,8 @@ class Liveness:
             self._schedule_check(session.suspected + state.heartbeat_s)
 
     def _reachable_units(self, session: Session) -> dict[int, str]:
-        """Return the connected units that can check the session (if it is live) or owe proof of its end, with
-        its lock path."""
+        """Return the connected units that can check the session (if it is live) or owe proof of its end, each with the
+        session's lock path."""
         units = self.state.units
         where = session.attached if session.live else session.fencing  # unit -> lock path
         return {unit: path for unit, path in where.items() if unit in units and units[unit].connected}

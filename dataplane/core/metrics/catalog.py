@@ -174,7 +174,7 @@ class Sheet:
         self._metrics: dict[str, Metric] = {family.name: _new_metric(family) for family in families}
 
     def set(self, name: str, value: Value | None, *labels: str) -> None:
-        """Add a sample of the counter or gauge `tq_NAME`, unless the value is None."""
+        """Add a sample of the counter or gauge `tq_NAME`, unless the value is None. labels: in the family's order."""
         if value is not None:
             metric = self._metrics[f"tq_{name}"]
             assert isinstance(metric, GaugeMetricFamily | CounterMetricFamily)

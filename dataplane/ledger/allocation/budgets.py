@@ -38,7 +38,7 @@ def budget_limit(state: State, partition: Partition, *, update: bool) -> int | N
 def budget_excess(state: State, partition: Partition, wanted: int, *, update: bool) -> int:
     """Return by how many bytes the partition's budget is too small for `wanted` more; 0 or less if it suffices."""
     limit = budget_limit(state, partition, update=update)
-    if limit is None or not wanted:
+    if limit is None or not wanted:  # a put without bytes always fits
         return 0
     return partition.account.used_bytes + wanted - limit
 
@@ -58,7 +58,8 @@ class Evictions:
         self, partition: Partition, *, excess: int, short: int, update: bool, spare: Int64s = NO_ROWS
     ) -> tuple[str, ...] | None:
         """Evict samples of the partition, except `spare`, until it occupies `excess` bytes less and `short` bytes less
-        are used in open units. Return the ids of evicted samples that were not consumed, or None if it is impossible.
+        are used in open units. Return the ids of evicted samples that were not consumed, or None if it is impossible
+        (consumed samples may have been evicted nevertheless).
 
         Consumed samples are evicted as long as that may help. Others are evicted if the policy allows it, for new rows
         only (an update may be of these very samples), and only if that certainly suffices.
@@ -83,7 +84,8 @@ class Evictions:
         both, count = self._choose_victims(partition, goal, consumed, spare, consumed=False)
         if count is None:
             if not len(spare):
-                self._store_outlook(partition, most, self._freed_at_least(partition, goal, both))
+                # Unconsumed samples are only evicted for bytes that are certainly freed.
+                self._store_outlook(partition, most, every=self._freed_at_least(partition, goal, both))
             return None
         self._evict(partition, consumed, consumed=True)
         others = both[len(consumed) : count]
@@ -97,7 +99,7 @@ class Evictions:
         """Return whether `make_space` for a waiting put certainly fails, because nothing relevant changed since it
         failed. The cost is proportional to the samples noted since (`Outlook.note`)."""
         outlook = partition.outlook
-        if outlook is None or outlook.units != self._open_units():  # none, or of other units
+        if outlook is None or outlook.units != self._open_units():  # no failed attempt, or other units are open now
             return False
         if outlook.noted:
             self._count_potential(partition, outlook, outlook.take_noted())
@@ -105,16 +107,16 @@ class Evictions:
         return outlook.rules_out(excess, short, consumed_only=consumed_only)
 
     def _store_outlook(self, partition: Partition, consumed: Gain, every: Gain | None) -> None:
-        """Store the result of a failed attempt: what the consumed samples, and all samples that may be evicted, would
-        free at most (see `Outlook`). It is kept while puts of the partition wait."""
+        """Store the result of a failed attempt: what the consumed samples, and all samples that may be evicted (None:
+        not computed), would free at most (see `Outlook`). It is kept while puts of the partition wait."""
         extents = self.state.extents
         extents.outlooks += 1  # a new number: extents counted for an earlier outlook count again
         outlook = partition.outlook = Outlook(extents.outlooks, self._open_units(), consumed, every)
         self._count_potential(partition, outlook, partition.rows.in_order())
 
     def _count_potential(self, partition: Partition, outlook: Outlook, rows: Int64s) -> None:
-        """Add to the outlook's `hope_bytes` the extents of those rows that may be evicted, or could be without readers.
-        Extents that this outlook counts already (`Extents.hoped` has its number) are skipped."""
+        """Add to the outlook's `hope_bytes` the extents of those rows that may be evicted, or could be if nobody read
+        them. Extents that this outlook counts already (`Extents.hoped` has its number) are skipped."""
         extents = self.state.extents
         evictable, consumed = self._eviction_status(partition, rows)
         if partition.when_full is not WhenFull.EVICT_OLDEST:
@@ -184,8 +186,8 @@ class Evictions:
     # --- amounts
 
     def _freed_at_most(self, partition: Partition, goal: _Goal, rows: Int64s) -> tuple[int, int]:
-        """Return the most that evicting these rows can free, the sizes of all extents with cells of them: (bytes of the
-        partition, bytes in open units)."""
+        """Return the most bytes that evicting these rows can free, as (of the partition, in open units): the sizes of
+        all extents with cells of the rows."""
         cells = self._extents_of(partition, rows)
         numbers = np.unique(np.concatenate(cells)) if cells else np.zeros(0, np.int32)
         sizes = self.state.extents.sizes[numbers]  # number 0 (no cell) has size 0
@@ -206,9 +208,9 @@ class Evictions:
         return (int(freed[0, -1]), int(freed[1, -1])) if freed.size else (0, 0)
 
     def _freed_bytes_by_count(self, partition: Partition, goal: _Goal, rows: Int64s) -> Int64s:
-        """Return two rows of numbers: entry i of the first is how many bytes of the partition are certainly freed if
-        the rows up to i are evicted, entry i of the second how many bytes in open units. Freed are the extents whose
-        live cells all belong to these rows."""
+        """Return an array [2, N]: its entry [0, i] is how many bytes of the partition are certainly freed if the rows 0
+        to i are evicted, [1, i] how many bytes in open units. Freed are the extents whose live cells all belong to
+        these rows."""
         extents = self.state.extents
         cells = self._extents_of(partition, rows)
         freed: Int64s = np.zeros((2, len(rows)), np.int64)
@@ -305,8 +307,8 @@ class Pressure:
         self.state = state
 
     def update(self) -> None:
-        """Update after an input. Does nothing unless bytes were taken or freed, and examines only the partitions
-        that they belong to."""
+        """Update `pressed`, and the peaks of the units, after an input. Does nothing unless bytes were taken or freed.
+        Of the partitions, it examines only those of these bytes."""
         state = self.state
         # The numbers of the accounts that gained or lost bytes.
         moved, state.extents.moved = state.extents.moved, set()
@@ -356,15 +358,15 @@ def out_of_space(
     moving: bool = False,
     earlier: ParkedAllocate | None = None,
 ) -> CapacityTimeoutError:
-    """Return the error of a put without space. It describes the budget if that is used up, else the units.
-    `earlier` is the put that this one waits for, if any; the error names it if there is space for this one. A move
-    (`moving`) has no budget."""
+    """Return the error of a put of `wanted` bytes without space. It describes the budget if that is used up, else the
+    units. `earlier` is the put that this one waits for, if any; the error names it if there is space for this one. A
+    move (`moving`) has no budget."""
     over_budget = not moving and budget_excess(state, partition, wanted, update=update) > 0
     enough_free = is_fragmented(state, wanted, update=update)
     if over_budget or not enough_free:  # without the earlier put there would be no space either
         earlier = None
     behind = "" if earlier is None else _put_text(earlier)
-    # Describe the budget also if the earlier put of this partition waits for it.
+    # Describe the budget also if the earlier put waits for one: it is then of the same partition.
     if over_budget or (earlier is not None and not waits_for_memory(state, earlier)):
         limit = budget_limit(state, partition, update=update)
         assert limit is not None
@@ -408,7 +410,7 @@ def out_of_space(
 
 
 def is_fragmented(state: State, wanted: int, *, update: bool) -> bool:
-    """Return whether `wanted` bytes are free in open units, so that a put of them without space is held up by
+    """Return whether `wanted` bytes are free in open units: if a put of this size has no space, it is held up by
     fragmentation. Bytes taken by a compaction count as free, because they are free again when it ends. update: the put
     may use the space reserved for updates."""
     units = [unit for unit in state.units.values() if unit.open]

@@ -72,7 +72,7 @@ def _cheapest_windows(edges: _Edges, goal: int, most: int, free: int) -> Iterato
     window's end."""
     # For each edge where a window may begin, the first edge where it has at least `goal` bytes.
     last = np.searchsorted(edges.ends, edges.begins + goal)
-    first = np.flatnonzero(last < len(edges.ends))
+    first = np.flatnonzero(last < len(edges.ends))  # those for which there is such an edge
     last = last[first]
     # The window ends after `goal` bytes, or with its last span if that ends later.
     stops = np.maximum(edges.begins[first] + goal, edges.begins[last])
@@ -90,7 +90,7 @@ def _longest_window(edges: _Edges, least: int, most: int, free: int) -> Iterator
     # For each first edge, the last edge with at most `most` bytes to move and at most `free` bytes in the window.
     last = np.searchsorted(edges.moved, edges.moved + most, side="right") - 1
     last = np.minimum(last, np.searchsorted(edges.ends, edges.begins + free, side="right") - 1)
-    lengths = np.where(last > np.arange(len(last)), edges.ends[last] - edges.begins, 0)
+    lengths = np.where(last > np.arange(len(last)), edges.ends[last] - edges.begins, 0)  # 0: no span in the window
     first = int(lengths.argmax())
     if lengths[first] >= least:
         yield first, int(last[first]), int(edges.ends[last[first]])

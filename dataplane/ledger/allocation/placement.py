@@ -35,8 +35,8 @@ class Piece:
 def place(want: Want, units: list[Unit]) -> tuple[list[Piece] | None, list[Unit]]:
     """Take space for all values of a put and return the pieces. `units` are the open units, at least one.
 
-    If the put does not fit now, no space is taken. The pieces are then None, and the arenas of the returned units can
-    grow for it. Otherwise these units have no meaning.
+    If the put does not fit now, no space is taken: the pieces are None, and the arenas of the returned units can grow
+    for it. Units that are returned with pieces have no meaning.
     """
     ordered = want.by_preference(units)  # best first
     for unit in ordered:
@@ -62,8 +62,8 @@ def can_grow(unit: Unit) -> bool:
 
 
 def growth_target(unit: Unit, need: int) -> int | None:
-    """Return the backing in bytes to order so that the unit has `need` more bytes, as far as its ceiling allows; None
-    if enough was ordered already or growth is impossible now."""
+    """Return the backing in bytes to order so that the unit has at least `need` more bytes, as far as its ceiling
+    allows; None if enough was ordered already or growth is impossible now."""
     backed = unit.space.backed_bytes
     if not unit.open or not can_grow(unit) or unit.shrinking:
         return None
@@ -91,7 +91,7 @@ def advance_target(unit: Unit) -> int | None:
 
 def _place_in_one_piece(want: Want, unit: Unit) -> list[Piece] | None:
     """Place all columns, each in whole granules, one after another in one free range of the unit, or return None."""
-    offset = 0
+    offset = 0  # also of empty values, which take no space
     if want.total:
         taken = unit.space.take(want.total)
         if taken is None:

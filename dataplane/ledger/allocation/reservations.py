@@ -104,7 +104,7 @@ class Reservations:
     def _find_blockers(self, asking: ParkedAllocate) -> tuple[bool, ParkedAllocate | None]:
         """Return whether a waiting put of the same partition holds up this call, and the first put of any partition
         that does (None: no put). Updates hold up updates and moves, new rows only new rows, moves only moves."""
-        if asking.command.moving:
+        if asking.command.moving:  # moves of all partitions wait in one line
             return bool(self.state.moves), self._update_before_moves()
         blocker = None
         turns = WaitQueues(self._active_lines(asking.command.update, {asking.partition.account.number}))
@@ -178,8 +178,8 @@ class Reservations:
 
     def preallocate(self, session: Session, number: int, command: Preallocate) -> Preallocated:
         """Reserve space for later small puts of the session, in a unit that it has mapped. Raises InvalidRequestError
-        for another unit, CapacityTimeoutError if the space is too large a part of the unit's, if no free range is large
-        enough, or if a waiting put needs the space."""
+        for another unit, CapacityTimeoutError if the unit is not open or has too little space for new rows, if no free
+        range is large enough, or if a waiting put needs the space."""
         unit = self.state.units.get(command.unit)
         if unit is None or unit.number not in session.attached:
             raise InvalidRequestError(f"session {session.number} is not local to storage unit {command.unit}")
@@ -200,8 +200,8 @@ class Reservations:
         return Preallocated(offset=offset, checksums=checksums_are_wanted(self.state, session, [unit]))
 
     def _is_spare(self, nbytes: int) -> bool:
-        """Return whether `nbytes` can be reserved without taking them from a waiting call. Calls that wait for a
-        budget, as in resting lines, do not wait for memory. Those that wait for a larger piece must keep enough."""
+        """Return whether `nbytes` can be reserved without taking them from a waiting put. Lines that rest are left out
+        (`accounts=set()`): they wait for a budget. Puts that wait for a larger piece must keep enough."""
         lines = [line for update in (True, False) for line in self._active_lines(update, accounts=set())]
         return all(
             not waits_for_memory(self.state, parked) or waits_for_larger_piece(self.state, parked, spare=nbytes)
@@ -209,8 +209,8 @@ class Reservations:
         )
 
     def serve_waiting(self) -> None:
-        """Serve waiting calls: all of them if bytes were freed, else those of partitions that may evict samples now.
-        Repeats while that frees bytes again."""
+        """Serve waiting puts: all of them if bytes were freed, else moves, and puts of partitions that may evict
+        samples now. Repeats while that frees bytes again."""
         state, extents = self.state, self.state.extents
         while extents.freed or extents.loosened:
             all_lines, extents.freed = extents.freed, False  # set again below if bytes are freed
@@ -288,7 +288,7 @@ class Reservations:
 
     def _attempt(self, parked: ParkedAllocate, *, behind: bool) -> Allocated | DataPlaneError | None:
         """Return the result or error that ends the wait of the call, or None if it continues to wait."""
-        self._check_can_ever_fit(parked.partition, parked.want)
+        self._check_can_ever_fit(parked.partition, parked.want)  # budget or units may be smaller now
         granted = self._try_to_reserve(parked, behind=behind)
         if granted is None and self._fails_now(parked):
             return self.out_of_space(parked)
@@ -359,8 +359,8 @@ class Reservations:
             )
 
     def _check_can_ever_fit(self, partition: Partition, want: Want) -> None:
-        """Raise RequestTooLargeError if the put is too large for its budget, or for the units that are not drained,
-        even when all samples are cleared. Without such units there is no error, because units may still register."""
+        """Raise RequestTooLargeError if the put exceeds its budget or the units that are not drained, or its largest
+        value each of these, even without samples. Without such units there is no error: some may still register."""
         budget = None if want.moving else budget_limit(self.state, partition, update=want.update)
         if budget is not None and want.total > budget:
             raise RequestTooLargeError(
@@ -380,7 +380,7 @@ class Reservations:
             )
 
     def _take_pieces(self, want: Want) -> list[Piece] | None:
-        """Take space for the put and return its pieces, or order growth of arenas and return None."""
+        """Take space for the put and return its pieces; or return None, and order arenas that can to grow."""
         if not want.whole:  # no columns
             return []
         units = self._open_units()

@@ -33,7 +33,7 @@ class Shrinks:
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
         parked = ParkedShrink(session, number, self.state.now, command.timeout_s)
         for unit in self.state.units.values():
-            result = UnitShrunk(unit=unit.number, name=unit.offer.name, given_bytes=0, backed_bytes=0)
+            result = UnitShrunk(unit=unit.number, name=unit.offer.name, given_bytes=0, backed_bytes=0)  # see `_result`
             if not unit.connected:
                 parked.found[unit.number] = msgspec.structs.replace(result, error="it is not connected")
                 continue
@@ -49,7 +49,7 @@ class Shrinks:
 
     def _order_release(self, unit: Unit) -> int:
         """Take whole free pages above the highest used byte out of use, and order the unit to release them. Return
-        their bytes."""
+        their bytes; 0 if there are none, and then no order is sent."""
         top = -(-unit.space.highest_used_bytes // PAGE_BYTES) * PAGE_BYTES
         given = unit.space.unback(top)
         if given:
@@ -66,7 +66,7 @@ class Shrinks:
         """Handle the offer of a unit that comes back after it carried out the first `shrinks` orders. Return whether
         the backing that it reports is current; if not, the last order must be sent again (`order_again`)."""
         unit.shrinking = shrinks < unit.shrinks
-        unit.shrinks = max(shrinks, unit.shrinks)
+        unit.shrinks = max(shrinks, unit.shrinks)  # greater if the ledger lost its last orders
         return not unit.shrinking
 
     def order_again(self, unit: Unit) -> None:
@@ -101,7 +101,7 @@ class Shrinks:
                     self.state.unpark(parked, self._result(parked))
 
     def timeout_result(self, parked: ParkedShrink) -> Shrunken:
-        """Return the result at the deadline."""
+        """Return the result at the deadline, with an error for each unit that has not answered."""
         for unit in parked.waits_for:
             error = f"no answer within {self.state.now - parked.since:.1f} s"
             parked.found[unit] = msgspec.structs.replace(parked.found[unit], given_bytes=0, error=error)

@@ -60,11 +60,11 @@ class _Named(NamedTuple):
     def result(self, command: c.Ack | c.Nack | c.Extend, affected: Bools) -> c.ClaimsSettled:
         """Return the result of the command, which took effect on the `affected` rows: the positions of cleared samples
         in the command. Raises StaleSampleError if some live samples were not affected; it names them."""
-        positions = np.flatnonzero(self.live)[~affected].tolist()
-        if positions:
+        unaffected = np.flatnonzero(self.live)[~affected].tolist()
+        if unaffected:
             ids = command.samples.ids
-            names = [ids[i] if ids is not None else f"sample {i} of the call" for i in positions]
-            raise StaleSampleError(partition=command.partition, task=command.task, samples=names, positions=positions)
+            names = [ids[i] if ids is not None else f"sample {i} of the call" for i in unaffected]
+            raise StaleSampleError(partition=command.partition, task=command.task, samples=names, positions=unaffected)
         return c.ClaimsSettled(cleared=np.flatnonzero(~self.live))
 
 
@@ -76,7 +76,8 @@ class Claims:
     `step` gets its rank's share of the step's selection, which the first such claim deals to all ranks (`shares`).
 
     The methods that take (session, number, command) execute call `number` of that session. A method that returns None
-    has parked the call, which is answered later."""
+    has parked the call, which is answered later. `ack`, `nack` and `extend` first do what they can, then raise
+    StaleSampleError for the other samples (`_Named.result`)."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -88,11 +89,9 @@ class Claims:
         partition = self.state.partition(command.partition)
         task = partition.task(command.task)
         self._check_claim(partition, command)
-        if command.samples is not None:
-            return self._claim_named(
-                ParkedClaim(session, number, self.state.now, command, partition), task, command.samples
-            )
         parked = ParkedClaim(session, number, self.state.now, command, partition)
+        if command.samples is not None:
+            return self._claim_named(parked, task, command.samples)
         parked.ready_index = partition.ready_index(task, command.fields, limit=self.state.limits.interests)
         result = self._attempt(parked, parked.ready_index)
         if result is None:
@@ -100,8 +99,8 @@ class Claims:
         return result
 
     def _claim_named(self, parked: ParkedClaim, task: Task, samples: c.Samples) -> c.Claimed:
-        """Claim all of the named samples, or none if one does not exist or is not ready. Does not wait: `parked` only
-        describes the call."""
+        """Claim all of the named samples, or none if one does not exist, is not ready or is named twice. Does not wait:
+        `parked` only describes the call."""
         partition, command = parked.partition, parked.command
         self.state.check_samples(samples)
         rows = partition.resolve_living(samples)
@@ -141,8 +140,8 @@ class Claims:
             yield from heapq.merge(*chosen, key=operator.attrgetter("place"))
 
     def _servable_watches(self, partition: Partition, watches: list[Watch]) -> dict[Watch, None]:
-        """Return the watches with a claim that may be served now, as an ordered set. The others are evaluated again at
-        their `next_at`."""
+        """Update the watches. Return those with a claim that may be served now, as an ordered set. The others are
+        evaluated again at their `next_at`. If the update of a watch raises, all of its claims fail."""
         servable: dict[Watch, None] = {}
         for watch in watches:
             if not watch.waiters:
@@ -253,7 +252,7 @@ class Claims:
             ids=partition.rows.names_of(rows),
             rows=rows.copy(),
             generations=partition.generations_of(rows),
-            fields=partition.common_fields(rows) if len(rows) else command.fields,
+            fields=partition.common_fields(rows) if len(rows) else command.fields,  # without samples, as requested
             tags=partition.tags.of(rows),
             dropped=tuple(task.dropped),
             claim=claim_id,
@@ -327,8 +326,8 @@ class Claims:
         return named.result(command, leased)
 
     def nack(self, session: Session, number: int, command: c.Nack) -> c.ClaimsSettled:
-        """Make claimed samples unclaimed again. Without claim ids, all named samples except those on lease. Samples
-        that are unclaimed already count as returned."""
+        """Make the samples that the command's claims hold unclaimed again; without claim ids, all named samples except
+        those on lease. Samples that are unclaimed already count as returned."""
         named = self._resolve_named(command, command.claims)
         unclaimed = named.task.claim_ids[named.rows] == 0
         returnable = ~named.task.on_lease(named.rows) if command.claims is None else named.held_by_claim
@@ -336,7 +335,7 @@ class Claims:
         return named.result(command, returnable | unclaimed)
 
     def extend(self, session: Session, number: int, command: c.Extend) -> c.ClaimsSettled:
-        """Let the leases of leased samples end `lease_s` from now."""
+        """Set the end of the samples' leases to `lease_s` from now."""
         _check_lease(command.lease_s)
         named = self._resolve_named(command, command.claims)
         leased, end = named.leased, self.state.now + command.lease_s
@@ -442,7 +441,7 @@ def _check_shares(command: c.Claim) -> None:
     if world is None and step is None:
         if sampler.shared:
             raise InvalidRequestError(f"sampler={command.sampler!r} requires dp_rank, dp_world and step")
-        return
+        return  # no shares; `dp_rank` alone has no effect
     if world is None or step is None or rank is None:
         raise InvalidRequestError(
             f"dp_rank={rank}, dp_world={world}, step={step}: pass all three to claim a rank's share of a step, or "

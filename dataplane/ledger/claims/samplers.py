@@ -44,9 +44,9 @@ def single(count: int) -> Picked:
 
 
 def whole_groups(groups: Int64s, size: int, wanted: int, released: Bools | None = None) -> Picked:
-    """Pick the first `wanted` (or fewer) groups that have `size` candidates, each with its first `size`. Groups
-    are ordered by their first candidate. `groups[i]` is the group of candidate i, numbered by first appearance
-    (-1: no group). A group with `released` candidates counts as whole, with the candidates that it has."""
+    """Pick the first `wanted` (or fewer) groups that have `size` candidates, each with its first `size`. Groups are
+    ordered by their first candidate. `groups[i]` is the group of candidate i, numbered by first appearance (-1: no
+    group). A group in which `released` is true for a candidate counts as whole, with the candidates that it has."""
     order = np.argsort(groups, kind="stable")
     order = order[np.searchsorted(groups[order], 0) :]  # without the candidates of no group
     if not len(order):

@@ -97,11 +97,12 @@ def find_selection(task: Task, command: Claim) -> Selection | None:
 
 
 def store_selection(task: Task, step: int, selection: Selection, most: int) -> None:
-    """Store the selection. If there are more than `most`, discard that of the lowest step (`forgotten`)."""
+    """Store the selection of a step above `task.forgotten`. If there are more than `most` now, discard that of the
+    lowest step, which becomes `task.forgotten`."""
     task.selections[step] = selection
     if len(task.selections) > most:
-        task.forgotten = max(task.forgotten, min(task.selections))
-        del task.selections[min(task.selections)]
+        task.forgotten = min(task.selections)
+        del task.selections[task.forgotten]
 
 
 _RANK_FIELDS = frozenset(
@@ -115,7 +116,7 @@ def terms_of(command: Claim) -> Terms:
     claim are written in the same way whatever their value."""
     common = {name: str(getattr(command, name)) for name in command.__struct_fields__ if name not in _RANK_FIELDS}
     return {
-        **common,
+        **common,  # the terms below replace those of the same name
         "fields": str(sorted(set(command.fields))),
         "where": " and ".join(f"{p.tag!r} {p.op} {p.value!r}" for p in command.where) or "nothing",
         "version_tag": repr(None if command.max_lag is None else command.version_tag),

@@ -62,8 +62,8 @@ def _overdue_or_final(watch: Watch, partition: Partition, now: float) -> bool:
 
 
 def _recount(counts: Counts, partition: Partition, ready_index: ReadyIndex) -> tuple[bool, float]:
-    """Count the samples that changed. Return whether all samples were counted again, and the earliest creation
-    time in a group that changed."""
+    """Count the samples that changed. Return whether all samples were counted again, and the earliest creation time in
+    the groups that changed (NEVER: no group did)."""
     tag = partition.tags.columns.get(counts.command.group_by) if counts.groups is not None else None
     # The dtype of the tag decides whether NaN values form one group (see `Groups.numbers_of`).
     all_again = counts.stale or (tag is not None and tag.values.dtype.str != counts.typed)
@@ -94,7 +94,7 @@ def _restart_counts(counts: Counts, tag: Tag | None) -> None:
 
 
 def _count_rows(counts: Counts, partition: Partition, ready_index: ReadyIndex, rows: Int64s, tag: Tag | None) -> float:
-    """Update the counts of these rows. Return the earliest creation time in a group that changed."""
+    """Update the counts of these rows. Return the earliest creation time in the groups that changed (NEVER: none)."""
     command, tags, task = counts.command, partition.tags, ready_index.task
     unclaimed = (partition.rows.generations[rows] > 0) & (task.claim_ids[rows] == 0)
     candidates = rows[unclaimed]

@@ -99,7 +99,7 @@ def _last_writers(state: State, partition: Partition, fields: Sequence[str]) -> 
         if writers:
             number, client, when = max(writers, key=lambda writer: writer[2])  # by time
             fields_by_session.setdefault(number, []).append(name)
-            last_writes.setdefault(number, (client, when))
+            last_writes.setdefault(number, (client, when))  # `partition.writers` is at least as late
     result = [
         Writer(
             session=number,

@@ -106,9 +106,9 @@ class Commits:
         self, partition: Partition, reservation: PutReservation | None, named: Named
     ) -> tuple[str, ...]:
         """Check that a put into preallocated space fits the partition's budget, which counts its bytes from now on.
-        Evict samples if necessary, and return the ids of unconsumed ones. Raises CapacityTimeoutError if a put of the
-        partition already waits for space, or if the budget is used up and eviction does not help. Other puts were
-        checked when their space was reserved."""
+        Evict samples if necessary, and return the ids of unconsumed ones. Raises CapacityTimeoutError if another update
+        (or put of new rows) of the partition already waits for space, or if the budget is used up and eviction does not
+        help. Other puts were checked when their space was reserved."""
         if not isinstance(reservation, PreallocatedPut) or partition.budget_bytes is None:
             return ()
         update, wanted = not len(named.unborn), sum(reservation.nbytes)
@@ -162,7 +162,7 @@ class Commits:
         for number, epoch in reservation.epochs.items():
             self._check_unit(number, epoch)
         if reservation.broken:
-            raise ServiceRestartedError(
+            raise ServiceRestartedError(  # 0: some earlier epoch
                 expected_epoch=self.state.epoch, got_epoch=0, what="some of the space reserved for this put"
             )
 
@@ -237,8 +237,8 @@ class Commits:
             check_limit(what, count, self.state.limits.columns, "Use several partitions.")
 
     def _check_spec(self, partition: Partition, column: CommitColumn) -> None:
-        """Check that the schema admits the column. Raises SchemaError, or StaleSchemaError if the client encoded the
-        column by a schema that the partition no longer has."""
+        """Check that the schema admits the column. Raises SchemaError, InvalidRequestError for an open spec, or
+        StaleSchemaError if the client encoded the column by a schema that the partition no longer has."""
         field = partition.fields.get(column.name)
         if not column.spec.settled:
             raise InvalidRequestError(f"column {column.name!r}: its spec is open ({column.spec})")
@@ -353,7 +353,7 @@ class Commits:
                 unused.append(extent)
                 continue
             several = None  # else the record for trimming an extent with several values
-            if last - first > 1:
+            if last - first > 1:  # a shared value counts once for each of its samples
                 lengths = column.lengths[first:last] if counts is None else (column.lengths * counts)[first:last]
                 piece_rows = rows if len(pieces) == 1 else _rows_in_piece(column.index, rows, first, last)
                 several = Several(field, piece_rows, total(lengths) * column.spec.unit_bytes, partition.account)
@@ -380,8 +380,8 @@ def _rows_in_piece(index: Int64s | None, rows: Int64s, first: int, last: int) ->
 def cells_at(
     column: CommitColumn, sizes: Int64s, pieces: list[tuple[int, int, int, int]]
 ) -> tuple[Int32s, Int64s, Int64s, UInt32s | None]:
-    """Return extent, offset, length and checksum of each sample's cell. sizes: bytes of each value; pieces:
-    (first, last, extent, offset), where the values [first, last) lie one after another."""
+    """Return extent, offset, length and checksum of each sample's cell. sizes: bytes of each value; pieces: (first,
+    last, extent, offset), where the values [first, last) lie one after another from `offset`."""
     # Locate the values first; the index then assigns values to samples.
     extents = np.zeros(len(sizes), np.int32)
     offsets = np.zeros(len(sizes), np.int64)

@@ -69,8 +69,8 @@ class Compactions:
         return state.compact_at if in_pieces else float("inf")
 
     def search(self) -> None:
-        """Order a compaction for the first put that waits for a larger piece and can be helped. Does nothing while an
-        open unit is being compacted, or is ordered to grow, which may make it unnecessary."""
+        """Order a compaction for one of the first `PUTS` puts that wait for a larger piece, if it helps one. Does
+        nothing while an open unit is being compacted, or is ordered to grow, which may make it unnecessary."""
         state = self.state
         if state.now < self.next_search_at():
             return

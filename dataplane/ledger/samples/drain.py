@@ -71,13 +71,14 @@ class Drains:
             reserved_bytes=facts.reserved_bytes,
             holders=list(facts.holders),
             why=f"no other storage unit has space for new rows{full}, and puts would wait until they time out",
-            marked=False,
+            marked=False,  # as draining
         )
 
     # --- finding
 
     def find(self, session: Session, number: int, command: FindCells) -> FoundCells | None:
-        """Find and pin cells on the unit, or return None if the call was parked."""
+        """Find and pin cells on the unit. Without cells, return only the facts about it, or None if the call was
+        parked."""
         if command.max_cells < 1 or command.max_bytes < 1 or not command.timeout_s >= 0:  # or NaN
             raise InvalidRequestError(
                 f"max_cells={command.max_cells}, max_bytes={command.max_bytes}, timeout_s={command.timeout_s}: "
@@ -185,7 +186,7 @@ class Drains:
         return list(live_bytes), facts
 
     def _live_fields(self, partitions: list[Partition], command: FindCells) -> Iterator[tuple[Partition, str]]:
-        """Yield the fields with live cells of the partitions, the requested one first."""
+        """Yield the fields of the partitions that have live cells on any unit, the requested one first."""
         requested = command.partition, command.field
         fields = [
             (partition, name) for partition in partitions for name, field in partition.fields.items() if field.live
@@ -203,7 +204,7 @@ class Drains:
             offsets = field.offsets[rows]
             last = np.partition(offsets, command.max_cells - 1)[command.max_cells - 1]
             rows = rows[offsets <= last]
-        rows, values, firsts = page_of(field, rows, self.state.limits.samples)
+        rows, values, firsts = page_of(field, rows, self.state.limits.samples)  # very many may share the last value
         ends = np.cumsum(field.bytes_of(rows[firsts]))
         count = max(int(np.searchsorted(ends, command.max_bytes, side="right")), 1)  # at least one value
         return Page(rows[values < count], values[values < count], firsts[:count])
@@ -235,10 +236,8 @@ class Drains:
             partition, field = self._check_move(session, command, held)
             kept = self._unchanged_positions(command, partition, field, session.pins[command.located])
             # Only the cells that will be moved must have the reserved sizes.
-            if (
-                field is not None
-                and len(kept)
-                and some(self._current_sizes(command, field, kept) != self._reserved_sizes(held, command, kept))
+            if field is not None and some(
+                self._current_sizes(command, field, kept) != self._reserved_sizes(held, command, kept)
             ):
                 raise InvalidRequestError(f"field {command.field!r}: lengths differ from the reserved sizes")
         except Exception:
@@ -349,7 +348,7 @@ class Drains:
         extents.unpin(pinned)  # frees the old bytes, unless readers use them: before the new ones are charged
         # Space for moved cells has had no account until now. The values of skipped cells are trimmed.
         for _, _, number, _ in pieces:
-            if number not in unused:
+            if number not in unused:  # a moved cell points at it
                 extents.adopt(number, partition.account)
                 extents.trim(number)
         if unused:

@@ -20,7 +20,7 @@ from dataplane.ledger.state.tasks import ReadyIndex, Task
 PARTS = 4096
 """An answer has at most this many parts."""
 EXAMINED = 1 << 16
-"""At most this many samples are examined for one answer."""
+"""About this many samples are examined at most for one answer."""
 STALEST = 1024
 """The versions of this many of a task's oldest ready samples are examined."""
 BEYOND = 1 << 62
@@ -44,7 +44,7 @@ class Inspection:
         oldest, newest = partition.generations_of(rows[[0, -1]]).tolist() if len(rows) else (0, 0)
 
         def count(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> c.Int64s:
-            """Return the number of set flags in each part."""
+            """Return the number of set flags in each part, none of which is empty."""
             return np.add.reduceat(flags, firsts, dtype=np.int64) if len(firsts) else np.zeros(0, np.int64)
 
         return c.Matrix(
@@ -64,7 +64,8 @@ class Inspection:
         )
 
     def show(self, session: Session, number: int, command: c.Show) -> c.Shown:
-        """Return one sample: where its cells are, its tags, and its state for each task."""
+        """Return one sample (of the first partition that has its id, if none is named): where its cells are, its tags,
+        and its state for each task."""
         self.state.check_samples(command.samples)
         if len(command.samples) != 1:
             raise InvalidRequestError(f"expected exactly one sample, got {len(command.samples)}")
@@ -161,7 +162,7 @@ class Inspection:
 
     def waits(self, session: Session, number: int, command: c.Waits) -> c.WaitList:
         """Return the claims and puts that wait, longest waiting first, up to the limit. The command may restrict them
-        to a partition, and to the claims of a task."""
+        to a partition, and to the claims of a task (then without puts)."""
         state = self.state
         if command.limit < 0:
             raise InvalidRequestError(f"limit={command.limit}: must be 0 (for all) or more")

@@ -33,7 +33,7 @@ class Reads:
 
     def locate(self, session: Session, number: int, command: c.Locate) -> c.Located:
         """Locate and pin every cell of the samples and fields; with `unpinned`, only locate them. If anything is
-        missing, nothing is pinned. With `missing_ok`, missing cells are no error."""
+        missing, nothing is pinned. With `missing_ok`, missing cells are not an error."""
         partition = self.state.partition(command.partition)
         self.state.check_samples(command.samples)
         check_limit("fields in one command", len(command.fields), self.state.limits.columns, SPLIT)
@@ -57,8 +57,8 @@ class Reads:
 
     def _locate_existing(self, session: Session, number: int, command: c.Locate, partition: Partition) -> c.Located:
         """Locate and pin the cells that exist: those of the fields, then those of their hidden columns (`variants_of`)
-        that some of the rows have. A sample named by id that does not exist has row -1. With `unpinned`, nothing is
-        pinned."""
+        that some of the rows have. An id without a sample has row -1; a stale handle is an error. With `unpinned`,
+        nothing is pinned."""
         ids = command.samples.ids
         rows = partition.resolve(command.samples).copy() if ids is None else partition.rows.find(ids)
         located: list[c.FieldLocations] = []
@@ -138,7 +138,7 @@ class Reads:
     def describe(self, session: Session, number: int, command: c.Describe) -> c.Described:
         """Return the schema, the tasks and the size of a partition."""
         partition = self.state.partition(command.partition)
-        # A field may exist only in its hidden column.
+        # A field may exist only in its hidden column: then an empty field stands for the missing one.
         known = {name: partition.fields.get(name) or Field(declared=None, capacity=0) for name in partition.names()}
         return c.Described(
             partition=partition.name,

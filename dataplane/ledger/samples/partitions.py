@@ -37,7 +37,7 @@ class Partitions:
         self.removed_task_error = removed_task_error
 
     def register(self, session: Session, number: int, command: c.Register) -> c.Done:
-        """Create a partition, or replace the registration of a live one; with `extend`, only add to that."""
+        """Create a partition, or replace the registration of an existing one; with `extend`, only add to that."""
         state = self.state
         self.check(command)
         partition = state.partitions.get(command.partition)
@@ -70,7 +70,7 @@ class Partitions:
         return c.Done()
 
     def _extend(self, partition: Partition, command: c.Register) -> c.Done:
-        """Add all missing fields and tasks, or none. No call can be waiting for them."""
+        """Add all missing fields and tasks, or none. No call waits for them, so none is evaluated again."""
         limit, of_partition = self.state.limits.columns, f"of partition {partition.name!r}"
         fields, tasks = partition.fields.keys() | command.fields.keys(), partition.tasks.keys() | {*command.tasks}
         check_limit(f"fields {of_partition}", len(fields), limit, "Use several partitions.")
@@ -106,7 +106,7 @@ class Partitions:
         return c.Done()
 
     def clear(self, session: Session, number: int, command: c.Clear) -> c.Cleared:
-        """Clear the named samples that still exist. If none are named, drop the whole partition, if it exists."""
+        """Clear the named samples that still exist. With `samples=None`, drop the whole partition, if it exists."""
         state = self.state
         if command.samples is not None:
             partition = state.partition(command.partition)
@@ -119,7 +119,7 @@ class Partitions:
         return c.Cleared(count=0 if dropped is None else state.drop(dropped))
 
     def set_tags(self, session: Session, number: int, command: c.SetTags) -> c.Done:
-        """Set tags of existing samples."""
+        """Set tags of the samples, all of which must exist."""
         state = self.state
         partition = state.partition(command.partition)
         state.check_samples(command.samples)
@@ -163,7 +163,7 @@ class UnitReports:
 
     def add(self, item: c.AddUnit) -> None:
         """Handle the offer of an arena by a new unit, or by one that comes back."""
-        known = self.state.units.get(self.cookies.get(item.cookie, 0))
+        known = self.state.units.get(self.cookies.get(item.cookie, 0))  # no unit has number 0
         if known is not None:
             self._add_again(known, item)
             return
@@ -218,8 +218,7 @@ class UnitReports:
         recheck = item.recheck and (item.epoch > unit.epoch or unit.checking)
         if item.host != unit.host:
             self.liveness.machine_restarted(unit.number, unit.host)
-        unit.offer, unit.connected, unit.ceiling = item, True, unit.space.capacity_bytes
-        unit.awaited = False
+        unit.offer, unit.connected, unit.awaited = item, True, False
         backing_is_current = self.shrinks.handle_offer(unit, item.shrinks)
         # Until the unit has carried out the last order to shrink, its backing counts as that order left it.
         unit.record_backing(item.backed_bytes if backing_is_current else unit.space.backed_bytes)
@@ -281,7 +280,7 @@ class UnitReports:
         unit = self.state.units.get(item.unit)
         if unit is not None and item.shrinks == unit.shrinks:
             unit.record_backing(item.backed_bytes, item.error or "")
-            unit.retry_at = self.state.now + RETRY_S
+            unit.retry_at = self.state.now + RETRY_S  # of growth, if it failed
             self.reservations.grow_ahead(unit)
             self.state.extents.freed = True
 

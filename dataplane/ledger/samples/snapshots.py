@@ -38,7 +38,8 @@ class Saves:
     # --- saving
 
     def save(self, session: Session, number: int, command: c.Save) -> c.Saved:
-        """Save these partitions (none named: all published ones), all or none: after an error, nothing is pinned."""
+        """Save these partitions (none named: all that are not staged), all or none: after an error, nothing is
+        pinned."""
         check_limit(
             "saves held by one session", len(session.saves) + 1, self.state.limits.saves, "Release a save first."
         )
@@ -66,7 +67,7 @@ class Saves:
         tags = Tags(len(rows))
         for name, tag in partition.tags.columns.items():
             tag_copy = tags.columns[name] = Tag(tag.values.dtype, capacity=0)
-            tag_copy.values, tag_copy.present = tag.values[rows], tag.present[rows]
+            tag_copy.values, tag_copy.present = tag.values[rows], tag.present[rows]  # replaces its empty arrays
         fields = {}
         for name, field in partition.fields.items():
             extents, offsets, lengths = cells_of(field, rows)
@@ -153,8 +154,8 @@ class Saves:
         return c.Done()
 
     def publish(self, session: Session, number: int, command: c.Publish) -> c.Done:
-        """Rename staged partitions to the names of the saved ones, replace those of these names, and restore the saved
-        state. Everything is checked before the first change."""
+        """Rename staged partitions to the names of the saved ones, dropping existing partitions of these names, and
+        restore the saved state. Everything is checked before the first change."""
         state = self.state
         staged, targets = command.staged, command.partitions
         names = [saved.partition for saved in targets]
