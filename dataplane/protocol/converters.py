@@ -122,8 +122,8 @@ def _enums_from_pb(wire: pb.Enums) -> dict[str, tuple[str, ...]]:
 
 
 class ConversionPlan:
-    """The conversion of one type of value. Fields that the message always has (`_present`) are separate from those that
-    may not be set (`_optional`). `_to_pb`: all fields, for the other direction."""
+    """The conversion of one type of value. Fields that every message has (`_present`) are separate from those that can
+    be unset in a message (`_optional`). `_to_pb`: all fields, for the other direction."""
 
     def __init__(self, value_type: type[c.Value]) -> None:
         self.value_type = value_type

@@ -167,7 +167,7 @@ def _identity(item: Any) -> Any:
 
 class _Stream(IterableDataset[MicroBatch]):
     """The dataset of the loader: yields the micro-batches that this process, or the leader of `replicas`, claims.
-    `_source` claims them; it is None on ranks that are not the leader."""
+    `_source` claims them; it is None on ranks that are not the leader. After `close`, it raises `ClientClosedError`."""
 
     def __init__(
         self, claims: _ClaimReader, form: _BatchForm, replicas: Replicas | None, *, prefetch: int, timeout_s: float
@@ -343,8 +343,8 @@ class _MicroBatchSource:
                 return batch
 
     def _acknowledge(self, meta: KVBatchMeta) -> None:
-        """Acknowledge the last micro-batch. Samples cleared during the lease were cleared by the caller; after the
-        lease, another consumer may have used them before, so that is an error."""
+        """Acknowledge the last micro-batch. Samples cleared during the lease were cleared by the caller. After it,
+        another consumer may have used and cleared them: raise `StaleSampleError`."""
         cleared = self._claims.client.ack(meta)
         if cleared and time.monotonic() > self._leased_until:
             task = self._claims.task
@@ -360,8 +360,8 @@ class _MicroBatchSource:
         return self._queue.take(timeout_s, waited_s=self._timeout_s)
 
     def _renew_lease(self, meta: KVBatchMeta) -> bool:
-        """Start the lease of a micro-batch again, if there are leases. Return False if it must be skipped: another
-        claim could have taken samples of it, or all of them were cleared."""
+        """Start the lease of a micro-batch again and set `_leased`, if there are leases. Return False if it must be
+        skipped: another claim could have taken samples of it, or all of them were cleared."""
         if self._claims.lease_s is None:
             return True
         until = time.monotonic() + self._claims.lease_s  # before the call: the lease ends later at the service

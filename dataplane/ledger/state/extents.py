@@ -85,7 +85,7 @@ class Extents:
     `freed`: bytes were freed, or may be available, since the last reset. `moved`: accounts (including 0) that gained or
     lost bytes since then. `loosened`: accounts whose extents were reserved, died, were freed or lost their last reader
     since then. `hoped`: number of the `Outlook` that counts the extent (`outlooks`: the last such number). `stirred`:
-    on a unit in `watched`, an extent became live or was released."""
+    on a unit in `watched`, an extent became live, lost its last pin or was freed, or any unit was dropped."""
 
     made = 0
     outlooks = 0
@@ -294,7 +294,7 @@ class Extents:
         numbers = self.of_unit(unit)
         for number in numbers[self.is_several[numbers]].tolist():
             del self.several[number]
-        self.stirred = True  # calls that wait for a change on the unit end
+        self.stirred = True  # has the calls evaluated that wait for a change on a unit
         self._discharge_owners(numbers)
         self._clear_entries(numbers)
 

@@ -295,7 +295,7 @@ class _Exchange(BaseHTTPRequestHandler):
         head, rest = self._read_head()
         self.rfile = io.BufferedReader(io.BytesIO(head))
         self.raw_requestline = self.rfile.readline()
-        # It sets `command`, `path` and `headers`, or reports the reason of a failure to `send_error`.
+        # `parse_request` sets `command`, `path` and `headers`, or calls `send_error`, which sets `_refused`.
         if not self.parse_request():
             raise self._refused or HttpError(HTTPStatus.BAD_REQUEST, "malformed HTTP request")
         try:
