@@ -228,7 +228,7 @@ class PartitionSealedError(BadRequestError):
 
 
 class PartitionDroppedError(BadRequestError):
-    """The partition was dropped while a call waited on it."""
+    """The partition was dropped while a call waited on it. `waiting` describes the call."""
 
     grpc_status = "ABORTED"
 
@@ -322,10 +322,10 @@ class WaitTimeoutError(DataPlaneError, TimeoutError):
 
 
 class CapacityTimeoutError(WaitTimeoutError):
-    """A put found no space in time. `holders` are (holder, bytes) pairs, largest first: partitions, then reservations
-    and pins by session. With `partition`, the exhausted space is that partition's budget of `budget_bytes`. `arena` is
-    the reason why an arena could not grow. With `fragments`, enough bytes are free, but in that number of pieces of at
-    most `largest_free_bytes`. `behind` names the earlier put that this one had to wait for in line."""
+    """A put found no space in time. `holders` are the first few (holder, bytes) pairs, largest first: partitions, then
+    reservations and pins by session. With `budget_bytes`, the exhausted space is that budget of `partition`. `arena`
+    is the reason why an arena could not grow. With `fragments`, enough bytes are free, but in that number of pieces of
+    at most `largest_free_bytes`. `behind` names the earlier put that this one had to wait for in line."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
 

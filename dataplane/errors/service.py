@@ -66,8 +66,8 @@ class SessionExpiredError(ServiceError):
 
 
 class ServiceRestartedError(ServiceError):
-    """The process runs in another epoch. `lost` describes the state that was lost with the expected epoch; "" if no
-    loss is known. `got_epoch`: 0 if it is only known to be an earlier one."""
+    """`what`, a process or what belongs to it, is of another epoch than expected. `lost` describes the state that was
+    lost with the expected epoch; "" if no loss is known. `got_epoch`: 0 if it is only known to be an earlier one."""
 
     grpc_status = "FAILED_PRECONDITION"
 

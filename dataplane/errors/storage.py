@@ -33,10 +33,10 @@ class ChecksumError(DataPlaneError, OSError):
 
 
 class DrainError(DataPlaneError, RuntimeError):
-    """A storage unit could not be emptied. `cells` counts the remaining cells, `live` their bytes by partition,
-    `reserved_bytes` the space reserved by active puts, `holders` the sessions that hold reservations or pins. No data
-    is lost. `why` is the cause. `marked`: the unit remains marked for draining and accepts no new rows. Otherwise the
-    drain was rejected before any change.
+    """A storage unit could not be emptied. `cells` counts the remaining cells, `live` has the bytes of the largest few
+    partitions there, `reserved_bytes` is the space reserved by active puts, `holders` names the sessions that hold
+    reservations or pins. No data is lost. `why` is the cause. `marked`: the unit remains marked for draining and
+    accepts no new rows. Otherwise the drain was rejected before any change.
 
     `FORCE` and `UNDRAIN` are the parts of the text that name arguments and methods of the client. A program that offers
     them under other names replaces these parts."""

@@ -79,7 +79,8 @@ def from_pb(value_type: type[c.Value], wire: Message) -> Any:
 
 
 def call_to_pb(call: c.Call) -> Message:
-    """Return the request of a numbered call. Raises `InvalidRequestError` for values that no message can represent."""
+    """Return the request of a call: the fields of its command, and a header with the call's numbers. Raises
+    `InvalidRequestError` for values that no message can represent."""
     plan = _PLANS[type(call.command)]
     header = {
         "session": call.session,
@@ -146,7 +147,8 @@ def decode_result(method: str, body: bytes) -> c.Result:
 
 
 def _unrepresentable(value: c.Value, error: Exception) -> InvalidRequestError:
-    """Return the error for a value that no message can represent, with the field that causes it."""
+    """Return the error for a value that no message can represent, with the field that causes it if that is found.
+    error: the exception of the conversion."""
     if isinstance(error, InvalidRequestError):  # a converter has described it already
         return error
     what = type(value).__name__
@@ -155,10 +157,10 @@ def _unrepresentable(value: c.Value, error: Exception) -> InvalidRequestError:
 
 
 def _integer_fault(value: c.Value) -> str | None:
-    """Describe the first integer field of the command that does not hold a 64-bit integer; None if there is none."""
+    """Describe the first integer field of the value that does not hold a 64-bit integer; None if there is none."""
     for name, hint in get_type_hints(type(value)).items():
         content = getattr(value, name)
-        if content is None or int not in (hint, *get_args(hint)):  # the field is empty, or no integer
+        if content is None or int not in (hint, *get_args(hint)):  # the field is empty, or not declared an integer
             continue
         if isinstance(content, bool) or not hasattr(content, "__index__"):  # numpy integers are valid
             return f"{name}={content!r}: expected an integer, got {type(content).__name__}"
@@ -168,7 +170,7 @@ def _integer_fault(value: c.Value) -> str | None:
 
 
 def _string_fault(value: c.Value) -> str | None:
-    """Describe the first string field of the command that does not hold a string; None if there is none."""
+    """Describe the first string field of the value that does not hold a string; None if there is none."""
     for name, hint in get_type_hints(type(value)).items():
         content = getattr(value, name)
         if content is not None and hint in (str, str | None) and not isinstance(content, str):

@@ -90,8 +90,8 @@ def _converters(hint: Any, is_enum: bool) -> tuple[Convert, Convert]:
 
 
 def _enum_converters(members: type[enum.StrEnum]) -> tuple[Convert, Convert]:
-    """Return the converters of an enum. Wire numbers count from 1 in definition order; 0 (unspecified) is the first
-    member."""
+    """Return the converters of an enum. Wire numbers count from 1 in definition order; 0 (unspecified) is read as the
+    first member."""
     by_number = [next(iter(members)), *members]
     numbers = {member: number for number, member in enumerate(members, 1)}
 
@@ -105,11 +105,11 @@ def _enum_converters(members: type[enum.StrEnum]) -> tuple[Convert, Convert]:
 
 def _dict_converters(value_type: Any) -> tuple[Convert, Convert]:
     """Return the converters of a dict with text keys. The message has a list of entries, each a name and a value."""
-    key = _VALUE_OF_ENTRY[value_type]
+    value_field = _VALUE_OF_ENTRY[value_type]
     to_pb, from_pb = _converters(value_type, is_enum=False)
     return (
-        lambda values: [{"name": name, key: to_pb(value)} for name, value in values.items()],
-        lambda wire: {item.name: from_pb(getattr(item, key)) for item in wire},
+        lambda values: [{"name": name, value_field: to_pb(value)} for name, value in values.items()],
+        lambda wire: {item.name: from_pb(getattr(item, value_field)) for item in wire},
     )
 
 
@@ -122,8 +122,8 @@ def _enums_from_pb(wire: pb.Enums) -> dict[str, tuple[str, ...]]:
 
 
 class ConversionPlan:
-    """The conversion of one type of value. Fields that the message always has (`_present`) are separate from those that
-    may not be set (`_optional`). `_to_pb`: all fields, for the other direction."""
+    """The conversion of one type of value. Fields that every message has (`_present`) are separate from those that can
+    be unset in a message (`_optional`). `_to_pb`: all fields, for the other direction."""
 
     def __init__(self, value_type: type[c.Value]) -> None:
         self.value_type = value_type
@@ -132,7 +132,7 @@ class ConversionPlan:
         fields_of_value = msgspec.structs.fields(value_type)
         infos = [info for info in fields_of_value if info.name != "error" or _is_in_message(info)]
         fields = [_Field(info, hints[info.name], self.message) for info in infos]
-        # Field name, converter and, for optional fields, default. Converter None: the value is passed on as it is.
+        # Field name, converter and, in `_optional`, default. Converter None: the value is passed on as it is.
         self._to_pb = [(field.name, None if field.to_pb is _same else field.to_pb) for field in fields]
         always_set = [field for field in fields if not field.presence]
         self._present = [(field.name, None if field.from_pb is _same else field.from_pb) for field in always_set]

@@ -20,8 +20,8 @@ process if none is left."""
 
 
 def allow_more() -> int:
-    """Raise this process's soft limit of open files as far as allowed, up to `ENOUGH`. Return the limit, or `ENOUGH`
-    without a limit."""
+    """Raise this process's soft limit of open files as far as allowed, up to `ENOUGH`. Return the new limit,
+    `ENOUGH` if there is none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if soft == resource.RLIM_INFINITY:
@@ -62,8 +62,8 @@ def _count_free(most: int) -> int:
 
 @contextlib.contextmanager
 def enough_for(address: str, *, least: int = 0) -> Iterator[None]:
-    """Turn a lack of open files into `ServiceUnavailableError` while the body opens connections to `address`. Also
-    raise it at once if fewer than `least` files can be opened."""
+    """Raise `ServiceUnavailableError` if the body, which opens connections to `address`, fails because the process
+    cannot open more files; before the body if it can open fewer than `least`."""
     takes = "of which a session takes about fifteen and each concurrent call two"
     remedy = "raise the limit, or share a client between threads"
 
@@ -79,7 +79,7 @@ def enough_or(error: Callable[[str], Exception], *, least: int = 0) -> Iterator[
     """Raise `error(description)` if the body fails for lack of open files, or if fewer than `least` can be opened."""
     try:
         if _count_free(least) < least:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # handled below
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # becomes `error` below
         yield
     except Exception as cause:
         # A failed connection has the lack of open files as its cause.

@@ -76,7 +76,7 @@ def _array_from(wire: bytes, dtype: np.dtype[Any]) -> np.ndarray[tuple[int], Any
 
 
 def scalar_to_pb(value: Scalar) -> Keywords:
-    """Return the field that holds the value of a tag; none for None. The order matters: bool is a subclass of int."""
+    """Return the field that holds the value of a tag; none for None. bool is tested before int, its base class."""
     match value:
         case None:
             return {}
@@ -170,8 +170,8 @@ def samples_from_pb(wire: pb.Samples) -> Samples:
 
 
 def tag_to_pb(tag: TagColumn) -> Keywords:
-    """Convert a tag column. Values of one type become one array; mixed types, and subclasses of the scalar types, are
-    converted one by one."""
+    """Return the fields of a tag column. Values of one type become one array; mixed types, None, large integers and
+    subclasses of the scalar types are converted one by one."""
     positions = None if tag.positions is None else int64s_to_pb(tag.positions)
     return {"name": tag.name, "positions": positions, **_tag_values(tag.values)}
 

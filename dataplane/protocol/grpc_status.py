@@ -18,7 +18,8 @@ Code = grpc.StatusCode
 
 
 def to_status(error: e.DataPlaneError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
-    """Return the status code, the text and the trailing metadata."""
+    """Return the status code, the start of the text, and the trailing metadata: the error itself, unless it is too
+    long."""
     name, facts = e.to_wire(error)
     code, text = grpc.StatusCode[error.grpc_status], str(error)[: MAX_DETAIL_BYTES // 4]
     if len(facts) > MAX_DETAIL_BYTES:  # without the details
@@ -28,7 +29,8 @@ def to_status(error: e.DataPlaneError) -> tuple[grpc.StatusCode, str, tuple[tupl
 
 
 def from_status(error: grpc.RpcError, *, address: str, what: str, waited_s: float) -> e.DataPlaneError:
-    """Return the error that `to_status` encoded. For a status created by gRPC itself, return the closest error."""
+    """Return the error that `to_status` encoded. For a status without it, such as one created by gRPC itself, return
+    the closest error. what: the call, which took `waited_s` so far."""
     assert isinstance(error, grpc.Call)
     for key, value in error.trailing_metadata() or ():
         if key == DETAILS_KEY:

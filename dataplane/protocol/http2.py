@@ -97,7 +97,7 @@ def call(
 
 
 def _exchange(peer: socket.socket, connection: H2Connection, time_left: TimeLeft) -> bytes:
-    """Send what `connection` has queued over `peer`, receive the reply and return its message."""
+    """Send over `peer` what `connection` has queued, receive the reply and return its message."""
     body, received_bytes, status, text = b"", 0, "", ""
     while received_bytes <= MAX_TRAFFIC_BYTES:
         peer.sendall(connection.data_to_send())  # first the request, then replies to the server's settings and pings
@@ -141,13 +141,15 @@ def _header_of(event: Event, wanted: str) -> str:
     """Return the value of a header of the event, "" if it is absent."""
     headers = event.headers if isinstance(event, ResponseReceived | TrailersReceived) else None
     for name, value in headers or ():
-        if name in (wanted.encode(), wanted):
+        if name in (wanted.encode(), wanted):  # h2 gives bytes here, but its types permit text
             return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
     return ""
 
 
 def _message_in(body: bytes, status: str, text: str) -> bytes:
-    """Return the single message in a gRPC body. status: the gRPC status; text: its text, percent-encoded by gRPC."""
+    """Return the single message in a gRPC body. status: the gRPC status, "" if none came; text: its text,
+    percent-encoded by gRPC. Raises `BusyError` for a transient status without a message, `Http2Error` for an
+    invalid body."""
     if not body and status in PASSING:  # the server sent no message, but a transient error
         shown = "".join(char if char.isprintable() else " " for char in unquote(text)[:MAX_TEXT])
         raise BusyError(f"it replied with gRPC status {status}" + (f": {shown.rstrip('.')}" if shown else ""))

@@ -109,9 +109,9 @@ def keys_of(
 
 
 def _verified_secret(answer: pb.Keys, token: str | None, secure: bool, address: str, nonce: bytes) -> str:
-    """Verify the service's proof and return its secret, "" if it has none. secure: the answer came over TLS. nonce: the
-    random bytes of the request. Raises `AuthenticationError` if the proof or the token is missing, or the proof is
-    wrong."""
+    """Verify the service's proof and return its secret (the `token`, or the one in the answer), "" if it has none.
+    secure: the answer came over TLS. nonce: the random bytes of the request. Raises `AuthenticationError` if the proof
+    or the token is missing, or the proof is wrong."""
     # A service sends a secret only over TLS.
     secret = token or (answer.secret if secure else "")
     if not secret and not answer.proof:
@@ -135,7 +135,7 @@ def _request_keys_with_retry(
 ) -> tuple[bytes, str]:
     """Call `_request_keys`, and retry while the service is too busy to answer or has reached its limit of connections.
     Raises TimeoutError, with the reason of the last attempt, when the time is over."""
-    why, is_diagnosed = f"it does not answer in time; {SILENT}", False  # TLS is diagnosed once
+    why, is_diagnosed = f"it does not answer in time; {SILENT}", False  # TLS is diagnosed only once
     cause: Exception
     while True:
         try:
@@ -161,7 +161,8 @@ def _request_keys_with_retry(
 def _request_keys(
     address: str, files: TlsFiles | None, nonce: bytes, time_left: Callable[[], float]
 ) -> tuple[bytes, str]:
-    """Request the keys once. Return the reply, and the numeric address that sent it (see `ConnectionKeys`)."""
+    """Request the keys once. Return the reply, and the numeric address that sent it (see `ConnectionKeys`). Raises
+    `BusyError` if the connection broke after `HANDSHAKE_S`, else the errors of the connection and of `http2.call`."""
     request = pb.GetKeysRequest().SerializeToString()
     metadata = {NONCE_KEY: nonce.hex(), VERSION_KEY: str(PROTOCOL_VERSION)}
     authority = address if files is None else tls.authority_of(address, files)

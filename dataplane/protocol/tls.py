@@ -52,6 +52,7 @@ def _load_files(context: ssl.SSLContext, files: TlsFiles) -> None:
     except (OSError, ssl.SSLError) as error:
         raise ValueError(f"tls_ca_file {files.ca_file!r} is unusable: {_reason(error)}") from error
     try:
+        # The password is only requested, and `_no_password` only raises, if the key is encrypted.
         context.load_cert_chain(files.cert_file, files.key_file, password=_no_password)
     except (OSError, ssl.SSLError) as error:
         raise ValueError(
@@ -71,7 +72,7 @@ def server_credentials(files: TlsFiles, connected: Callable[[], None]) -> grpc.S
     client_context(files)  # raises ValueError if a file is unusable
     own = [(_read(files.key_file), _read(files.cert_file))]
     configuration = grpc.ssl_server_certificate_configuration(own, _read(files.ca_file))
-    fetch: Any = connected  # gRPC calls it before each handshake; None keeps the configuration
+    fetch: Any = connected  # gRPC calls it before each handshake; its result None keeps the configuration
     return grpc.dynamic_ssl_server_credentials(configuration, fetch, require_client_authentication=True)
 
 
@@ -108,7 +109,7 @@ def connect(address: str, files: TlsFiles, time_left: Callable[[], float]) -> ss
 
 
 def refusal(address: str, error: ssl.SSLError, files: TlsFiles | None) -> TlsError | None:
-    """Return the error for a TLS failure; None if the failure may be transient."""
+    """Return the error for a TLS failure; None if the failure may be transient. files: None if this client has none."""
     match error.reason or "":
         case "CERTIFICATE_VERIFY_FAILED":
             text = (getattr(error, "verify_message", "") or str(error)).rstrip(".")
@@ -126,7 +127,8 @@ def refusal(address: str, error: ssl.SSLError, files: TlsFiles | None) -> TlsErr
 
 
 def _rejected(files: TlsFiles | None, reason: str = "") -> str:
-    """Describe a rejected client certificate. reason: the reason that the service gave."""
+    """Describe a rejected client certificate. reason: the reason that the service gave; without one, this client looks
+    for a defect of its certificate (in `files`, if given)."""
     why = reason or (_own_defect(files) if files is not None else "")
     return f"the service rejects this client's certificate{f' ({why})' if why else ''}: {NOT_TAKEN}"
 
@@ -135,7 +137,7 @@ def _own_defect(files: TlsFiles) -> str:
     """Return the reason why a service with the same files and clock would reject this client's certificate; "" if it
     would accept it. Runs both ends of a handshake in memory."""
     presenting = client_context(files)
-    presenting.check_hostname, presenting.verify_mode = False, ssl.CERT_NONE  # only the server checks
+    presenting.check_hostname, presenting.verify_mode = False, ssl.CERT_NONE  # only the server's end checks
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = presenting.wrap_bio(to_client, to_server)
     server = server_context(files).wrap_bio(to_server, to_client, server_side=True)
@@ -178,7 +180,7 @@ def _closes_at_once(address: str, files: TlsFiles) -> bool:
 
 def _speaks_tls(address: str) -> bool:
     """Whether the peer replies to a ClientHello with a handshake record or an alert."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # any certificate of the peer is accepted
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # only for its ClientHello: no handshake is completed
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])

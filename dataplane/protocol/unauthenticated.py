@@ -81,7 +81,8 @@ class Unauthenticated:
         self._looked = self._took_s = 0.0  # when the byte counts were read last, and how long that took
 
     def take_events(self, monitor: zmq.Socket[Any]) -> None:
-        """Handle the pending events of a monitor that reports accepted and closed connections. Does not block."""
+        """Handle pending events, at most `EVENTS`, of a monitor that reports accepted and closed connections. Does not
+        block."""
         for _ in range(EVENTS):
             if not readable(monitor):
                 return
@@ -93,7 +94,7 @@ class Unauthenticated:
                 self.ended(descriptor)
 
     def began(self, descriptor: int) -> None:
-        """Record a new connection."""
+        """Record a new connection, unless it is already closed."""
         self._silent.pop(descriptor, None)  # an earlier connection; the new one goes to the end of the dict
         connection = self._describe(descriptor)
         if connection is not None:
@@ -120,8 +121,8 @@ class Unauthenticated:
         return max(LOOK_S, 10 * self._took_s)
 
     def hang_up(self) -> None:
-        """Close the connections above the limits, the oldest first, and drop the authenticated ones. Does not block.
-        No-op before `pause_ms` has passed."""
+        """Drop the authenticated connections from the record, and close the oldest of the others above the limits. Does
+        not block. No-op before `pause_ms` has passed."""
         began = time.monotonic()
         if not self._silent or began - self._looked < self._pause_s():
             return
@@ -132,9 +133,10 @@ class Unauthenticated:
             old = began - connection.since > zap.HANDSHAKE_MS / 1000 + LATE_S
             if old or acked > self._handshake_bytes:  # authenticated
                 del self._silent[descriptor]
-            elif received > SHORT_BYTES or not (connection.is_tcp or connection.is_trusted):  # no counts without TCP
+            elif received > SHORT_BYTES or not (connection.is_tcp or connection.is_trusted):  # no counts: not TCP
                 long.append(descriptor)
-        self._shut_down(long[: max(0, len(long) - self._most_long)])  # before all are counted: it drops some
+        self._shut_down(long[: max(0, len(long) - self._most_long)])
+        # Counted only now: the call before has dropped some.
         self._shut_down(list(itertools.islice(self._silent, max(0, len(self._silent) - self._most))))
         self._looked = time.monotonic()
         self._took_s = self._looked - began
@@ -165,7 +167,7 @@ class Unauthenticated:
 
 
 def _byte_counts(descriptor: int) -> tuple[int, int]:
-    """Return the bytes that the peer has acknowledged and sent; 0 if they are unknown."""
+    """Return how many bytes the peer has acknowledged, and how many it has sent; (0, 0) if that is unknown."""
     try:
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
     except OSError:  # the connection is closed

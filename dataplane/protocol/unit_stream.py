@@ -42,7 +42,8 @@ def report_to_pb(report: c.Input) -> pb.UnitReport:
 
 
 def report_from_pb(wire: pb.UnitReport) -> Report:
-    """Return the report of a message. Raises `InvalidRequestError` for a kind that this version does not support."""
+    """Return the report of a message. Raises `InvalidRequestError` for a malformed message or a kind of report that
+    this version does not support."""
     name = wire.WhichOneof("report")
     if name is None:
         raise InvalidRequestError("empty or unsupported report; is the storage unit newer than the controller?")
@@ -56,7 +57,8 @@ def order_to_pb(order: c.Output) -> pb.UnitOrder:
 
 
 def order_from_pb(wire: pb.UnitOrder) -> c.Output:
-    """Return the order of a message. Raises `InvalidRequestError` for a kind that this version does not support."""
+    """Return the order of a message. Raises `InvalidRequestError` for a malformed message or a kind of order that this
+    version does not support."""
     name = wire.WhichOneof("order")
     if name is None:
         raise InvalidRequestError("empty or unsupported order; is the controller newer than the storage unit?")

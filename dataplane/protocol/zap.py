@@ -122,9 +122,9 @@ class Admission:
         poller.register(self._wake, zmq.POLLIN)
         while self._wake not in dict(poller.poll()):
             with contextlib.suppress(zmq.Again):  # the poll may end without a request
-                version, request, *rest = handler.recv_multipart(zmq.NOBLOCK)
-                code, text = self._decide(rest)
-                handler.send_multipart([version, request, code, text, b"", b""])  # without user id and metadata
+                version, request_id, *request = handler.recv_multipart(zmq.NOBLOCK)
+                code, text = self._decide(request)
+                handler.send_multipart([version, request_id, code, text, b"", b""])  # without user id and metadata
 
     def _decide(self, request: list[bytes]) -> tuple[bytes, bytes]:
         """Return the status and its text for one peer. Never raises, because ZMQ waits for the reply. request: domain,
@@ -152,7 +152,7 @@ class Admission:
             return REFUSED
         if hmac.compare_digest(shown[1], ticket.code.encode()):  # `shown`: instance and code
             return TAKEN
-        # A wrong code for this instance is a wrong token. For another instance it may be right.
+        # A wrong code for this instance comes from a wrong token. For another instance the code may be right.
         return REFUSED if shown[0] == ticket.instance.encode() else ANOTHER_INSTANCE
 
 

@@ -20,7 +20,8 @@ MAX_REQUEST_FRAME_BYTES = REQUEST_FRAME_BYTES + 1024
 
 
 def request(item: c.Input) -> list[bytes]:
-    """Return the frames of a command, OpenSession, Heartbeat or DropUnit. Raises `RequestTooLargeError`."""
+    """Return the frames of a command, OpenSession, Heartbeat or DropUnit: the method, then the body, in several frames
+    if it is long. Raises `RequestTooLargeError`."""
     method, body = codec.encode(item)
     check_size(body, f"a {method} command")
     if len(body) <= REQUEST_FRAME_BYTES:

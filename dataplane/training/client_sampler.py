@@ -60,7 +60,8 @@ class ClientSampler(ABC):
     def claim(self, batch_size: int, timeout_s: float = 60.0) -> KVBatchMeta:
         """Wait until `batch_size` samples are ready (or `min_batch_size`, if set in the options), and return those
         that `select` keeps. Return an empty meta if no samples are left to claim. Raise as `claim_meta`."""
-        # The claim waits for `batch_size` samples, and takes up to `pool_size` if that many are ready.
+        # The claim waits for `batch_size` samples (the options may set another number), and takes up to `pool_size` if
+        # that many are ready.
         options: ClaimOptions = {"min_batch_size": batch_size, **self._options}
         pool = self._client.claim_meta(
             self._partition,
@@ -82,9 +83,10 @@ class ClientSampler(ABC):
         return pool.subset(kept)
 
     def _validated(self, selected: Sequence[int], pool: KVBatchMeta, batch_size: int) -> list[int]:
-        """Return the result of `select` as a list of integers. Raise `InvalidRequestError` if it is invalid."""
+        """Return the result of `select` as a list of integers; a single integer counts as a list of one. Raise
+        `InvalidRequestError` if it is invalid."""
         rows = list(selected) if isinstance(selected, Iterable) else [selected]
-        # -1, which is outside the pool, stands for everything that is not an integer.
+        # -1, which the check below rejects, stands for everything that is not an integer.
         try:
             kept = [-1 if isinstance(row, bool) else index(row) for row in rows]
         except TypeError:

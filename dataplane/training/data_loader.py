@@ -167,7 +167,7 @@ def _identity(item: Any) -> Any:
 
 class _Stream(IterableDataset[MicroBatch]):
     """The dataset of the loader: yields the micro-batches that this process, or the leader of `replicas`, claims.
-    `_source` claims them; it is None on ranks that are not the leader."""
+    `_source` claims them; it is None on ranks that are not the leader. After `close`, it raises `ClientClosedError`."""
 
     def __init__(
         self, claims: _ClaimReader, form: _BatchForm, replicas: Replicas | None, *, prefetch: int, timeout_s: float
@@ -214,7 +214,7 @@ class _BatchForm:
     def read(self, client: DataPlaneClient, meta: KVBatchMeta) -> BatchedDataDict[Any]:
         """Read the columns of the meta's samples in this form."""
         if self.layout == "padded" and self.pad_to_multiple > 1 and not meta.sequence_lengths:
-            # The width, a multiple of the longest row, is known only after the rows were read.
+            # The width, the longest row rounded up to a multiple, is known only after the rows were read.
             return self.convert(self.read_jagged(client, meta), meta)
         return client.get_batch(
             meta,
@@ -286,7 +286,7 @@ class _ClaimReader:
             raise
 
     def _next_meta(self, timeout_s: float) -> KVBatchMeta:
-        """Claim the next micro-batch, skipping shares whose samples were all cleared. Empty at the end."""
+        """Claim the next micro-batch, skipping shares whose samples were all cleared. The meta is empty at the end."""
         if self._step is None:
             return self.client.claim_meta(**self._claim, timeout_s=timeout_s)
         while True:
@@ -321,9 +321,9 @@ class _MicroBatchSource:
         weakref.finalize(self, self._queue.close)  # ends the thread, which does not refer to this object
 
     def _start_thread(self) -> threading.Thread:
-        """Start a thread that prefetches until the end or an error."""
+        """Start a thread that prefetches until the end, an error or `close`."""
         name = f"stream of {self._claims.partition}/{self._claims.task}"
-        # The loader's timeout error reports what the last claim was waiting for, so one claim must end before it.
+        # The loader's timeout error reports why the last claim timed out, so a claim must have timed out before that.
         claim_s = min(CLAIM_S, max(self._timeout_s / 2, 0.05))  # at least 50 ms
         arguments = (self._claims, self._queue, claim_s)
         thread = threading.Thread(target=_run_prefetch, args=arguments, name=name, daemon=True)
@@ -343,8 +343,8 @@ class _MicroBatchSource:
                 return batch
 
     def _acknowledge(self, meta: KVBatchMeta) -> None:
-        """Acknowledge the last micro-batch. Samples cleared during the lease were cleared by the caller; after the
-        lease, another consumer may have used them before, so that is an error."""
+        """Acknowledge the last micro-batch. Samples cleared during the lease were cleared by the caller. After it,
+        another consumer may have used and cleared them: raise `StaleSampleError`."""
         cleared = self._claims.client.ack(meta)
         if cleared and time.monotonic() > self._leased_until:
             task = self._claims.task
@@ -355,13 +355,13 @@ class _MicroBatchSource:
         if self._thread is None:
             self._queue.check_open()
             return self._claims.next(timeout_s)
-        if self._queue.reset_if_over():  # the last thread has ended
+        if self._queue.reset_if_over():  # the old thread has ended: go on with a new one
             self._thread = self._start_thread()
         return self._queue.take(timeout_s, waited_s=self._timeout_s)
 
     def _renew_lease(self, meta: KVBatchMeta) -> bool:
-        """Start the lease of a micro-batch again, if there are leases. Return False if it must be skipped: another
-        claim could have taken samples of it, or all of them were cleared."""
+        """Start the lease of a micro-batch again and set `_leased`, if there are leases. Return False if it must be
+        skipped: another claim could have taken samples of it, or all of them were cleared."""
         if self._claims.lease_s is None:
             return True
         until = time.monotonic() + self._claims.lease_s  # before the call: the lease ends later at the service
@@ -414,7 +414,7 @@ class _PrefetchQueue:
             self._changed.notify_all()
 
     def record_timeout(self, error: ClaimTimeoutError) -> None:
-        """Record the reason why a claim timed out, for the TimeoutError of `take`."""
+        """Record the error of a claim that timed out, which `take` then raises at its own timeout."""
         with self._changed:
             self._late = error
 
@@ -425,8 +425,8 @@ class _PrefetchQueue:
             self._changed.notify_all()
 
     def take(self, timeout_s: float, *, waited_s: float) -> MicroBatch | None:
-        """Return the first micro-batch, None at the end. Raise `ClientClosedError` after closing, the error that
-        ended the prefetch thread, or TimeoutError after `timeout_s`. waited_s: the time that this error reports."""
+        """Remove and return the first micro-batch, None at the end. Raise `ClientClosedError` after closing, the error
+        that ended the prefetch thread, or TimeoutError after `timeout_s`, which reports the time `waited_s`."""
         with self._changed:
             in_time = self._changed.wait_for(
                 lambda: self._ready or self._ended or self._failure or self._closed, timeout_s
@@ -490,7 +490,7 @@ def _run_prefetch(claims: _ClaimReader, queue: _PrefetchQueue, claim_s: float) -
         else:
             queue.put(batch)
             more = batch is not None
-    if more:  # the queue was closed, perhaps while a claim was pending
+    if more:  # the queue was closed, perhaps during a claim, whose micro-batch nobody takes
         _release_rest(claims, queue)
 
 

@@ -92,7 +92,7 @@ class DynamicSampler:
         sizes = self._sizes()
         combination = self._best_combination(sizes)
         if sum(combination.values()) == self._batch_size:
-            batch = self._select_groups(combination)
+            batch = self._select_groups(combination)  # clears the other kept samples
             self._kept = []
             return batch
         useful = self._useful(sizes)
@@ -127,8 +127,8 @@ class DynamicSampler:
         return dict(Counter(tags[self._group_tag] for meta in counted for tags in _tags(meta)))
 
     def _best_combination(self, sizes: dict[Scalar, int]) -> dict[Scalar, int]:
-        """Return the groups whose sizes add up to a batch, or as close below it as possible, preferring the oldest
-        groups."""
+        """Return those of the groups (`sizes` by group) whose sizes add up to a batch, or as close below it as
+        possible, preferring the oldest groups."""
         groups = list(sizes.items())
         all_bits = (1 << self._batch_size + 1) - 1  # 0 to the batch size
         # sums[i], a bit set: bit n is set if the sizes of some of the groups from the i-th on add up to n.
@@ -136,17 +136,18 @@ class DynamicSampler:
         for _, size in reversed(groups):
             sums.append((sums[-1] | sums[-1] << size) & all_bits)
         sums.reverse()
-        missing = sums[0].bit_length() - 1  # the largest sum that is possible
+        missing = sums[0].bit_length() - 1  # the largest possible sum; below, what the combination lacks of it
         combination = {}
         for following, (group, size) in enumerate(groups, 1):
-            # Take the group if some of the groups after it add up to the rest.
+            # Take the group if some of the groups after it add up to what is then missing.
             if size <= missing and sums[following] >> (missing - size) & 1:
                 combination[group] = size
                 missing -= size
         return combination
 
     def _useful(self, sizes: dict[Scalar, int]) -> dict[Scalar, int]:
-        """Return the oldest groups: of each size, as many as fit in a batch."""
+        """Return those of the groups (`sizes` by group) that may still be needed: of each size the oldest, as many as
+        fit in a batch."""
         count_by_size: Counter[int] = Counter()
         useful = {}
         for group, size in sizes.items():

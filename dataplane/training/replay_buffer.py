@@ -171,7 +171,7 @@ class ReplayBuffer:
             self._mark_storing(reservation)
         except RolloutAbortedError:
             with self._changed:
-                # The samples belong to the trainer if another commit has stored them or is still storing them.
+                # Unless aborted, the samples belong to another commit if it has stored them or is storing them.
                 storing = self._running.get(reservation.number) is reservation
                 discarded = reservation.aborted or not (storing or reservation.committed)
             if put is not None and discarded:
@@ -234,8 +234,9 @@ class ReplayBuffer:
         return completed
 
     def rollback(self, reservation: Reservation) -> None:
-        """Cancel the reservation: its samples will not be produced. Other work may start instead, and samples that
-        were already put are cleared. Do nothing after or during a commit. Idempotent."""
+        """Cancel the reservation: its samples will not be produced. Their positions are given to other work, which may
+        start instead, and samples that were already put are cleared. Do nothing after or during a commit. Idempotent.
+        """
         with self._changed:
             if reservation.committed or reservation.storing:
                 return
@@ -259,7 +260,7 @@ class ReplayBuffer:
         """Return the batch of the next step, selected by the policy. Wait on the service; after `timeout_s`, raise
         TimeoutError naming what is missing, without taking any sample."""
         deadline = time.monotonic() + seconds("timeout_s", timeout_s)
-        conditions = self.policy.claims(self._version)  # in order of preference
+        conditions = self.policy.claims(self._version)  # in order of preference; one claim for each
         parts: list[KVBatchMeta] = []
         missing = self.policy.batch_size
         try:
@@ -310,7 +311,7 @@ class ReplayBuffer:
             aborted = [each for each in abortable if self.policy.aborts(each.version, version)]
             for reservation in aborted:
                 reservation.aborted = True
-        # The stack calls the callbacks at its end, all of them even if one raises, and also after an error in between.
+        # At its end the stack calls the callbacks, all of them even if one raises, and also after an error before that.
         with ExitStack() as callbacks:
             for reservation in aborted:
                 for stop in reservation.watchers:
@@ -329,15 +330,16 @@ class ReplayBuffer:
         step are never cleared."""
         where = self.policy.evicts(version)
         evicted = 0
-        while where is not None:  # None: the policy evicts nothing
+        if where is None:  # the policy evicts nothing
+            return evicted
+        while True:
             old = self._client.claim_meta(
                 self._partition, self._task, [], EVICTED_AT_ONCE, blocking=False, timeout_s=0.0, where=where
             )
             if not old.size:  # none are left
-                break
+                return evicted
             self._client.clear_samples(old, self._partition)
             evicted += old.size
-        return evicted
 
     # --- saving
 

@@ -99,6 +99,7 @@ class WeightFifo(StalenessPolicy):
 
     def claims(self, version: int) -> Sequence[Where]:
         oldest = version - self.window
+        # One version at a time; the last condition, on which the step waits, also covers the current version.
         by_version: list[Where] = [((WEIGHT_VERSION, "==", begun),) for begun in range(oldest, version)]
         return [*by_version, ((WEIGHT_VERSION, ">=", oldest),)]
 

@@ -54,8 +54,8 @@ def total(values: Int64s) -> int:
 
 
 def tally(keys: Int32s, amounts: Int64s) -> tuple[Int32s, Int64s, Int64s]:
-    """Group `amounts` by `keys` (at least one). Return the distinct keys in ascending order, their counts, and the sums
-    of their amounts."""
+    """Group `amounts` by `keys` (at least one): `amounts[i]` belongs to `keys[i]`. Return the distinct keys,
+    ascending, their counts, and the sums of their amounts."""
     order = keys.argsort(kind="stable")
     ordered = keys[order]
     # Where the runs of equal keys begin.

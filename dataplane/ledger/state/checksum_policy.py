@@ -27,8 +27,8 @@ def checksums_are_wanted(state: State, session: Session, units: Iterable[Unit]) 
 
 
 def _near(session: Session, unit: Unit) -> bool:
-    """Whether the session has mapped the unit's arena or can map it. A session reports the mapping just before its
-    first copy."""
+    """Whether the session has mapped the unit's arena or can map it: it is on the same host and uses shared memory (it
+    has a `lock_path`). The mapping is only reported just before the session's first copy."""
     return unit.number in session.attached or (bool(session.lock_path) and session.host == unit.host)
 
 
@@ -53,6 +53,6 @@ def checksums_of(field: Field | None, rows: Int64s) -> UInt32s | None:
     """Return the checksum of each row's cell (0: none), or None if no cell has one. Row -1 has no cell."""
     if field is None or field.checksums is None:
         return None
-    # Row -1 reads the last entry, and gets 0.
+    # Row -1 reads the last entry; the condition replaces that by 0.
     found = np.where((rows >= 0) & (field.extents[rows] > 0), field.checksums[rows], 0).astype(np.uint32)
     return found if some(found) else None

@@ -29,7 +29,7 @@ class Outlook:
         self.noted: list[Int64s] = []
 
     def note(self, rows: Int64s) -> None:
-        """Note rows whose samples may have become evictable or moved to other extents."""
+        """Note rows whose samples may have become evictable or moved to other extents, and set `changed`."""
         self.changed = True
         if len(rows):
             self.noted.append(rows.copy())  # `rows` may be an array of a command

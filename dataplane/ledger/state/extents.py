@@ -85,7 +85,7 @@ class Extents:
     `freed`: bytes were freed, or may be available, since the last reset. `moved`: accounts (including 0) that gained or
     lost bytes since then. `loosened`: accounts whose extents were reserved, died, were freed or lost their last reader
     since then. `hoped`: number of the `Outlook` that counts the extent (`outlooks`: the last such number). `stirred`:
-    on a unit in `watched`, an extent became live or was released."""
+    on a unit in `watched`, an extent became live, lost its last pin or was freed, or any unit was dropped."""
 
     made = 0
     outlooks = 0
@@ -150,8 +150,9 @@ class Extents:
         return number
 
     def cut(self, number: int, start: int, nbytes: int) -> list[int]:
-        """Remove [start, start + nbytes), whole granules within a reserved extent without an account, for use by other
-        extents. Return the extents that hold the rest, by address: the extent itself, a new one, both or none."""
+        """Remove [start, start + nbytes), whole granules, from a reserved extent without an account. The bytes do not
+        become free: the caller reserves other extents over them. Return the extents that hold the rest, by address: the
+        extent itself, it and a new one, or none."""
         first, stop = int(self.starts[number]), start + nbytes
         bytes_after = first + int(self.sizes[number]) - stop
         if start > first:  # the extent keeps the part before the range
@@ -164,7 +165,8 @@ class Extents:
         return [number]
 
     def make_live(self, number: int, cells: int, several: Several | None) -> None:
-        """Mark a reserved extent as live, with `cells` (> 0) live cells. several: None for an extent of one value."""
+        """Mark a reserved extent as live, with `cells` (> 0) live cells. several: None for an extent of one value. The
+        caller adds its size to the account's `live_bytes`."""
         self.states[number] = LIVE
         self.live[number] = cells
         self._note_if_watched(self.units[number : number + 1])
@@ -173,9 +175,9 @@ class Extents:
             self.is_several[number] = True
 
     def release_cells(self, cells: Int32s, nbytes: Int64s, account: Account) -> None:
-        """Account for dead cells: `cells[i]` is the extent of a dead cell of `nbytes[i]` bytes (repeats are allowed; 0
-        is skipped). The caller has already removed the cells from their field. Extents without live cells retire, and
-        are freed if not pinned. The other ones that are not pinned are trimmed if due."""
+        """Account for dead cells: `cells[i]` is the extent of a dead cell of `nbytes[i]` bytes (repeats are allowed;
+        extent 0 is skipped). The caller has already removed the cells from their field. Extents without live cells
+        retire, and are freed unless pinned. Extents with live cells are trimmed if due, unless pinned."""
         has_extent = cells > 0
         if not some(has_extent):
             return
@@ -183,10 +185,10 @@ class Extents:
         numbers, counts, dead_sums = tally(cells[has_extent], nbytes[has_extent])
         cells_left = self.live[numbers] - counts.astype(np.int32)
         self.live[numbers] = cells_left
-        dead = numbers[cells_left == 0]
-        self.states[dead] = RETIRED
-        account.live_bytes -= int(self.sizes[dead].sum())
-        unpinned = dead[self.pins[dead] == 0]
+        retired = numbers[cells_left == 0]
+        self.states[retired] = RETIRED
+        account.live_bytes -= int(self.sizes[retired].sum())
+        unpinned = retired[self.pins[retired] == 0]
         if len(unpinned):
             self.free(unpinned)
         partly = (cells_left > 0) & self.is_several[numbers]
@@ -255,7 +257,7 @@ class Extents:
     def free(self, numbers: Int32s) -> None:
         """Remove these extents (no repeats) and free their bytes."""
         self._note_if_watched(self.units[numbers])
-        self._discharge_owners(numbers)
+        self._discharge_owners(numbers)  # before the code below sets sizes to 0
         with_record = self.is_several[numbers]
         if some(with_record):
             for number in numbers[with_record].tolist():
@@ -292,7 +294,7 @@ class Extents:
         numbers = self.of_unit(unit)
         for number in numbers[self.is_several[numbers]].tolist():
             del self.several[number]
-        self.stirred = True  # calls that wait for a change on the unit end
+        self.stirred = True  # has the calls evaluated that wait for a change on a unit
         self._discharge_owners(numbers)
         self._clear_entries(numbers)
 
@@ -317,12 +319,12 @@ class Extents:
 
     def _discharge_owners(self, numbers: Int32s) -> None:
         """Subtract the bytes of these extents from the accounts of their owners."""
-        self.moved.update(self.owners[numbers].tolist())
+        self.moved.update(self.owners[numbers].tolist())  # also 0, which has no account
         owners, sizes = self.owners[numbers], self.sizes[numbers]
         distinct = np.unique(owners) if len(owners) > 1 else owners
         for owner in distinct.tolist():
             account = self.accounts.get(owner)
-            if account is not None:  # None for owner 0
+            if account is not None:
                 self._discharge(account, int(sizes[owners == owner].sum()))
 
     def _discharge(self, account: Account, nbytes: int) -> None:
@@ -361,9 +363,9 @@ class Extents:
             self.all_units[unit].space.give(start, end - start)
 
     def _trim(self, number: int, several: Several) -> None:
-        """Free those granules of an extent without pins that hold no live cells. Update its record and account."""
+        """Free the granules without live cells of an extent that is not pinned. Update its record and account."""
         cells = several.cells
-        several.rows = several.rows[cells.extents[several.rows] == number]  # those with a cell in it still
+        several.rows = several.rows[cells.extents[several.rows] == number]  # those that still have a cell in it
         several.whole_bytes = several.live_bytes
         starts = cells.offsets[several.rows]
         kept = _touched_granules(starts, starts + cells.bytes_of(several.rows))

@@ -68,12 +68,13 @@ class Field:
         return old, old_bytes
 
     def erase(self, rows: Int64s) -> tuple[Int32s, Int64s]:
-        """Remove the cells of `rows`. Return (extents, bytes) of the removed cells; extent 0 means "no cell"."""
+        """Remove the cells of `rows`. Return (extents, bytes) of the removed cells, aligned with `rows`; extent 0 means
+        that the row had no cell."""
         old, old_bytes = self.extents[rows], self.bytes_of(rows)
         self.live -= int(np.count_nonzero(old))
         self.extents[rows] = 0
         self.lengths[rows] = 0
-        if not self.live:  # as after the declaration
+        if not self.live:  # return to the state after the declaration
             self.checksums = None
             self.settle(self.declared or FieldSpec())
         return old, old_bytes

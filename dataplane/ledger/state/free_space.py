@@ -120,14 +120,14 @@ class FreeSpace:
         else:
             self._insert_block(0, [offset], [size])
             self.fragments += 1
-        self.free_bytes += granules_up(nbytes)
+        self.free_bytes += size
 
     def _merge_or_insert(self, offset: int, size: int) -> None:
         """Merge the range with adjacent fragments, or insert it as a new fragment."""
         block = max(bisect_right(self._firsts, offset) - 1, 0)
-        position = bisect_left(self._starts[block], offset)
+        position = bisect_left(self._starts[block], offset)  # of the next fragment in the block; at its end: none
         joins_previous = self._previous_ends_at(block, position, offset)
-        following = self._fragment_at(block, position, offset + size)
+        following = self._fragment_at(block, position, offset + size)  # its (block, position) if the range joins it
         if joins_previous and following is not None:  # the range closes a gap: two fragments become one
             size += self._sizes[following[0]][following[1]]
             self._resize(block, position - 1, self._sizes[block][position - 1] + size)
@@ -140,7 +140,8 @@ class FreeSpace:
             self._insert(block, position, offset, size)
 
     def _previous_ends_at(self, block: int, position: int, offset: int) -> bool:
-        """Whether the fragment before `position` ends at `offset`. Position 0 can only occur in the first block."""
+        """Whether the fragment before `position` ends at `offset`. At position 0 there is none, because the position is
+        0 only in the first block."""
         if position == 0:
             return False
         end = self._starts[block][position - 1] + self._sizes[block][position - 1]

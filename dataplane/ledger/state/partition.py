@@ -236,7 +236,7 @@ class Partition:
         targets = self.targets
         if len(rows) < len(targets):
             return np.array([name in targets for name in self.rows.names_of(rows)], np.bool_)
-        return np.isin(rows, self.rows.find(list(targets)))  # -1, for targets that do not exist, is no row
+        return np.isin(rows, self.rows.find(list(targets)))  # -1, for targets that do not exist, equals no row
 
     def generations_of(self, rows: Int64s) -> Int64s:
         generations: Int64s = self.rows.generations[rows]
@@ -245,7 +245,8 @@ class Partition:
     # --- lifetime of samples
 
     def create_samples(self, ids: list[str], first_generation: int, now: float) -> Int64s:
-        """Create samples, unclaimed by every task, with generations from `first_generation` on. Return their rows."""
+        """Create samples, unclaimed by every task, with generations from `first_generation` on. Return their rows. The
+        caller updates the ready indexes (`update_after_write`)."""
         old_capacity = self.rows.capacity
         kept_positions = self.rows.compact()
         if kept_positions is not None:  # the age order was compacted: rows have other positions
@@ -268,7 +269,7 @@ class Partition:
             return
         positions = self.rows.positions[rows]
         for ready_index in self.interests.values():
-            indexed = positions[positions < ready_index.high]  # no flag is set at `high` or above
+            indexed = positions[positions < ready_index.high]  # at `high` and above, no flag is set
             ready_index.set(indexed, np.zeros(len(indexed), np.bool_))
         for task in self.tasks.values():
             task.give_back(rows)

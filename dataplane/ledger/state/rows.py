@@ -45,9 +45,9 @@ class Rows:
 
     def holds(self, rows: Int64s, generations: Int64s) -> Bools:
         """Return which of these handles, (rows[i], generations[i]), refer to live samples."""
-        valid = (rows >= 0) & (rows < len(self.names)) & (generations > 0)
+        valid = (rows >= 0) & (rows < len(self.names)) & (generations > 0)  # invalid handles may have any numbers
         if not len(self.generations):
-            return valid  # without rows, none is valid
+            return valid  # there are no rows: all flags are false
         live: Bools = valid & (self.generations[np.where(valid, rows, 0)] == generations)
         return live
 
@@ -64,11 +64,11 @@ class Rows:
         """Create rows for `ids` (none of which has a live sample) in this order, with creation time `now` and the
         generations from `first_generation` on. Return the rows."""
         count = len(ids)
-        fresh = max(count - len(self.free), 0)  # slots beyond the free ones
-        # The others come from the end of `free`.
-        reused = self.free[len(self.free) - (count - fresh) :]
-        del self.free[len(self.free) - (count - fresh) :]
-        used = len(self.names)
+        fresh = max(count - len(self.free), 0)  # new slots; the others come from the end of `free`
+        first_reused = len(self.free) - (count - fresh)
+        reused = self.free[first_reused:]
+        del self.free[first_reused:]
+        used = len(self.names)  # slots so far, free ones included
         self.names.extend([None] * fresh)
         if used + fresh > self.capacity:
             self._grow(used + fresh)

@@ -268,7 +268,7 @@ class Session:
             settled = self._unsettled_between(self.watermark, watermark - 1)
             self.watermark = watermark
             if self.above.bounds:
-                self.above.drop_below(watermark)
+                self.above.drop_below(watermark)  # `watermark` covers them
         if not confirmed:
             return settled
         numbers = list(settled)
@@ -282,8 +282,9 @@ class Session:
         return numbers
 
     def _unsettled_between(self, first: int, last: int) -> Iterable[int]:
-        """Return the numbers from `first` to `last` that may have an answer, a claim or a parked call, ascending. Does
-        not go through a range that is longer than the list of such calls: a client may send any numbers."""
+        """Return the numbers from `first` to `last`, ascending: all of them, or of a range that is longer than the list
+        of unanswered calls only those with an answer, a claim or a parked call. A client may send any numbers, so a
+        long range is not gone through."""
         if last - first <= self.unanswered:
             return range(first, last + 1)
         candidates = {*self.answers, *self.unconfirmed, *self.parked}

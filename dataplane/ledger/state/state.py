@@ -145,8 +145,8 @@ class State:
         return chain.from_iterable([line.values() for line in (*lines, self.moves)])
 
     def drop(self, partition: Partition) -> int:
-        """Remove the partition with all its data, and fail the calls that wait on it. Return the number of live samples
-        removed."""
+        """Remove the partition with all its data, and fail the claims and puts that wait on it. Return the number of
+        live samples removed."""
         count = partition.rows.live
         del self.partitions[partition.name]
         self.budgeted.pop(partition.account.number, None)
@@ -190,10 +190,10 @@ class State:
             self.touched[partition.name] = partition
 
     def wake_at(self, partition: Partition, when: float) -> None:
-        """Evaluate the partition's parked claims again at time `when` at the latest."""
+        """Have `wake` touch the partition at time `when` at the latest."""
         if when < partition.wakes_at:
             partition.wakes_at = when
-            heapq.heappush(self.wakes, (when, self.serial(), partition.name))
+            heapq.heappush(self.wakes, (when, self.serial(), partition.name))  # the serial orders equal times
 
     def wake(self) -> None:
         """Touch the partitions whose wake time has been reached."""
@@ -244,13 +244,13 @@ class State:
         Preallocated space names no samples."""
         if not isinstance(put, ParkedAllocate | PutReservation):
             return
-        partition, ids, targets = put.partition, put.targets, put.partition.targets
+        partition, ids, put_counts = put.partition, put.targets, put.partition.targets
         put.targets = ()
         for name in ids:
-            targets[name] -= 1
-        ended = [name for name in ids if not targets[name]]
+            put_counts[name] -= 1
+        ended = [name for name in ids if not put_counts[name]]
         for name in ended:
-            del targets[name]
+            del put_counts[name]
         if ended and self.has_waiting_put(partition.account.number):
             rows = partition.rows.find(ended)
             self.recheck_puts(partition, rows[rows >= 0])
@@ -316,7 +316,7 @@ class State:
 
     def _unpark_put(self, parked: ParkedAllocate) -> None:
         """Remove the put from its queue. Puts behind it may now be granted."""
-        self.unprotect_targets(parked)
+        self.unprotect_targets(parked)  # no effect if its reservation has taken over its `targets`
         queue, number = self._queue_of(parked), parked.partition.account.number
         del queue[parked.key]
         if not parked.command.moving:
@@ -324,8 +324,8 @@ class State:
             if not queue:
                 del self.space_waiters[parked.command.update][number]
         if not self.has_waiting_put(number):
-            parked.partition.outlook = None
-        self.extents.freed = True
+            parked.partition.outlook = None  # nothing updates it while no put waits
+        self.extents.freed = True  # has the waiting puts evaluated again
 
     def fail(self, parked: Parked, error: Exception) -> None:
         """Fail a parked call whose evaluation raised an unexpected error. Other calls are not affected."""
@@ -355,15 +355,17 @@ class State:
             self.extents.free(extents)
 
     def return_claim(self, session: Session, number: int) -> None:
-        """Give back the samples of an unconfirmed claim, except those that were given back or cleared meanwhile."""
+        """Give back the samples of the unconfirmed claim of call `number`, except those that were acknowledged, given
+        back or cleared meanwhile."""
         claimed = session.unconfirmed.pop(number)
         claimed.settle()
         task = claimed.task
         self.return_rows(claimed.partition, task, claimed.rows[task.claim_ids[claimed.rows] == claimed.claim_id])
 
     def return_rows(self, partition: Partition, task: Task, rows: Int64s) -> None:
-        """Make these rows unclaimed again for the task, and have waiting puts and claims evaluated again."""
-        returned = task.give_back(rows)  # those that were claimed
+        """Make those of the rows that are claimed unclaimed again for the task, and have waiting puts and claims
+        evaluated again."""
+        returned = task.give_back(rows)
         self.recheck_puts(partition, rows)  # samples that are no longer claimed may be evicted
         # No claim waits any longer if the task was removed from its partition, or the partition dropped.
         if len(returned) and not partition.dropped and partition.tasks.get(task.name) is task:

@@ -87,7 +87,8 @@ class Tags:
             tag.grow(capacity)
 
     def merge(self, rows: Int64s, columns: tuple[TagColumn, ...]) -> None:
-        """Set the tags of `columns` for the rows. A column's `positions` index into `rows` (None: all rows)."""
+        """Set the tags of `columns` for the rows. A column's `positions` index into `rows` (None: all rows). They
+        may be repeated; the last value counts."""
         for column in columns:
             if not column.values:
                 continue
@@ -96,7 +97,7 @@ class Tags:
             if tag is None:
                 tag = self.columns[column.name] = Tag(values.dtype, self.capacity)
             where = rows if column.positions is None else rows[column.positions]
-            tag.set(where, values, repeats=column.positions is not None)  # positions may be repeated
+            tag.set(where, values, repeats=column.positions is not None)
 
     def drop(self, rows: Int64s) -> None:
         """Remove all tags of these rows (no repeats), and the columns that no row has any longer."""
@@ -148,8 +149,8 @@ class Tags:
         return result
 
     def numbers(self, name: str, rows: Int64s) -> npt.NDArray[np.float64] | None:
-        """Return the tag's values as floats, or None if some row has no value, or one that is no int or float, or an
-        int beyond the floats."""
+        """Return the tag's values as floats, or None if some row has no value, a value that is not an int or float
+        (bools are not), or an int beyond the range of floats."""
         tag = self.columns.get(name)
         if tag is None or not every(tag.present[rows]):
             return None

@@ -82,12 +82,13 @@ class Task:
         self.ends[rows] = end
 
     def give_back(self, rows: Int64s) -> Int64s:
-        """Make these rows (no repeats) unclaimed. Return those that were claimed."""
-        held: Int64s = rows[self.claim_ids[rows] != 0]
-        self.end_leases(held)
-        self.claim_ids[held] = 0
-        self.claimed -= len(held)
-        return held
+        """Make these rows (no repeats) unclaimed, also acknowledged ones, and end their leases. Return those that were
+        claimed."""
+        claimed_rows: Int64s = rows[self.claim_ids[rows] != 0]
+        self.end_leases(claimed_rows)
+        self.claim_ids[claimed_rows] = 0
+        self.claimed -= len(claimed_rows)
+        return claimed_rows
 
     def acknowledge(self, rows: Int64s) -> None:
         """End the leases of these rows and keep them claimed. The negated id still identifies their claim, which can no
@@ -108,7 +109,7 @@ class Task:
             self.end_leases(np.flatnonzero(self.ends))
 
     def count_leased(self, owner: int, change: int) -> None:
-        """Add `change` to the counts of rows on lease to this owner."""
+        """Add `change` to those of `leased`, `held` and `unsettled` that count rows on lease to this owner."""
         if owner < 0:  # HELD or HELD_ON_LEASE
             self.held += change
         else:
@@ -197,7 +198,7 @@ class ReadyIndex:
 
     def compact(self, remaining: Int64s) -> None:
         """Renumber the remaining positions, which are ascending: `remaining[i]` becomes i. No other position has a set
-        flag."""
+        flag, so `count` stays."""
         flags = np.zeros(next_capacity(0, len(remaining)), np.bool_)
         indexed = remaining[remaining < len(self.flags)]  # beyond `flags`, nothing is ready
         flags[: len(indexed)] = self.flags[indexed]
@@ -301,7 +302,7 @@ class Leases:
         for claim in np.unique(claims).tolist():
             lease = self.open[claim]
             lease.lease_s = max(lease.lease_s, lease_s)
-            # A check that is due before `end` anyway schedules the next one.
+            # Otherwise the check at `looked_at`, which comes first, schedules the next one.
             if end < lease.looked_at:
                 self._schedule_check(lease, end)
 
@@ -319,7 +320,7 @@ class Leases:
         self._drop_outdated()
 
     def pop_ended(self, now: float) -> Iterator[Lease]:
-        """Yield each lease whose check is due, with rows that may have ended. The caller must end these rows before the
+        """Yield each lease whose check is due: its `ended_rows`, perhaps none, must be ended by the caller before the
         next iteration. Then the next check is scheduled, if rows of the lease are left."""
         while self.ends and self.ends[0][0] <= now:
             when, claim = heapq.heappop(self.ends)
@@ -330,7 +331,7 @@ class Leases:
                     self._schedule_check(lease, float(lease.task.ends_of(lease.rows_on_lease()).min()))
 
     def renew(self, now: float) -> None:
-        """Restart every lease now with its full duration."""
+        """Restart all leases now, every row of a lease with the lease's longest duration."""
         for lease in self.open.values():
             lease.looked_at = now + lease.lease_s
             lease.task.lease(lease.rows_on_lease(), lease.looked_at)

@@ -34,8 +34,9 @@ class Tombstones:
 
     def forget_all(self, ids: Iterable[str]) -> None:
         """Forget these ids, because new samples were put under them."""
-        for name in ids if self.generations else ():  # usually, there is nothing to forget
-            self.forget(name)
+        if self.generations:  # usually, there is nothing to forget
+            for name in ids:
+                self.forget(name)
 
     def among_ids(self, ids: Iterable[str]) -> list[str]:
         """Return those ids whose removed samples are remembered."""

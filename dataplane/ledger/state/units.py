@@ -102,8 +102,8 @@ class Unit:
         )
 
     def record_backing(self, backed_bytes: int, problem: str = "") -> None:
-        """Record the backing that the unit reported, and the problem if it could not grow as ordered. After failed
-        growth, puts can use only what is backed."""
+        """Record the backing that the unit reported, which ends the pending order to grow, and the problem if it could
+        not grow as ordered. After failed growth, puts can use only what is backed."""
         self.asked = 0
         self.space.back(backed_bytes)
         self.problem = problem

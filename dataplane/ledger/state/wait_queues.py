@@ -51,7 +51,8 @@ def _iterate_line(line: Line) -> Iterator[ParkedAllocate]:
     """Yield the puts of a line (at least one), longest waiting first."""
     first = next(iter(line.values()))
     yield first
-    # A copy, because puts leave the line during their turns. Usually only the first has one, and nothing is copied.
+    # A copy, because puts leave the line during their turns. Usually only the first put has a turn, and the generator
+    # does not come here.
     for parked in list(line.values()):
         if parked is not first:
             yield parked

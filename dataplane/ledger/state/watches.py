@@ -55,7 +55,7 @@ class Watch:
             del self.leasts[least]
 
     def note(self, rows: Int64s) -> None:
-        """Note that these rows changed, for this task or for all tasks."""
+        """Note that cells, tags or claims of these rows changed, for the next recount. No effect without `counts`."""
         if self.counts is not None:
             self.counts.note(rows)
 
@@ -157,7 +157,7 @@ class Groups:
             return NEVER
         whole_before = int(np.count_nonzero(self.hits[touched] >= self.size))
         np.subtract.at(self.members, left[left >= 0], 1)
-        np.subtract.at(self.hits, left[was & (left >= 0)], 1)
+        np.subtract.at(self.hits, left[was & (left >= 0)], 1)  # `at` counts repeated groups, too
         inside = joined >= 0
         np.add.at(self.members, joined[inside], 1)
         np.add.at(self.hits, joined[is_hit], 1)  # a hit is always in a group

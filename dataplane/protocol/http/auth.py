@@ -37,7 +37,8 @@ class Guard:
         self._cookie = "" if self._token is None else hmac.digest(key, self._token, "sha256").hex()
 
     def check(self, request: HttpRequest) -> None:
-        """Raise `HttpError` unless the request is authorized."""
+        """Raise `HttpError` unless the request is authorized: by the token or the cookie, without a token by its host
+        name (see the class)."""
         if self._token is None:
             # Without a token, only the clients' certificates protect a service beyond this machine.
             guarded = self._secure and not self._local
@@ -89,7 +90,7 @@ class Guard:
         if self._token is not None and not self._is_token(shown):
             return self.form("Wrong token.")
         headers = {"Location": "/"}
-        if self._token is not None:  # without a token, no cookie is required
+        if self._token is not None:  # otherwise no cookie is required
             secure = "; Secure" if self._secure else ""
             cookie = f"{self._cookie_name(request)}={self._cookie}; Path=/; HttpOnly; SameSite=Strict{secure}"
             headers["Set-Cookie"] = cookie

@@ -102,7 +102,7 @@ class HttpServer:
         self._listener.setblocking(False)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         port = self._listener.getsockname()[1]
-        listens_at([port])
+        listens_at([port])  # forked children close the listener
         self.address = join_address(reachable_host(self._host), port)
         self._thread = threading.Thread(target=self._run, name="tq-http", daemon=True)
         self._thread.start()
@@ -154,7 +154,7 @@ class HttpServer:
                     peer, (host, *_) = self._listener.accept()
                 except BlockingIOError:  # the peer has disconnected meanwhile
                     continue
-                except OSError as error:  # no file descriptors left, or the peer has already disconnected
+                except OSError as error:  # no file descriptors are left, or the peer has already disconnected
                     log.warning("HTTP connection could not be accepted: %s", error)
                     time.sleep(0.1)  # the listener stays readable, so the loop would spin
                     continue
@@ -225,7 +225,7 @@ class HttpServer:
         peer.settimeout(READ_S)
         slot = functools.partial(self._slot, peer)
         if self._context is None:
-            _Exchange(peer, self._site, slot)  # its constructor does everything
+            _Exchange(peer, self._site, slot)  # the constructor receives the request and sends the response
             return
         # The TLS socket gets a duplicate descriptor, so that the server can still shut down `peer`.
         with self._context.wrap_socket(peer.dup(), server_side=True) as secured:
@@ -247,8 +247,9 @@ def _shut_down(peer: socket.socket) -> None:
 class _Exchange(BaseHTTPRequestHandler):
     """One request on a connection and its response. The standard library parses the head after it is complete.
 
-    The constructor does everything. slot: holds a slot of the server while the request is handled. `_refused`: the
-    error that the parser reported. The attributes without underscore are those that the standard library's class uses.
+    The constructor does everything, instead of the standard library's, which it does not call: the attributes without
+    underscore are those that the library's methods use. slot: holds a slot of the server while the request is handled.
+    `_refused`: the error that the parser reported.
     """
 
     protocol_version = "HTTP/1.1"
@@ -283,7 +284,7 @@ class _Exchange(BaseHTTPRequestHandler):
             return self._site(request)
         except HttpError as error:
             return error.response()
-        except (OSError, ssl.SSLError):  # of the connection
+        except (OSError, ssl.SSLError):  # of the connection, so no response can be sent
             raise
         except Exception:
             log.exception("HTTP request failed: %r", self.requestline[:200])
@@ -294,7 +295,7 @@ class _Exchange(BaseHTTPRequestHandler):
         head, rest = self._read_head()
         self.rfile = io.BufferedReader(io.BytesIO(head))
         self.raw_requestline = self.rfile.readline()
-        # It sets `command`, `path` and `headers`, or reports the reason of a failure to `send_error`.
+        # `parse_request` sets `command`, `path` and `headers`, or calls `send_error`, which sets `_refused`.
         if not self.parse_request():
             raise self._refused or HttpError(HTTPStatus.BAD_REQUEST, "malformed HTTP request")
         try:
@@ -358,7 +359,7 @@ class _Exchange(BaseHTTPRequestHandler):
         head = self._head(response)
         whole = memoryview(head + (b"" if self.command == "HEAD" else response.body))
         deadline = time.monotonic() + READ_S
-        for first in range(0, len(whole), PART_BYTES):  # the timeout of a socket holds for each part
+        for first in range(0, len(whole), PART_BYTES):  # each part gets the time that is left as its timeout
             self.connection.settimeout(max(0.001, deadline - time.monotonic()))
             self.connection.sendall(whole[first : first + PART_BYTES])
 
