@@ -46,8 +46,8 @@ def first_fit(lengths: Int64s, order: Int64s, capacity: int) -> Bins:
     bin_count = 0
     for size in lengths[order].tolist():
         position = 0  # in the open bins: the first one with space, or their number
-        for residual in open_residuals:
-            if residual >= size:
+        for free in open_residuals:
+            if free >= size:
                 break
             position += 1
         if largest_closed >= size:
@@ -221,7 +221,8 @@ def _fill(lengths: Int64s, rows: Int64s, capacity: int, bins: Bins, residuals: l
         row_class = len(sizes)
         while True:  # one class after another, until none has a row that fits
             row_class = bisect_right(sizes, residual, 0, row_class)  # the class of the longest rows that can fit
-            # Follow `below` to a class with rows left, and shorten the path for later searches.
+            # Follow `below` to a class with rows left, and shorten the path for later searches. (The assignment goes
+            # from left to right, so the left `row_class` is still the old one.)
             while below[row_class] != row_class:
                 below[row_class] = row_class = below[below[row_class]]
             if not row_class:
@@ -282,7 +283,7 @@ def _pair_large_rows(lengths: Int64s, capacity: int) -> tuple[Bins, list[int], I
             break
         add(number, small[low])
         low += 1
-        while sizes[small[high]] > residuals[number]:
+        while sizes[small[high]] > residuals[number]:  # ends at `low` at the latest, whose row fits
             high -= 1
         add(number, small[high])
         high -= 1
