@@ -260,7 +260,7 @@ class Arena:
 
     def punch(self, above_bytes: int) -> int:
         """Free the memory from `above_bytes` (rounded up to a page) on, for the system. Return the backed bytes that
-        are left."""
+        are left. Raises OSError; `backed_bytes` is then reduced all the same."""
         start = min(self.backed_bytes, _round_down(above_bytes + PAGE_BYTES - 1, PAGE_BYTES))  # rounded up
         if start < self.backed_bytes:
             nbytes = self.backed_bytes - start
@@ -269,7 +269,7 @@ class Arena:
         return self.backed_bytes
 
     def challenge(self) -> Challenge:
-        """Write fresh random bytes into the next slot of the header. Some hundred further challenges overwrite them."""
+        """Write fresh random bytes into the next slot of the header; its `_CHALLENGE_SLOTS` slots are used in turn."""
         assert self._map is not None, "the arena is closed"
         offset = _CHALLENGES_AT + next(self._slots) * _CHALLENGE_BYTES
         secret = secrets.token_bytes(_CHALLENGE_BYTES)
@@ -278,7 +278,7 @@ class Arena:
 
     def close(self, *, unlink: bool = True) -> None:
         """Unlock the file and, with `unlink`, remove it. Idempotent. The kernel frees the memory when the last process
-        that maps it ends. A forked child only closes its own descriptor."""
+        that maps it ends. A forked child, in which `HeldFile` has closed the file, only drops its references."""
         self._data = None
         self._whole = None
         self._map = None
@@ -421,7 +421,7 @@ def _keeper_is_missing(path: Path, superseded: Path | None) -> bool:
         raw = os.pread(fd, PAGE_BYTES, 0)
     finally:
         os.close(fd)
-    if len(raw) < PAGE_BYTES:  # its creation did not get as far as the header
+    if len(raw) < PAGE_BYTES:  # its creation ended before the file had its length
         return True
     start = _KEEPER_AT + _KEEPER.size
     mounts, length = _KEEPER.unpack_from(raw, _KEEPER_AT)

@@ -336,8 +336,9 @@ class UnitConnection:
         return _PendingRead(header.call, request)
 
     def _next_payload(self, wire: Wire, pending: deque[_PendingRead], timeout_s: float) -> ArrivedPayload | None:
-        """Receive the reply to the oldest request of `pending` and return its payload. Return None for the reply to a
-        Settle, and for a payload that could not be fetched; this one is requested again in frames."""
+        """Receive the reply to the oldest request of `pending` and return its payload. Send the Settle of the
+        payload, if it has one; it joins `pending`. Return None for the reply to a Settle, and for a payload that could
+        not be fetched; this one is requested again in frames, as the newest request."""
         call, request = pending.popleft()
         reply = wire.receive(call, time.monotonic() + timeout_s)
         if request is None:

@@ -77,7 +77,7 @@ def _steps(sources: list[int], targets: list[int], sizes: list[int]) -> Iterator
     """Yield the ranges (source, target, bytes) of each step, in order; longer ranges are split. Sources are live and
     targets were free, so no two ranges overlap."""
     step: list[tuple[int, int, int]] = []
-    left = STEP_BYTES
+    left = STEP_BYTES  # for this step
     for source, target, size in zip(sources, targets, sizes, strict=True):
         copied = 0
         while copied < size:

@@ -42,7 +42,8 @@ def bind(
 
 
 def _bind_ipc(router: zmq.Socket[bytes]) -> tuple[str, ...]:
-    """Bind in the abstract namespace, which never leaves a file behind; the kernel reports the peer's user to ZMQ."""
+    """Bind in the abstract namespace, which never leaves a file behind; the kernel reports the peer's user to ZMQ. If
+    this ZMQ cannot check the user, log a warning and return ()."""
     try:
         router.set(zmq.IPC_FILTER_UID, os.geteuid())
     except zmq.ZMQError:

@@ -125,7 +125,8 @@ class BulkServer:
 
     def start(self) -> None:
         """Bind the sockets, set `endpoints` and start the thread. Raises ServiceUnavailableError if no socket can be
-        bound, ValueError for a tcp_host other than loopback without token, keys or `insecure`."""
+        bound, PortTakenError if `tcp_port` is in use, ValueError for a tcp_host other than loopback without token, keys
+        or `insecure`."""
         assert self._thread is None, "started twice"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -247,7 +248,7 @@ class BulkServer:
                     self._serve_messages()
                 if self._monitor is not None:
                     self._unauthenticated.take_events(self._monitor)
-                    self._unauthenticated.hang_up()
+                    self._unauthenticated.hang_up()  # closes the connections above its limits
                 if self._arena_orders.in_flight:
                     self._run_guarded("an order", self._arena_orders.step)
         except BaseException:

@@ -349,7 +349,7 @@ def _prepare_padded(source: RowSource, pad_value: Any, width: int, empty: Empty,
     rows = target.reshape(len(source), padded_length * spec.unit_bytes)  # the bytes of `out`, row by row
     # checked: `source.sizes` has verified that all rows are inside their buffers.
     gather_padded(source.buffers, source.which, source.offsets, sizes, rows, pad, later=copies.runs, checked=True)
-    copies.check_later(source, target, np.arange(len(source), dtype=np.int64) * rows.shape[1])
+    copies.check_later(source, target, np.arange(len(source), dtype=np.int64) * rows.shape[1])  # starts of rows
     return out
 
 

@@ -161,7 +161,7 @@ class Wire:
         left_s = deadline - time.monotonic()
         ready: dict[Any, int] = {}
         if left_s > 0:
-            ready = dict(self._poller.poll(int(left_s * 1000) + 1))
+            ready = dict(self._poller.poll(int(left_s * 1000) + 1))  # ms, rounded up
         if self._socket in ready:  # first: a reply that arrived before an event counts
             return
         if self._wake in ready:

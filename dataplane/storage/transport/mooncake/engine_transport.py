@@ -178,8 +178,8 @@ class ClientEngine:
         request.fetch = self._usable(nbytes)
 
     def receive(self, wire: Wire, reply: pb.BulkReply, nbytes: int) -> ArrivedPayload:
-        """Fetch the payload into a slot, within FETCH_S, unless the unit has sent a frame. Raises ClientClosedError if
-        the connection is closed meanwhile."""
+        """Fetch the payload into a slot, within FETCH_S, unless the unit has sent a frame. Without a free slot, and if
+        the fetch fails, the result has no data. Raises ClientClosedError if the connection is closed meanwhile."""
         if not reply.bytes.HasField("source"):
             return self._frames.receive(wire, reply, nbytes)
         source = reply.bytes.source

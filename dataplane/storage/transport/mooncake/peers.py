@@ -30,7 +30,8 @@ class Contacts:
         self._closed = False
 
     def ready(self, source: pb.Memory) -> bool:
-        """Return whether the peer that owns `source` was reached. Start a trial if that is not known."""
+        """Return whether the last contact with the peer that owns `source` reached it. Start a trial if there was none,
+        or if it failed `RETRY_S` ago or earlier."""
         peer = source.engine
         with self._lock:
             if self._reached.get(peer):
