@@ -97,9 +97,9 @@ class UnitConnection:
     memory: the pool from which reads take their buffers; by default each read allocates new memory.
     transport: the payload transport to use instead of ZMQ frames, if the unit supports it.
 
-    The constructor blocks for at most `timeout_s` for each endpoint. It raises StorageUnitError (no endpoint answers),
-    CallTimeoutError, AuthenticationError, ProtocolVersionError, ServiceRestartedError (the unit has another epoch) and
-    SessionExpiredError (this session is fenced).
+    The constructor waits up to `timeout_s` for each reply, at one endpoint after another. It raises StorageUnitError
+    (no endpoint answers), CallTimeoutError, AuthenticationError, ProtocolVersionError, ServiceRestartedError (the unit
+    has another epoch) and SessionExpiredError (this session is fenced).
     """
 
     def __init__(
@@ -439,7 +439,7 @@ class UnitConnection:
             wire.close()
 
     def _give_back(self, wire: Wire) -> None:
-        """Keep a socket for later calls, or close it if enough are idle."""
+        """Keep a socket for later calls, or close it if enough are idle or `close` was called."""
         with self._guard:
             if not self._closed and len(self._idle) < IDLE_WIRES:
                 self._idle.append(wire)

@@ -61,6 +61,7 @@ class Copies:
     def _copy(self, order: CompactArena) -> Iterator[bool]:
         """Execute the order, and yield True after each step. Raises ValueError for ranges outside the backed bytes."""
         sources, targets, sizes = order.sources.tolist(), order.targets.tolist(), order.sizes.tolist()
+        # Check all sources and targets before the first copy.
         for first, size in zip([*sources, *targets], [*sizes, *sizes], strict=True):
             if first < 0 or size < 0 or first + size > self._arena.backed_bytes:
                 raise ValueError(f"bytes {first} to {first + size}: only {self._arena.backed_bytes} bytes are backed")

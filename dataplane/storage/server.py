@@ -447,7 +447,7 @@ class BulkServer:
     def _collect_payload(self, peer: bytes, request: pb.BulkRequest) -> Fill | None:
         """Return the payload of a write. None: it has to be fetched first, and the write is answered afterwards."""
         write = request.write
-        if not write.HasField("source"):
+        if not write.HasField("source"):  # it was sent in frames
             return self._frames.collect(write)
         self._refuse_stopped(request)  # an aborted put, for which nothing is fetched
         _, sizes = self._access.ranges(write.offsets, write.sizes)

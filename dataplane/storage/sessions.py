@@ -44,7 +44,7 @@ class StoppedPuts:
     def stop(self, session: int, reservation: int) -> None:
         """Record an aborted put. Idempotent."""
         stops = self._sessions.setdefault(session, _Stops())
-        if reservation <= stops.floor:
+        if reservation <= stops.floor:  # it counts as aborted already
             return
         stops.numbers.add(reservation)
         if len(stops.numbers) > MAX_STOPS:
@@ -52,7 +52,7 @@ class StoppedPuts:
             stops.numbers.remove(stops.floor)
 
     def covers(self, session: int, reservation: int) -> bool:
-        """Whether the put was aborted, or is older than every recorded one."""
+        """Whether the put was aborted, or counts as aborted because of the floor."""
         stops = self._sessions.get(session)
         return stops is not None and (reservation <= stops.floor or reservation in stops.numbers)
 
@@ -213,7 +213,7 @@ class Sessions:
 
     def close(self) -> None:
         """Close every descriptor; remove the lock files of attached sessions that no process holds."""
-        for session in list(self._pending):
+        for session in list(self._pending):  # a copy, because entries are removed
             self._forget_pending(session)
         for lock in self._attached.values():
             if lock.held():

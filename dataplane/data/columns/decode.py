@@ -323,7 +323,7 @@ def _prepare_copy(source: RowSource, offsets: SharedOffsets, empty: Empty, copie
     """Prepare the result of `decode`; it is complete after the pending `copies` are made."""
     match source.spec.kind:
         case FieldKind.DENSE | FieldKind.JAGGED:
-            in_place = decode_views(source, offsets=offsets) if source.ours else None
+            in_place = decode_views(source, offsets=offsets) if source.ours else None  # a result may keep such memory
             if in_place is not None:
                 return in_place
             values, target = _allocate_values(source, empty)

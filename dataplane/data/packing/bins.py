@@ -39,7 +39,7 @@ def first_fit(lengths: Int64s, order: Int64s, capacity: int) -> Bins:
     closing_residual = int(np.partition(lengths, len(lengths) // 20)[len(lengths) // 20])
     # First-fit leaves at most one bin half empty or more, which limits the number of bins.
     closed = _Residuals(min(len(order), 2 * int(lengths.sum()) // capacity + 2))
-    largest_closed = -1  # the largest free space of a closed bin
+    largest_closed = -1  # the largest free space of a closed bin; -1: no bin is closed
     open_numbers: list[int] = []
     open_residuals: list[int] = []
     bin_of: list[int] = []  # for each row of `order`
@@ -158,7 +158,7 @@ class _Residuals:
         self._leaves = 1
         while self._leaves < most_bins:
             self._leaves *= 2
-        self._residual = [-1] * (2 * self._leaves)  # per node: the largest free space of a bin below it
+        self._residual = [-1] * (2 * self._leaves)  # per node: the largest free space of a bin below it; -1: none
 
     def first(self, size: int) -> int:
         """Return the first bin with space for `size`. Such a bin must exist."""

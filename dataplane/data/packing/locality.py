@@ -152,7 +152,7 @@ class Exchange:
         for _ in range(ROUNDS):
             away, swaps = self._run_round()
             exchanged |= swaps > 0
-            if swaps <= away // FEW_SWAPS:
+            if swaps <= away // FEW_SWAPS:  # too few for another round
                 break
         ends = np.cumsum(counts).tolist()
         for rows, (start, end) in zip(self.bins, pairwise([0, *ends]), strict=True):
@@ -230,6 +230,7 @@ class Exchange:
         # The first row that is no shorter or, if that is later, the last row of up to `longest`.
         found = np.searchsorted(keys[order], groups * width + sizes)
         found = np.maximum(found, np.searchsorted(keys[order], groups * width + longest, "right") - 1)
+        # `found` is `len(order)` if no key is large enough; such a slot gets any partner here, and `fit` excludes it.
         partners = order[np.minimum(found, len(order) - 1)]
         fit = (found < len(order)) & (other_groups[partners] == groups) & (other_sizes[partners] - sizes <= residual)
         return np.stack([ones[fit], others[partners[fit]]], axis=1)

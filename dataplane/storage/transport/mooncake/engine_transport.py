@@ -333,7 +333,7 @@ class UnitEngine:
             self._slots.give(slot)
 
     def offer(self, session: int, nbytes: int) -> Offer | None:
-        """Return a slot for a payload; None if the size does not fit or no slot is free."""
+        """Return a slot for a payload; None if the size does not fit, or no slot is free for another offer."""
         if not FROM_BYTES <= nbytes <= SLOT_BYTES:
             return None
         if len(self._offered) >= MOST_OFFERS:
@@ -347,7 +347,7 @@ class UnitEngine:
 
     def _reclaim(self, is_reclaimable: Callable[[_Offered], bool]) -> None:
         """Release the offered slots for which `is_reclaimable` returns true."""
-        for tag, offered in list(self._offered.items()):
+        for tag, offered in list(self._offered.items()):  # a copy, because entries are removed
             if is_reclaimable(offered):
                 del self._offered[tag]
                 self._slots.give(offered.slot)

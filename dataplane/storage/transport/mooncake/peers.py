@@ -61,11 +61,11 @@ class Contacts:
         self._record_result(peer, reached=False)
 
     def _record_result(self, peer: str, reached: bool) -> None:
-        """Record whether the peer is reachable, and drop the oldest records beyond `KEPT`."""
+        """Record whether the peer is reachable, and drop the oldest record if there are more than `KEPT`."""
         with self._lock:
             self._reached[peer] = reached
             self._retry_at[peer] = time.monotonic() + RETRY_S
-            while len(self._reached) > KEPT:
+            if len(self._reached) > KEPT:
                 forgotten = next(iter(self._reached))
                 del self._reached[forgotten], self._retry_at[forgotten]
 
