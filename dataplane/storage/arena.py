@@ -184,7 +184,7 @@ class Arena:
         or the last epoch plus one if that is greater (the machine's clock was set back). fsynced: as in `create`.
 
         Raises OSError if the file does not exist, BlockingIOError while another process holds it, ValueError if it is
-        not an arena, `ArenaFormatError` if it has another format.
+        not an intact arena, `ArenaFormatError` if it has another format.
         """
         os.stat(path)  # raises if the file does not exist; `take` would create it
         file = HeldFile.take(Path(path))
@@ -310,8 +310,8 @@ class MappedArena:
     @classmethod
     def open(cls, path: str | Path, *, cookie: bytes | None = None, writable: bool = True) -> MappedArena:
         """Map the whole arena at `path`. cookie: the expected identity; None: any.
-        Raises OSError if the file is missing or not accessible for this user, ValueError if it is not an arena or its
-        cookie differs from `cookie`.
+        Raises OSError if the file is missing or not accessible for this user, ValueError if it is not an intact
+        arena or its cookie differs from `cookie`.
         """
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(path, flags)

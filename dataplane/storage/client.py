@@ -178,7 +178,7 @@ class UnitConnection:
             self._payloads = self._transport.payloads_for(engine, self._endpoint, closing=closing)
 
     def _prove(self, wire: Wire, challenge: pb.Challenge, timeout_s: float) -> None:
-        """Map the arena and prove it to the unit. If either step fails, the connection stays remote."""
+        """Map the arena and prove it to the unit. If it cannot be mapped or the unit rejects the proof, stay remote."""
         try:
             arena = MappedArena.open(challenge.arena_path, cookie=challenge.cookie)
         except (OSError, ValueError) as error:

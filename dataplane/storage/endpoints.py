@@ -31,7 +31,7 @@ def bind(
 ) -> tuple[str, ...]:
     """Bind to ipc, for this user only, and to `tcp_port` (0: any free port) of `tcp_host` if given. Return the
     endpoints for clients, ipc first. Raises ValueError for a host other than loopback unless `guarded`,
-    `PortTakenError` if the port is in use, ServiceUnavailableError if nothing can be bound."""
+    `PortTakenError` if the port is in use, ServiceUnavailableError if the host or, without a host, ipc fails."""
     router.set(zmq.BACKLOG, BACKLOG)
     endpoints = _bind_ipc(router)
     if tcp_host is not None:

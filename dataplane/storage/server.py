@@ -124,9 +124,9 @@ class BulkServer:
     # --- from other threads -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Bind the sockets, set `endpoints` and start the thread. Raises ServiceUnavailableError if no socket can be
-        bound, PortTakenError if `tcp_port` is in use, ValueError for a tcp_host other than loopback without token, keys
-        or `insecure`."""
+        """Bind the sockets, set `endpoints` and start the thread. Raises PortTakenError if `tcp_port` is in use,
+        ServiceUnavailableError if a socket cannot be bound for another reason, ValueError for a tcp_host other than
+        loopback without token, keys or `insecure`."""
         assert self._thread is None, "started twice"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -192,8 +192,8 @@ class BulkServer:
         self._wake_thread()
 
     def stop(self) -> None:
-        """Stop the thread and close the sockets. After this returns, the server does not access the arena. Blocks for
-        up to `STOP_WAIT_S`, then raises InternalError. Idempotent; no-op in a forked child."""
+        """Stop the thread and close the sockets. After this returns, the server does not access the arena. Waits up to
+        `STOP_WAIT_S` for the thread, then raises InternalError. Idempotent; no-op in a forked child."""
         if self._thread is None or os.getpid() != self._owner:
             return
         self._stopping = True
