@@ -422,8 +422,8 @@ def response_from_nested(full: Tensor, response_mask: Tensor) -> Tensor:
     `full` is jagged with rows `[prompt_i + response_i, *inner]`: output t of a row refers to token t + 1 (log-probs,
     values, logits). `response_mask` is jagged with rows `[response_i]`; only its row lengths r_i are used. Row i of
     the result is `full_i[len_i - r_i - 1 : len_i - 1]`: the response slice, shifted left by one, so that element j
-    refers to response token j. The result shares the offsets of `response_mask` (unless that has holes) and can be
-    combined with it. Differentiable.
+    refers to response token j. The result shares the offsets of `response_mask` (unless that has holes, or does not
+    start at 0) and can be combined with it. Differentiable.
 
     Raises ValueError if the numbers of rows differ, or if no token precedes a response.
     """

@@ -378,7 +378,7 @@ def _check_lengths(lengths: Any, size: int) -> list[int] | None:
 
 
 def _is_length(length: Any) -> bool:
-    """Whether the value is not a bool and equals an integer of 0 to `MAX_LENGTH`. Its type may be any other."""
+    """Whether the value, of any type except bool, equals an integer of 0 to `MAX_LENGTH`."""
     try:
         return not isinstance(length, bool) and 0 <= int(length) <= MAX_LENGTH and int(length) == length
     except (TypeError, ValueError, OverflowError):

@@ -326,7 +326,8 @@ def _check_shape(shape: object) -> tuple[int, ...]:
 
 
 def _parse_dtype(description: Any) -> np.dtype[Any]:
-    """Return the dtype for a numpy description, in which tuples may have become lists (msgpack has no tuples)."""
+    """Return the dtype for a numpy description, in which tuples may have become lists (msgpack has no tuples). Raises
+    ValueError for a dtype with objects."""
     dtype = npy.descr_to_dtype(_to_numpy_description(description))
     if dtype.hasobject:
         raise ValueError(f"not a numeric dtype: {description!r}")

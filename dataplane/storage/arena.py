@@ -207,7 +207,7 @@ class Arena:
             raise
 
     def _write_keeper(self, keeper: Path | None) -> None:
-        """Store the path of the keeper in the header; None: the arena has no keeper."""
+        """Store the path of the keeper in the header; None: there is no keeper. ValueError if the path is too long."""
         name = os.fsencode("" if keeper is None else keeper.absolute())
         if len(name) > PAGE_BYTES - _KEEPER_AT - _KEEPER.size:
             raise ValueError(f"{keeper}: a path of {len(name)} bytes does not fit into an arena's header")

@@ -131,8 +131,8 @@ class UnitRecord:
         )
 
     def create_arena(self, create: Callable[[Path], Arena]) -> Arena:
-        """Reserve the path of this record with an empty file, then create an arena for it. The arena needs the file as
-        its keeper before `write` is called."""
+        """Reserve the path of this record with an empty file, unless a file exists, then create an arena for it. The
+        arena needs the file as its keeper before `write` is called."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError), open(self.path, "xb", opener=private):
             pass

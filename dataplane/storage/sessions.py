@@ -138,8 +138,8 @@ class Sessions:
         )
 
     def _reject_second_lock(self, session: int, lock: PeerLock) -> None:
-        """Raise InvalidRequestError if the session is attached with another lock. With a second lock, the unit could
-        no longer prove that the session's first process has ended."""
+        """Drop `lock` and raise InvalidRequestError if the session is attached with another lock. With a second lock,
+        the unit could no longer prove that the session's first process has ended."""
         known = self._attached.get(session)
         if known is not None and not known.same_file(lock):
             lock.drop()

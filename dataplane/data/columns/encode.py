@@ -423,7 +423,7 @@ class _FieldEncoder:
         if values.device.type == "cpu" and values.is_contiguous():
             unit_bytes = spec.unit_bytes
             return spec, lengths, FlatValues(byte_view(values), starts * unit_bytes, lengths * unit_bytes)
-        if values.device.type != "cpu" and row_offsets(nested) is None:  # rows with holes between them
+        if values.device.type != "cpu" and row_offsets(nested) is None:  # do not copy the holes between rows
             values, starts = pack_rows(values, starts, lengths)
         return spec, lengths, TensorValues(values, starts, lengths)
 

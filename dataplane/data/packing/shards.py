@@ -58,8 +58,8 @@ def shard_meta_for_dp(
     The second value is None if the concatenated ranks are already in the order of the meta. Otherwise it is the inverse
     permutation: row `inverse[i]` of the concatenated ranks is row i of `meta`.
 
-    Raises ValueError, naming both numbers, for an uneven split; ValueError for a sample over the budget, by id, and for
-    a meta without required lengths.
+    Raises ValueError, naming both numbers, for an uneven split; ValueError for a sample over the budget, by id, for a
+    meta without required lengths, and for other numbers of hosts than of samples or ranks.
     """
     locality = None
     if row_hosts is not None and rank_hosts is not None:

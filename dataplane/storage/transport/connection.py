@@ -153,7 +153,7 @@ class Wire:
             try:
                 return self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                self._wait(deadline)
+                self._wait(deadline)  # may return without a frame
 
     def _wait(self, deadline: float) -> None:
         """Block until a frame arrives or the deadline is reached; the first call after the deadline raises
