@@ -71,6 +71,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                     "differs from number 0)"
                 )
         joined = cls({name: _concatenate(name, [batch[name] for batch in filled], pads.get(name, 0)) for name in names})
+        # (A plain mapping does not name such columns.)
         joined.not_per_token = frozenset().union(*(getattr(batch, "not_per_token", ()) for batch in filled))
         return joined
 
@@ -101,9 +102,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self.slice(rank * (size // chunks), (rank + 1) * (size // chunks))
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> BatchedDataDict[Any]:
-        """Return batch `batch_idx` of `batch_size` rows each; the last one may be shorter. On a shard with
-        `elem_counts_per_gb`, return global batch `batch_idx` and ignore `batch_size`. Micro-batch attributes are
-        kept."""
+        """Divide the rows into batches of `batch_size` (the last one may be shorter) and return batch `batch_idx`. On a
+        shard with `elem_counts_per_gb`, return global batch `batch_idx` instead, with the attributes of its
+        micro-batches, and ignore `batch_size`."""
         counts = self.elem_counts_per_gb  # rows of each batch
         if counts is None:
             if batch_size is None or batch_size < 1:
@@ -234,7 +235,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return indices[0], lengths[0]
 
     def _length_column(self, key: str) -> Any:
-        """Return the lengths of the rows, which are in the column `key`. KeyError without that column."""
+        """Return the lengths of the rows, which are in the column `key`. KeyError without that column,
+        InvalidRequestError if it is jagged."""
         if key not in self.data:
             raise KeyError(f"micro-batches need the column of lengths {key!r}, which this batch does not have")
         column = self.data[key]
@@ -306,6 +308,7 @@ def materialize(
         if layout == "padded" and is_jagged(value):
             try:
                 longest = int(jagged_lengths[name].max(initial=0))
+                # Width 0: the longest row of the column.
                 width = 0 if name in batch.not_per_token else pad_to_seqlen or round_up(longest, pad_to_multiple)
                 value = pad_nested(value, pads.get(name, 0), width=width)
             except InvalidRequestError as error:
@@ -317,7 +320,8 @@ def materialize(
 
 
 def _as_jagged(name: str, value: Any) -> Any:
-    """Copy a nested tensor of another layout into a jagged one. Return any other value unchanged."""
+    """Copy a nested tensor of another layout into a jagged one; return any other value unchanged. InvalidRequestError,
+    naming the field, if its rows differ in more than their length."""
     if not isinstance(value, Tensor) or is_jagged(value) or not value.is_nested:
         return value
     rows = value.unbind()
@@ -331,7 +335,8 @@ def _as_jagged(name: str, value: Any) -> Any:
 
 
 def _plain_column(value: Any) -> Any:
-    """Return a TensorDict's value as a column of a batch: its non-tensor types become arrays and lists."""
+    """Return a TensorDict's value as a column of a batch. NonTensorData with an array becomes that array. A
+    NonTensorStack becomes a list if all its rows are tensors, else an object array. Other values stay unchanged."""
     if isinstance(value, NonTensorData) and isinstance(value.data, np.ndarray):  # an array of all rows
         return value.data
     if not isinstance(value, NonTensorStack):
@@ -438,7 +443,8 @@ def _concatenate_jagged(columns: list[Tensor]) -> Tensor:
 
 
 def _concatenate_dense(name: str, columns: list[Tensor], pad_value: Any) -> Tensor:
-    """Concatenate dense tensors. Those that are narrower in dimension 1 are right-padded to the widest."""
+    """Concatenate dense tensors. Those that are narrower in dimension 1 are right-padded to the widest, with
+    `pad_value`. InvalidRequestError if dtypes or other dimensions differ."""
     if len({(column.dtype, column.shape[2:], column.dim()) for column in columns}) > 1:
         shapes = [f"{str(column.dtype).removeprefix('torch.')} {list(column.shape)}" for column in columns[:5]]
         raise InvalidRequestError(

@@ -41,7 +41,8 @@ def _ragged_dim(nested: Tensor) -> int:
 
 
 def as_lengths(lengths: Lengths, *, rows: int | None = None) -> Tensor:
-    """Convert `lengths` to an int64 CPU tensor `[N]`. ValueError unless they are `rows` non-negative integers."""
+    """Convert `lengths` to an int64 CPU tensor `[N]`. ValueError unless they are non-negative integers, `rows` of
+    them if that is given."""
     tensor = torch.as_tensor(lengths).detach()
     if tensor.numel() and (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool):
         raise InvalidRequestError(f"lengths must be integers, got {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}")
@@ -181,7 +182,7 @@ def maybe_pack_jagged(
     lengths: Lengths | None = None,
     token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
 ) -> dict[str, Any]:
-    """Call `pack_jagged_fields` if lengths are given; otherwise return `fields` unchanged."""
+    """Call `pack_jagged_fields` if lengths are given; otherwise return the same values in a new dict."""
     if lengths is None:
         return dict(fields.items())
     return pack_jagged_fields(fields, lengths=lengths, token_aligned_fields=token_aligned_fields)
@@ -210,7 +211,7 @@ def _pack_fields(
         if name in names and isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
             value = tensor_from_numpy(value)
         if name in names and isinstance(value, Tensor) and not value.is_nested and value.dim() > 1:
-            _check_lengths(name, value, row_sizes)
+            _check_lengths(name, value, row_sizes)  # for its errors only
             if copy or value.device.type != "cpu":  # views are for CPU tensors only
                 if value.device not in shared_offsets:
                     shared_offsets[value.device] = offsets_of(row_sizes.to(value.device))
@@ -328,8 +329,8 @@ def not_per_token(columns: Mapping[str, Int64s], tokens: Sequence[int] | None) -
 
 
 def padded_width(lengths: Int64s, width: int) -> int:
-    """Return the width to pad rows of `lengths` to: `width`, or the longest row if it is 0. InvalidRequestError if it
-    is negative or below the longest row."""
+    """Return the width to pad rows of `lengths` to: `width`, or the longest row if `width` is 0. InvalidRequestError if
+    `width` is negative, or too small for the longest row."""
     longest = int(lengths.max()) if len(lengths) else 0
     if width and width < longest:
         raise InvalidRequestError(f"cannot pad to {width}: the longest row has {longest} elements")
@@ -339,7 +340,7 @@ def padded_width(lengths: Int64s, width: int) -> int:
 
 
 def pad_scalar(pad_value: Any, dtype: torch.dtype) -> bool | int | float | complex:
-    """Convert `pad_value` to a Python number. ValueError if it is no number, or none that `dtype` can represent."""
+    """Convert `pad_value` to a Python number. ValueError if it is not a number, or `dtype` cannot represent it."""
     try:
         value = pad_value.item() if hasattr(pad_value, "item") else pad_value
     except (RuntimeError, ValueError) as error:
@@ -356,7 +357,7 @@ def pad_scalar(pad_value: Any, dtype: torch.dtype) -> bool | int | float | compl
 
 @functools.lru_cache(maxsize=256)
 def _can_represent(dtype: torch.dtype, value: bool | int | float | complex) -> bool:
-    """Return whether `dtype` can represent `value`: in range, integral for integers, and not newly infinite."""
+    """Return whether `dtype` can represent `value`: exactly for integers and bool, else by its range (`_is_within`)."""
     if dtype.is_complex or dtype.is_floating_point:
         parts = (value.real, value.imag) if dtype.is_complex else (value,)
         # A part is complex only if `dtype` is real and `value` is not.
@@ -421,8 +422,8 @@ def response_from_nested(full: Tensor, response_mask: Tensor) -> Tensor:
     `full` is jagged with rows `[prompt_i + response_i, *inner]`: output t of a row refers to token t + 1 (log-probs,
     values, logits). `response_mask` is jagged with rows `[response_i]`; only its row lengths r_i are used. Row i of
     the result is `full_i[len_i - r_i - 1 : len_i - 1]`: the response slice, shifted left by one, so that element j
-    refers to response token j. The result shares the offsets of `response_mask` (unless that has holes) and can be
-    combined with it. Differentiable.
+    refers to response token j. The result shares the offsets of `response_mask` (unless that has holes, or does not
+    start at 0) and can be combined with it. Differentiable.
 
     Raises ValueError if the numbers of rows differ, or if no token precedes a response.
     """

@@ -231,11 +231,12 @@ class KVBatchMeta:
 
     @classmethod
     def concat(cls, metas: Iterable[KVBatchMeta]) -> KVBatchMeta:
-        """Concatenate the samples of `metas`, in order. All must have the same partition and at most one task.
+        """Concatenate the samples of `metas`, in order. All must have the same partition and at most one task. Nothing
+        else is taken from metas without samples, except from the first one if no meta has samples.
 
         `fields` of the result are those that every meta has. Lengths, handles, claim ids and `fields` are unknown
-        (None) in the result if they are unknown in any meta that has samples; missing tags become empty. `extra_info`
-        keeps each entry that is equal in all metas that have it, but the global pad target only if every meta has it.
+        (None) in the result if they are unknown in any meta; missing tags become empty. `extra_info` keeps each entry
+        that is equal in all metas that have it, but the global pad target only if every meta has it.
         """
         if isinstance(metas, KVBatchMeta):
             raise UnsupportedValueError(field="metas", row=None, got="one KVBatchMeta", hint="Pass a list of metas.")
@@ -377,7 +378,7 @@ def _check_lengths(lengths: Any, size: int) -> list[int] | None:
 
 
 def _is_length(length: Any) -> bool:
-    """Whether the value is not a bool and equals an integer of 0 to `MAX_LENGTH`. Its type may be any other."""
+    """Whether the value, of any type except bool, equals an integer of 0 to `MAX_LENGTH`."""
     try:
         return not isinstance(length, bool) and 0 <= int(length) <= MAX_LENGTH and int(length) == length
     except (TypeError, ValueError, OverflowError):

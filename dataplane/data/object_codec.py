@@ -242,7 +242,7 @@ def _encode_tensor(tensor: Tensor) -> Ext:
             "Objects may contain only dense tensors of the standard dtypes; put nested tensors in a separate field.",
         )
     raw = byte_view(plain.cpu().contiguous())
-    return Ext(_TENSOR, _encoder.encode((DTYPE_NAMES[plain.dtype], tuple(plain.shape), raw.data)))  # a memoryview
+    return Ext(_TENSOR, _encoder.encode((DTYPE_NAMES[plain.dtype], tuple(plain.shape), raw.data)))  # encoded as bytes
 
 
 def plain_tensor(tensor: Tensor) -> Tensor | None:
@@ -252,7 +252,7 @@ def plain_tensor(tensor: Tensor) -> Tensor | None:
     if type(tensor) is not Tensor:
         if tensor.is_nested or is_traceable_wrapper_subclass(tensor):
             return None
-        tensor = tensor.as_subclass(Tensor)
+        tensor = tensor.as_subclass(Tensor)  # for example of a Parameter
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
         return None
     if tensor.is_conj() or tensor.is_neg():
@@ -296,7 +296,7 @@ def _decode_extension(code: int, data: memoryview) -> Any:
     if array.nbytes != len(raw):
         raise ValueError(f"{len(raw)} bytes for an array of {array.nbytes}")
     if code == _SCALAR:
-        return array[()]
+        return array[()]  # the scalar in an array without dimensions
     return array.copy()  # writable, unlike `raw`
 
 
@@ -326,7 +326,8 @@ def _check_shape(shape: object) -> tuple[int, ...]:
 
 
 def _parse_dtype(description: Any) -> np.dtype[Any]:
-    """Return the dtype for a numpy description, in which tuples may have become lists (msgpack has no tuples)."""
+    """Return the dtype for a numpy description, in which tuples may have become lists (msgpack has no tuples). Raises
+    ValueError for a dtype with objects."""
     dtype = npy.descr_to_dtype(_to_numpy_description(description))
     if dtype.hasobject:
         raise ValueError(f"not a numeric dtype: {description!r}")

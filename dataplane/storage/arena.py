@@ -184,7 +184,7 @@ class Arena:
         or the last epoch plus one if that is greater (the machine's clock was set back). fsynced: as in `create`.
 
         Raises OSError if the file does not exist, BlockingIOError while another process holds it, ValueError if it is
-        not an arena, `ArenaFormatError` if it has another format.
+        not an intact arena, `ArenaFormatError` if it has another format.
         """
         os.stat(path)  # raises if the file does not exist; `take` would create it
         file = HeldFile.take(Path(path))
@@ -207,7 +207,7 @@ class Arena:
             raise
 
     def _write_keeper(self, keeper: Path | None) -> None:
-        """Store the path of the keeper in the header; None: the arena has no keeper."""
+        """Store the path of the keeper in the header; None: there is no keeper. ValueError if the path is too long."""
         name = os.fsencode("" if keeper is None else keeper.absolute())
         if len(name) > PAGE_BYTES - _KEEPER_AT - _KEEPER.size:
             raise ValueError(f"{keeper}: a path of {len(name)} bytes does not fit into an arena's header")
@@ -260,7 +260,7 @@ class Arena:
 
     def punch(self, above_bytes: int) -> int:
         """Free the memory from `above_bytes` (rounded up to a page) on, for the system. Return the backed bytes that
-        are left."""
+        are left. Raises OSError; `backed_bytes` is then reduced all the same."""
         start = min(self.backed_bytes, _round_down(above_bytes + PAGE_BYTES - 1, PAGE_BYTES))  # rounded up
         if start < self.backed_bytes:
             nbytes = self.backed_bytes - start
@@ -269,7 +269,7 @@ class Arena:
         return self.backed_bytes
 
     def challenge(self) -> Challenge:
-        """Write fresh random bytes into the next slot of the header. Some hundred further challenges overwrite them."""
+        """Write fresh random bytes into the next slot of the header; its `_CHALLENGE_SLOTS` slots are used in turn."""
         assert self._map is not None, "the arena is closed"
         offset = _CHALLENGES_AT + next(self._slots) * _CHALLENGE_BYTES
         secret = secrets.token_bytes(_CHALLENGE_BYTES)
@@ -278,7 +278,7 @@ class Arena:
 
     def close(self, *, unlink: bool = True) -> None:
         """Unlock the file and, with `unlink`, remove it. Idempotent. The kernel frees the memory when the last process
-        that maps it ends. A forked child only closes its own descriptor."""
+        that maps it ends. A forked child, in which `HeldFile` has closed the file, only drops its references."""
         self._data = None
         self._whole = None
         self._map = None
@@ -310,8 +310,8 @@ class MappedArena:
     @classmethod
     def open(cls, path: str | Path, *, cookie: bytes | None = None, writable: bool = True) -> MappedArena:
         """Map the whole arena at `path`. cookie: the expected identity; None: any.
-        Raises OSError if the file is missing or not accessible for this user, ValueError if it is not an arena or its
-        cookie differs from `cookie`.
+        Raises OSError if the file is missing or not accessible for this user, ValueError if it is not an intact
+        arena or its cookie differs from `cookie`.
         """
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(path, flags)
@@ -421,7 +421,7 @@ def _keeper_is_missing(path: Path, superseded: Path | None) -> bool:
         raw = os.pread(fd, PAGE_BYTES, 0)
     finally:
         os.close(fd)
-    if len(raw) < PAGE_BYTES:  # its creation did not get as far as the header
+    if len(raw) < PAGE_BYTES:  # its creation ended before the file had its length
         return True
     start = _KEEPER_AT + _KEEPER.size
     mounts, length = _KEEPER.unpack_from(raw, _KEEPER_AT)

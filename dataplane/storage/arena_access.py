@@ -25,7 +25,7 @@ class ArenaAccess:
 
     def ranges(self, offsets: Iterable[int], sizes: Iterable[int]) -> tuple[list[int], list[int]]:
         """Return the ranges as lists. Raises the error of `fault` unless all ranges are within the backed bytes and
-        have at most `MAX_REQUEST_BYTES` in total. (On the wire, offsets and sizes are unsigned.)"""
+        have at most `MAX_REQUEST_BYTES` in total. (They are not negative: on the wire they are unsigned.)"""
         starts, lengths = list(offsets), list(sizes)
         if len(starts) != len(lengths):
             raise self._fault(f"{len(starts)} offsets for {len(lengths)} sizes")
@@ -41,8 +41,8 @@ class ArenaAccess:
         return starts, lengths
 
     def write(self, offsets: list[int], sizes: list[int], fill: Fill) -> None:
-        """Write a payload to ranges that `ranges` returned, and fsync them if the arena must survive a restart of the
-        machine."""
+        """Let `fill` copy a payload into ranges that `ranges` returned, and fsync them if the arena must survive a
+        restart of the machine."""
         fill(self._arena.data.data, offsets, sizes)
         if self._arena.fsynced:
             try:

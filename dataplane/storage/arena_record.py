@@ -131,8 +131,8 @@ class UnitRecord:
         )
 
     def create_arena(self, create: Callable[[Path], Arena]) -> Arena:
-        """Reserve the path of this record with an empty file, then create an arena for it. The arena needs the file as
-        its keeper before `write` is called."""
+        """Reserve the path of this record with an empty file, unless a file exists, then create an arena for it. The
+        arena needs the file as its keeper before `write` is called."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError), open(self.path, "xb", opener=private):
             pass
@@ -151,8 +151,8 @@ class UnitRecord:
             return None
 
     def _adopt(self, record: ArenaRecord, epoch: int) -> Arena | None:
-        """Adopt the recorded arena. Log the reason and return None if its memory is lost. Raises StateDirError if
-        its rows may still exist, but this start cannot adopt them."""
+        """Adopt the recorded arena; wait up to `HELD_S` if a process holds it. Log the reason and return None if its
+        memory is lost. Raises StateDirError if its rows may still exist, but this start cannot adopt them."""
         rebooted = record.boot != self._boot
         if rebooted and not record.fsynced:
             log.warning("Arena %s is lost: the machine was restarted; starting with an empty arena", record.arena)
@@ -249,14 +249,14 @@ def identity(directory: str | Path) -> str:
 
 
 def discard(state_dir: str | Path, arena_directories: Iterable[str | Path]) -> list[Path]:
-    """Remove the records of all units in `state_dir`, and their arenas, unless a process holds them. Return the removed
-    arenas. arena_directories: the units' values of `arena_dir`."""
+    """Remove the records of all units in `state_dir`, and then their arenas; an arena that a process holds stays.
+    Return the removed arenas. arena_directories: the units' values of `arena_dir`."""
     for path in Path(state_dir).glob("unit-*.json"):
-        path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # its arena is then no longer needed
     removed: list[Path] = []
     for directory in set(arena_directories):
         for folder in (Path(directory), own_path(directory)):  # an arena may be in either
             if folder.is_dir():
                 removed += sweep_recorded(folder)
-        leave(directory)
+        leave(directory)  # removes the user's own directory if it is empty
     return removed

@@ -97,9 +97,9 @@ class UnitConnection:
     memory: the pool from which reads take their buffers; by default each read allocates new memory.
     transport: the payload transport to use instead of ZMQ frames, if the unit supports it.
 
-    The constructor blocks for at most `timeout_s` for each endpoint. It raises StorageUnitError (no endpoint answers),
-    CallTimeoutError, AuthenticationError, ProtocolVersionError, ServiceRestartedError (the unit has another epoch) and
-    SessionExpiredError (this session is fenced).
+    The constructor waits up to `timeout_s` for each reply, at one endpoint after another. It raises StorageUnitError
+    (no endpoint answers), CallTimeoutError, AuthenticationError, ProtocolVersionError, ServiceRestartedError (the unit
+    has another epoch) and SessionExpiredError (this session is fenced).
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class UnitConnection:
             self._payloads = self._transport.payloads_for(engine, self._endpoint, closing=closing)
 
     def _prove(self, wire: Wire, challenge: pb.Challenge, timeout_s: float) -> None:
-        """Map the arena and prove it to the unit. If either step fails, the connection stays remote."""
+        """Map the arena and prove it to the unit. If it cannot be mapped or the unit rejects the proof, stay remote."""
         try:
             arena = MappedArena.open(challenge.arena_path, cookie=challenge.cookie)
         except (OSError, ValueError) as error:
@@ -336,8 +336,9 @@ class UnitConnection:
         return _PendingRead(header.call, request)
 
     def _next_payload(self, wire: Wire, pending: deque[_PendingRead], timeout_s: float) -> ArrivedPayload | None:
-        """Receive the reply to the oldest request of `pending` and return its payload. Return None for the reply to a
-        Settle, and for a payload that could not be fetched; this one is requested again in frames."""
+        """Receive the reply to the oldest request of `pending` and return its payload. Send the Settle of the
+        payload, if it has one; it joins `pending`. Return None for the reply to a Settle, and for a payload that could
+        not be fetched; this one is requested again in frames, as the newest request."""
         call, request = pending.popleft()
         reply = wire.receive(call, time.monotonic() + timeout_s)
         if request is None:
@@ -438,7 +439,7 @@ class UnitConnection:
             wire.close()
 
     def _give_back(self, wire: Wire) -> None:
-        """Keep a socket for later calls, or close it if enough are idle."""
+        """Keep a socket for later calls, or close it if enough are idle or `close` was called."""
         with self._guard:
             if not self._closed and len(self._idle) < IDLE_WIRES:
                 self._idle.append(wire)

@@ -61,6 +61,7 @@ class Copies:
     def _copy(self, order: CompactArena) -> Iterator[bool]:
         """Execute the order, and yield True after each step. Raises ValueError for ranges outside the backed bytes."""
         sources, targets, sizes = order.sources.tolist(), order.targets.tolist(), order.sizes.tolist()
+        # Check all sources and targets before the first copy.
         for first, size in zip([*sources, *targets], [*sizes, *sizes], strict=True):
             if first < 0 or size < 0 or first + size > self._arena.backed_bytes:
                 raise ValueError(f"bytes {first} to {first + size}: only {self._arena.backed_bytes} bytes are backed")
@@ -77,7 +78,7 @@ def _steps(sources: list[int], targets: list[int], sizes: list[int]) -> Iterator
     """Yield the ranges (source, target, bytes) of each step, in order; longer ranges are split. Sources are live and
     targets were free, so no two ranges overlap."""
     step: list[tuple[int, int, int]] = []
-    left = STEP_BYTES
+    left = STEP_BYTES  # for this step
     for source, target, size in zip(sources, targets, sizes, strict=True):
         copied = 0
         while copied < size:

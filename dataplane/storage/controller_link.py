@@ -70,7 +70,7 @@ class Outbox:
             self._items.clear()
 
     def stream(self, first: Iterable[c.Input]) -> Iterator[c.Input]:
-        """Return an iterator over `first` and then the queued reports, until None or the next `stream` or `end`."""
+        """Return an iterator over `first` and then the reports, until the queue's end or the next `stream` or `end`."""
         with self._changed:
             self._stream_number += 1
             self._changed.notify_all()
@@ -92,7 +92,7 @@ class Outbox:
                 if self._stream_number != stream:  # `stream` or `end` was called
                     return
                 item = self._items[0]
-            if item is None:
+            if item is None:  # it stays in the queue, so that later streams end, too
                 return
             hit("unit.report.before")
             yield item
@@ -179,8 +179,9 @@ class UnitLink:
         if not self._answered.wait(self._limit_s()):
             busy = self._busy
             self.close()
-            late = CallTimeoutError(what="AddUnit", waited_s=self._opening_s, peer=f"the controller at {address}")
-            raise late if busy is None else busy
+            if busy is not None:
+                raise busy
+            raise CallTimeoutError(what="AddUnit", waited_s=self._opening_s, peer=f"the controller at {address}")
         if isinstance(self._outcome, Exception):
             self.close()
             raise self._outcome
@@ -201,7 +202,7 @@ class UnitLink:
                     self._add = msgspec.structs.replace(self._add, backed_bytes=max(backed, self._add.backed_bytes))
                 case c.Shrunk(number=number, backed_bytes=backed) if self._add is not None:
                     self._add = msgspec.structs.replace(self._add, backed_bytes=backed, shrinks=number)
-                case c.Compacted(number=number) if self._add is not None:
+                case c.Compacted(number=number) if self._add is not None:  # perhaps of an older order, which failed
                     self._add = msgspec.structs.replace(self._add, compactions=max(number, self._add.compactions))
             self._outbox.put(item)
 
@@ -313,7 +314,7 @@ class UnitLink:
 
     def _run_stream(self, link: GrpcLink) -> tuple[bool, DataPlaneError | None]:
         """Run one stream, from AddUnit to its end. Return whether the unit was accepted, and the error that ended the
-        stream."""
+        stream, or None."""
         accepted = threading.Event()
         self._settled.clear()
         if self._closed.is_set():  # `close` may have set `_settled` before it was cleared
@@ -346,7 +347,7 @@ class UnitLink:
         self._answered.set()
 
     def _enforce_limit(self, link: GrpcLink, accepted: threading.Event) -> None:
-        """Close the stream if the controller has not accepted the unit after twice the timeout, or by `close`."""
+        """Close the stream if the controller does not accept the unit within twice the timeout and before `close`."""
         self._settled.wait(2 * self._limit_s())
         if not accepted.is_set():
             link.close()

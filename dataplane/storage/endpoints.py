@@ -31,7 +31,7 @@ def bind(
 ) -> tuple[str, ...]:
     """Bind to ipc, for this user only, and to `tcp_port` (0: any free port) of `tcp_host` if given. Return the
     endpoints for clients, ipc first. Raises ValueError for a host other than loopback unless `guarded`,
-    `PortTakenError` if the port is in use, ServiceUnavailableError if nothing can be bound."""
+    `PortTakenError` if the port is in use, ServiceUnavailableError if the host or, without a host, ipc fails."""
     router.set(zmq.BACKLOG, BACKLOG)
     endpoints = _bind_ipc(router)
     if tcp_host is not None:
@@ -42,7 +42,8 @@ def bind(
 
 
 def _bind_ipc(router: zmq.Socket[bytes]) -> tuple[str, ...]:
-    """Bind in the abstract namespace, which never leaves a file behind; the kernel reports the peer's user to ZMQ."""
+    """Bind in the abstract namespace, which never leaves a file behind; the kernel reports the peer's user to ZMQ. If
+    this ZMQ cannot check the user, log a warning and return ()."""
     try:
         router.set(zmq.IPC_FILTER_UID, os.geteuid())
     except zmq.ZMQError:

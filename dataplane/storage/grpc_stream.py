@@ -74,7 +74,7 @@ def _channel(address: str, reached: str, tls: TlsFiles | None) -> grpc.Channel:
         return grpc.insecure_channel(reached, options=OPTIONS)
     host = split_address(address)[0]
     expected_name = tls.server_name
-    if not expected_name and host != split_address(reached)[0]:  # for example the IP address of `host`
+    if not expected_name and host != split_address(reached)[0]:  # `reached` has, for example, the IP address of `host`
         expected_name = host
     override = (("grpc.ssl_target_name_override", expected_name),) if expected_name else ()
     return grpc.secure_channel(reached, channel_credentials(tls), options=(*OPTIONS, *override))

@@ -23,7 +23,7 @@ class BulkCounts:
         self.fences = 0
 
     def note(self, verb: str | None, error: Exception | None, took_s: float) -> None:
-        """Count an answered request and its duration. error: the error of the reply, if any."""
+        """Count an answered request and its duration. verb: None if it has no known one. error: that of the reply."""
         op = self.verbs.setdefault(verb or "unknown", Op())
         op.took.add(took_s)
         if error is None:

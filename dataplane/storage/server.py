@@ -124,8 +124,9 @@ class BulkServer:
     # --- from other threads -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Bind the sockets, set `endpoints` and start the thread. Raises ServiceUnavailableError if no socket can be
-        bound, ValueError for a tcp_host other than loopback without token, keys or `insecure`."""
+        """Bind the sockets, set `endpoints` and start the thread. Raises PortTakenError if `tcp_port` is in use,
+        ServiceUnavailableError if a socket cannot be bound for another reason, ValueError for a tcp_host other than
+        loopback without token, keys or `insecure`."""
         assert self._thread is None, "started twice"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -191,8 +192,8 @@ class BulkServer:
         self._wake_thread()
 
     def stop(self) -> None:
-        """Stop the thread and close the sockets. After this returns, the server does not access the arena. Blocks for
-        up to `STOP_WAIT_S`, then raises InternalError. Idempotent; no-op in a forked child."""
+        """Stop the thread and close the sockets. After this returns, the server does not access the arena. Waits up to
+        `STOP_WAIT_S` for the thread, then raises InternalError. Idempotent; no-op in a forked child."""
         if self._thread is None or os.getpid() != self._owner:
             return
         self._stopping = True
@@ -247,7 +248,7 @@ class BulkServer:
                     self._serve_messages()
                 if self._monitor is not None:
                     self._unauthenticated.take_events(self._monitor)
-                    self._unauthenticated.hang_up()
+                    self._unauthenticated.hang_up()  # closes the connections above its limits
                 if self._arena_orders.in_flight:
                     self._run_guarded("an order", self._arena_orders.step)
         except BaseException:
@@ -446,7 +447,7 @@ class BulkServer:
     def _collect_payload(self, peer: bytes, request: pb.BulkRequest) -> Fill | None:
         """Return the payload of a write. None: it has to be fetched first, and the write is answered afterwards."""
         write = request.write
-        if not write.HasField("source"):
+        if not write.HasField("source"):  # it was sent in frames
             return self._frames.collect(write)
         self._refuse_stopped(request)  # an aborted put, for which nothing is fetched
         _, sizes = self._access.ranges(write.offsets, write.sizes)

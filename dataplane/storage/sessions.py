@@ -44,7 +44,7 @@ class StoppedPuts:
     def stop(self, session: int, reservation: int) -> None:
         """Record an aborted put. Idempotent."""
         stops = self._sessions.setdefault(session, _Stops())
-        if reservation <= stops.floor:
+        if reservation <= stops.floor:  # it counts as aborted already
             return
         stops.numbers.add(reservation)
         if len(stops.numbers) > MAX_STOPS:
@@ -52,7 +52,7 @@ class StoppedPuts:
             stops.numbers.remove(stops.floor)
 
     def covers(self, session: int, reservation: int) -> bool:
-        """Whether the put was aborted, or is older than every recorded one."""
+        """Whether the put was aborted, or counts as aborted because of the floor."""
         stops = self._sessions.get(session)
         return stops is not None and (reservation <= stops.floor or reservation in stops.numbers)
 
@@ -61,7 +61,7 @@ class StoppedPuts:
         self._sessions.pop(session, None)
 
     def __len__(self) -> int:
-        """Return the number of recorded values."""
+        """Return how many numbers are recorded, with the floors above 0."""
         return sum(len(stops.numbers) + bool(stops.floor) for stops in self._sessions.values())
 
 
@@ -111,8 +111,8 @@ class Sessions:
         return self._stopped.covers(session, reservation)
 
     def attach(self, session: int, request: pb.Attach) -> pb.Challenge:
-        """Return a challenge for a client that may be local, or the reason why it stays remote. Raises the error of
-        `_reject_second_lock`."""
+        """Return a challenge for a client that may be local, or the reason why it stays remote. Raises
+        InvalidRequestError if the session is attached with another lock."""
         if not request.lock_path:
             return pb.Challenge(local=False, why="the client requested a remote connection")
         if request.boot_id != self._host:
@@ -138,16 +138,16 @@ class Sessions:
         )
 
     def _reject_second_lock(self, session: int, lock: PeerLock) -> None:
-        """Raise InvalidRequestError if the session is attached with another lock. With a second lock, the unit could
-        no longer prove that the session's first process has ended."""
+        """Drop `lock` and raise InvalidRequestError if the session is attached with another lock. With a second lock,
+        the unit could no longer prove that the session's first process has ended."""
         known = self._attached.get(session)
         if known is not None and not known.same_file(lock):
             lock.drop()
             raise InvalidRequestError(f"session {session} is already attached to this unit with another lock file")
 
     def prove(self, session: int, seen: bytes) -> str:
-        """Attach the session and return the path of its lock. Raises InvalidRequestError if `seen` differs from the
-        secret of the challenge."""
+        """Attach the session and return the path of its lock. Raises InvalidRequestError without a pending
+        challenge, and if `seen` differs from its secret."""
         pending = self._pending.pop(session, None)
         if pending is None:
             raise InvalidRequestError(f"session {session} sent a proof without a pending challenge")
@@ -199,8 +199,8 @@ class Sessions:
                 sweep(directory)
 
     def bury_dead(self) -> list[int]:
-        """Fence every attached session whose lock is free, and return these sessions. Closes the descriptors of
-        sessions that ended normally, too."""
+        """Fence every attached session whose lock is free, which closes its descriptor, and return these sessions.
+        Sessions that ended normally are among them."""
         dead = [session for session, lock in self._attached.items() if not lock.held()]
         for session in dead:
             self.fence(session)
@@ -212,8 +212,8 @@ class Sessions:
             pending.lock.drop()
 
     def close(self) -> None:
-        """Close every descriptor; remove the lock files that no process holds."""
-        for session in list(self._pending):
+        """Close every descriptor; remove the lock files of attached sessions that no process holds."""
+        for session in list(self._pending):  # a copy, because entries are removed
             self._forget_pending(session)
         for lock in self._attached.values():
             if lock.held():

@@ -105,8 +105,9 @@ class StorageUnit:
         self._link = UnitLink(self._controller, config.secret(), tls=config.tls, reconnect_s=config.reconnect_s)
         if self._given_up:  # read after `_link` is set: a later `give_up` closes the link
             raise ClientClosedError(why="the storage unit was stopped during its start")
+        registration = self._start_server(self._link)  # also opens the arena
         self._link.open(
-            self._start_server(self._link),
+            registration,
             on_order=self._execute_order,
             on_proven=self._check_service,
             on_added=self._set_number,
@@ -209,7 +210,7 @@ class StorageUnit:
 
         if config.state_dir is None:
             return Adopted(arena=create(keeper=None))
-        if anew and self._record is not None:  # the controller has no record of the unit: nothing to replace there
+        if anew and self._record is not None:  # the controller has no record of the unit, so no number or arena of it
             return Adopted(arena=self._record.create_arena(create))
         self._record = UnitRecord(
             config.state_dir,
@@ -330,7 +331,7 @@ def sweep_leftovers(config: DataPlaneConfig) -> None:
 def _sweep_directories(config: DataPlaneConfig) -> None:
     """Remove arenas and session locks that are no longer needed."""
     folder = own_directory(config.arena_dir)
-    for directory in lock_directories(folder):
+    for directory in lock_directories(folder):  # that of the arenas, and the default one of session locks
         with contextlib.suppress(FileNotFoundError):  # the last process that used the directory has removed it
             sweep(directory)
             sweep_recorded(directory)
@@ -351,7 +352,7 @@ def _check_rows(order: c.CheckRows, data: npt.NDArray[np.uint8]) -> c.RowsChecke
         unit=order.unit,
         partition=order.partition,
         field=order.field,
-        last=int(order.rows[-1]),
+        last=int(order.rows[-1]),  # the report covers the rows up to this one
         rows=order.rows[wrong],
         generations=order.generations[wrong],
         offsets=order.offsets[wrong],

@@ -125,7 +125,7 @@ class UnitProcesses:
             return True
 
     def _await_ready(self, name: str) -> str:
-        """Wait until the unit is ready and return "", or return the reason why it did not start."""
+        """Wait until the unit is ready, add it to `_ready` and return ""; or return the reason why it did not start."""
         process = self._processes[name]
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -237,7 +237,7 @@ def run_unit(unit: StorageUnit, stop: Stop, *, json: bool = False) -> bool:
         if stop.asked:  # `give_up` caused the error
             return False
         raise
-    with unit as running:
+    with unit as running:  # which is started already; leaving the block stops it
         metrics = f", metrics at {running.http_url}/metrics" if running.http_url else ""
         status = UnitStatus(unit=running.name, http=running.http_url or None)
         print(_to_json(status) if json else f"storage unit {running.name} ready{metrics}", flush=True)  # noqa: T201

@@ -35,6 +35,7 @@ def appended(column: EncodedColumn, stored: RowSource, stored_lengths: Int64s, r
     # A stored row without bytes may have any offset: let it begin at the start of `tails`.
     which[sizes[:, 0] == 0, 0], offsets[sizes[:, 0] == 0, 0] = len(stored.buffers), 0
     joined = np.empty(int(sizes.sum()), np.uint8)
+    # Row-major: the two parts of each row follow each other.
     gather([*stored.buffers, tails], which.reshape(-1), offsets.reshape(-1), sizes.reshape(-1), joined)
     totals: Int64s = sizes.sum(axis=1)
     starts = np.cumsum(totals) - totals

@@ -232,7 +232,7 @@ def _value_views(source: RowSource, offsets: SharedOffsets | None) -> Tensor | N
     """Return a dense or jagged column as a view, or None; see `decode_views`."""
     # One element for each range of adjacent rows; rows without bytes are skipped.
     buffer_numbers, starts, _ = merge_runs(source.which, source.offsets, source.sizes)
-    if not buffer_numbers:  # no row has bytes
+    if not buffer_numbers:  # no row has bytes, so a new tensor without bytes serves as the view
         return _with_shape(source, _allocate_values(source, fresh)[0], offsets)
     values = _view_values(source, buffer_numbers[0], starts[0]) if len(buffer_numbers) == 1 else None
     return None if values is None else _with_shape(source, values, offsets)
@@ -323,7 +323,7 @@ def _prepare_copy(source: RowSource, offsets: SharedOffsets, empty: Empty, copie
     """Prepare the result of `decode`; it is complete after the pending `copies` are made."""
     match source.spec.kind:
         case FieldKind.DENSE | FieldKind.JAGGED:
-            in_place = decode_views(source, offsets=offsets) if source.ours else None
+            in_place = decode_views(source, offsets=offsets) if source.ours else None  # a result may keep such memory
             if in_place is not None:
                 return in_place
             values, target = _allocate_values(source, empty)
@@ -349,7 +349,7 @@ def _prepare_padded(source: RowSource, pad_value: Any, width: int, empty: Empty,
     rows = target.reshape(len(source), padded_length * spec.unit_bytes)  # the bytes of `out`, row by row
     # checked: `source.sizes` has verified that all rows are inside their buffers.
     gather_padded(source.buffers, source.which, source.offsets, sizes, rows, pad, later=copies.runs, checked=True)
-    copies.check_later(source, target, np.arange(len(source), dtype=np.int64) * rows.shape[1])
+    copies.check_later(source, target, np.arange(len(source), dtype=np.int64) * rows.shape[1])  # starts of rows
     return out
 
 
@@ -406,7 +406,7 @@ def _ragged_view(spec: FieldSpec, row: UInt8s, owner: UInt8s) -> Tensor:
 def _parse_ragged_row(spec: FieldSpec, row: UInt8s) -> tuple[tuple[int, ...], UInt8s]:
     """Parse a ragged row into its shape and data bytes. Raises InternalError if the header is malformed."""
     # The header: the number of dimensions and their sizes, 8 bytes each; see `values.ragged_header`.
-    dims = struct.unpack_from("<q", row.data)[0] if row.nbytes >= 8 else -1
+    dims = struct.unpack_from("<q", row.data)[0] if row.nbytes >= 8 else -1  # -1: it has no header
     if not 0 <= dims <= 64 or ragged_header_bytes(dims) > row.nbytes:
         why = "too short for a header" if row.nbytes < 8 else f"its header has {dims} dimensions"
         raise InternalError(what=f"malformed ragged row of {row.nbytes} bytes: {why}")

@@ -108,7 +108,7 @@ class EncodedColumn:
     by_schema: bool = False
 
     def with_checksums(self) -> EncodedColumn:
-        """Return the column with checksums. Values on an accelerator are copied to the host once."""
+        """Return the column with checksums. Values that are not contiguous in CPU memory are copied there once."""
         values = in_host_memory(self.values)
         return dataclasses.replace(self, values=values, checksums=values.checksums())
 
@@ -132,8 +132,8 @@ class EncodedColumn:
         self.values.write(first, last, target, later)
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
-        """Return the same bytes as a list of non-empty arrays. Long values that are contiguous in CPU memory are not
-        copied."""
+        """Return the bytes that `write` copies, as a list of non-empty arrays. Long values that are contiguous in CPU
+        memory are not copied."""
         return self.values.buffers(first, last)
 
 
@@ -236,7 +236,7 @@ class _FieldEncoder:
         return EncodedColumn(self.name, spec, lengths, values.sizes, index=None, values=values, by_schema=by_schema)
 
     def _encode_shared(self, shared: Shared, rows: int) -> EncodedColumn | None:
-        """Encode the values of a `Shared` column, without the unreferenced ones."""
+        """Encode a `Shared` column, without unreferenced values. None if `encode_column` returns it for `values`."""
         index = self._check_index(shared.index, rows)
         values = self._normalize(shared.values)  # for its number of rows
         # `token_lengths` has one length per row, not per value: encode without them.
@@ -349,7 +349,7 @@ class _FieldEncoder:
         if kind is FieldKind.OBJECT:
             raise self._schema_error(f"a tensor ({DTYPE_NAMES.get(value.dtype, value.dtype)})")
         if is_jagged(value):
-            # Rows of a nested tensor can go to such a field one by one. A dense field accepts rows of its shape only.
+            # One row at a time: a ragged field takes any rows, a dense field of known shape takes rows of that shape.
             if kind is FieldKind.RAGGED or (kind is FieldKind.DENSE and self.spec.settled):
                 return self._encode_tensor_list([self._plain_tensor(row, i) for i, row in enumerate(value.unbind())])
             return self._encode_nested(value)
@@ -423,7 +423,7 @@ class _FieldEncoder:
         if values.device.type == "cpu" and values.is_contiguous():
             unit_bytes = spec.unit_bytes
             return spec, lengths, FlatValues(byte_view(values), starts * unit_bytes, lengths * unit_bytes)
-        if values.device.type != "cpu" and row_offsets(nested) is None:  # rows with holes between them
+        if values.device.type != "cpu" and row_offsets(nested) is None:  # do not copy the holes between rows
             values, starts = pack_rows(values, starts, lengths)
         return spec, lengths, TensorValues(values, starts, lengths)
 

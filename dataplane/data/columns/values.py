@@ -141,7 +141,7 @@ class ListValues:
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
         """Copy values [first, last) into `target`; see the module docstring."""
         tensors = self.tensors[first:last]
-        if not target.nbytes:  # perhaps there are no tensors
+        if not target.nbytes:  # the code below needs a first tensor
             return
         # Concatenate into `target` at once. (Nothing is added to `later`: torch makes the copy.)
         if all(tensor.is_cpu for tensor in tensors) and _is_aligned(target, tensors[0].element_size()):
@@ -194,7 +194,7 @@ class RaggedValues:
             target[position:data_start] = header
             copy_tensor(tensor, target[data_start : data_start + tensor.nbytes], later)
             position += size
-            target[data_start + tensor.nbytes : position] = 0
+            target[data_start + tensor.nbytes : position] = 0  # the padding
 
     def buffers(self, first: int, last: int) -> list[UInt8s]:
         """Return values [first, last) as arrays: header, data and padding of each."""
@@ -239,7 +239,7 @@ def row_values(tensor: Tensor, lengths: Int64s | None) -> Values:
         return TensorValues(tensor, np.arange(rows, dtype=np.int64), np.ones(rows, dtype=np.int64))
     starts = np.arange(rows, dtype=np.int64) * tensor.shape[1]
     flat = tensor.reshape(rows * tensor.shape[1], *row_shape[1:])  # also has the steps after each row's length
-    if tensor.device.type != "cpu":  # leave these out
+    if tensor.device.type != "cpu":  # leave these steps out of the copy to the host
         flat, starts = pack_rows(flat, starts, lengths)
     return TensorValues(flat, starts, lengths)
 

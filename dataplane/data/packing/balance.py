@@ -39,8 +39,8 @@ def deal(loads: Int64s, ranks: int) -> list[list[int]]:
 def pack_balanced(packer: SequencePacker, tokens: Int64s, ranks: int) -> tuple[Bins, Int64s, list[list[int]]]:
     """Pack and balance rows of `tokens` `[N]`, N >= 1. Return (bins, tokens of each bin, bins of each rank).
 
-    `packer` must return a multiple of `ranks` of bins. Dealing balances ranks with many bins. If it leaves them
-    unbalanced, single rows move, or for an order-preserving packer the bin boundaries are recomputed.
+    The number of bins that `packer` returns must be a multiple of `ranks`. If `deal` leaves the ranks unbalanced, as
+    with few bins, single rows move, or for an order-preserving packer the bin boundaries are recomputed.
     """
     bins = packer.pack(tokens)
     loads = loads_of(bins, tokens)

@@ -39,15 +39,15 @@ def first_fit(lengths: Int64s, order: Int64s, capacity: int) -> Bins:
     closing_residual = int(np.partition(lengths, len(lengths) // 20)[len(lengths) // 20])
     # First-fit leaves at most one bin half empty or more, which limits the number of bins.
     closed = _Residuals(min(len(order), 2 * int(lengths.sum()) // capacity + 2))
-    largest_closed = -1  # the largest free space of a closed bin
+    largest_closed = -1  # the largest free space of a closed bin; -1: no bin is closed
     open_numbers: list[int] = []
     open_residuals: list[int] = []
     bin_of: list[int] = []  # for each row of `order`
     bin_count = 0
     for size in lengths[order].tolist():
         position = 0  # in the open bins: the first one with space, or their number
-        for residual in open_residuals:
-            if residual >= size:
+        for free in open_residuals:
+            if free >= size:
                 break
             position += 1
         if largest_closed >= size:
@@ -158,7 +158,7 @@ class _Residuals:
         self._leaves = 1
         while self._leaves < most_bins:
             self._leaves *= 2
-        self._residual = [-1] * (2 * self._leaves)  # per node: the largest free space of a bin below it
+        self._residual = [-1] * (2 * self._leaves)  # per node: the largest free space of a bin below it; -1: none
 
     def first(self, size: int) -> int:
         """Return the first bin with space for `size`. Such a bin must exist."""
@@ -221,7 +221,8 @@ def _fill(lengths: Int64s, rows: Int64s, capacity: int, bins: Bins, residuals: l
         row_class = len(sizes)
         while True:  # one class after another, until none has a row that fits
             row_class = bisect_right(sizes, residual, 0, row_class)  # the class of the longest rows that can fit
-            # Follow `below` to a class with rows left, and shorten the path for later searches.
+            # Follow `below` to a class with rows left, and shorten the path for later searches. (The assignment goes
+            # from left to right, so the left `row_class` is still the old one.)
             while below[row_class] != row_class:
                 below[row_class] = row_class = below[below[row_class]]
             if not row_class:
@@ -282,7 +283,7 @@ def _pair_large_rows(lengths: Int64s, capacity: int) -> tuple[Bins, list[int], I
             break
         add(number, small[low])
         low += 1
-        while sizes[small[high]] > residuals[number]:
+        while sizes[small[high]] > residuals[number]:  # ends at `low` at the latest, whose row fits
             high -= 1
         add(number, small[high])
         high -= 1

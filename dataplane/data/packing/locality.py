@@ -69,7 +69,7 @@ def exchange_bins(
     bins: the rows of each bin. loads: the tokens of each bin. sizes: the tokens of each row. homes, hosts: see
     `Locality.number_hosts`.
     """
-    if len(bins) > MOST_BINS or len(set(hosts.tolist())) < 2:
+    if len(bins) > MOST_BINS or len(set(hosts.tolist())) < 2:  # with one host, no swap changes the tokens at home
         return
     totals = np.array([int(loads[numbers].sum()) for numbers in dealt])
     most = int(totals.max(initial=0))
@@ -139,7 +139,7 @@ class Exchange:
 
     def run(self) -> bool:
         """Swap rows while it helps, for at most `ROUNDS` rounds. Return whether any rows were swapped."""
-        if len(set(self.hosts.tolist())) < 2:
+        if len(set(self.hosts.tolist())) < 2:  # with one host, no swap brings a row home
             return False
         counts = np.fromiter(map(len, self.bins), np.int64, len(self.bins))
         self._rows = np.fromiter(chain.from_iterable(self.bins), np.int64, counts.sum())
@@ -152,7 +152,7 @@ class Exchange:
         for _ in range(ROUNDS):
             away, swaps = self._run_round()
             exchanged |= swaps > 0
-            if swaps <= away // FEW_SWAPS:
+            if swaps <= away // FEW_SWAPS:  # too few for another round
                 break
         ends = np.cumsum(counts).tolist()
         for rows, (start, end) in zip(self.bins, pairwise([0, *ends]), strict=True):
@@ -172,14 +172,15 @@ class Exchange:
         homes, slot_hosts, kinds = homes[away], self._host_of[away], self.kinds[self._bin_of[away]]
         home_known, host_known = homes >= 0, slot_hosts >= 0
         moved = bytearray(len(self._rows))  # per slot: 1 once its row was swapped in this round
-        # Rows on two hosts that are each other's homes: a group is a pair of hosts, within a kind.
+        # First pairs of rows, each of which is on the home of the other: a group is a pair of hosts, within a kind.
         low, high = np.minimum(slot_hosts, homes), np.maximum(slot_hosts, homes)
         both_hosts = (kinds * host_count + low) * host_count + high
         # up: rows whose home has a higher number than their host; down: a lower one. Pairs have one row of each.
         up = home_known & host_known & (slot_hosts < homes)
         down = home_known & host_known & (slot_hosts > homes)
         swaps = self._swap_pairs(away[up], both_hosts[up], away[down], both_hosts[down], moved)
-        # Rows not swapped yet, with any row that is away from home on their home: a group is a host, within a kind.
+        # Then rows not swapped yet, each with a row on its home that is away from home too: a group is a host, within
+        # a kind.
         home_known &= ~np.frombuffer(moved, np.bool_)[away]
         host_known &= ~np.frombuffer(moved, np.bool_)[away]
         home_groups, host_groups = kinds * host_count + homes, kinds * host_count + slot_hosts
@@ -229,6 +230,7 @@ class Exchange:
         # The first row that is no shorter or, if that is later, the last row of up to `longest`.
         found = np.searchsorted(keys[order], groups * width + sizes)
         found = np.maximum(found, np.searchsorted(keys[order], groups * width + longest, "right") - 1)
+        # `found` is `len(order)` if no key is large enough; such a slot gets any partner here, and `fit` excludes it.
         partners = order[np.minimum(found, len(order) - 1)]
         fit = (found < len(order)) & (other_groups[partners] == groups) & (other_sizes[partners] - sizes <= residual)
         return np.stack([ones[fit], others[partners[fit]]], axis=1)
@@ -238,7 +240,7 @@ class Exchange:
         `other` must be no shorter than that in `one`."""
         rows, loads, totals = self._rows, self._loads, self._totals
         change = self.sizes[rows[other]] - self.sizes[rows[one]]
-        if change:  # rows of equal length change no limit
+        if change:  # rows of equal length change no load and no total
             one_bin, other_bin = self._bin_of[one], self._bin_of[other]
             one_shard, other_shard = self.shards[one_bin], self.shards[other_bin]
             if totals[one_shard] + change > self._most and one_shard != other_shard:

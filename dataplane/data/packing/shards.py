@@ -58,8 +58,8 @@ def shard_meta_for_dp(
     The second value is None if the concatenated ranks are already in the order of the meta. Otherwise it is the inverse
     permutation: row `inverse[i]` of the concatenated ranks is row i of `meta`.
 
-    Raises ValueError, naming both numbers, for an uneven split; ValueError for a sample over the budget, by id, and for
-    a meta without required lengths.
+    Raises ValueError, naming both numbers, for an uneven split; ValueError for a sample over the budget, by id, for a
+    meta without required lengths, and for other numbers of hosts than of samples or ranks.
     """
     locality = None
     if row_hosts is not None and rank_hosts is not None:
@@ -180,7 +180,7 @@ class _Arguments:
         self.argument, self._settings = argument, settings
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the setting or its default. Raises ValueError if it has neither."""
+        """Return the setting, or its default if it is missing or None. Raises ValueError if there is no default."""
         value = self._settings.get(key)
         if value is None and default is None:
             raise InvalidRequestError(f"{self.argument} lacks the required key {key!r}")
@@ -207,8 +207,8 @@ class _Arguments:
 
 
 def _rows_per_batch(size: int, shards: int, batch_size: int | None, *, even: bool) -> int:
-    """Validate the numbers and return the rows per global batch (without `batch_size`, all of them, perhaps 0). even:
-    every shard must get the same number of rows."""
+    """Return the rows per global batch (without `batch_size`: all of them, perhaps 0). even: every shard must get the
+    same number of rows. InvalidRequestError for numbers that are out of range or do not divide."""
     for what, number in (("shards", shards), ("batch_size", batch_size)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, Integral)):
             raise InvalidRequestError(f"{what}={number!r}: expected an integer")
@@ -326,7 +326,9 @@ def _improve_packed(
         hosts=hosts,
         capacity=packer.bin_capacity,
     )
-    return exchange.loads() if exchange.run() else loads
+    if exchange.run():
+        return exchange.loads()
+    return loads
 
 
 def _split_packed(
@@ -422,7 +424,7 @@ def _improve_dynamic(grid: Int64s, ends: Sequence[int], lengths: Int64s, homes: 
 
 def _cut_micro_batches(widths: list[int], budget: int) -> tuple[list[int], list[int]]:
     """Return (end of each micro-batch, its width). Each holds as many rows as fit `budget` at the width of its last
-    row. `widths` must be ascending."""
+    row. `widths`, of one row or more, must be ascending and at most `budget`."""
     ends: list[int] = []
     start = 0
     for row, width in enumerate(widths):

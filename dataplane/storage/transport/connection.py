@@ -153,7 +153,7 @@ class Wire:
             try:
                 return self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                self._wait(deadline)
+                self._wait(deadline)  # may return without a frame
 
     def _wait(self, deadline: float) -> None:
         """Block until a frame arrives or the deadline is reached; the first call after the deadline raises
@@ -161,7 +161,7 @@ class Wire:
         left_s = deadline - time.monotonic()
         ready: dict[Any, int] = {}
         if left_s > 0:
-            ready = dict(self._poller.poll(int(left_s * 1000) + 1))
+            ready = dict(self._poller.poll(int(left_s * 1000) + 1))  # ms, rounded up
         if self._socket in ready:  # first: a reply that arrived before an event counts
             return
         if self._wake in ready:

@@ -200,7 +200,7 @@ def plan_read(
     edges = [0, *itertools.accumulate(counts)]
     starts = [int(stream.packed[edge]) if edge < len(offsets) else stream.nbytes for edge in edges]
     places = stream.packed - np.repeat(starts[:-1], counts)
-    if order is not None:
+    if order is not None:  # back to the order of the call
         sorted_places, places = places, np.empty_like(places)
         places[order] = sorted_places
     return ReadPlan(
@@ -242,7 +242,8 @@ class _Stream:
     """
 
     def __init__(self, first: Int64s, sizes: Int64s, space: int) -> None:
-        """Range i, of `sizes[i]` bytes, begins at byte `first[i] % space` of the arena. `first` is sorted."""
+        """Range i, of `sizes[i]` bytes, begins at byte `first[i] % space` of the arena; `first[i] // space` is its
+        column. `first` is sorted."""
         # Span k has the ranges [heads[k], tails[k]). A span begins at a range that no earlier range reaches.
         reach = np.maximum.accumulate(first + sizes)
         heads = np.concatenate(([0], np.flatnonzero(first[1:] > reach[:-1]) + 1))

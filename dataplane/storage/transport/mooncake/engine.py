@@ -70,7 +70,7 @@ class Engine:
         self.address = join_address(settings.host, self._engine.get_rpc_port())
 
     def register(self, address: int, nbytes: int) -> None:
-        """Register this memory for access by peers and as the target of transfers."""
+        """Register this memory for access by peers and as the target of transfers. Raises EngineError."""
         code = self._engine.register_memory(address, nbytes)
         if code:
             raise EngineError(

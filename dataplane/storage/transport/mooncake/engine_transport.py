@@ -85,7 +85,7 @@ class EngineTransport:
 
     def payloads_for(self, unit: pb.Memory, endpoint: str, *, closing: Callable[[], bool]) -> ClientPayloads:
         """Return the client half for the connection to the unit at `endpoint`. unit: memory to fetch in order to test
-        the unit's engine. Without an engine here, return frames. closing: returns whether the connection is
+        the unit's engine. Without an engine here, return `ClientFrames`. closing: returns whether the connection is
         closing."""
         with self._lock:
             if self._slots is None and not self._is_disabled:
@@ -178,8 +178,8 @@ class ClientEngine:
         request.fetch = self._usable(nbytes)
 
     def receive(self, wire: Wire, reply: pb.BulkReply, nbytes: int) -> ArrivedPayload:
-        """Fetch the payload into a slot, within FETCH_S, unless the unit has sent a frame. Raises ClientClosedError if
-        the connection is closed meanwhile."""
+        """Fetch the payload into a slot, within FETCH_S, unless the unit has sent a frame. Without a free slot, and if
+        the fetch fails, the result has no data. Raises ClientClosedError if the connection is closed meanwhile."""
         if not reply.bytes.HasField("source"):
             return self._frames.receive(wire, reply, nbytes)
         source = reply.bytes.source
@@ -295,7 +295,7 @@ class UnitEngine:
         return pause_s(self._jobs[0].since) if self._jobs else None
 
     def _is_done(self, job: _Job) -> bool:
-        """Return whether the payload was fetched or its fetch has failed."""
+        """Return whether the payload was fetched or its fetch has failed; `job.failed` is then the reason."""
         if job.failed:
             return True
         if job.slot is None:  # its transfer has not begun
@@ -308,7 +308,7 @@ class UnitEngine:
 
     def _advance(self, job: _Job, transfers: dict[str, int]) -> bool:
         """Start the transfer if a slot is free and fewer than PEER_TRANSFERS of the client are in flight. Return False
-        if the job failed or exceeded FETCH_S. transfers: the number in flight, by the client's engine."""
+        if the job failed (`job.failed`), also by FETCH_S. transfers: the number in flight, by the client's engine."""
         if time.monotonic() > job.since + FETCH_S:
             job.failed = f"the fetch did not complete within {FETCH_S:.0f} s"
             if job.slot is not None:  # the transfer has begun, so its client does not respond
@@ -333,7 +333,7 @@ class UnitEngine:
             self._slots.give(slot)
 
     def offer(self, session: int, nbytes: int) -> Offer | None:
-        """Return a slot for a payload; None if the size does not fit or no slot is free."""
+        """Return a slot for a payload; None if the size does not fit, or no slot is free for another offer."""
         if not FROM_BYTES <= nbytes <= SLOT_BYTES:
             return None
         if len(self._offered) >= MOST_OFFERS:
@@ -347,7 +347,7 @@ class UnitEngine:
 
     def _reclaim(self, is_reclaimable: Callable[[_Offered], bool]) -> None:
         """Release the offered slots for which `is_reclaimable` returns true."""
-        for tag, offered in list(self._offered.items()):
+        for tag, offered in list(self._offered.items()):  # a copy, because entries are removed
             if is_reclaimable(offered):
                 del self._offered[tag]
                 self._slots.give(offered.slot)

@@ -30,7 +30,8 @@ class Contacts:
         self._closed = False
 
     def ready(self, source: pb.Memory) -> bool:
-        """Return whether the peer that owns `source` was reached. Start a trial if that is not known."""
+        """Return whether the last contact with the peer that owns `source` reached it. Start a trial if there was none,
+        or if it failed `RETRY_S` ago or earlier."""
         peer = source.engine
         with self._lock:
             if self._reached.get(peer):
@@ -60,11 +61,11 @@ class Contacts:
         self._record_result(peer, reached=False)
 
     def _record_result(self, peer: str, reached: bool) -> None:
-        """Record whether the peer is reachable, and drop the oldest records beyond `KEPT`."""
+        """Record whether the peer is reachable, and drop the oldest record if there are more than `KEPT`."""
         with self._lock:
             self._reached[peer] = reached
             self._retry_at[peer] = time.monotonic() + RETRY_S
-            while len(self._reached) > KEPT:
+            if len(self._reached) > KEPT:
                 forgotten = next(iter(self._reached))
                 del self._reached[forgotten], self._retry_at[forgotten]
 

@@ -128,7 +128,7 @@ class Slots:
         return pb.Memory(engine=self.engine.address, address=address, size=nbytes, tag=slot.tag)
 
     def try_peer(self, source: pb.Memory, until: float) -> bool:
-        """Return whether a peer's tag can be read. Blocks until `until`; the first contact may block for a minute."""
+        """Return whether a peer's tag could be read before `until`. The first contact may block for a minute anyway."""
         # A slot of its own, for its transfer; its memory is that of the trial slot.
         slot = Slot(self._trial_slot.memory, self._trial_slot.address)
         try:
@@ -164,8 +164,8 @@ class Slots:
         return succeeded and slot.tag == source.tag
 
     def _transfer_outcome(self, slot: Slot) -> bool | None:
-        """Return once whether the slot's last transfer has succeeded; None while it is in flight. True if there is no
-        transfer, also after its outcome was returned."""
+        """Return None while the slot's transfer is in flight, and then, once, whether it has succeeded. Afterwards, and
+        without a transfer, return True."""
         if slot.transfer is None:
             return True
         status = self.engine.status(slot.transfer)
