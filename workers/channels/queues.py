@@ -195,7 +195,8 @@ class Broker:
         self._answer(put.client, wire.BrokerDone(put.number, self._preallocate(put.client, put.preallocate_bytes)))
 
     def _preallocate(self, client: Client, preallocate_bytes: int) -> int:
-        """Reserve space for the client's next put and return it. `NOWHERE` if none is wanted or memory is scarce."""
+        """Reserve space for the client's next put and return it. `NOWHERE` if none or too much is wanted or memory
+        is scarce: requests wait for it, or more than `PREALLOCATE_BELOW_SHARE` would be in use."""
         memory = self._memory
         if not 0 < preallocate_bytes <= MAX_PREALLOCATED_BYTES or self._queues_waiting:
             return NOWHERE

@@ -154,7 +154,7 @@ def _fill_partition(
         content: tuple[c.Samples, EncodedColumn] = yield Work(partial(_read_column, file_cache, cells, handles))
         samples, column = content
         commit = c.Commit(partition=staged, samples=samples, mode=c.Mode.UPDATE)
-        # In place of the ids, which only errors name: `_Positions`.
+        # `_Positions` stands for the ids, which `store` only needs for errors.
         yield from store(session_state, commit, _Positions(len(samples)), [column])
         failpoints.hit("restore.stored")
     claimed: list[bytes] = yield Work(lambda: _read_claimed(file_cache, entry))
