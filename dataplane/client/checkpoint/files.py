@@ -256,7 +256,8 @@ class OpenedFile:
             raise self.error(f"tensor {name!r}: {error}") from error
 
     def int64s(self, name: str) -> c.Int64s:
-        """Return a tensor's mapped bytes as int64. Raise `CheckpointError` if it is missing or its size does not fit."""
+        """Return a tensor of 64-bit integers, mapped. Raise `CheckpointError` if it is missing, or its size is not a
+        multiple of 8 bytes."""
         mapped = self.bytes_of(name)
         if mapped.nbytes % 8:
             raise self.error(f"tensor {name!r} does not contain 64-bit integers")
