@@ -133,7 +133,7 @@ class LaunchedService:
             return
         self._over = True
         if living_actor(self.name, self.namespace) not in (None, self._controller):
-            return  # this service ended earlier, and another service has its name
+            return  # this service has ended already, and a later one has its name
         end_service(self.name, self.namespace, self._supervisor, self._controller)
 
     def _ask(self, method: str, *arguments: Any, within_s: float = 0.0) -> Any:
