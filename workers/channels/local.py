@@ -157,7 +157,7 @@ class LocalLink:
         """Return the futures of the answered requests with their replies, to be completed without the lock, because
         callbacks may call this object. Note the gets whose items have arrived."""
         completions: list[tuple[Future[Any], Reply]] = []
-        for _, answer in effects:
+        for _, answer in effects:  # the only client is this process
             future = self._open.pop(answer.number, None)
             reply: Reply = answer
             if isinstance(answer, wire.Items):

@@ -232,7 +232,7 @@ class Registry:
 
 
 def _group_name(key: Key) -> str:
-    """Return the group of a worker's key; "" for keys of other kinds, which is no group's name."""
+    """Return the group of a worker's key; "", which is not a group's name, for keys of other kinds."""
     kind, name = key
     return name.partition(SEPARATOR)[0] if kind is Kind.WORKER else ""
 

@@ -58,8 +58,8 @@ class LaunchedService:
     @classmethod
     def find(cls, name: str = "tq-controller", namespace: str | None = None) -> LaunchedService:
         """Return the service that any driver of this Ray cluster launched with that name, in that namespace (None: this
-        driver's). `ServiceUnavailableError` without such a service, or if its controller or supervisor has ended or
-        does not respond within `ANSWER_TIMEOUT_S` or `ANSWER_S`."""
+        driver's). `ServiceUnavailableError` without such a service, or if its controller or supervisor has ended,
+        the controller does not respond within `ANSWER_TIMEOUT_S`, or the supervisor within `ANSWER_S`."""
         namespace = namespace or ray.get_runtime_context().namespace
         address = actor_address(name, namespace)
         try:

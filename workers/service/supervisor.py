@@ -421,7 +421,7 @@ class SupervisorActor:
         self._outdated[unit.name] = unit.number + 1  # the controller drops this unit too
 
     async def _until_ended(self, unit: Unit) -> str:
-        """Poll the unit and update its number until its actor has ended. Return the reason."""
+        """Poll the unit, and update its `number`, until its actor has ended. Return the first line of Ray's reason."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             try:
