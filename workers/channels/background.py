@@ -124,7 +124,7 @@ class Pump:
             self._run_once,
             self._thread_ended,
             timeout_ms=self._timeout_ms,
-            completes=True,
+            completes=True,  # futures, so that it must not wait for one
         )
         self._thread.start()
 
@@ -162,7 +162,7 @@ class Pump:
                 full: Future[Any] = Future()
                 full.set_result(wire.Full(request.number))
                 return request.number, full
-            space = NOWHERE  # a carried item needs none
+            space = NOWHERE  # a carried item, whose bytes are in the message, needs none
             if not must_wait and not parcel.carried:
                 space = self._take_preallocated(parcel.nbytes)
                 must_wait = space == NOWHERE
@@ -264,7 +264,7 @@ class Pump:
 
     def _handle_space_answer(self, delayed: _DelayedPut, answer: Reply, completions: Completions) -> None:
         """Handle the answer to a Reserve request: send the delayed put into the reserved space, or complete it with
-        the error. Then continue with its queue."""
+        the answer, such as Full or Closed. Then continue with its queue."""
         del self._reserving[delayed.reserve_number]
         if isinstance(answer, wire.ItemSpace):
             if delayed.request.number in self._open:
@@ -295,7 +295,7 @@ class Pump:
     # --- the thread
 
     def _run_once(self, _: object) -> None:
-        """Handle all that is due, then complete the futures. Stop the thread if the pump has ended."""
+        """Call `_handle_arrived`, then complete the futures of its answers. Stop the thread if the pump has ended."""
         completions: Completions = []
         try:
             with self._guard:
@@ -463,8 +463,8 @@ class Pump:
         return False
 
     def _thread_ended(self, defect: BaseException | None) -> None:
-        """Fail all pending requests and confirmations after the thread has ended. defect: the exception that ended it,
-        None if the pump ended as intended or its broker was lost."""
+        """Close the connection and fail all pending requests and confirmations; the thread's last call. defect: the
+        exception that ended the thread, None if the pump ended as intended or its broker was lost."""
         if defect is not None:
             log.error("Channel %r: its background thread failed", self._channel, exc_info=defect)
         with self._guard:

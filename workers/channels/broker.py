@@ -48,7 +48,7 @@ class ChannelBroker:
         with OpenFilesError.of("a channel broker"), contextlib.ExitStack() as undo:
             self._memory = ChannelMemory(capacity_bytes, directory=directory)
             undo.callback(self._memory.close)
-            service = Service(self._handle_message, self._handle_leave, self._close_memory)
+            service = Service(take=self._handle_message, left=self._handle_leave, ended=self._close_memory)
             self._server = StreamServer("tq-channels", host, self._token, service, clients="the clients of channels")
             undo.pop_all()
         self.endpoint = str(self._server.endpoint)
@@ -159,4 +159,4 @@ class ChannelBroker:
             data = self._memory.data.data
             # Small items are not in the memory (`NOWHERE`): their bytes are part of the answer.
             payload = [data[item.space : item.space + item.nbytes] for item in answer.items if item.space != NOWHERE]
-        self._server.send(client, [wire.encode(answer, sum(map(len, payload))), *payload])
+        self._server.send(client, [wire.encode(answer, payload_bytes=sum(map(len, payload))), *payload])

@@ -341,6 +341,7 @@ class Channel:
             refuse_waiting(what)
             return finish(link.ask(make, what, self._deadline(timeout_s)))
         future, drop = link.begin(make, what, self._deadline(timeout_s))
+        # settle: items of a broker on another host are acknowledged before `finish` takes them.
         work = AsyncWork(future, what, finish, settle=acknowledgement_of)
         # If the work is garbage-collected, the get is cancelled.
         weakref.finalize(work, drop).atexit = False
@@ -367,7 +368,7 @@ class Channel:
         return items
 
     def _error_for(self, answer: Any, key: Any) -> Exception:
-        """Return the error for an answer that is no result. At the end of the channel also retire this handle."""
+        """Return the error for an answer that is not a result. At the end of the channel also retire this handle."""
         if isinstance(answer, wire.Ended):
             self._retire()
         return error_of(answer, self.name, key)
@@ -454,8 +455,8 @@ def _register_or_find(channel: Channel, directory: DirectoryClient) -> Channel:
 
 
 def _register(channel: Channel, directory: DirectoryClient) -> Channel:
-    """Register the channel and return it, or return the channel that has its name. Repeat until one of both succeeds:
-    the other channel may end in between."""
+    """Register the channel, whose name outlives this process, and return it, or return the channel that has its name.
+    Repeat until one of both succeeds: the other channel may end in between."""
     settings = channel._settings
     while True:
         try:

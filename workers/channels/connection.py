@@ -94,7 +94,7 @@ class ArrivedItems:
             if len(unpacked) > 1:
                 self._connection.stream.check()
         except StreamLostError:
-            # Sending raises the actual reason, or else this error is raised.
+            # Sending raises the reason of the end if it is known; otherwise this error is raised.
             self._settle(wire.AckItems(self.number))
             raise
         except MemoryError:
@@ -120,7 +120,7 @@ class ArrivedItems:
                 errors[place] = error
         if not errors:
             return values
-        self._settle(wire.NackItems(self.number, tuple(errors)))
+        self._settle(wire.NackItems(self.number, lost=tuple(errors)))
         first = next(iter(errors.values()))
         first.add_note(f"Items of this batch lost: {len(errors)}; returned to the channel: {len(values)}")
         raise first
@@ -283,8 +283,8 @@ class BrokerConnection:
         return self.stream.receive(deadline)
 
     def _settle(self, request: wire.AckItems | wire.NackItems) -> None:
-        """Send an acknowledgement, and wait for its confirmation if it requests one: `StreamLostError` if that does not
-        arrive within `CONFIRM_S`."""
+        """Acknowledge or return items, and wait for the confirmation if the request wants one: `StreamLostError` if it
+        does not arrive within `CONFIRM_S`."""
         self.stream.send([wire.encode(request)], time.monotonic() + GRACE_S)
         if isinstance(request, wire.AckItems) and request.confirm:
             try:

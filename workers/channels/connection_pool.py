@@ -73,6 +73,7 @@ class Link:
         self._pump: Pump | None = None
         self._retired = False
         self._closed = False
+        # Closes the idle connections with this object. The list is emptied in place, never replaced.
         self._finalizer = weakref.finalize(self, _close_all, self._idle)
         self._finalizer.atexit = False
 
@@ -90,6 +91,7 @@ class Link:
         if pump is None or not pump.putting:  # there are none
             return self.ask(make, what, until)
         refuse_waiting(what)
+        # Over the pump's connection, on which the puts were sent before.
         reply: Reply = self.begin(make, what, until)[0].result()
         return reply
 
@@ -271,7 +273,7 @@ class Link:
             self._closed = True  # first: errors of the calls that are ended below say that the handle was closed
             in_use, pump = list(self._in_use), self._pump
         for connection in in_use:
-            connection.shut()
+            connection.shut()  # its call fails, and then closes it
         if pump is not None:
             pump.close()
 

@@ -80,6 +80,7 @@ class Parcel(NamedTuple):
 def outline(head: bytes) -> str:
     """Describe an item without its bytes: its tensors and its size."""
     layout = _layouts.decode(head)
+    # A segment without a dtype is not a tensor.
     tensors = [f"{each.dtype.removeprefix('torch.')} {list(each.shape)}" for each in layout.segments if each.dtype]
     return f"<{', '.join([*tensors[:OUTLINED], f'{layout.nbytes:,} bytes'])}>"
 

@@ -29,7 +29,7 @@ def key_bytes(key: Any) -> bytes:
 
 
 def _pickle_key(key: Any) -> bytes:
-    """Pickle a key. TypeError if it does not equal its copy."""
+    """Pickle a key. TypeError if that fails, or if the key does not equal its copy."""
     target = io.BytesIO()
     pickler = pickle.Pickler(target, protocol=5)
     # No memoization: equal keys have equal bytes, even if parts of one of them are the same object.

@@ -105,7 +105,7 @@ class LocalLink:
             else:
                 outer.set_result(answered.result())
 
-        # Before the callback is added, because it cancels the timer.
+        # Before the callback is added, which cancels the timer.
         if not inner.done():
             timer.start()
         inner.add_done_callback(complete_outer)
@@ -114,7 +114,7 @@ class LocalLink:
     def begin_put(self, request: wire.Put, value: object, what: str, until: float) -> tuple[int, Future[Any]]:
         """Put the object `value` itself. Return the request's number and the future of its answer."""
         future, _ = self.begin(lambda number: _with_number(request, number, value), what, until)
-        return request.number, future
+        return request.number, future  # `_with_number` has set the number
 
     def retire(self) -> None:
         """Do nothing: there are no connections."""
@@ -157,7 +157,7 @@ class LocalLink:
         """Return the futures of the answered requests with their replies, to be completed without the lock, because
         callbacks may call this object. Note the gets whose items have arrived."""
         completions: list[tuple[Future[Any], Reply]] = []
-        for _, answer in effects:
+        for _, answer in effects:  # the only client is this process
             future = self._open.pop(answer.number, None)
             reply: Reply = answer
             if isinstance(answer, wire.Items):

@@ -62,18 +62,17 @@ class ChannelMemory:
         return space
 
     def give(self, space: int, nbytes: int) -> None:
-        """Release a reserved space."""
+        """Release a reserved space. If it was the last one, return backed memory above `KEEP_BYTES` to the system."""
         self._space.give(space, nbytes)
         if not self.used_bytes and self._space.backed_bytes > KEEP_BYTES:
-            # Nothing is in use: return memory to the operating system, and begin with an empty allocator.
+            # Begin with an empty allocator of the memory that `punch` leaves.
             self._space = FreeSpace(self._arena.capacity_bytes)
             self._space.back(self._arena.punch(KEEP_BYTES))
 
     def _grow(self, nbytes: int) -> bool:
         """Back more of the arena with memory, for a space of `nbytes`. Return whether the backed part grew."""
         backed = self._space.backed_bytes
-        # The new space can begin where the last used one ends.
-        start = min(self._space.highest_used_bytes, backed)
+        start = self._space.highest_used_bytes  # the end of the last used space; all memory after it is free
         try:
             self._arena.grow(max(start + nbytes, backed + GROW_BYTES))
         except ArenaSpaceError as error:

@@ -153,7 +153,7 @@ class Broker:
         item, space_bytes = request.item, 0
         if item.space != NOWHERE:
             space_bytes = self.reserved_bytes(client, item)
-            del self._clients[client].spaces[item.space]
+            del self._clients[client].spaces[item.space]  # the space belongs to the item from now on
         self._last_place += 1
         stored = Stored(item, request.weight, self._last_place, space_bytes)
         channel = self._channels.get(request.channel)
@@ -189,13 +189,13 @@ class Broker:
         return True
 
     def _store(self, put: OpenPut) -> None:
-        """Store the item of the put, and answer the put."""
+        """Store the item of the put. Answer the put, if possible with space for the client's next one."""
         put.queue.items.append(put.stored)
         self._carried_bytes += len(put.stored.item.body)
         self._answer(put.client, wire.BrokerDone(put.number, self._preallocate(put.client, put.preallocate_bytes)))
 
     def _preallocate(self, client: Client, preallocate_bytes: int) -> int:
-        """Reserve space for the client's next put and return it. `NOWHERE` if none is wanted or memory is scarce."""
+        """Reserve and return space for the client's next put; `NOWHERE` for 0 or many bytes, or if memory is scarce."""
         memory = self._memory
         if not 0 < preallocate_bytes <= MAX_PREALLOCATED_BYTES or self._queues_waiting:
             return NOWHERE
@@ -382,7 +382,8 @@ class Broker:
             self._memory.give(stored.item.space, stored.space_bytes)
 
     def _reserve(self, client: Client, request: wire.Reserve) -> None:
-        """Answer with reserved space, or let the request wait for it in its queue."""
+        """Answer with reserved space, or let the request wait for it in its queue (with `nowait`: Full). In a closed
+        channel answer Closed, for an empty item or one larger than the memory TooLarge."""
         limit, channel = self._memory.capacity_bytes, self._channels.get(request.channel)
         if channel is None or channel.closed:
             self._answer(client, wire.Closed(request.number))
@@ -412,7 +413,7 @@ class Broker:
 
     def _hand_out_spaces(self) -> None:
         """Reserve space for the first waiting request of each queue, one queue after another, while there is space."""
-        unavailable_bytes = self._memory.capacity_bytes + 1  # the smallest size that was not available
+        unavailable_bytes = self._memory.capacity_bytes + 1  # the smallest size that was not available; none yet
         turns = deque(self._queues_waiting)
         while turns:
             wait = turns.popleft().waits[0]

@@ -57,8 +57,8 @@ class Create(BrokerRequest, tag=2):
 
 
 class RouteKey(BrokerRequest, tag=3):
-    """Ask which replica stores `key`; a new key gets the replica `wish`. Clients ask the first replica, then the
-    replica that stores the key, which thereby learns of it."""
+    """Ask which replica (the index of a part of the channel) stores `key`; a new key gets the replica `wish`. Clients
+    ask the first replica, then the replica that stores the key, which thereby learns of it."""
 
     channel: str
     key: bytes

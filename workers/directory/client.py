@@ -245,7 +245,7 @@ class DirectoryClient:
         return self._ask(request)
 
     def _ask(self, request: wire.Question) -> Answer:
-        """Queue a request and return the future of its reply. If the directory is lost, the future has failed."""
+        """Queue a request and return the future of its reply, which has failed already if the directory is lost."""
         if self._pid != os.getpid():
             raise RuntimeError("DirectoryClient was created before fork(); create one in the child")
         call = _Call(request, encode(request))
@@ -297,12 +297,12 @@ class DirectoryClient:
         self._fail_all(errors.DirectoryLostError(address=self.address, why=why))
 
     def _timeout_ms(self) -> int | None:
-        """Return the time until the next check how long the connection is away. None while it works, or if the
-        directory is already considered lost: then only events change that."""
+        """Return the time until `_track_connection` has to run again without an event. None while the connection works,
+        or if the directory is already considered lost."""
         return None if self._away_since is None or self._lost_error is not None else poll_ms(AWAY_S / 4)
 
     def _track_connection(self) -> None:
-        """Track the connection. Fail all calls if it is not restored in time."""
+        """Update `_away_since` and `_accepted` by the connection's events. Fail all calls if it is away too long."""
         for event, _ in events(self._monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._on_connected()
@@ -322,6 +322,7 @@ class DirectoryClient:
         """Start a new connection with `OpenDirectory`, followed by all unanswered requests. The directory may have
         received them before, on an older connection."""
         hello = wire.OpenDirectory(self._process, known=self._had_reply)
+        # The requests in the old `_outbox` are among `_calls`, too.
         with self._guard:
             self._away_since = self._lost_error = None
             self._outbox = collections.deque([encode(hello), *(call.data for call in self._calls.values())])
@@ -392,7 +393,8 @@ class DirectoryClient:
                 self.ask_end(entry.kind, entry.name, entry.incarnation, why="its registration timed out")
 
     def _record_owned(self, request: wire.Request, entries: tuple[DirectoryEntry, ...]) -> None:
-        """Update the entries that this process owns after its registration or end of `entries`. Under `_guard`."""
+        """Update `_owned` after the reply `entries`: add what `request` registered, remove what it ended. Under
+        `_guard`."""
         for entry in entries:
             if isinstance(request, wire.RegisterProcess) and request.owned:
                 self._owned[entry.kind, entry.name] = (entry, request)
@@ -406,7 +408,7 @@ class DirectoryClient:
             del self._owned[entry.kind, entry.name]
 
     def _notify(self, entry: DirectoryEntry) -> None:
-        """Pass an entry to all listeners; one that is not live is no longer owned. Errors of listeners are logged."""
+        """Pass an entry to all listeners, whose errors are logged. If it is not live, first remove it from `_owned`."""
         with self._guard:
             if not entry.live:
                 self._disown(entry)
@@ -418,7 +420,7 @@ class DirectoryClient:
                 _log.exception("Directory listener failed on the end of %s %s", entry.kind, entry.name)
 
     def _fail_all(self, error: errors.DirectoryLostError) -> None:
-        """Fail all pending calls with `error`, and later ones until a connection is made."""
+        """Fail all pending calls with `error`, and, through `_lost_error`, later ones until a connection is made."""
         with self._guard:
             self._lost_error = error
             numbers = list(self._calls)

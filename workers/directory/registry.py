@@ -87,7 +87,7 @@ class Registry:
         if existing is not None and not (existing.returns and request.returns):
             error = errors.NameInUseError(kind=request.kind, name=request.name)
             return [(session, failed(request.number, error))]
-        if existing is not None:  # the new process replaces it
+        if existing is not None:  # both have `returns` set: the new process replaces it
             effects, _ = self._end_entry(existing, EntryState.LOST, why="another process took its place")
         self._incarnation += 1
         entry = DirectoryEntry(
@@ -193,7 +193,7 @@ class Registry:
         """End an entry, and with a group its workers. Return the notifications for watchers and waiting lookups, and
         the ended entry."""
         effects: Effects = []
-        ended = record.entry
+        ended = record.entry  # replaced in the loop
         for member in list(self._with_members(record)):  # the record itself comes last: `ended` is then its entry
             entry = member.entry
             key = (entry.kind, entry.name)
@@ -232,7 +232,7 @@ class Registry:
 
 
 def _group_name(key: Key) -> str:
-    """Return the group of a worker's key; "" for keys of other kinds, which is no group's name."""
+    """Return the group of a worker's key; "", which is not a group's name, for keys of other kinds."""
     kind, name = key
     return name.partition(SEPARATOR)[0] if kind is Kind.WORKER else ""
 
@@ -242,8 +242,8 @@ def _is_worker_of(key: Key, group: str) -> bool:
 
 
 def _missing_rank_error(key: Key, group: DirectoryEntry) -> errors.NoSuchRankError | None:
-    """Return the error if `key` is a worker of that group with a rank that the group, as far as its size is known, does
-    not have; else None."""
+    """Return the error if `key` is a worker of that group with a rank that the group does not have. None for all other
+    keys, and if the group's size is unknown."""
     size = group.facts.get(WORLD_SIZE)
     if not _is_worker_of(key, group.name) or not isinstance(size, int):
         return None

@@ -168,8 +168,7 @@ class Directory:
             client.lost_at = time.monotonic()
             return
         if client is None:
-            # Sent before the connection broke. The client repeats it after its `OpenDirectory`.
-            return
+            return  # sent before the connection broke: the client repeats it after its `OpenDirectory`
         if client.version != wire.VERSION:
             error = ProtocolVersionError(client_version=client.version, service_version=wire.VERSION)
             self._send_replies([(session, wire.failed(request.number, error))])
@@ -201,7 +200,7 @@ class Directory:
                 raise AssertionError(request)
 
     def _track_connections(self) -> None:
-        """Record accepted connections, and ended ones, also as lost by their clients."""
+        """Record accepted connections and remove ended ones, also from the sessions of their clients."""
         for event, fd in events(self._monitor):
             if event == zmq.EVENT_ACCEPTED:
                 self._connected_fds.add(fd)

@@ -64,7 +64,7 @@ def bundles_to_use(bundle_counts: Sequence[int], workers_per_node: int | Sequenc
 def place_workers(
     bundle_counts: Sequence[int], groups: Sequence[TiedBundles], *, spanning: bool = False
 ) -> list[WorkerPlace]:
-    """Return a place for every bundle of `groups`, with ranks in their order.
+    """Return the place of a worker for every bundle of `groups`, with ranks in their order.
 
     spanning: bundle numbers of a group may continue from its node into the next ones: with 2 bundles on each node,
     (0, [1, 2]) is the second bundle of node 0 and the first of node 1. ValueError if there is no bundle, for an
@@ -112,7 +112,7 @@ def _find_bundle(bundle_counts: Sequence[int], first_node: int, named_bundle: in
 
 
 def bundles_by_node(bundle_counts: Sequence[int], hosts: Sequence[str]) -> list[list[int]]:
-    """Return the bundles of each node, for one placement group over all nodes.
+    """Return the bundles of each node, ascending, of one placement group over all nodes.
 
     hosts: the Ray node of each bundle. The bundles of a node are on one host if possible. Nodes are assigned in
     descending order of their bundle counts: each takes the host with the fewest free bundles that are enough, or
@@ -136,10 +136,10 @@ def bundles_by_node(bundle_counts: Sequence[int], hosts: Sequence[str]) -> list[
 
 
 def counted_by_host(places: Sequence[WorkerPlace], hosts: Sequence[str]) -> list[WorkerPlace]:
-    """Return `places` with node ranks and local ranks that match the hosts of the workers.
+    """Return `places`, with node ranks and local ranks counted by host if a node's workers are on several hosts.
 
-    hosts: of each place. If the workers of every node are on one host, the node ranks stay. Otherwise hosts count as
-    the nodes, in the order of their first rank.
+    hosts: the Ray node of each place. Then hosts count as the nodes, in the order of their first rank. Otherwise the
+    places are returned unchanged.
     """
     hosts_of_node: dict[int, set[str]] = {}
     for place, host in zip(places, hosts, strict=True):

@@ -22,7 +22,7 @@ class DispatchTarget:
 
 def check_axes(sharding: NamedSharding, **axes: Sequence[str]) -> None:
     """ValueError, naming the argument, for an unknown axis, an axis that an argument names twice, and a str instead
-    of a list."""
+    of a list. axes: the axes that each argument of the call names."""
     for argument, names in axes.items():
         if isinstance(names, str):
             raise ValueError(f"{argument} must be a list of axes, got {names!r}")
@@ -70,8 +70,8 @@ def shard_targets(
 
 
 def result_workers(sharding: NamedSharding, targets: Sequence[DispatchTarget], replicated: Sequence[str]) -> list[int]:
-    """Return the targets whose results are returned: those at 0 on the `replicated` output axes, without dummy
-    calls."""
+    """Return the workers whose results a call returns: of `targets`, those at 0 on the `replicated` axes, without those
+    of dummy calls."""
     check_axes(sharding, output_is_replicated=replicated)
     return [
         target.worker
@@ -81,7 +81,8 @@ def result_workers(sharding: NamedSharding, targets: Sequence[DispatchTarget], r
 
 
 def check_shards(name: str, shards: Any, sharding: NamedSharding, sharded: Sequence[str]) -> None:
-    """ValueError unless `shards` is nested lists, with one level per sharded axis, each as long as its axis."""
+    """ValueError unless `shards`, the value of argument `name`, is nested lists with one level per sharded axis, each
+    as long as its axis. Any value is valid without a sharded axis."""
     if not sharded:
         return
     size = sharding.get_axis_size(sharded[0])

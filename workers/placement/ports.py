@@ -26,8 +26,8 @@ class PortKeeper:
 
     def hold(self, count: int, highest: int = HIGHEST) -> list[int]:
         """Hold `count` free ports up to `highest` and return them. No other keeper on this node returns them until
-        they are released. ValueError for a `highest` below `LOWEST`, OSError if all ports up to `highest` are in
-        use, `OpenFilesError` if this process has reached its limit of open files."""
+        they are released. ValueError for a `highest` below `LOWEST`, OSError if fewer than `count` are free,
+        `OpenFilesError` if this process has reached its limit of open files."""
         if highest < LOWEST:
             raise ValueError(f"cannot hold ports up to {highest}: ports below {LOWEST} are never assigned")
         sockets: list[socket.socket] = []

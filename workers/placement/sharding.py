@@ -129,7 +129,7 @@ class NamedSharding:
         return is_axis_zero(coords, axes)
 
     def _ranks_at(self, coords: Mapping[str, int]) -> Ranks:
-        """Return the array of ranks at `coords`, over the axes that are not given."""
+        """Return the array of ranks at `coords`, over the axes that are not given; 0-d if all are given."""
         index = tuple(coords.get(name, slice(None)) for name in self._names)
         return np.asarray(self._layout[index])
 

@@ -137,7 +137,7 @@ def _on_accelerators(groups: Sequence[tuple[int, ...]], cluster: Accelerators, i
     if not all_accelerators:
         raise ValueError("the cluster has no accelerators; use NodePlacementStrategy to place workers by node")
     assigned = []
-    for owned in groups:
+    for owned in groups:  # ascending, so that the first and the last one bound the others
         if not 0 <= owned[0] <= owned[-1] < len(all_accelerators):
             raise ValueError(
                 f"accelerators {list(owned)} do not all exist; the cluster has {len(all_accelerators)}, counted from 0"

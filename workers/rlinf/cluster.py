@@ -88,7 +88,7 @@ def _read_num_nodes(cluster_cfg: Mapping[str, Any], num_nodes: int | None) -> in
             )
     for name in UNUSED:
         part = cluster_cfg.get(name)
-        disabled = isinstance(part, Mapping) and part.get("enabled", True) is False
+        disabled = isinstance(part, Mapping) and part.get("enabled", True) is False  # enabled by default
         if part and not disabled:
             log.warning("cluster.%s is ignored by this scheduler", name)
     configured = int(cluster_cfg["num_nodes"])
@@ -115,8 +115,8 @@ def parse_rank_config(
     rank_config: str | int, available_ranks: list[int] | None = None, rank_type: str | None = None
 ) -> list[int]:
     """Parse a text such as "0-3,5" or "all" (all `available_ranks`) into sorted ranks. rank_type: what the ranks
-    number, for errors. ValueError for a malformed text or one without ranks, for "all" without `available_ranks`, and
-    for ranks that are not in them."""
+    number, for errors. ValueError for a malformed text or one without ranks, for "all" if `available_ranks` is None,
+    and for ranks that are not in it otherwise."""
     text = str(rank_config).strip()
     kind = rank_type or "rank"
     if text.lower() == "all":

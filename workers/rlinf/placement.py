@@ -88,7 +88,7 @@ class ComponentPlacement:
         """Return the placement strategy of a component's group. ValueError for an unknown component."""
         # `_checked_name` reads the rank maps, so it is not called for placements that subclasses add without one.
         if component_name not in self._placements:
-            self._checked_name(component_name)
+            self._checked_name(component_name)  # raises
         return self._placements[component_name]
 
     def _checked_name(self, name: str) -> str:
@@ -110,13 +110,13 @@ def _parse_value(value: Any) -> tuple[bool, str]:
 
 
 def _place_processes(text: str, cluster: Cluster, by_nodes: bool) -> tuple[RankMap, PlacementStrategy]:
-    """Return the rank map and the strategy of a placement text. by_nodes: its resources are nodes, not accelerators;
-    then ValueError for a process on several of them."""
+    """Return the rank map and the strategy of a placement text. by_nodes: its resources are nodes, not accelerators.
+    ValueError as `_parse_rank_map`, and for a process on several nodes."""
     count = cluster.num_nodes if by_nodes else cluster.num_accelerators
     rank_map = _parse_rank_map(text, list(range(count)), "node" if by_nodes else "accelerator")
     resources_of_process: dict[int, list[int]] = {}
     for resources, processes in rank_map.items():
-        # One of the two numbers divides the other (see `_parse_rank_map`), so one of these quotients is 1.
+        # Either processes use several resources each, or resources have several processes each: one number is 1.
         per_process = max(len(resources) // len(processes), 1)
         processes_per_resource = max(len(processes) // len(resources), 1)
         for index, process in enumerate(processes):

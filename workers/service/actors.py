@@ -36,8 +36,8 @@ class ComponentActor:
         """Do nothing: the response shows that the actor runs."""
 
     def _exit_when_set(self, ended: threading.Event, what: str) -> None:
-        """Start a thread that exits the process when `ended` is set, unless the actor is stopping. what: the component,
-        for the log."""
+        """Start a thread that exits the process when the component sets `ended`, unless the actor is stopping. what:
+        names the component in the log."""
 
         def wait() -> None:
             ended.wait()

@@ -68,7 +68,7 @@ class RayRendezvous:
                 service_config = service.config
             else:
                 service_config = found
-            # The other processes of this job find a named service without knowing its name.
+            # Let the other processes of this job find a named service without its name. `forget` undoes that.
             forget = None if name is None else self.share(service_config)
             if forget is not None:
                 undo.callback(forget)
@@ -97,7 +97,8 @@ def actor_name(name: str | None) -> str:
 
 
 def _stored_config(holder_name: str) -> DataPlaneConfig | None:
-    """Return the configuration that the actor stores, waiting for a starting service. None without the actor."""
+    """Return the configuration that the actor stores, waiting for a starting service. None if there is no such actor,
+    or if it ends. `ServiceStartError` after `START_TIMEOUT_S`."""
     try:
         actor = ray.get_actor(holder_name, namespace=NAMESPACE)
         config: DataPlaneConfig = ray.get(actor.get_config.remote(), timeout=START_TIMEOUT_S)
@@ -109,7 +110,8 @@ def _stored_config(holder_name: str) -> DataPlaneConfig | None:
 
 
 def _find_or_create(holder_name: str) -> DataPlaneConfig | ActorHandle:
-    """Return the configuration of the stored service, or else the actor for it, which this process just created."""
+    """Return the configuration of the stored service, or else the actor for it, which this process just created.
+    `ServiceStartError` if neither succeeds within `START_TIMEOUT_S`."""
     end = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < end:  # Ray can keep the name of an ended actor for a moment
         found = _stored_config(holder_name) or _create_actor(holder_name)
@@ -130,7 +132,7 @@ def _create_actor(holder_name: str) -> ActorHandle | None:
 
 
 def _launch(config: DataPlaneConfig, prepare: Prepare, actor: ActorHandle) -> LaunchedService:
-    """Launch a service and store its configuration in `actor`. On a failure, end both."""
+    """Launch a service, call `prepare` for it, and store its configuration in `actor`. On a failure, end both."""
     service: LaunchedService | None = None
     try:
         service = launch_service(config, name=f"{CONTROLLER}-{secrets.token_hex(4)}")

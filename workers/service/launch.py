@@ -125,7 +125,7 @@ def _options(plan: ServicePlan, name: str, *, lasting: bool) -> dict[str, Any]:
         "name": name,
         "namespace": plan.namespace,
         "num_cpus": 0,
-        "max_restarts": -1 if lasting else 0,
+        "max_restarts": -1 if lasting else 0,  # -1: without a limit
         "lifetime": "detached" if plan.detached else None,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=plan.driver, soft=False),
     }
@@ -170,7 +170,8 @@ def _create_supervisor(plan: ServicePlan) -> ActorHandle:
 
 
 def _await_start(what: str, starting: ObjectRef, end: float, timeout_s: float) -> None:
-    """Wait for a start until `end`. `ServiceStartError` if it fails or times out. timeout_s: for the message only."""
+    """Wait until `end` for the call `starting` of the actor `what`. `ServiceStartError` if it fails or times out.
+    timeout_s: for the message only."""
     try:
         ray.get(starting, timeout=max(end - time.monotonic(), 0.0))
     except GetTimeoutError as error:

@@ -111,7 +111,7 @@ def units_to_start(
     driver: str,
     added: Collection[str] = (),
 ) -> dict[str, int]:
-    """Return the number of units to start on each node that lacks some.
+    """Return the number of units to start on each node that lacks some, by the node's id.
 
     nodes: ids of the usable nodes, in order of preference. running: their numbers of units. units_per_node: for
     the nodes that get units. added: nodes that get units for any `storage`. A total number of units is distributed to
@@ -124,7 +124,7 @@ def units_to_start(
             to_start[ident] = units_per_node - running.get(ident, 0)
     if isinstance(storage, int) and nodes:
         counts = {ident: running.get(ident, 0) + to_start.get(ident, 0) for ident in nodes}
-        for _ in range(storage - sum(counts.values())):
+        for _ in range(storage - sum(counts.values())):  # no turn if enough units run
             fewest = min(nodes, key=counts.__getitem__)
             counts[fewest] += 1
             to_start[fewest] = to_start.get(fewest, 0) + 1

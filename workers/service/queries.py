@@ -37,7 +37,7 @@ def leaving_nodes() -> dict[str, float | None]:
 
 
 def forget_units(config: DataPlaneConfig, outdated: Mapping[str, int], client_name: str) -> None:
-    """Make the controller drop every unit whose number is below that of its name in `outdated`, with the unit's rows.
+    """Make the controller drop every unit, with its rows, whose number is below that of its name in `outdated`.
     Blocks; raises the errors of a client. client_name: of this request's client."""
     channel = ControllerChannel.open(replace(config, client_name=client_name))
     try:

@@ -58,8 +58,8 @@ class LaunchedService:
     @classmethod
     def find(cls, name: str = "tq-controller", namespace: str | None = None) -> LaunchedService:
         """Return the service that any driver of this Ray cluster launched with that name, in that namespace (None: this
-        driver's). `ServiceUnavailableError` without such a service, or if its controller or supervisor has ended or
-        does not respond within `ANSWER_TIMEOUT_S` or `ANSWER_S`."""
+        driver's). `ServiceUnavailableError` without such a service, or if its controller or supervisor has ended,
+        the controller does not respond within `ANSWER_TIMEOUT_S`, or the supervisor within `ANSWER_S`."""
         namespace = namespace or ray.get_runtime_context().namespace
         address = actor_address(name, namespace)
         try:
@@ -133,7 +133,7 @@ class LaunchedService:
             return
         self._over = True
         if living_actor(self.name, self.namespace) not in (None, self._controller):
-            return  # this service ended earlier, and another service has its name
+            return  # this service has ended already, and a later one has its name
         end_service(self.name, self.namespace, self._supervisor, self._controller)
 
     def _ask(self, method: str, *arguments: Any, within_s: float = 0.0) -> Any:

@@ -285,7 +285,7 @@ class SupervisorActor:
             await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def _reconcile(self) -> None:
-        """Compare the running units with the plan. The lock keeps an older result from replacing a newer one."""
+        """Adapt the units to the plan and the nodes. The lock keeps an older list of nodes from replacing a newer."""
         async with self._reconcile_lock:
             await self._reconcile_locked()
 
@@ -356,7 +356,8 @@ class SupervisorActor:
         ]
 
     async def _start_on(self, node: RayNode) -> None:
-        """Create the actor of the node's next unit and monitor it. If an actor of its name exists, retry later."""
+        """Create the actor of the node's next unit and monitor it. If an actor of its name exists, back off: a later
+        `_start_missing` tries again."""
         plan = self._plan
         name, number = next_unit(node.host, self._units)
         placement = NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False)
@@ -368,7 +369,7 @@ class SupervisorActor:
             scheduling_strategy=placement,
         )
         supervisor = (supervisor_name(plan.name), plan.namespace)
-        # The unit gets the controller's address as a separate argument.
+        # The settings of unit `number` on its host. It gets the controller's address as a separate argument.
         settings = replace(plan.config.of_unit(number), address=None)
         try:
             actor = await asyncio.to_thread(actor_class.remote, settings, plan.config.address, name, supervisor)
@@ -420,7 +421,7 @@ class SupervisorActor:
         self._outdated[unit.name] = unit.number + 1  # the controller drops this unit too
 
     async def _until_ended(self, unit: Unit) -> str:
-        """Poll the unit and update its number until its actor has ended. Return the reason."""
+        """Poll the unit, and update its `number`, until its actor has ended. Return the first line of Ray's reason."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             try:
@@ -471,7 +472,7 @@ class SupervisorActor:
     # --- units to drop at the controller
 
     async def _forget_outdated(self) -> None:
-        """Make the controller drop storage units whose memory is lost. A failed request is repeated later."""
+        """Make the controller drop the `_outdated` storage units. After a failure they stay there for the next call."""
         if not self._outdated:
             return
         outdated = dict(self._outdated)

@@ -60,8 +60,8 @@ class Splitter:
         return Message(body, payload_bytes)
 
     def rest(self, target: memoryview) -> memoryview:
-        """Move received payload bytes to the start of `target`. Return the part of `target` that is still to be
-        filled."""
+        """Move fed payload bytes, up to its length, to the start of `target`. Return the part of `target` that is still
+        to be filled."""
         count = min(len(target), len(self._buffer))
         target[:count] = memoryview(self._buffer)[:count]
         del self._buffer[:count]

@@ -28,8 +28,8 @@ M = TypeVar("M")
 
 @dataclass
 class _Link:
-    """A connection. route: its identity, by which the ROUTER socket addresses it; endpoint: "host:port" of the peer;
-    url: the same for ZMQ."""
+    """A connection. route: its identity, by which the ROUTER socket addresses it; peer: name of the peer; endpoint: its
+    "host:port"; url: the same for ZMQ."""
 
     route: bytes
     peer: str
@@ -70,12 +70,12 @@ class Links:
         self._by_peer.move_to_end(peer)
         if not self._try_send(link, frames):
             # Open a new connection, because ZMQ never reconnects to a port on which a process with another protocol has
-            # once responded. Without a route to that one, too, the message is dropped.
+            # once responded. If the new connection has no route either, the message is dropped.
             self.cut(peer)
             self._try_send(self._connect(peer, endpoint), frames)
 
     def others(self, peer: str, endpoint: str) -> bool:
-        """Return whether the connection to `endpoint` belongs to another peer than `peer`."""
+        """Return whether there is a connection to `endpoint` that was opened for another peer than `peer`."""
         link = self._by_url.get(url_of(endpoint))
         return link is not None and link.peer != peer
 
@@ -124,7 +124,7 @@ class Links:
         return link
 
     def _make_space(self, idle: Callable[[str], bool]) -> None:
-        """Close idle connections until one more is allowed. Connections in use stay open."""
+        """Close idle ones of the least recently used connections, so that one more is allowed. Others stay open."""
         excess = len(self) + 1 - self._most
         if excess > 0:
             oldest = list(itertools.islice(self._by_peer, excess + _SCANNED))

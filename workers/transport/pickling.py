@@ -176,7 +176,7 @@ def unpack(
     device: torch.device | None = None,
 ) -> Unpacked:
     """Return the parts of an object that `Packed.write` wrote into `memory`, [at least nbytes]. Tensors and buffers
-    refer to `memory` if `own`, and are copies otherwise; large ones use memory of `pool`. Tensors from a GPU are put
+    refer to `memory` if `own`; otherwise they are copies, large ones in memory of `pool`. Tensors from a GPU are put
     on `device`, default this thread's current GPU, or on the CPU if there is none. Blocks until all is copied."""
     unpacked = Unpacked(memory[layout.skeleton_from : layout.nbytes].tobytes())
     for segment in layout.segments:
@@ -263,7 +263,7 @@ def _copy_values(tensor: Tensor, flat: Tensor) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the values of `tensor` in C order, without a copy if possible."""
+    """Return the values of `tensor` in C order: its own memory if that has them on the CPU, else a copy."""
     if not tensor.numel():
         return memoryview(b"")
     source = tensor.detach()

@@ -78,7 +78,7 @@ class PollThread:
         self.wake()
 
     def join(self, within_s: float | None = None) -> None:
-        """Wait until the thread has ended; returns at once if it is the calling thread."""
+        """Wait until the thread has ended, at most `within_s` seconds; the thread itself returns at once."""
         if threading.current_thread() is not self._thread:
             self._thread.join(within_s)
 
@@ -98,8 +98,8 @@ class PollThread:
         ended: Callable[[BaseException | None], None],
         timeout_ms: Callable[[], int | None],
     ) -> None:
-        """The thread's loop. Calls `ended` last, also after an exception of `turn`. The parameters are those of the
-        class."""
+        """The thread's loop, until `stop` or an exception of `turn`. In either case it calls `ended` last. Parameters:
+        see the class."""
         _this_thread.completes = self._completes
         error: BaseException | None = None
         waker_fd = self._waker.fd

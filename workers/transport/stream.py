@@ -32,7 +32,8 @@ class StreamLostError(ConnectionError):
 
 
 def tune(sock: socket.socket) -> None:
-    """Set TCP options: no delay for small messages, and keepalives that detect a vanished machine within about 15 s."""
+    """Make the socket nonblocking. For TCP, send small messages at once, and detect a vanished machine within about
+    15 s."""
     sock.setblocking(False)
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -164,7 +165,7 @@ class Stream:
             raise StreamSilentError
 
     def check(self) -> None:
-        """Raise if the other end has closed the stream; reads nothing."""
+        """Raise if the other end has closed the stream. Data that has arrived stays unread."""
         self._read(max_bytes=1, flags=socket.MSG_PEEK)
 
     def shut(self) -> None:
@@ -183,7 +184,7 @@ class Stream:
             raise StreamSilentError
 
     def _read(self, max_bytes: int = READ_BYTES, flags: int = 0) -> bytes | None:
-        """Read and return the bytes that are available; None if there are none. flags: for `recv`."""
+        """Read and return the available bytes, at most `max_bytes`; None if there are none. flags: for `recv`."""
         try:
             data = self.sock.recv(max_bytes, flags)
         except BlockingIOError:

@@ -108,6 +108,7 @@ class StreamServer:
             listener.listen(BACKLOG)
             self.register(listener.fileno(), select.EPOLLIN)
         address = join_address(host, remote.getsockname()[1])
+        # Clients compare the boot id with theirs; `host` is only part of the address.
         return Endpoint(host=boot_id(), name=name, address=address, token=token)
 
     # --- a poller, for `PollThread`
@@ -134,7 +135,7 @@ class StreamServer:
         self._service.ended(error)
 
     def _close_all(self) -> None:
-        """Close all sockets and the poller, without a call of the service."""
+        """Close all sockets and the epoll descriptor. The service is not called."""
         for connection in self._connections.values():
             connection.sock.close()
         for listener in self._listeners.values():
@@ -231,7 +232,7 @@ class StreamServer:
             connection.splitter.feed(data)
             self._take_messages(connection)
             if len(data) < READ_BYTES and connection.payload is None:
-                return  # nothing more has arrived; a payload's rest is read in the next round
+                return  # nothing more has arrived; the rest of a payload is read by the next turn of this loop
 
     def _take_messages(self, connection: Connection) -> None:
         """Pass complete messages to the service, up to one whose payload has not arrived yet."""
@@ -249,7 +250,8 @@ class StreamServer:
                 return  # the service has dropped the connection
 
     def _receive_payload(self, connection: Connection) -> bool:
-        """Receive the rest of the payload as far as it has arrived. Return whether it is complete."""
+        """Receive the rest of the payload as far as it has arrived. If it is complete, call its `whole` and return
+        True."""
         while connection.left:
             try:
                 count = connection.sock.recv_into(connection.left)

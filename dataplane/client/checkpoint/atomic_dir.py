@@ -58,8 +58,8 @@ class Place:
         self.data = f"data-{self._tag}"
 
     def prepare(self) -> None:
-        """Create the temporary directory and remove leftovers of crashed writers. Raise `CheckpointError` if the path
-        exists and is not replaceable (see `_check_replaceable`), or another process is writing to it."""
+        """Create the directories to write into, lock `directory`, and remove leftovers of crashed writers. Raise
+        `CheckpointError` if the path is not replaceable (`_check_replaceable`), or another process is writing to it."""
         with files.translated(self.directory):
             refuse_link_of_another(self.path)
             if self._inside:
@@ -76,7 +76,7 @@ class Place:
     def _check_replaceable(self) -> None:
         """Raise `CheckpointError` unless the path is a directory that is empty, has only files of a checkpoint, or is
         a valid checkpoint, possibly with foreign files."""
-        names = os.listdir(self.path) if self.path.is_dir() else None
+        names = os.listdir(self.path) if self.path.is_dir() else None  # None: the path is not a directory
         if names is None or (any(not _OURS.fullmatch(name) for name in names) and not self._is_checkpoint()):
             raise CheckpointError(
                 file=str(self.path),
@@ -123,7 +123,7 @@ class Place:
             return set(os.listdir(self.path))
 
     def _remove_data_except(self, kept: set[str]) -> None:
-        """Remove the unused data directories in the path, except those in `kept`, and unfinished manifests."""
+        """Remove from the path unfinished manifests, and the unused data directories that are not in `kept`."""
         for name in os.listdir(self.path):
             if name.startswith("data-") and name not in kept and _unused(self.path / name):
                 shutil.rmtree(self.path / name, ignore_errors=True)
@@ -131,8 +131,8 @@ class Place:
                 (self.path / name).unlink(missing_ok=True)
 
     def finish(self, content: manifest.Manifest) -> None:
-        """Publish the checkpoint after all of its files are written: write the manifest and rename it. If the path did
-        not exist, then rename the whole directory."""
+        """Publish the checkpoint after all of its data files are written: write and rename the manifest and, if the
+        path did not exist, the whole directory. Then remove the files of an older checkpoint, and release the lock."""
         unfinished = self.directory / f"{manifest.NAME}.partial-{self._tag}"
         with files.translated(unfinished):
             with open(unfinished, "xb", buffering=0, opener=private) as file:
@@ -155,7 +155,7 @@ class Place:
         self._release_lock()
 
     def _rename_directory(self) -> None:
-        """Rename the temporary directory to the path. Raise `CheckpointWriteError` if it exists by now."""
+        """Rename the temporary directory to the path. Raise `CheckpointWriteError` if that fails."""
         try:
             self.directory.rename(self.path)
         except OSError as error:
@@ -184,18 +184,18 @@ class Reading:
         self._locks: list[int] = []
 
     def open(self) -> manifest.Manifest:
-        """Return the manifest of the current checkpoint. Block on the file system. Raise `CheckpointError` if there
-        is none."""
+        """Lock the data of the current checkpoint and return its manifest. Block on the file system. Raise
+        `CheckpointError` if there is no valid one."""
         while True:
             content = manifest.read(self.directory)
             self._lock_data({entry.name.partition("/")[0] for entry in content.files})
             # If it is still current, its files were locked before a writer could replace and remove them.
             if manifest.read(self.directory) == content:
                 return content
-            self.close()
+            self.close()  # it was replaced meanwhile: unlock its data, and try the new one
 
     def _lock_data(self, names: set[str]) -> None:
-        """Lock these data directories. Skip a directory that cannot be opened: it is missing or being removed."""
+        """Lock these data directories. Skip one that is missing or that a writer is removing."""
         for name in names:
             with contextlib.suppress(OSError):
                 descriptor = _locked(self.directory / name, fcntl.LOCK_SH)
@@ -224,8 +224,8 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def _locked(directory: Path, how: int) -> int | None:
-    """Return a descriptor that locks the directory; None if the file system has no locks. Raise `BlockingIOError`
-    if another lock conflicts. how: `fcntl.LOCK_EX` or `fcntl.LOCK_SH`."""
+    """Return a descriptor that locks the directory; None if the file system has no locks. Raise `BlockingIOError` if
+    another lock conflicts, another OSError without such a directory. how: `fcntl.LOCK_EX` or `fcntl.LOCK_SH`."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
@@ -246,7 +246,7 @@ def _unlock(descriptor: int) -> None:
 
 
 def _unused(directory: Path) -> bool:
-    """Return whether certainly no process writes to or reads from the directory."""
+    """Return whether certainly no process uses the directory: whether it can be locked."""
     try:
         descriptor = _locked(directory, fcntl.LOCK_EX)
     except OSError:

@@ -80,7 +80,7 @@ class DamagedValueError(Exception):
     """A value to be written does not match its checksum."""
 
     def __init__(self, partition: str, located: c.FieldLocations, got: int) -> None:
-        """located: the location of that single value."""
+        """located: the location of that single value; got: the checksum of its present bytes."""
         super().__init__(partition, located.name)
         self.partition = partition
         self.located = located
@@ -96,7 +96,7 @@ def stored_part(name: str, partition: str, located: c.FieldLocations) -> FilePar
     """Return the part for stored values, concatenated. Ragged and object rows are stored as the bytes of their
     encoding."""
     spec = located.spec
-    count = int(located.lengths.sum())
+    count = int(located.lengths.sum())  # of dense values, elements of jagged ones, or bytes
     nbytes = count * spec.unit_bytes
     if spec.kind not in (FieldKind.DENSE, FieldKind.JAGGED):
         return FilePart(name, "uint8", (nbytes,), nbytes, located, partition)
@@ -116,7 +116,7 @@ def write(directory: Path, name: str, parts: Sequence[FilePart], fetch: Gather) 
     ordered = sorted(parts, key=lambda part: -DTYPE_BYTES[part.dtype])
     digest, written, path = hashlib.sha256(), 0, directory / name
     with translated(path), open(path, "xb", buffering=0, opener=private) as file:
-        for chunk in _chunks(ordered, fetch):
+        for chunk in _chunks(ordered, fetch):  # the header, then the bytes of all tensors
             digest.update(chunk)
             write_all(file.fileno(), chunk)
             written += len(chunk)
@@ -189,6 +189,7 @@ def _value_chunks(partition: str, located: c.FieldLocations, fetch: Gather, scra
         nbytes = int(ends[last - 1]) - before
         if nbytes <= len(scratch):
             target = scratch[:nbytes]
+            # Copies the values into `target`, one after another.
             gather(source.buffers, source.which, source.offsets, source.sizes, target)
             _verify_values(partition, values, target)
             yield target.data
@@ -201,8 +202,8 @@ def _value_chunks(partition: str, located: c.FieldLocations, fetch: Gather, scra
 
 
 def _verify_values(partition: str, located: c.FieldLocations, memory: UInt8s) -> None:
-    """Verify the checksums of the values, which are concatenated in `memory`. Raise `DamagedValueError` for the first
-    wrong one."""
+    """Compare the values, which are concatenated in `memory`, with their checksums, if they have any. Raise
+    `DamagedValueError` for the first wrong value."""
     if located.checksums is None:
         return
     sizes = located.lengths * located.spec.unit_bytes
@@ -238,7 +239,7 @@ def verify(directory: Path, entry: FileEntry) -> None:
 
 
 class OpenedFile:
-    """A verified, memory-mapped file."""
+    """A verified, memory-mapped file. Raise `CheckpointError` if it cannot be opened."""
 
     def __init__(self, directory: Path, entry: FileEntry) -> None:
         self.path = directory / entry.name
@@ -248,14 +249,15 @@ class OpenedFile:
             raise self.error(str(error)) from error
 
     def bytes_of(self, name: str) -> UInt8s:
-        """Return a tensor's mapped bytes. Raise `CheckpointError` if the tensor is missing."""
+        """Return a tensor's mapped bytes. Raise `CheckpointError` if the tensor is missing or unreadable."""
         try:
             return byte_view(self._file.get_tensor(name))  # type: ignore[no-untyped-call]
         except (OSError, safetensors.SafetensorError, ValueError, RuntimeError) as error:
             raise self.error(f"tensor {name!r}: {error}") from error
 
     def int64s(self, name: str) -> c.Int64s:
-        """Return a tensor of 64-bit integers, mapped. Raise `CheckpointError` if it is missing or has another size."""
+        """Return a tensor of 64-bit integers, mapped. Raise `CheckpointError` if it is missing, or its size is not a
+        multiple of 8 bytes."""
         mapped = self.bytes_of(name)
         if mapped.nbytes % 8:
             raise self.error(f"tensor {name!r} does not contain 64-bit integers")
@@ -271,7 +273,7 @@ def lengths_of(opened: OpenedFile, prefix: str, spec: FieldSpec, values: int) ->
     """Return the length of each of the `values` values of the piece with this prefix. Raise `CheckpointError` unless
     their number and range are valid."""
     if spec.kind is FieldKind.DENSE:
-        return np.ones(values, np.int64)
+        return np.ones(values, np.int64)  # not stored: every dense value has length 1
     lengths = opened.int64s(f"{prefix}/lengths")
     if len(lengths) != values:
         raise opened.error(f"{len(lengths)} lengths for {values} values ({prefix})")

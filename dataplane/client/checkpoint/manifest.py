@@ -124,7 +124,7 @@ class CheckpointInfo:
 
 
 def info(path: Path, manifest: Manifest, partitions: tuple[PartitionEntry, ...]) -> CheckpointInfo:
-    """Return the result that the client receives."""
+    """Return the result that the client receives. partitions: those that were saved or restored."""
     return CheckpointInfo(
         path=str(path),
         partitions={entry.partition: entry.live for entry in partitions},
@@ -169,7 +169,8 @@ def decode(path: Path, content: bytes) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Raise ValueError for file names outside the checkpoint and for inconsistent numbers."""
+    """Raise ValueError for file names outside the checkpoint, repeated partitions, cells of a field whose kind is not
+    known, and inconsistent numbers."""
     for file in manifest.files:
         if not FILE_NAME.fullmatch(file.name) or file.nbytes < 0:
             raise ValueError(f"invalid file entry {file.name[:80]!r} of {file.nbytes} bytes")
@@ -184,7 +185,7 @@ def _check(manifest: Manifest) -> None:
             if not 0 <= number < len(manifest.files) or min(counts) < 0:
                 raise ValueError(f"invalid piece of file {number} with counts {counts}")
         for cells in entry.cells:
-            first = cells.first or 0
+            first = cells.first or 0  # None: the samples are not consecutive; then only their number is checked
             if not (cells.values <= cells.rows and 0 <= first <= first + cells.rows <= entry.live):
                 raise ValueError(
                     f"{cells.values} values for {cells.rows} samples from number {first} on, "
@@ -202,7 +203,7 @@ def read(path: Path) -> Manifest:
     try:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
-            content = opened.read(size) if size <= MAX_BYTES else b""
+            content = opened.read(size) if size <= MAX_BYTES else b""  # too large: rejected below
     except (FileNotFoundError, NotADirectoryError):
         why = "missing: the directory has no complete checkpoint" if path.exists() else "the checkpoint does not exist"
         raise CheckpointError(file=str(file), why=why) from None

@@ -79,7 +79,7 @@ def _restore(
         for name in staged:  # also those that were not staged yet: clearing them has no effect
             yield Post(c.Clear(partition=name, samples=None))
         raise
-    for entry in entries:
+    for entry in entries:  # the cached schemas may differ from the restored ones
         session_state.schemas.forget(entry.partition)
     return manifest.info(reading.directory, content, entries)
 
@@ -98,8 +98,8 @@ def _selected(content: Manifest, partitions: Sequence[str] | None) -> tuple[Part
 
 
 def _check_target(session_state: SessionState, entries: Sequence[PartitionEntry], replace: bool) -> Operation[None]:
-    """Raise the error if a partition exists (unless `replace`) or the service has too little space. Such errors would
-    otherwise occur only after much data was written."""
+    """Raise `PartitionExistsError` (unless `replace`), or `RequestTooLargeError` or `CapacityTimeoutError` for too
+    little space. Otherwise such errors would occur only after much data was written."""
     stats: c.StatsReport = (yield Send(c.Stats())).result
     existing = {partition.partition for partition in stats.partitions}
     for entry in entries:
@@ -108,7 +108,7 @@ def _check_target(session_state: SessionState, entries: Sequence[PartitionEntry]
     sizes = [cells.nbytes for entry in entries for cells in entry.cells]
     wanted = sum(-(-nbytes // GRANULE_BYTES) * GRANULE_BYTES for nbytes in sizes)  # rounded up to whole granules
     capacity = sum(unit.capacity_bytes for unit in stats.units)
-    if wanted > capacity and stats.units:  # it does not fit even into empty units
+    if wanted > capacity and stats.units:  # too large for empty units; without any unit, the error below is raised
         raise RequestTooLargeError(wanted_bytes=wanted, limit_bytes=capacity, what="this checkpoint", hint=TOO_LARGE)
     free = sum(
         unit.capacity_bytes - unit.live_bytes - unit.reserved_bytes - unit.retired_bytes
@@ -143,7 +143,7 @@ def _fill_partition(
 ) -> Operation[c.SavedPartition]:
     """Write all data of a partition into its staging partition. Return the description to publish."""
     # First create all samples, with their ids and tags; then put the values of their fields.
-    rows, generations = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    rows, generations = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]  # `concatenate` needs at least one array
     for piece in entry.rows:
         creation: c.Commit = yield Work(partial(_read_names, file_cache, staged, piece))
         committed: c.Committed = (yield Send(creation)).result
@@ -154,6 +154,7 @@ def _fill_partition(
         content: tuple[c.Samples, EncodedColumn] = yield Work(partial(_read_column, file_cache, cells, handles))
         samples, column = content
         commit = c.Commit(partition=staged, samples=samples, mode=c.Mode.UPDATE)
+        # `_Positions` stands for the ids, which `store` only needs for errors.
         yield from store(session_state, commit, _Positions(len(samples)), [column])
         failpoints.hit("restore.stored")
     claimed: list[bytes] = yield Work(lambda: _read_claimed(file_cache, entry))
@@ -175,8 +176,8 @@ def _fill_partition(
 
 
 def _read_names(file_cache: _FileCache, staged: str, piece: RowsEntry) -> c.Commit:
-    """Read the ids and tags of a piece. Return the commit that creates these samples in the partition `staged`. Raise
-    `CheckpointError` if they are invalid."""
+    """Read the ids and tags of a piece (see `RowsEntry`). Return the commit that creates these samples in the partition
+    `staged`. Raise `CheckpointError` if they are invalid."""
     opened = file_cache.file(piece.file)
     lengths = opened.int64s(f"{piece.prefix}/id_lengths")
     text = opened.bytes_of(f"{piece.prefix}/ids").tobytes()
@@ -192,7 +193,8 @@ def _read_names(file_cache: _FileCache, staged: str, piece: RowsEntry) -> c.Comm
 
 
 def _tag_column(name: Any, positions: Any, values: Any) -> c.TagColumn:
-    """Return the column of one tag as it was read. Raise ValueError or TypeError for values of the wrong type."""
+    """Return the column of one tag from its entry in the file. positions: of the samples that have the tag, None for
+    all. Raise ValueError or TypeError for values of the wrong type."""
     if type(name) is not str or type(values) is not list:
         raise ValueError(f"invalid tag {name!r}")
     return c.TagColumn(
@@ -218,20 +220,20 @@ def _read_column(file_cache: _FileCache, cells: CellsEntry, handles: c.Samples) 
         positions = opened.int64s(f"{cells.prefix}/rows")
     else:
         positions = np.arange(cells.first, cells.first + cells.rows)
-    # None: each sample has a value of its own.
+    # The value of each sample; None: each sample has a value of its own.
     index = opened.int64s(f"{cells.prefix}/index").copy() if cells.shared else None
     if len(positions) != cells.rows or not _within(positions, len(handles.rows)):
         raise opened.error(f"sample positions out of range ({cells.prefix})")
-    if len(positions if index is None else index) != cells.rows or not _within(index, cells.values):
+    if index is not None and (len(index) != cells.rows or not _within(index, cells.values)):
         raise opened.error(f"value index out of range ({cells.prefix})")
     samples = c.Samples(rows=handles.rows[positions], generations=handles.generations[positions])
     flat = FlatValues(values, np.cumsum(sizes) - sizes, sizes)
     return samples, EncodedColumn(cells.field, cells.spec, lengths.copy(), sizes, index, flat)
 
 
-def _within(numbers: c.Int64s | None, count: int) -> bool:
+def _within(numbers: c.Int64s, count: int) -> bool:
     """Return whether all numbers, if there are any, are indexes below `count`."""
-    return numbers is None or not len(numbers) or (int(numbers.min()) >= 0 and int(numbers.max()) < count)
+    return not len(numbers) or (int(numbers.min()) >= 0 and int(numbers.max()) < count)
 
 
 def _read_claimed(file_cache: _FileCache, entry: PartitionEntry) -> list[bytes]:

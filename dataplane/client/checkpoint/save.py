@@ -94,13 +94,14 @@ class _Writer:
         return f"{self._pieces:05}/{name}"
 
     def add(self, parts: Sequence[FilePart]) -> Operation[int]:
-        """Add the tensors of one piece, to be written now or with later ones. Return the number of their file."""
+        """Add the tensors of one piece to the next file, and return its number. If the file would become too large,
+        first write the tensors collected so far to a file of their own."""
         nbytes = sum(part.nbytes for part in parts)
         if self._parts and self._bytes + nbytes > FILE_BYTES:
             yield from self.flush()
         self._parts += parts
         self._bytes += nbytes
-        return len(self.entries)  # the number of the next file
+        return len(self.entries)
 
     def flush(self) -> Operation[None]:
         """Write the collected tensors to a file, if there are any."""
@@ -108,7 +109,7 @@ class _Writer:
             return
         parts, name = self._parts, f"{self._place.data}/{len(self.entries):05}.safetensors"
         stored = [part.content for part in parts if isinstance(part.content, c.FieldLocations)]
-        # Without empty values: their locations may refer to removed units.
+        # Learn the addresses of the values' units. Empty values may refer to removed units.
         yield from ensure_known(
             self.session_state, units_of([select_values(located, located.lengths > 0) for located in stored])
         )
@@ -124,6 +125,7 @@ class _Writer:
         assert value.checksums is not None
         described = next(each for each in self.saved.result.partitions if each.partition == partition)
         cells = yield from _locate_cells(self.saved.number, described, value.name)
+        # The samples with this value; the first one is named.
         has_value = (cells.units == value.units[0]) & (cells.offsets == value.offsets[0]) & (cells.lengths > 0)
         first = int(has_value.argmax())
         command = c.ReadSaved(saved=self.saved.number, partition=partition, first=first, last=first + 1, names=True)
@@ -274,14 +276,15 @@ value in the piece (None: sample i has value i)."""
 
 
 def _pieces(located: c.FieldLocations) -> Iterator[Piece]:
-    """Split a field's cells into pieces of at most `FILE_BYTES` (or one value) and about `ROWS_PER_PIECE` samples."""
+    """Split a field's cells into pieces of at most `FILE_BYTES` and `ROWS_PER_PIECE` samples, but of at least one
+    value."""
     rows = np.flatnonzero(located.lengths >= 0)  # length -1: the sample has no value
     if not len(rows):
         return
     cells = select_values(located, rows)
     firsts, index = _distinct(cells)
     values = select_values(cells, firsts)
-    # The cells ordered by their values: those of values first to last - 1 lie between two entries of `row_ends`.
+    # The cells ordered by their values. Values 0 to v have `row_ends[v]` cells and `byte_ends[v]` bytes.
     order = np.argsort(index, kind="stable")
     counts = np.bincount(index, minlength=len(firsts))
     row_ends, byte_ends = np.cumsum(counts), np.cumsum(values.lengths * values.spec.unit_bytes)
@@ -292,7 +295,7 @@ def _pieces(located: c.FieldLocations) -> Iterator[Piece]:
         by_bytes = int(np.searchsorted(byte_ends, bytes_before + FILE_BYTES, "right"))
         last = max(min(by_rows, by_bytes), first + 1)  # at least one value
         piece_cells = np.sort(order[rows_before : int(row_ends[last - 1])])
-        shared = len(piece_cells) != last - first
+        shared = len(piece_cells) != last - first  # there are more cells than values
         piece_index = index[piece_cells] - first if shared else None
         yield select_values(values, slice(first, last)), rows[piece_cells], piece_index
         first = last
@@ -303,7 +306,7 @@ def _distinct(cells: c.FieldLocations) -> tuple[c.Int64s, c.Int64s]:
     and the value of each cell. Cells with equal locations share one value; each empty cell is a value of its own."""
     count = len(cells.lengths)
     filled = cells.lengths * cells.spec.unit_bytes > 0
-    # Sorted by location, cells that share a value are neighbours.
+    # Sorted by unit, offset and `filled`, cells that share a value are neighbours.
     order = np.lexsort((filled, cells.offsets, cells.units))
     units, offsets, filled = cells.units[order], cells.offsets[order], filled[order]
     same_as_previous = np.zeros(count, np.bool_)

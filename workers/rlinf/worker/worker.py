@@ -49,7 +49,7 @@ class Worker(PlainWorker):
     @property
     def worker_info(self) -> WorkerInfo:
         """The worker's rank, node and accelerators."""
-        # A device can also be named by other than its index, such as a UUID; then it is left out.
+        # The variable can name a device by its UUID instead of its index; such a device is left out.
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.isdigit()]
         return WorkerInfo(
             address=self.worker_address,
