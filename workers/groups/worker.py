@@ -213,7 +213,7 @@ class Worker:
         of either. None for this worker's whole group. src: (group name, rank or rank path), None for the first
         worker of `groups`.
         """
-        # For a child process too: the rank paths of its siblings, in the group that the driver launched.
+        # The launched group. In a child process the rank paths are those of its siblings.
         own_group: list[tuple[str, Ranks]] = [(self._worker_address.root_group_name, list(self._group_rank_paths()))]
         return self._messenger.broadcast(
             object,
@@ -443,8 +443,8 @@ class Worker:
     # --- close ----------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Leave the job: close the messenger and remove the directory entry. Idempotent. For child processes; the
-        workers of a group end with the group."""
+        """Leave the job: close the messenger, which removes the directory entry, and release the ports. Idempotent. For
+        child processes; the workers of a group end with the group."""
         self._messenger.close()
         self._directory.close()
         self._ports.close()
@@ -468,7 +468,7 @@ def _caller_stacklevel() -> int:
 
 def _worker_logger(address: WorkerAddress) -> logging.Logger:
     """Return the logger of one worker. It writes to stderr, which Ray forwards to the driver, or with TQ_LOG=file to
-    a file beside Ray's own logs."""
+    a file beside Ray's own logs (if Ray redirects this process's output there)."""
     logger = logging.getLogger(f"workers.{address.get_name().replace('.', '_')}")
     logger.setLevel(os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper())
     logger.propagate = False
