@@ -187,7 +187,7 @@ class IoThread:
     # --- the thread -----------------------------------------------------------------------------------------------
 
     def _run_once(self, _: object) -> None:
-        """Handle all calls, messages and timers that are due."""
+        """Handle all calls, messages and timers that are due, whatever the events of the poll are."""
         self._run_calls()
         self._receive_requests()
         self._receive_answers()

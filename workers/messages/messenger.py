@@ -114,7 +114,7 @@ class Messenger:
         backlog_bytes: int | None = None,
         shared_memory: bool = True,
     ) -> None:
-        allow_more()
+        allow_more()  # open files: raises this process's limit
         self.address = address
         self.timeout_s = seconds("timeout_s", timeout_s)
         self._directory = directory

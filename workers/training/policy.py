@@ -420,7 +420,7 @@ class TQPolicy:
             metas, _ = shard_meta_for_dp(meta, dp_world=dp_world, batch_size=batch_size, **arguments)
             if batch_size is not None:
                 counts = [batch_size // dp_world] * (meta.size // batch_size)  # a rank's samples of each global batch
-                for part in metas:
+                for part in metas:  # those with micro-batches have their counts already
                     part.extra_info.setdefault(ELEM_COUNTS_PER_GB, list(counts))
             return metas
 
