@@ -175,7 +175,7 @@ class TensorWork(AsyncWork[None]):
         done = super().done()
         if done:
             with contextlib.suppress(Exception):
-                self._result()  # takes the message
+                self._result()  # takes the message; `wait` raises its error
         return done
 
 

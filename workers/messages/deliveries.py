@@ -133,7 +133,7 @@ class Delivery:
             return self._values
 
     def give_back(self) -> Arrival | None:
-        """Return the message with its values for another receive, or None if it was taken."""
+        """Return the message with its values for another receive, or None if it was taken or could not be copied."""
         with self._guard:
             if self._pending is None:
                 return None

@@ -152,7 +152,7 @@ class Incoming:
             self._refuse(arrival, error)
 
     def skip(self, key: Key) -> None:
-        """Use up the number of a broadcast call that failed before it could wait, and drop its message."""
+        """Use up the number of a broadcast call that failed before it could wait, and drop its message if queued."""
         self._calls.next_number(key)
         self._drop_left(key)
 
@@ -198,8 +198,8 @@ class Incoming:
         self._drop_left(posting.key)
 
     def abandon(self, posting: Posting) -> None:
-        """Withdraw a receive whose handle was garbage-collected. The next receive also gets a message that it had met
-        and that was not taken from the handle."""
+        """Withdraw a receive whose handle was garbage-collected or whose wait failed. If a message was delivered to it
+        and not taken, the next receive gets that message."""
         if not posting.future.done():
             self.withdraw(posting)
             return
@@ -366,8 +366,8 @@ class Incoming:
         return [fetch.posting for fetch in fetches if fetch.posting is not None]
 
     def fail_all(self, error: Exception) -> None:
-        """Fail everything: all sources are lost. The next receive from a source with arrived messages raises the
-        error."""
+        """Fail everything: all sources are lost. Queued messages are dropped, so the next receive from each of their
+        sources raises the error."""
         self._missed.update(dict.fromkeys(self._arrivals, error))
         for posting in itertools.chain(*self._postings.values()):
             posting.fail(error)
@@ -395,7 +395,8 @@ class Incoming:
     # --- a receive and its message ----------------------------------------------------------------------------------
 
     def _handle_match(self, posting: Posting, arrival: Arrival) -> None:
-        """Compare a message with its receive. Deliver it, fetch its values, or fail both ends."""
+        """Compare a message with its receive. Deliver it, fetch its values, or fail the receive; if the two do not fit,
+        fail the send, too."""
         if arrival.lost is not None:
             posting.fail(arrival.lost)
             return

@@ -161,7 +161,7 @@ class IoThread:
         self.call(partial(self._receive, posting))
 
     def drop(self, posting: Posting) -> None:
-        """Abandon a receive whose handle was garbage-collected. Only enqueues, so a finalizer may call this."""
+        """Abandon a receive that lost its handle, or whose wait failed. Only enqueues, so a finalizer may call this."""
         if self._ended is None:
             self._calls.append(partial(self.incoming.abandon, posting))
             self._thread.wake()

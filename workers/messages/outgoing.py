@@ -232,7 +232,7 @@ class OutgoingMessages:
                 self._fail_refused(sending, error_of(answer))
 
     def _settle(self, sending: Sending) -> None:
-        """Complete the send. Unless it had ended before, later messages to this contact do not wait for their
+        """Complete the send. If it was still pending, later messages to this contact do not wait `SETTLE_S` for their
         receive."""
         contact = self.contacts.get((sending.to, sending.stream))
         if contact is not None and not sending.future.done():

@@ -231,7 +231,8 @@ class _Mapping:
 
 
 def _map_process_slab(slab: Slab) -> Bytes | None:
-    """Map a slab through its process's descriptor. None if that descriptor is of another file by now."""
+    """Map a slab through its process's descriptor. None if that descriptor is of another file by now, OSError if it
+    cannot be opened or mapped."""
     fd = os.open(f"/proc/{slab.pid}/fd/{slab.fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)
