@@ -156,7 +156,7 @@ class Cluster:
         self, channel_name: str, maxsize: int = 0, distributed: bool = False, node_rank: int = 0, local: bool = False
     ) -> Channel:
         """Create a channel, or return the existing one of that name if its settings are equal. See `Channel.create`."""
-        if not local:
+        if not local:  # a local channel needs no broker
             self.await_brokers()
         return Channel.create(
             channel_name,

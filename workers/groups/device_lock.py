@@ -33,7 +33,7 @@ class DeviceLock:
 
     def __init__(self, worker: str, devices: Sequence[str], job: str, folder: str | Path | None = None) -> None:
         """worker: its name, for messages; devices: identifiers of the accelerators on this node; job: equal for all
-        workers of one job; folder: directory of the lock files, default: this user's private directory below the
+        workers of one job; folder: parent of this user's private directory, which has the lock files; default: the
         directory for temporary files."""
         self._worker = worker
         self._devices = sorted(set(devices))

@@ -290,14 +290,14 @@ class Worker:
         recv_queue_size: int = 0,
     ) -> Any:
         """Return this rank's rows of a batch that the ranks of `group_name` send with `send_to`. `batch_size` is the
-        number of rows of the whole batch and must be the same in `send_to`. With `async_op` return a handle.
+        number of rows of the whole batch, as in `send_to`, and required here. With `async_op` return a handle.
 
         `merge_fn(parts)` joins the parts; the default joins tensors and arrays along their first dimension, lists,
         and dicts value by value. `infer_batch_size_fn(part)` returns the number of rows of a part, for the check.
         decoupled_mode: see `send_to`. If `batch_router` has a list under the tag of the received parts, their routes
         are appended to it. Otherwise the parts are answers, returned in the order in which this rank sent the parts
-        that they answer. ValueError for a part whose row count differs from the plan; errors of `send_to`; errors of
-        `Channel.get` or `recv`.
+        that they answer. recv_queue_size: the number of parts, instead of one per peer. ValueError for a part whose
+        row count differs from the plan; errors of `send_to`; errors of `Channel.get` or `recv`.
         """
         route = BatchRoute(
             group_name=group_name,
