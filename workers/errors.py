@@ -179,8 +179,8 @@ class OpenFilesError(ServiceError):
 
     @classmethod
     def of(cls, what: str, *, least: int = 0) -> AbstractContextManager[None]:
-        """Convert the system's or ZMQ's error about open files to this error, about `what`. Also raise it on entry if
-        fewer than `least` file descriptors are left."""
+        """Return a context that converts the system's or ZMQ's error about open files to this error, about `what`, and
+        raises it on entry if fewer than `least` file descriptors are left."""
         return enough_or(lambda why: cls(what=what, why=why), least=least)
 
 

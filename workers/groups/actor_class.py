@@ -200,7 +200,7 @@ class Serving:
 
     def __init__(self, name: str, args: tuple[Any, ...], catch: bool) -> None:
         self._name = name
-        # None in a static method and in the constructor: their durations are not stored.
+        # None in static methods, class methods and the constructor: their durations are not stored.
         self._stored: CallDurations | None = getattr(args[0], "_tq_call_durations", None) if args else None
         self._catch = catch
         self._durations: Durations = {}

@@ -74,8 +74,8 @@ class CommMapper:
         receives in one call.
 
         Each part has the rows of one rank of the larger group. A rank of the smaller group therefore has one part per
-        peer, a rank of the larger group has one part. queue_size: if positive, only so many parts. ValueError for a
-        `batch_size` that cannot be spread evenly, and for a `queue_size` above the number of peers."""
+        peer, a rank of the larger group has one part. queue_size: only so many parts, unless it is 0. ValueError for
+        a `batch_size` that cannot be spread evenly, and for a `queue_size` above the number of peers."""
         larger_size = max(src_world_size, dst_world_size)
         if batch_size % larger_size:
             raise ValueError(f"batch_size={batch_size} cannot be spread evenly over {larger_size} ranks")
@@ -177,7 +177,7 @@ def decoupled_build_send_plan(
     send_queue_size: int = 0,
 ) -> RoutePlan:
     """Return the parts that the rank `src_rank` puts for any rank of the receivers. `src_rank` and `mode` become part
-    of their routes.
+    of their routes. send_queue_size: the number of parts; 0: one per peer.
 
     With `tag_batch_router`, the routes of received parts, return instead the answers to the ranks that sent those
     parts, under the routes of these. ValueError for fewer routes than parts."""
@@ -215,7 +215,8 @@ def decoupled_build_recv_plan(
     """Return the parts that a rank of the group of `src_world_size` ranks receives: the answers for `recv_rank`, or
     if that is None the next parts of any sender. All of them have the same channel key.
 
-    The world sizes are those of `decoupled_build_send_plan` for the same rank: `src` is its own group.
+    The world sizes are those of `decoupled_build_send_plan` for the same rank: `src` is its own group. The group names
+    are those of the sender and the receiver. recv_queue_size: the number of parts; 0: one per peer.
     """
     sizes = CommMapper.decoupled_get_batch_size(batch_size, src_world_size, dst_world_size, recv_queue_size)
     key = build_route_channel_key(

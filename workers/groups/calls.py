@@ -131,15 +131,15 @@ class GroupCall(GroupFuture, Handle[list[Any]]):
 
     def consume_duration(self, reduction_type: str = "max") -> float:
         """Return the seconds that the method ran, reduced over the called workers ("max", "min" or "mean"). Waits
-        for the call. Can be called once."""
+        for the call. Can be called once: KeyError after that, and after `consume_durations`."""
         method_name = self._method.rpartition(".")[2]  # without the class
         return self.consume_durations(reduction_type)[method_name]
 
     def consume_durations(self, reduction_type: str = "max", return_per_rank: bool = False) -> dict[str, float] | Any:
         """Return the seconds by name, of the method and of its `worker_timer`s, each reduced over the called workers
         ("max", "min" or "mean"). Waits for the call. return_per_rank: return a pair of these and the list of unreduced
-        dicts, one per worker. Durations are returned once. A worker keeps those of its last
-        `actor_class.DURATIONS_KEPT` calls; a later request returns nothing."""
+        dicts, one per worker. The durations of a call are returned once; after that, and once the worker has served
+        `actor_class.DURATIONS_KEPT` later calls, the dicts are empty."""
         if reduction_type not in REDUCTIONS:
             raise ValueError(f"reduction_type must be one of {', '.join(REDUCTIONS)}, got {reduction_type!r}")
         self.wait()

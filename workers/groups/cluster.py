@@ -156,7 +156,7 @@ class Cluster:
         self, channel_name: str, maxsize: int = 0, distributed: bool = False, node_rank: int = 0, local: bool = False
     ) -> Channel:
         """Create a channel, or return the existing one of that name if its settings are equal. See `Channel.create`."""
-        if not local:
+        if not local:  # a local channel needs no broker
             self.await_brokers()
         return Channel.create(
             channel_name,
@@ -220,7 +220,7 @@ class _JobConnection:
         self._agents: dict[str, ActorHandle] = {}  # by Ray node id
         self._brokers: dict[int, Future[ActorHandle]] = {}  # by node rank
         self.groups: WeakSet[Ending] = WeakSet()
-        head = _find_head_agent()  # it serves the directory
+        head = _find_head_agent()  # it serves the directory; None: this process is the first of the job
         self._owner = head is None
         if head is None:
             head = self._agents[first.ident] = _start_agent(first, name=_head_agent_name())
@@ -248,7 +248,7 @@ class _JobConnection:
         return not failed
 
     def await_brokers(self) -> None:
-        """Wait until all brokers have started. Raise the error of one that failed to start."""
+        """Wait until all brokers that this process starts have started. Raise the error of one that failed to start."""
         for broker in list(self._brokers.values()):  # a copy: another thread may add brokers
             broker.result()
 

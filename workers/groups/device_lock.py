@@ -33,7 +33,7 @@ class DeviceLock:
 
     def __init__(self, worker: str, devices: Sequence[str], job: str, folder: str | Path | None = None) -> None:
         """worker: its name, for messages; devices: identifiers of the accelerators on this node; job: equal for all
-        workers of one job; folder: directory of the lock files, default: this user's private directory below the
+        workers of one job; folder: parent of this user's private directory, which has the lock files; default: the
         directory for temporary files."""
         self._worker = worker
         self._devices = sorted(set(devices))
@@ -58,7 +58,7 @@ class DeviceLock:
             self._count += 1
 
     def release(self) -> None:
-        """Release the lock. RuntimeError if this worker does not hold it."""
+        """Undo one `acquire`; the last one releases the lock. RuntimeError if this worker does not hold it."""
         with self._guard:
             if not self._count:
                 raise RuntimeError(
@@ -78,8 +78,8 @@ class DeviceLock:
         self.release()
 
     def _lock_device(self, device: str, wait: LoggedWait) -> tuple[Path, HeldFile]:
-        """Lock the file of one accelerator and write the worker's name into it. Return the file. Retry if the previous
-        holder has removed the file meanwhile."""
+        """Lock the file of one accelerator and write the worker's name into it. Return its path and the open file.
+        Retry if the previous holder has removed the file meanwhile."""
         name = f"tq-device-{self._job}-{hashlib.sha256(device.encode()).hexdigest()[:16]}.lock"
         while True:
             path, file = in_own_directory(self._folder, lambda folder: _open_lock_file(folder / name))

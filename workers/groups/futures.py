@@ -72,7 +72,7 @@ class GroupFuture:
                 pending = self._describe(self._calls[index_of[reference]] for reference in waiting)
                 if wait.over(pending):  # which also logs `pending` when a line is due
                     raise self._late_error(pending, wait.timeout_s)
-            for number, reference in enumerate(ready, 1):  # number: of references taken from `ready`
+            for number, reference in enumerate(ready, 1):  # ready[number:] are the references after this one
                 index = index_of[reference]
                 call = self._calls[index]
                 try:
@@ -127,8 +127,8 @@ def cause_of(error: BaseException) -> BaseException | None:
 
 
 def with_note(error: BaseException, note: str) -> BaseException:
-    """Add a note to the exception raised in the other process, or to `error` if there is none. Return the exception
-    that has the note."""
+    """Add a note to the exception raised in the other process (its cause becomes `error`), or to `error` if there is
+    none. Return the exception that has the note."""
     remote = cause_of(error)
     if remote is None:
         error.add_note(note)

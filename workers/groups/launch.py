@@ -63,7 +63,7 @@ def launch_group(cluster: Cluster, launch: Launch) -> tuple[StartedGroup, Direct
             "class": launch.cls.__qualname__,
             WORLD_SIZE: len(launch.placements),
             "namespace": ray.get_runtime_context().namespace,
-            "token": secrets.token_hex(4),
+            "token": secrets.token_hex(4),  # see `actor_name`
         },
     )
     started = StartedGroup()
@@ -88,8 +88,8 @@ def _end_entry(directory: DirectoryClient, entry: DirectoryEntry) -> None:
 
 
 def _create_actors(started: StartedGroup, cluster: Cluster, launch: Launch, entry: DirectoryEntry) -> None:
-    """Add an actor for each placement to `started.actors`, and hold a port for them until the group ends. Does not wait
-    for their constructors."""
+    """Add an actor for each placement to `started.actors`, and hold their master port until the group ends. Does not
+    wait for their constructors."""
     first_node = launch.placements[0].cluster_node_rank  # the node of rank 0, the master
     port = cluster.hold_port(first_node)
     started.after.callback(cluster.release_port, first_node, port)  # after the end of the actors

@@ -104,8 +104,8 @@ class RayWorkerBuilder:
             num_gpus_per_node: int = NUM_GPUS_PER_NODE,
             **extra_options: Any,
         ) -> tuple[ActorHandle, list[str]]:
-            """`create_worker`, which also returns the log messages: one for each kind of overridden option, with the
-            reason."""
+            """As `create_worker`, but return the worker and the log messages: one for each kind of overridden option,
+            with the reason."""
             cls = plain_class(self._actor)
             # required: actor options; init_kwargs: further arguments of the constructor
             required, init_kwargs = _configure_worker(cls, num_gpus, bundle_indices, num_gpus_per_node)
@@ -194,7 +194,8 @@ class RayWorkerBuilder:
     def initializer(self, placement_group: PlacementGroup, bundle: int, options: Mapping[str, Any]) -> ActorHandle:
         """Return the initializer for workers with these actor `options` on this placement group. Create one, on
         `bundle`, if none exists for the same placement group and runtime environment (without the rank variables)."""
-        env_options, _ = _split_off_ranks({"runtime_env": options.get("runtime_env")})  # actor options
+        # The option "runtime_env" alone, without the rank variables.
+        env_options, _ = _split_off_ranks({"runtime_env": options.get("runtime_env")})
         key = (placement_group.id.hex(), json.dumps(env_options, sort_keys=True, default=repr))
         initializer = self._initializers.get(key)
         if initializer is None:

@@ -77,7 +77,7 @@ class RayWorkerGroup:
     @property
     def dp_size(self) -> int:
         """The number of data-parallel shards: the size of the axis "data_parallel", or else the number of tied
-        groups."""
+        groups; 0 after the end."""
         if not self._workers:
             return 0
         if self._dp_sharding is not None:

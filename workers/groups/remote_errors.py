@@ -123,8 +123,8 @@ def _survives_pickle(error: Exception, text: str | None = None) -> bool:
 
 
 def _reduce(error: BaseException) -> tuple[Callable[..., BaseException], tuple[Any, ...]]:
-    """Reduce an exception, for pickle, whose own reduction fails. It is rebuilt without its constructor, from the
-    values that can be pickled."""
+    """Reduce an exception for pickle, because its own reduction fails. It is rebuilt without its constructor; values
+    that cannot be pickled become their `repr`."""
     args = tuple(_value_or_repr(value) for value in error.args)
     return _rebuild, (type(error), args, {name: _value_or_repr(value) for name, value in vars(error).items()})
 

@@ -169,7 +169,7 @@ def send_batch(
             # In a decoupled exchange, the part carries its route, which addresses the answer.
             item = part if route.router is None else {"batch_index": entry.batch_index, "batch": part}
             work = route.channel.put(item, key=entry.key, async_op=async_op)
-        works.append(work)  # None without `async_op`: the part has been sent
+        works.append(work)  # None unless `async_op`: the call has sent the part
     return AsyncRouteWork([work for work in works if work is not None], lambda _: None) if async_op else None
 
 

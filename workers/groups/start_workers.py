@@ -63,10 +63,10 @@ def start_workers(
 
 
 def _plan_workers(cluster: RayVirtualCluster, groups: Sequence[TiedBundles], name_prefix: str) -> list[WorkerPlan]:
-    """Return a name and a place for each worker, by rank. In a unified placement group, ranks of nodes and local ranks
-    follow the Ray nodes of the bundles (see `counted_by_host`)."""
+    """Return a plan for each worker, by rank, with the name "PREFIX-NODE-RANK". In a unified placement group, ranks of
+    nodes and local ranks follow the Ray nodes of the bundles (see `counted_by_host`)."""
     places = place_workers(cluster.bundle_counts, groups, spanning=cluster.unified)
-    bundles = [cluster.locate(place.node, place.bundle) for place in places]
+    bundles = [cluster.locate(place.node, place.bundle) for place in places]  # reserves the bundles
     if cluster.unified:
         places = counted_by_host(places, [cluster.host_of(bundle) for bundle in bundles])
     return [
@@ -97,10 +97,10 @@ def _create_actors(
         Layer("the driver's environment", _variables(driver_environment()), ""),
         Layer("the argument env_vars", _variables(env_vars), "it applies to this group"),
     ]
-    shared, overrides = layered(shared_layers)
+    shared_options, overrides = layered(shared_layers)
     for plan in plans:  # initializers start while endpoints are requested
         group, bundle = plan.bundle
-        initializer = builder.initializer(placement_groups[group], bundle, shared)
+        initializer = builder.initializer(placement_groups[group], bundle, shared_options)
         if initializer not in started.owners:
             started.owners.append(initializer)
     # One endpoint per worker, and one more on the first worker's node: the master's.

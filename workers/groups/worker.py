@@ -213,7 +213,7 @@ class Worker:
         of either. None for this worker's whole group. src: (group name, rank or rank path), None for the first
         worker of `groups`.
         """
-        # For a child process too: the rank paths of its siblings, in the group that the driver launched.
+        # The launched group. In a child process the rank paths are those of its siblings.
         own_group: list[tuple[str, Ranks]] = [(self._worker_address.root_group_name, list(self._group_rank_paths()))]
         return self._messenger.broadcast(
             object,
@@ -290,14 +290,14 @@ class Worker:
         recv_queue_size: int = 0,
     ) -> Any:
         """Return this rank's rows of a batch that the ranks of `group_name` send with `send_to`. `batch_size` is the
-        number of rows of the whole batch and must be the same in `send_to`. With `async_op` return a handle.
+        number of rows of the whole batch, as in `send_to`, and required here. With `async_op` return a handle.
 
         `merge_fn(parts)` joins the parts; the default joins tensors and arrays along their first dimension, lists,
         and dicts value by value. `infer_batch_size_fn(part)` returns the number of rows of a part, for the check.
         decoupled_mode: see `send_to`. If `batch_router` has a list under the tag of the received parts, their routes
         are appended to it. Otherwise the parts are answers, returned in the order in which this rank sent the parts
-        that they answer. ValueError for a part whose row count differs from the plan; errors of `send_to`; errors of
-        `Channel.get` or `recv`.
+        that they answer. recv_queue_size: the number of parts, instead of one per peer. ValueError for a part whose
+        row count differs from the plan; errors of `send_to`; errors of `Channel.get` or `recv`.
         """
         route = BatchRoute(
             group_name=group_name,
@@ -443,8 +443,8 @@ class Worker:
     # --- close ----------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Leave the job: close the messenger and remove the directory entry. Idempotent. For child processes; the
-        workers of a group end with the group."""
+        """Leave the job: close the messenger, which removes the directory entry, and release the ports. Idempotent. For
+        child processes; the workers of a group end with the group."""
         self._messenger.close()
         self._directory.close()
         self._ports.close()
@@ -468,7 +468,7 @@ def _caller_stacklevel() -> int:
 
 def _worker_logger(address: WorkerAddress) -> logging.Logger:
     """Return the logger of one worker. It writes to stderr, which Ray forwards to the driver, or with TQ_LOG=file to
-    a file beside Ray's own logs."""
+    a file beside Ray's own logs (if Ray redirects this process's output there)."""
     logger = logging.getLogger(f"workers.{address.get_name().replace('.', '_')}")
     logger.setLevel(os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper())
     logger.propagate = False

@@ -58,7 +58,7 @@ class AsyncWork(Generic[T]):
         this would block in a function given to `then`."""
         timeout = seconds_if_any("timeout", timeout)
         self._wait_for(self._future, timeout)
-        # To settle the operation takes an answer of the broker, for which a function given to `then` must not wait.
+        # Settling needs an answer of the broker. A function given to `then` must not wait for it: RuntimeError there.
         if self._settled is None and self._settle_function() is not None:
             refuse_waiting(self._what)
         # No timeout: a caller that left before the broker's confirmation would lose the item.
@@ -175,7 +175,7 @@ class TensorWork(AsyncWork[None]):
         done = super().done()
         if done:
             with contextlib.suppress(Exception):
-                self._result()  # takes the message
+                self._result()  # takes the message; `wait` raises its error
         return done
 
 
@@ -218,7 +218,7 @@ async def _wait_despite_cancellation(future: Future[Any]) -> None:
 def _cancel_again(task: asyncio.Task[Any], message: tuple[Any, ...]) -> None:
     """Cancel the task again, unless its canceller, such as a timeout, has already called `uncancel`."""
     if not task.done() and task.cancelling():
-        task.uncancel()
+        task.uncancel()  # because `cancel` counts the same cancellation again
         task.cancel(*message)
 
 

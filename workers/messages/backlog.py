@@ -21,7 +21,8 @@ class Backlog:
         return self._waiting
 
     def admit(self, nbytes: int, what: str) -> None:
-        """Count `nbytes`. `MessageBacklogError` if they would exceed the limit."""
+        """Count `nbytes` until `free`. `MessageBacklogError`, which names the operation `what`, if they would exceed
+        the limit."""
         with self._guard:
             if self._waiting + nbytes > self._limit:
                 raise MessageBacklogError(

@@ -65,8 +65,8 @@ class BroadcastCalls:
             stream.next_from = stream.calls
 
     def source_renewed(self, source: str) -> None:
-        """Restart the numbering for a new process of the source: with the waiting calls, or those since the previous
-        process was known to be lost."""
+        """Restart the numbering for a new process of the source. Its first call is the oldest that waits, or the first
+        after the loss of the previous process became known, whichever is earlier."""
         self._sources.add(source)
         for key, stream in self._streams_of(source):
             waiting = self._waiting.get(key, ())

@@ -113,8 +113,8 @@ class Delivery:
         self._values: Unpacked | None = None
 
     def copy(self) -> None:
-        """Copy the values out. The sender of an object is then notified. The sender of a tensor is notified when it
-        is taken: the values in the target cannot be given back, because the target's owner may overwrite them."""
+        """Copy the values out, and notify the sender of an object. The sender of a tensor is notified by `take`, and
+        keeps the values until then: those in the target cannot be given back, as its owner may overwrite them."""
         with self._guard:
             self._copy()
 
@@ -133,7 +133,7 @@ class Delivery:
             return self._values
 
     def give_back(self) -> Arrival | None:
-        """Return the message with its values for another receive, or None if it was taken."""
+        """Return the message with its values for another receive, or None if it was taken or could not be copied."""
         with self._guard:
             if self._pending is None:
                 return None

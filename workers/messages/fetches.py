@@ -114,7 +114,8 @@ class Fetches(dict[MessageId, Fetch]):
             self.pull_from_source(fetch)  # requests these bytes, too: they are recorded in `fetch.requested`
 
     def pull_from_source(self, fetch: Fetch) -> None:
-        """Stop using the relay: request the outstanding chunks again from the source, and the later ones too."""
+        """Stop using the relay, if there is one: request its outstanding chunks again from the source, and from now on
+        all others there."""
         if fetch.relay is not None:
             fetch.relay = None
             for start, nbytes in fetch.requested.items():

@@ -107,8 +107,8 @@ class Incoming:
         if error is not None:
             posting.fail(error)
             return False
-        self._contact(posting.source, posting.stream, posting.options)
-        if posting.stream:
+        self._contact(posting.source, posting.stream, posting.options)  # a new contact gets these options
+        if posting.stream:  # a broadcast
             posting.number = self._calls.next_number(posting.key)
         self._postings.setdefault(posting.key, deque()).append(posting)
         if is_alive:
@@ -142,7 +142,7 @@ class Incoming:
 
     def _attempt(self, work: Callable[[Posting, Arrival], None], posting: Posting, arrival: Arrival) -> None:
         """Call `work`. An exception fails this receive, and its message at the sender. Other messages and receives
-        are not affected, including the receive of the caller."""
+        are not affected, such as the one that the caller is just posting."""
         try:
             work(posting, arrival)
         except Exception as defect:
@@ -152,25 +152,25 @@ class Incoming:
             self._refuse(arrival, error)
 
     def skip(self, key: Key) -> None:
-        """Use up the number of a broadcast call that failed before it could wait, and drop its message."""
+        """Use up the number of a broadcast call that failed before it could wait, and drop its message if queued."""
         self._calls.next_number(key)
         self._drop_left(key)
 
     def _drop_left(self, key: Key) -> None:
-        """Drop a broadcast's queued messages whose calls gave up. While others wait, `_match` does that for them."""
+        """Drop a broadcast's queued messages whose calls gave up. While other calls wait, `_match` does that later."""
         if key in self._calls and key not in self._postings:
             self._match(key)
 
     def notify_unsettled(self) -> None:
-        """Notify senders that wait for an early answer that this worker has begun to wait."""
+        """Send `Settled` to the senders that wait for it, because this worker has begun to wait for an operation."""
         for arrival in self._unsettled:
             if arrival.queued and arrival.key not in self._postings:  # no receive has taken it or is about to
                 self._reply(arrival.route, Settled(stream=arrival.post.stream, number=arrival.post.number))
         self._unsettled.clear()
 
     def expire(self, now: float) -> float:
-        """Fail the receives whose deadline passed, see `withdraw`. Return the next deadline. An exception at one
-        receive does not affect the others."""
+        """Withdraw and fail the receives whose deadline passed. Return the next deadline, infinity if no receive waits.
+        An exception at one receive does not affect the others."""
         for posting in [posting for posting in self._all_postings() if posting.deadline <= now]:
             error: Exception = MessageTimeoutError(what=posting.what, waited_s=now - posting.begun)
             try:
@@ -198,8 +198,8 @@ class Incoming:
         self._drop_left(posting.key)
 
     def abandon(self, posting: Posting) -> None:
-        """Withdraw a receive whose handle was garbage-collected. The next receive also gets a message that it had met
-        and that was not taken from the handle."""
+        """Withdraw a receive whose handle was garbage-collected or whose wait failed. If a message was delivered to it
+        and not taken, the next receive gets that message."""
         if not posting.future.done():
             self.withdraw(posting)
             return
@@ -220,7 +220,7 @@ class Incoming:
             self._requeue(arrival)
 
     def _requeue(self, arrival: Arrival) -> None:
-        """Queue a message at its place among those of its sender. The sender need not wait for a receive."""
+        """Queue a message at its place among those of its sender. The sender is told not to wait for a receive."""
         queue = self._arrivals.setdefault(arrival.key, deque())
         bisect.insort(queue, arrival, key=lambda each: each.order)
         arrival.queued = True
@@ -243,8 +243,8 @@ class Incoming:
 
     def arrive(self, route: bytes, post: PostMessage, inline: Any) -> None:
         """Match an arrived message with the receive that has waited longest for it, or queue it. ValueError if it has
-        fewer bytes than its header names. inline: its bytes if it has no slab. A slab that cannot be mapped leaves
-        `memory` None: the values are then fetched for the receive. Then handle other receivers' early requests."""
+        fewer bytes than its header names. inline: its bytes if it has no slab; copied. A slab that cannot be mapped
+        leaves `memory` None: the values are fetched later. Then handle the requests of other workers for its values."""
         memory = np.frombuffer(bytearray(inline), np.uint8) if post.slab is None else self._mappings.open(post.slab)
         if memory is not None and memory.size < post.nbytes:
             raise ValueError(f"message has {memory.size} bytes, its header names {post.nbytes}")
@@ -254,7 +254,7 @@ class Incoming:
                 self.handle_want(asker, want)
 
     def _match_or_queue(self, arrival: Arrival) -> None:
-        """Match a message if it is the first of its queue. If it stays queued, report that to its sender."""
+        """Queue a message. If it is the first of its queue, try to match it; if it stays queued, tell its sender so."""
         is_first = arrival.key not in self._arrivals
         self._arrivals.setdefault(arrival.key, deque()).append(arrival)
         arrival.queued = True
@@ -268,7 +268,8 @@ class Incoming:
             self._unsettled.append(arrival)
 
     def receive_chunk(self, chunk: Data, body: Any) -> None:
-        """Store a chunk of a message that is being pulled. A malformed chunk fails the receive and its message."""
+        """Store a chunk of a message that is being pulled. A malformed chunk fails the receive and its message. After
+        the last chunk, deliver the message, or leave it queued if no receive waits for it."""
         key = (chunk.source, chunk.stream, chunk.number)
         fetch = self._fetches.get(key)
         if fetch is None or _incarnations(fetch.arrival.post) != _incarnations(chunk):
@@ -365,8 +366,8 @@ class Incoming:
         return [fetch.posting for fetch in fetches if fetch.posting is not None]
 
     def fail_all(self, error: Exception) -> None:
-        """Fail everything: all sources are lost. The next receive from a source with arrived messages raises the
-        error."""
+        """Fail everything: all sources are lost. Queued messages are dropped, so the next receive from each of their
+        sources raises the error."""
         self._missed.update(dict.fromkeys(self._arrivals, error))
         for posting in itertools.chain(*self._postings.values()):
             posting.fail(error)
@@ -383,11 +384,9 @@ class Incoming:
     def _filter_arrivals(self, source: str, is_kept: Callable[[Arrival], bool]) -> None:
         """Remove the queued messages of a source for which `is_kept` is false."""
         for key in [key for key in self._arrivals if key[0] == source]:
-            remaining = deque(arrival for arrival in self._arrivals[key] if is_kept(arrival))
             for arrival in self._arrivals[key]:
-                arrival.queued = False
-            for arrival in remaining:
-                arrival.queued = True
+                arrival.queued = is_kept(arrival)
+            remaining = deque(arrival for arrival in self._arrivals[key] if arrival.queued)
             if remaining:
                 self._arrivals[key] = remaining
             else:
@@ -396,7 +395,8 @@ class Incoming:
     # --- a receive and its message ----------------------------------------------------------------------------------
 
     def _handle_match(self, posting: Posting, arrival: Arrival) -> None:
-        """Compare a message with its receive. Deliver it, fetch its values, or fail both ends."""
+        """Compare a message with its receive. Deliver it, fetch its values, or fail the receive; if the two do not fit,
+        fail the send, too."""
         if arrival.lost is not None:
             posting.fail(arrival.lost)
             return
@@ -433,7 +433,7 @@ class Incoming:
         self._refuse(arrival, error)
 
     def _fetch(self, posting: Posting, arrival: Arrival) -> None:
-        """Begin to fetch the values of a message for its receive, or attach the receive to the fetch of others."""
+        """Begin to fetch the values of a message for its receive, or attach the receive to a fetch already begun."""
         if arrival.id in self._fetches:
             self._fetches.join(posting, arrival)
             return
@@ -453,7 +453,7 @@ class Incoming:
         if posting.eager or arrival.post.nbytes <= EAGER_BYTES:
             try:
                 if posting.target is None or revocable:
-                    delivery.copy()
+                    delivery.copy()  # of an object: also notifies its sender
                 else:
                     delivery.take()
             except Exception as error:

@@ -161,7 +161,7 @@ class IoThread:
         self.call(partial(self._receive, posting))
 
     def drop(self, posting: Posting) -> None:
-        """Abandon a receive whose handle was garbage-collected. Only enqueues, so a finalizer may call this."""
+        """Abandon a receive that lost its handle, or whose wait failed. Only enqueues, so a finalizer may call this."""
         if self._ended is None:
             self._calls.append(partial(self.incoming.abandon, posting))
             self._thread.wake()
@@ -172,7 +172,7 @@ class IoThread:
 
         def complete_or_keep() -> None:
             if self._ended is None:
-                self._settle_futures.append(future)
+                self._settle_futures.append(future)  # `_run_once` completes it, at once if nothing is unsettled
             else:
                 future.set_result(None)
 
@@ -187,7 +187,7 @@ class IoThread:
     # --- the thread -----------------------------------------------------------------------------------------------
 
     def _run_once(self, _: object) -> None:
-        """Handle all calls, messages and timers that are due."""
+        """Handle all calls, messages and timers that are due, whatever the events of the poll are."""
         self._run_calls()
         self._receive_requests()
         self._receive_answers()
@@ -275,7 +275,7 @@ class IoThread:
     def _send(self, sending: Sending) -> None:
         """Queue a message. It is sent once the receiver's address is known."""
         self.outgoing.queue(sending)
-        self.outgoing.contact(sending.to, sending.stream, sending.options)
+        self.outgoing.contact(sending.to, sending.stream, sending.options)  # a new contact gets these options
         self._next_expiry = min(self._next_expiry, sending.deadline)
         self._contact_peer(sending.to, sending.deadline)
 
@@ -344,7 +344,8 @@ class IoThread:
         self.incoming.match(name)
 
     def _entry_changed(self, entry: DirectoryEntry) -> None:
-        """Schedule the handling of a changed directory entry. Called in the directory client's thread."""
+        """Schedule the handling of an entry: the directory client's thread calls this if a peer, whose entry was looked
+        up, has ended, or if this worker's own entry has changed."""
         if entry.kind is Kind.WORKER:
             handle = self._own_entry_changed if entry.name == self.name else self._peer_lost
             self.call(partial(handle, entry))
@@ -371,7 +372,7 @@ class IoThread:
         if not self.incarnation:
             self._expelled_error = error
             self._thread.stop()
-        elif self.incarnation == entry.incarnation and entry.state is EntryState.LOST:  # it registers again
+        elif self.incarnation == entry.incarnation and entry.state is EntryState.LOST:  # the client registers it again
             self.incarnation = 0
             for name, peer in self._peers.items():
                 self._disconnect(name, peer)
@@ -464,7 +465,7 @@ class IoThread:
             match answer:
                 case Pull():
                     self._attempt(partial(self._send_chunk, name, answer))
-                case Data():
+                case Data():  # frames[0] is the header
                     self._attempt(partial(self.incoming.receive_chunk, answer, frames[1].buffer))
                 case Absent():
                     self._attempt(partial(self.incoming.handle_absent, answer))
@@ -477,7 +478,7 @@ class IoThread:
         return post.receiver != self.incarnation or post.incarnation < self._peer(post.source).incarnation
 
     def _send_chunk(self, name: str, pull: Pull) -> None:
-        """Send the chunk that a receiver requested, unless the message is no longer kept."""
+        """Send the chunk that a receiver requested, unless the message or its slab is no longer kept."""
         sending = self.outgoing.message_to_pull(name, pull)
         if sending is None or sending.snapshot.slab is None:
             return

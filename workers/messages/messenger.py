@@ -114,7 +114,7 @@ class Messenger:
         backlog_bytes: int | None = None,
         shared_memory: bool = True,
     ) -> None:
-        allow_more()
+        allow_more()  # open files: raises this process's limit
         self.address = address
         self.timeout_s = seconds("timeout_s", timeout_s)
         self._directory = directory
@@ -281,8 +281,8 @@ class Messenger:
         timeout_s: float | None,
         async_op: bool,
     ) -> Any:
-        """Send `object` to `others`, and return it, or with `async_op` the work for it. If it cannot be sent, send the
-        others the error instead."""
+        """Send `object` to `others`, and return it, or with `async_op` the work for it. If it cannot be sent, raise the
+        error, and send it to the others instead."""
         try:
             self._check_arguments(options, timeout_s, *others)
             snapshot = self._snapshot(ObjectForm(), pickling.pack(object), len(others), f"{self._name}: broadcast")
@@ -299,8 +299,8 @@ class Messenger:
     def _send_fault(
         self, error: BaseException, others: list[WorkerAddress], stream: bytes, options: CollectiveGroupOptions | None
     ) -> None:
-        """Send the other workers the reason why this call, whose number is used, brings no object, if the backlog has
-        space."""
+        """Send the other workers the reason why this call brings no object. Without space in the backlog they get none;
+        the call uses up its number in either case."""
         fault = FaultForm(f"{type(error).__name__}: {error}")
         try:
             nothing = self._snapshot(fault, pickling.NOTHING, len(others), "a fault")
@@ -322,7 +322,7 @@ class Messenger:
             closed, self._closed = self._closed, True
         if closed:
             return
-        # Before the end of the entry, which fails receives of incomplete values.
+        # Before the directory entry is ended: that fails the receives of messages whose values are incomplete.
         with contextlib.suppress(FutureTimeout):
             self._io_thread.settled().result(LINGER_S)
         with contextlib.suppress(DirectoryLostError):
@@ -342,7 +342,8 @@ class Messenger:
         return self.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
 
     def _check_arguments(self, options: object, timeout_s: float | None, *peers: WorkerAddress) -> None:
-        """Check the arguments of an operation before it begins, and raise the late error of an earlier one."""
+        """Check the arguments of an operation before it begins, and raise the late error of an earlier operation with
+        one of `peers`. `MessengerClosedError` after `close`."""
         if self._closed:
             raise MessengerClosedError(worker=self._name)
         checked(options)
@@ -459,7 +460,7 @@ class Messenger:
         work_class: type[AsyncWork[Any]] = AsyncWork if target is None else TensorWork
         work = work_class(posting.future, what, finish)
         if async_op:
-            # If the work is garbage-collected, the next receive gets the message.
+            # If the work is garbage-collected (not: at the exit of Python), the next receive gets the message.
             weakref.finalize(work, self._io_thread.drop, posting).atexit = False
             return work
         try:
@@ -470,9 +471,9 @@ class Messenger:
 
 
 def _load_result(delivery: Delivery) -> Any:
-    """Return the result of `recv`."""
+    """Take the message. Return its object, or a `WithPayload` if it has a payload."""
     unpacked = delivery.take()
-    assert unpacked is not None, delivery.form
+    assert unpacked is not None, delivery.form  # None is for recv_tensor
     value = unpacked.load()
     has_payload = isinstance(delivery.form, ObjectForm) and delivery.form.piggyback
     return WithPayload(*value) if has_payload else value

@@ -30,21 +30,22 @@ class CollectiveGroupOptions:
     use_ring_broadcast: bool = False
 
     def __post_init__(self) -> None:
-        for each in fields(self):  # flags, whose default is a bool, and numbers
+        for each in fields(self):  # those whose default is a bool are flags, the others numbers
             value = getattr(self, each.name)
             plain = _flag(each.name, value) if isinstance(each.default, bool) else _count(each.name, value)
-            object.__setattr__(self, each.name, plain)  # this class is frozen
+            object.__setattr__(self, each.name, plain)  # plain assignment fails, because this class is frozen
 
 
 def checked(options: object) -> CollectiveGroupOptions | None:
-    """Return `options` if an operation accepts them. TypeError for anything else."""
+    """Return `options` if they are a `CollectiveGroupOptions` or None. TypeError for anything else."""
     if options is None or isinstance(options, CollectiveGroupOptions):
         return options
     raise TypeError(f"options={options!r}: expected a CollectiveGroupOptions or None, got {type(options).__name__}")
 
 
 def _count(name: str, value: Any) -> int | None:
-    """Return an integer of any type as an int, or None."""
+    """Return an integer of any type as an int, and None as None. TypeError for other values and bools, ValueError for
+    negative integers."""
     if value is None:
         return None
     if isinstance(value, bool) or not hasattr(value, "__index__"):

@@ -146,7 +146,7 @@ class OutgoingMessages:
         self.contacts.pop((peer, stream), None)
 
     def queue(self, sending: Sending) -> None:
-        """Queue a message for `flush`, once its receiver is known. Its number is that of the call, so messages that
+        """Queue a message until its receiver is known: `flush` then sends it. It gets its number now, so messages that
         are never sent use up a number too."""
         sending.number = self._next_number(sending.to, sending.stream)
         self._queued.setdefault(sending.to, deque()).append(sending)
@@ -232,7 +232,7 @@ class OutgoingMessages:
                 self._fail_refused(sending, error_of(answer))
 
     def _settle(self, sending: Sending) -> None:
-        """Complete the send. Unless it had ended before, later messages to this contact do not wait for their
+        """Complete the send. If it was still pending, later messages to this contact do not wait `SETTLE_S` for their
         receive."""
         contact = self.contacts.get((sending.to, sending.stream))
         if contact is not None and not sending.future.done():
@@ -265,7 +265,8 @@ class OutgoingMessages:
         return self._late.pop(peer, None)
 
     def expire(self, now: float) -> float:
-        """Fail the messages whose deadline passed; those already sent may still arrive. Return the next deadline."""
+        """Fail the messages whose deadline passed; those already sent may still arrive. Return the next deadline of a
+        pending send, infinity if there is none."""
         overdue = [sending for queue in self._queued.values() for sending in queue if sending.deadline <= now]
         for sending in overdue:  # not sent yet: the lookup of the receiver has not ended
             self._queued[sending.to].remove(sending)
@@ -286,7 +287,7 @@ class OutgoingMessages:
             any_pending |= sending.fail(error)
             sending.snapshot.release()
         for sending in list(self._sent.get(peer, {}).values()):
-            self._drop(sending, may_be_read=True)
+            self._drop(sending, may_be_read=True)  # the peer's process may still run
             any_pending |= sending.fail(error)
         for key in [key for key in self.contacts if key[0] == peer]:
             del self.contacts[key]

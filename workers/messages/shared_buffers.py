@@ -119,8 +119,8 @@ class Slabs:
             return PrivateSlab(nbytes)
 
     def give_back(self, slab: OwnSlab) -> None:
-        """Keep a slab that no receiver reads for the next message, and close the oldest idle slabs beyond the
-        limits."""
+        """Keep a slab, which no receiver reads any more, for another message, and close the oldest idle slabs beyond
+        the limits."""
         if not slab.shared:  # freed with its last reference
             return
         with self._guard:
@@ -231,7 +231,8 @@ class _Mapping:
 
 
 def _map_process_slab(slab: Slab) -> Bytes | None:
-    """Map a slab through its process's descriptor. None if that descriptor is of another file by now."""
+    """Map a slab through its process's descriptor. None if that descriptor is of another file by now, OSError if it
+    cannot be opened or mapped."""
     fd = os.open(f"/proc/{slab.pid}/fd/{slab.fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)
@@ -253,6 +254,6 @@ def _default_open_limit() -> int:
 
 def _rounded_up(nbytes: int) -> int:
     """Return the size of a new slab: `nbytes` and at most about an eighth more, so that it fits more messages."""
-    # `_STEPS` steps lead from the power of two below `nbytes` to the next one.
+    # A step is 1 / `_STEPS` of the largest power of two below `nbytes`, so `_STEPS` steps lead to the next power.
     step = max(_LEAST_BYTES, (1 << max(nbytes - 1, 1).bit_length()) // (2 * _STEPS))
     return -(-nbytes // step) * step

@@ -21,7 +21,7 @@ def check_target(tensor: Tensor) -> None:
     span = 0  # distance of the first and the last element in the dimensions so far
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         # From the smallest stride on, a dimension must step over all elements of the dimensions before it.
-        if tensor.numel() and size > 1:
+        if tensor.numel() and size > 1:  # otherwise it has no steps
             if stride <= span:
                 raise ValueError(
                     f"recv_tensor cannot write into a tensor of shape {tuple(tensor.shape)} and strides "
@@ -36,7 +36,8 @@ def current_device() -> torch.device | None:
 
 
 def record_event(target: Tensor | None) -> torch.cuda.Event | None:
-    """Return an event on the stream of a GPU tensor, after which it may be written; None for other tensors."""
+    """Record and return an event on the current stream of a GPU tensor, after which the tensor may be written. None
+    for other tensors."""
     if target is None or not target.is_cuda:
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -107,7 +107,7 @@ class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     passes_on: bool
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values outside of the bytes of the message."""
+        """Raise ValueError if the layout names bytes beyond those of the message, or if the slab is too small."""
         self.layout.check()
         if self.slab is not None and self.slab.nbytes < self.nbytes:
             raise ValueError(

@@ -186,13 +186,13 @@ class _Packer:
     def _add_value(self, name: str, value: Any) -> _Value:
         start = self._align()
         encoded = encode_object(value, field=name)
-        self._append(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+        self._append(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))  # copied: bytes are read-only
         return _Value(name, start, len(encoded))
 
     def _add_objects(self, name: str, values: Sequence[Any], form: str) -> _Objects:
         start = self._align()
         encoded, sizes = encode_rows(values, field=name)
-        if encoded:
+        if encoded:  # `frombuffer` rejects an empty buffer
             self._append(torch.frombuffer(encoded, dtype=torch.uint8))
         return _Objects(name, start, form, np.array(sizes, dtype=np.int64).tobytes())
 

@@ -308,8 +308,8 @@ class TQWorkerMixin:
         them; else `meta` is returned unchanged.
 
         This precedes the fetch, so that results are written back to the right samples. A meta without lengths is
-        returned unchanged for the stage "train", in which `_apply_packing_prep` follows, and raises ValueError for
-        others. ValueError also for a sample over the budget.
+        returned unchanged for the stage "train", which writes nothing back: `_apply_packing_prep` reorders its batch
+        after the fetch. For other stages it raises ValueError. ValueError also for a sample over the budget.
         """
         info = meta.extra_info
         if MICRO_BATCH_INDICES in info or MICRO_BATCH_LENGTHS in info:
@@ -490,7 +490,7 @@ def meta_digest(meta: KVBatchMeta, form: str) -> bytes:
     """Return a digest of 16 bytes, equal for metas with the same samples (generations included) and fields, and for an
     equal `form`: layout and pad length of the batch."""
     digest = hashlib.blake2b(digest_size=16)
-    # Each text is preceded by its length, and "" separates fields and samples: other lists have other bytes.
+    # Each text is preceded by its length, and "" separates fields from samples: different lists give different bytes.
     for part in (meta.partition_id, form, *(meta.fields or ()), "", *meta.sample_ids):
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little") + data)

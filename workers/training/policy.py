@@ -111,7 +111,7 @@ class TQPolicy:
         self.dp_client.close()
 
     def shutdown(self, cleanup_method: str | None = "close_data_plane", timeout: float | None = 30.0) -> bool:
-        """End the workers, then call `close`. Return whether every cleanup succeeded. Idempotent.
+        """End the workers, then call `close`. Return whether every cleanup and every kill succeeded. Idempotent.
 
         Every worker first runs `cleanup_method`, which by default detaches it from the data plane. After at most
         `timeout` seconds for its running calls and the cleanup, it is killed. An open train step is lost.
@@ -286,7 +286,8 @@ class TQPolicy:
         timer: Timer | None = None,
         train_fields: Sequence[str] | None = None,
     ) -> dict[str, Any]:
-        """Train on the samples on all workers, in global batches of `gbs` (default: cfg's, otherwise all samples).
+        """Train on the samples on all workers, in global batches of `gbs` (default: cfg's, otherwise all samples). The
+        workers also get `mbs`, the samples of a micro-batch (default: cfg's), and `eval_mode`.
 
         The workers read `train_fields`, by default the fields of the meta and those written through this policy since
         `prepare_step`. Return the workers' results, combined by `aggregate_train_results`. RuntimeError while a train
@@ -346,7 +347,8 @@ class TQPolicy:
             self._call("train_microbatch_presharded", timed, metas)
 
     def finish_train_step(self) -> dict[str, Any]:
-        """Make the optimizer step of the open step. Return the same as `train_from_meta`. RuntimeError without one.
+        """Make the optimizer step of the open step. Return the same as `train_from_meta`. RuntimeError if no step is
+        open, or if one of its calls has failed.
 
         If a worker fails, others may have made their optimizer step: abort the step, and load the same weights on all.
         """
@@ -420,7 +422,7 @@ class TQPolicy:
             metas, _ = shard_meta_for_dp(meta, dp_world=dp_world, batch_size=batch_size, **arguments)
             if batch_size is not None:
                 counts = [batch_size // dp_world] * (meta.size // batch_size)  # a rank's samples of each global batch
-                for part in metas:
+                for part in metas:  # those with micro-batches have their counts already
                     part.extra_info.setdefault(ELEM_COUNTS_PER_GB, list(counts))
             return metas
 

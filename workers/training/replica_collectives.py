@@ -87,7 +87,8 @@ class Siblings:
         if not self._ended:
             return
         self._turn += 1  # by one on every rank, because each closed set ends with an error on every rank
-        store = PrefixStore(f"replica group {self._turn}", _store_of(self.group))  # not None, see `_give_up`
+        # The group has a store: without one, `_give_up` does not set `_ended`.
+        store = PrefixStore(f"replica group {self._turn}", _store_of(self.group))
         try:
             self._await_all_ranks(deadline)
             self._channel = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=deadline.left)
@@ -142,7 +143,8 @@ class Siblings:
         self._count(purpose, buffer.numel())
 
     def broadcast_bytes(self, mine: bytes, size: int, root: int, deadline: Deadline) -> bytes:
-        """Return the root's `mine` on every rank. All ranks pass its `size`. The `mine` of other ranks is ignored."""
+        """Return the root's `mine` on every rank. All ranks pass its `size`. The `mine` of other ranks is ignored.
+        Raises as `_run_collective`."""
         if self.rank == root:
             buffer = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
         else:
@@ -263,7 +265,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
         facts = None
         if errors.ERROR_TYPES.get(type(error).__name__) is type(error):
             assert isinstance(error, errors.DataPlaneError)
-            facts = errors.to_wire(error)[1]
+            facts = errors.to_wire(error)[1]  # [0] is the name
         return cls(rank, type(error).__name__, text, facts)
 
     def encode(self) -> bytes:

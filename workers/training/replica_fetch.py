@@ -117,8 +117,8 @@ class ReplicaGroup:
         return self.siblings.size
 
     def agree(self, part: FetchedPart, policy: str) -> None:
-        """Check that the ranks agree on one leader and on `policy`. Skip the check if they agreed before and no call
-        failed since.
+        """Check that the ranks agree on one leader and on `policy`. Skip the check if the last call had this policy
+        and succeeded.
 
         Blocks for the siblings, up to the timeout. Raises on every rank: `ReplicaGroupError` if they disagree, or the
         error of a rank's `leads`; `ReplicaLostError` if a rank died; `CallTimeoutError` if a rank does not take part.
@@ -137,9 +137,9 @@ class ReplicaGroup:
         """Call `finish` with the leader's columns on every rank and return its result, or raise on every rank.
 
         The columns are on the group's device, see `unpack`. Blocks for the siblings, up to the timeout. Raises the
-        errors of `agree`, which include metas that differ, and those of the leader's `read` and any rank's `finish`.
+        errors of `agree`, `ReplicaGroupError` if the metas differ, and errors of a rank's `digest`, `read` or `finish`.
         """
-        self._agreed = None  # unless the whole fetch succeeds
+        self._agreed = None  # stays so unless the whole fetch succeeds
         deadline = Deadline(self.timeout_s)
         self.siblings.join(deadline)
         mine = self._prepare_offer(part, reads=True)
@@ -214,7 +214,7 @@ class ReplicaGroup:
 
     def _finish_on_all_ranks(self, finish: Callable[[], T], deadline: Deadline) -> T:
         """Call `finish` and return its result if it succeeds on every rank. Otherwise raise on every rank."""
-        mine = _Offer()
+        mine = _Offer()  # replaced if `finish` fails: an empty message reports success
         results: list[T] = []  # the result of `finish`, if it succeeds here
         try:
             results.append(finish())

@@ -66,7 +66,8 @@ def packing_arguments(cfg: Any, stage: Stage) -> dict[str, Any]:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is a number of samples, at least 1, or None."""
+    """Raise ValueError, which names the setting or argument `name`, unless `value` is an integer of at least 1 or
+    None."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1):
         raise ValueError(f"{name}: expected an integer of 1 or more, or None, got {value!r}")
 
@@ -77,7 +78,7 @@ def check_settings(cfg: Any) -> None:
     for name in BATCH_SIZES:
         check_number(f"cfg's {name}", setting(cfg, name))
     settings = enabled(cfg, "sequence_packing") or enabled(cfg, "dynamic_batching")
-    # Without any budget, all stages are checked: if micro-batches are enabled, that raises.
+    # If no stage has a budget, all are checked: that raises if micro-batches are enabled, as each needs a budget.
     stages: Sequence[Stage] = [stage for stage in STAGES if _budget_name(settings, stage)] or STAGES
     empty = KVBatchMeta(partition_id="", task_name=None, sample_ids=[], sequence_lengths=[])
     for stage in stages:
@@ -98,7 +99,7 @@ def _settings_with_budget(what: str, settings: Any, keys: tuple[str, ...], stage
     return {
         **{key: value for key, value in values.items() if value is not None},
         MAX_TOKENS: setting(settings, name),
-        "budget_name": name,
+        "budget_name": name,  # for error messages
     }
 
 
