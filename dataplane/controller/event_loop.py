@@ -347,7 +347,7 @@ class LedgerThread:
         for key in list(self._pending):
             pending = self._pending.pop(key)
             answer = rejection_of(pending.item, error)
-            assert answer is not None
+            assert answer is not None  # requests with a key have one
             for reply in pending.replies.values():
                 _call_back(reply, answer)
         self._zmq.close()  # after the answers, which it still sends

@@ -180,8 +180,8 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
         self._public_calls = PublicCalls()
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        """Return the handler of a call. Without a valid token, the handler ends the call with
-        AuthenticationError; for an unknown method, return None."""
+        """Return the handler of a call, None for an unknown method. If the method needs a token and the call has no
+        valid one, the handler ends the call with AuthenticationError."""
         if is_public(details.method, GET_KEYS):
             handler = await continuation(details)
             return None if handler is None else self._public_calls.counted(handler)

@@ -319,7 +319,7 @@ class Journal(Log):
         with self._state_error("cannot be read"):
             (last,) = self._db.execute("SELECT max(number) FROM log").fetchone()
         self._droppable = self.covered
-        self._last = max(last or 0, self._droppable)
+        self._last = max(last or 0, self._droppable)  # the records that the image covers may all be deleted
         if self._end.damaged:
             raise self.error(
                 f"{END_NAME} is damaged, so the end of the log, record {self._last}, cannot be verified",

@@ -61,7 +61,7 @@ class LocalSession:
                 self._ledger_thread.submit(c.Heartbeat(session=session))
 
     def close(self) -> None:
-        """End the session without waiting for an answer. A later `ask` opens another one."""
+        """End the session, while no `ask` runs, without waiting for an answer. A later `ask` opens another one."""
         session, self._session = self._session, 0
         if session:
             self._number += 1
