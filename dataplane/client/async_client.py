@@ -61,7 +61,7 @@ class AsyncDataPlaneClient(AsyncCalls):
         self._closed = True
         opening, self._opening = self._opening, None
         if opening is None or self._pid != os.getpid() or self._loop is not asyncio.get_running_loop():
-            return  # the finalizer closes the connection in its own loop (see `AsyncChannel.end_in_background`)
+            return  # the dropped connection's finalizer closes it in its own loop (not in a forked child)
         await asyncio.wait([opening])  # a pending first call may still open the session
         if not _failed(opening):
             await opening.result().close()
@@ -92,7 +92,7 @@ class AsyncDataPlaneClient(AsyncCalls):
             self._opening = loop.create_task(AsyncConnection.open(self._config))
         if self._loop is not loop:
             raise ClientClosedError(why="it is bound to another event loop; create one client per event loop")
-        return await asyncio.shield(self._opening)
+        return await asyncio.shield(self._opening)  # a cancelled caller does not cancel the attempt of others
 
     async def perform(
         self, operation: Callable[Concatenate[SessionState, P], Operation[T]], *args: P.args, **kwargs: P.kwargs

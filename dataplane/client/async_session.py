@@ -61,7 +61,7 @@ class AsyncConnection:
         return cls(config, channel, lock)  # its `close` releases the lock
 
     async def run(self, operation: Operation[T]) -> T:
-        """Execute the operation's steps until it returns. A cancelled call returns immediately; if its copy is in
+        """Execute the operation's steps until it returns. A cancelled call ends immediately; if its copy is in
         progress, the copy and the clean-up of the operation finish in the background."""
         self._post_leftovers()
         with (call := threading.Lock()):  # represents the call: see `begin_copy`
@@ -98,14 +98,14 @@ class AsyncConnection:
                 self._channel.post(command)
             case Work():
                 begin_copy(self._copies, call)
-                if step.brief():
+                if step.brief():  # it does not block the event loop
                     return step.run()
                 return await self._work(step, operation, call)
         return None
 
     async def _work(self, step: Work, operation: Operation[Any], call: threading.Lock) -> Any:
-        """Run a copy in the executor and return its result. On cancellation, hand the operation over to a background
-        task and raise `_DetachedError`."""
+        """Run a copy in the executor and return its result. If the call is cancelled before the copy has ended, hand
+        the operation over to a background task and raise `_DetachedError`."""
         running = asyncio.get_running_loop().run_in_executor(None, step.run)
         try:
             return await asyncio.shield(running)
@@ -130,7 +130,7 @@ class AsyncConnection:
         try:
             await asyncio.wait([running])
             running.exception()  # marks an error of the copy as retrieved; otherwise asyncio logs it
-            with contextlib.suppress(asyncio.CancelledError):
+            with contextlib.suppress(asyncio.CancelledError):  # `error`, which the operation raises again
                 try:
                     await self._resume(operation, call, error)
                 except DataPlaneError as failed:

@@ -96,7 +96,7 @@ class DataPlaneClient:
         when_full: str = "wait",
     ) -> None:
         """Declare a partition, or replace the schema, expected size and tasks of an existing one. An existing
-        partition keeps its rows, its tags and the cursors of the tasks that remain. A seal is lifted and the sample
+        partition keeps its rows, its tags and the claims of the tasks that remain. A seal is lifted and the sample
         count starts again at the number of live samples.
 
         fields: names, or name -> FieldSpec, as in `docs/concepts/fields.md`. num_samples: number of samples to create
@@ -148,7 +148,7 @@ class DataPlaneClient:
     ) -> KVBatchMeta:
         """Store fields and tags of N samples atomically. A stage signals its completion by producing its field.
 
-        sample_ids: N distinct ids, or a meta (then the put is an update of exactly those samples). fields: N rows
+        sample_ids: N distinct ids, or a meta (with handles, the put updates exactly those samples). fields: N rows
         for each name, as a tensor `[N, *inner]`, nested tensor, list of tensors, `Shared(values, index)`, or a list
         or array of objects. tags: one mapping of small scalars per sample, merged into the existing tags. Without
         fields, only the tags are set. Without fields and tags, samples with new ids are created without any field.
@@ -178,7 +178,7 @@ class DataPlaneClient:
     def get_samples(
         self, sample_ids: Names, partition_id: str, select_fields: Sequence[str], *, copy: bool = True
     ) -> TensorDict:
-        """Return the fields of exactly these samples, in this order, with `batch_size [N]`. No cursor moves.
+        """Return the fields of exactly these samples, in this order, with `batch_size [N]`. Nothing is claimed.
 
         Dense fields are tensors `[N, *inner]`, jagged fields nested tensors, ragged fields lists, objects
         `NonTensorStack`. With `copy=False`, rows that are contiguous on this host are read-only views of shared
@@ -245,7 +245,7 @@ class DataPlaneClient:
         **options: Unpack[ClaimOptions],
     ) -> KVBatchMeta:
         """Claim `batch_size` samples, oldest first, for which all `required_fields` are produced and which the task
-        has not claimed. This moves the task's cursor; each sample goes to only one claim of a task.
+        has not claimed. Each sample goes to only one claim of a task.
 
         Wait on the service until that many samples (or `min_batch_size`) are ready. If the partition is complete
         and fewer samples remain, wait until all of them are ready and open leases have ended, then return the

@@ -69,7 +69,7 @@ class EventEmitter:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Operation[T]:
-        """Return the operation; it emits an event at its end if a callback or a tracer is installed."""
+        """Return the steps of the operation. They emit an event at the end if a callback or a tracer is installed."""
         steps = operation(session_state, *args, **kwargs)
         if self.on_event is None and tracer() is None:
             return steps
@@ -137,7 +137,8 @@ class _OperationRecord:
         self._reads = self.op == "get"  # a put may read, too: what it reads is not counted
 
     def add_step(self, step: Step, took_s: float) -> None:
-        """Record a step that has ended, successfully or not."""
+        """Record a step that has ended, successfully or not. The last command that names a partition or a task sets
+        it."""
         if not isinstance(step, Send):
             return
         command = step.command
@@ -156,7 +157,7 @@ class _OperationRecord:
             self._fields = tuple(column.name for column in command.columns)
 
     def add_result(self, command: c.Command, result: Any) -> None:
-        """Record the result of a command."""
+        """Record the counts in the result of a command; other commands than these have none."""
         match command, result:
             case c.Commit(), c.Committed():  # added up: a restore sends many commits
                 self._samples += len(result.rows)
@@ -214,7 +215,7 @@ def tracer() -> Any | None:
     """Return the tracer of the application's provider; None if no provider is set. This function does not import
     OpenTelemetry: an application that set a provider has already imported it."""
     trace = sys.modules.get("opentelemetry.trace")
-    if not hasattr(trace, "get_tracer_provider"):  # another thread may be importing it
+    if not hasattr(trace, "get_tracer_provider"):  # not imported, or another thread is just importing it
         return None
     assert trace is not None
     provider = trace.get_tracer_provider()

@@ -52,7 +52,7 @@ class PreallocatedPart:
     offset: int
 
     def placements(self, columns: Sequence[EncodedColumn]) -> list[Placement]:
-        """Return the placements of the columns, in order, one after another."""
+        """Return the placements of the columns: each column is placed as a whole, one after another."""
         placements, offset = [], self.offset
         for number, column in enumerate(columns):
             count = len(column.sizes)
@@ -117,7 +117,7 @@ class PreallocatedBuffer:
     def end_request(self) -> None:
         """Record that the command of `next_request` was answered or abandoned."""
         with self._lock:
-            self._requests = max(self._requests - 1, 0)
+            self._requests = max(self._requests - 1, 0)  # `give_up_idle` may have reset it
 
     def add(self, number: int, granted: Preallocate, offset: int, *, checksums: bool = False) -> None:
         """Add space at `offset`, allocated by call `number`. granted: the command of this call. checksums: see
@@ -148,7 +148,7 @@ class PreallocatedBuffer:
         because an interrupt may have prevented `end_request`."""
         with self._lock:
             self._requests = 0
-            for space in tuple(self._spaces.values()):  # an interrupt may have prevented an earlier give-up
+            for space in tuple(self._spaces.values()):  # an interrupt may have kept one out of `returned`
                 if not space.touched:
                     self._give_up(space)
                 space.touched = False

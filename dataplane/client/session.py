@@ -52,7 +52,7 @@ class ForkLocal(Generic[C]):
         self._closed = False
 
     def get(self) -> C:
-        """Return this process's `C`. Raise `ClientClosedError` after `close()`."""
+        """Return this process's `C`, which the first call creates. Raise `ClientClosedError` after `close()`."""
         instance = self._instance  # the usual case needs no lock
         if instance is not None and self._pid == os.getpid() and not self._closed:
             return instance
@@ -86,7 +86,7 @@ class ForkLocal(Generic[C]):
 
 
 def begin_copy(copies: InFlight, call: threading.Lock) -> None:
-    """Register a call before each of its copies. call: a lock that represents the call and is held until its end (see
+    """Register a call, before each of its copies. call: a lock that represents the call and is held until its end (see
     `InFlight`). From the first copy on, closing waits until the call releases the lock, so that the clean-up of the
     call is still accepted. Raise `ClientClosedError` if this is the first copy and the client is closing."""
     if not copies.enter(call):
@@ -120,8 +120,8 @@ def end_copies(copies: InFlight, config: DataPlaneConfig) -> None:
 
 
 def session_lock(config: DataPlaneConfig) -> SessionLock | None:
-    """Return a held file lock that proves to units on this host that this process runs. Return None if all
-    connections are remote."""
+    """Return a held file lock that proves to units on this host that this process runs. Return None, for remote
+    connections only, if `force_remote` is set or the lock cannot be created."""
     if config.force_remote:
         return None
     try:
@@ -221,7 +221,7 @@ class Connection:
                 self._resume(operation, call, acquired, error)
         finally:
             with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
-                for number, command in acquired:
+                for number, command in acquired:  # no effect on resources that the operation has released
                     if isinstance(command, Preallocate):  # the buffer may have received the space, and released it
                         self.session_state.preallocated.give_up(number)
                     elif (undo := undo_of(number, command)) is not None:

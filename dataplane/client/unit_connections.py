@@ -71,7 +71,7 @@ class UnitConnections:
         self._replaced: dict[int, int] = {}  # unit -> its earlier epoch, whose connection was closed after a restart
         self._suspects: set[int] = set()  # units of a read or write that failed since they were last listed
         self._unstopped: dict[int, dict[int, int]] = {}
-        """Reservation -> unit -> epoch, for units that did not confirm to `stop` that they reject its writes."""
+        """Reservation -> unit -> epoch (0: unknown), for units that have not confirmed that they reject its writes."""
         self._stopping_again = False  # whether the thread of `_stop_again` runs
         self._guard = threading.Lock()
         self._handshake = threading.Lock()
@@ -138,8 +138,8 @@ class UnitConnections:
         return info is not None and info.epoch == epoch
 
     def connection(self, unit: int) -> UnitConnection:
-        """Return the connection to `unit`. The first call performs the handshake and blocks up to the connect
-        timeout."""
+        """Return the connection to `unit`. The first call performs the handshake, after those of other threads, and
+        blocks up to the connect timeout."""
         connection = self._connections.get(unit)
         if connection is not None:
             return connection
@@ -157,7 +157,7 @@ class UnitConnections:
         info = self._infos.get(unit)
         if info is None:
             raise _unlisted(unit)
-        with enough_for(info.name, least=OF_A_CONTEXT):
+        with enough_for(info.name, least=OF_A_CONTEXT):  # files that this process may open
             connection = UnitConnection(
                 info,
                 session=self._session,
@@ -195,8 +195,8 @@ class UnitConnections:
     ) -> None:
         """Copy the columns' values to their placements: with a single copy into shared memory, or in ZMQ frames.
 
-        reservation: number of the Allocate call that reserved the space. unfinished: on return or error, contains
-        the units that may still execute writes of the reservation; `stop` ends these.
+        reservation: number of the Allocate call that reserved the space. unfinished: receives the units that, on
+        return or error, may still execute writes of the reservation; `stop` ends these.
 
         Return when every byte is in its arena. Raise `StorageUnitError`, `ServiceRestartedError` (a unit has
         another epoch), `SessionExpiredError`, `CallTimeoutError`.
@@ -250,7 +250,7 @@ class UnitConnections:
         self._together.run([partial(send, unit) for unit in remote])
 
     def _fsync(self, unit: int, ranges: list[tuple[int, int]]) -> None:
-        """Fsync the ranges (offset, size) of the mapped arena, if rows must survive a machine failure."""
+        """Fsync the ranges (offset, size) of the mapped arena if the unit's rows must survive a machine crash."""
         connection = self.connection(unit)
         if not connection.info.fsynced or connection.arena is None:
             return
@@ -285,7 +285,7 @@ class UnitConnections:
             settled = [
                 reservation
                 for reservation, epochs in self._unstopped.items()
-                if not any(self._is_current(unit, epoch) for unit, epoch in epochs.items())  # these have not confirmed
+                if not any(self._is_current(unit, epoch) for unit, epoch in epochs.items())  # the unconfirmed units
             ]
             for reservation in settled:
                 del self._unstopped[reservation]
@@ -372,7 +372,7 @@ class UnitConnections:
         buffers: list[Bytes] = []
         which = [np.zeros(len(field.units), np.int32) for field in located]
         owned = [False] * len(located)
-        offsets = [field.offsets.copy() for field in located]
+        offsets = [field.offsets.copy() for field in located]  # `_add_received` changes them
         remote: list[int] = []
         for unit in sorted(units):
             arena = self._arena(unit)
@@ -411,7 +411,7 @@ class UnitConnections:
             raise
 
     def _arena(self, unit: int) -> MappedArena | None:
-        """Return the mapped arena of a unit on this host; None if the connection is remote."""
+        """Return the mapped arena of a unit on this host; None if the connection, opened if needed, is remote."""
         connection = self.connection(unit)
         return connection.arena if connection.local else None
 
@@ -464,7 +464,7 @@ def _add_received(
         last = first + len(column_rows)
         which[column][column_rows] = received.which[first:last] + len(buffers)
         offsets[column][column_rows] = received.offsets[first:last]
-        # True only if this one unit sent every row of the field, in a buffer that is no slice of a common frame.
+        # True only if this one unit sent every row of the field, in a buffer that is not a slice of a common frame.
         owned[column] = not received.shared and len(column_rows) == len(which[column])
         first = last
     buffers.extend(received.buffers)

@@ -127,21 +127,21 @@ class Controller:
         return self
 
     def _start(self, token: str | None) -> None:
-        """Open the ledger, bind the servers and start all threads, in this order."""
+        """Open the ledger, bind the servers, then start the ledger thread, gRPC calls and HTTP, in this order."""
         config = self._config
         require_enough()
         ledger = self._open_ledger()
         # With TLS and without a token, a generated secret replaces the token.
         secret = token or (self._persistent_token("ticket", 32) if config.tls else "")
         instance = secrets.token_hex(16)
-        ticket = Ticket.of(secret, instance)
+        ticket = Ticket.of(secret, instance)  # None without a secret
         self._keys = ServerKeys() if config.tls else None
         grpc_server = import_with_grpc("dataplane.controller.grpc_server")
         self._grpc = grpc = grpc_server.GrpcServer(Secret(token, ticket), config.tls)
         port, zmq_server = self._bind(grpc, ticket)
         self._address = join_address(reachable_host(config.host), port)
         self._listens_at = [port, port + 1, *(name for name in zmq_server.endpoints if name.startswith("ipc://"))]
-        listens_at(self._listens_at)
+        listens_at(self._listens_at)  # forked children close these sockets
         facts = Facts(
             address=self._address,
             epoch=self._epoch,
@@ -179,8 +179,8 @@ class Controller:
             ).start()
 
     def _persistent_token(self, name: str, nbytes: int) -> str:
-        """Return a random token that later epochs of the same state directory reuse, so that storage units and their
-        clients do not have to switch to a new one after a restart."""
+        """Return a random token. It is stored under `name` in the state directory, if there is one, and reused by later
+        epochs, so that storage units and their clients do not have to switch to a new one after a restart."""
         stored = None if self._durable is None else self._durable.recall_text(name)
         token = stored or secrets.token_urlsafe(nbytes)
         if self._durable is not None and stored is None:
@@ -189,7 +189,7 @@ class Controller:
 
     def _open_ledger(self) -> LedgerLike:
         """Return the ledger given to the constructor, otherwise the ledger of the state directory, whose next epoch
-        begins, otherwise a new one in memory."""
+        begins (this sets `_durable` and `_epoch`), otherwise a new one in memory."""
         config = self._config
         settings = LedgerSettings(
             reserve_fraction=config.reserve_fraction,
@@ -208,7 +208,8 @@ class Controller:
         return self._durable
 
     def _bind(self, grpc: GrpcServer, ticket: Ticket | None) -> tuple[int, ZmqServer]:
-        """Bind the gRPC and ZMQ servers to adjacent ports. Return (gRPC port, ZMQ server)."""
+        """Bind gRPC to the configured, the previous or any free port, and ZMQ (in its constructor) to the port above.
+        Return (gRPC port, ZMQ server)."""
         host = self._config.host
         if self._config.port:
             require_free_port(host, self._config.port)  # so that an error names the configured port first
@@ -217,7 +218,7 @@ class Controller:
         if previous is not None:
             return self._bind_previous_port(grpc, ticket, previous)
         for _ in range(PORT_TRIES):
-            # The next epoch of a durable service binds the same port, so no outgoing connection may take it meanwhile.
+            # The next epoch of a durable service binds the same port. Outgoing connections never take a `lasting_port`.
             zmq_port = 0 if self._durable is None else lasting_port() + 1  # 0: any free port
             try:
                 return self._bind_pair(grpc, ZmqServer(host, zmq_port, ticket, self._keys))
@@ -258,7 +259,7 @@ class Controller:
         if http is not None:
             http.stop()  # first, because it uses the ledger thread
         if ledger_thread is not None:
-            ledger_thread.stop(STOP_S)
+            ledger_thread.stop(STOP_S)  # before gRPC, which sends its last answers
         if grpc is not None:
             grpc.stop(STOP_S)
         listens_no_more_at(self._listens_at)
@@ -282,7 +283,8 @@ def _with_port_hint(error: OSError, port: int) -> OSError:
 
 
 def _checksum_policy(config: DataPlaneConfig) -> Checksums:
-    """Return the checksum policy. Durability "machine" needs checksums on all rows, to verify them after a crash."""
+    """Return the configured checksum policy. Durability "machine" replaces the default by "always": a restart after a
+    crash verifies all rows."""
     configured = Checksums(config.checksums)
     if config.durability == "machine" and configured is Checksums.ACROSS_HOSTS:
         return Checksums.ALWAYS

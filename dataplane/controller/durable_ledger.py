@@ -89,14 +89,15 @@ class DurableLedger:
 
     @classmethod
     def _start_epoch(cls, journal: Journal, settings: LedgerSettings, fsynced: bool) -> DurableLedger:
-        """Restore or create the ledger, start a new epoch and apply the effects of the restart."""
+        """Restore or create the ledger, start a new epoch and apply the effects of the restart. Their outputs are
+        dropped, because no unit or client is connected yet."""
         epoch = max(time.time_ns(), (journal.number("epoch") or 0) + 1)  # the clock may have been set back
         recovered = journal.fact("image") is not None
         booted_before, fsynced_before = journal.fact("boot"), journal.fsynced  # read before they are replaced
         if not recovered and journal.last:  # records without the image that they continue
             raise journal.facts_missing()
         if fsynced:
-            journal.force()
+            journal.force()  # makes the journal fsynced
         if recovered:
             ledger = rebuild(journal)
             hit("journal.replayed")
@@ -122,7 +123,7 @@ class DurableLedger:
             self._record_and_apply(c.DropUnit(unit=unit, force=True))
 
     def _record_and_apply(self, item: c.Input) -> list[c.Output]:
-        """Append `item`, after a delayed tick, to the journal and then apply it."""
+        """Append `item` to the journal, after a delayed tick, which was applied before. Then apply `item`."""
         inputs: list[c.Input] = [item] if self._tick is None else [self._tick, item]
         appended = [journal_records.encode(each) for each in inputs]
         self._journal.append(*appended)
@@ -230,9 +231,10 @@ def rebuild(journal: Log, upto: int | None = None) -> Ledger:
 class _ImageWriter:
     """Creates an image whenever the log has grown long, then truncates the log to start at the image.
 
-    `_records`, `_bytes`: size of the log after the last image. `_is_small`: this process writes the images itself.
-    Otherwise `_process` writes the image of record `_image_number`; None while no such process runs. `_attempted_at`,
-    `_not_before`: when the last attempt began, and the earliest time of the next one.
+    `_records`: number of records after the last image. `_bytes`: the size of those that were appended, in this epoch,
+    since `_begin_log_from`. `_is_small`: this process writes the images itself. Otherwise `_process` writes the image
+    of record `_image_number`; None while no such process runs. `_attempted_at`, `_not_before`: when the last attempt
+    began, and the earliest time of the next one.
     """
 
     def __init__(self, journal: Journal, ledger: Ledger) -> None:
@@ -271,7 +273,7 @@ class _ImageWriter:
             self._attempt(self._start_process)
 
     def _attempt(self, make: Callable[[], None]) -> None:
-        """Call `make` unless attempts are delayed. Logs OSError and delays the next attempt."""
+        """Call `make` unless attempts are delayed. Logs its OSError (or StateDirError), then delays the next one."""
         if time.monotonic() < self._not_before:
             return
         try:
@@ -309,7 +311,7 @@ class _ImageWriter:
         if code:
             raise ChildProcessError(f"the process that writes the image exited with code {code}")
         self._begin_log_from(self._image_number, self._journal.image_path(self._image_number).stat().st_size)
-        self._delay_next()
+        self._delay_next()  # also after a success, so that processes run at most half of the time
 
     def _begin_log_from(self, number: int, nbytes: int) -> None:
         """Let the next epoch start from the image of record `number`, which has `nbytes`."""

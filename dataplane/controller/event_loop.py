@@ -74,9 +74,9 @@ class _PendingRequest:
 class LedgerThread:
     """Runs `ledger` in a dedicated thread. Inputs come from the ZMQ server and from `submit` (any thread).
 
-    Each iteration handles all submitted inputs and one message of the server, in order of arrival. It first applies a
-    `Tick` if the last one is older than `TICK_S`. Outputs are delivered in the ledger's order. An exception in the
-    ledger is logged with its input and answered with `InternalError`. An input that the journal cannot record is
+    Each iteration handles all submitted inputs, then one message of the server. It first applies a `Tick` if the last
+    one is older than `TICK_S` or a deadline is reached. Outputs are delivered in the ledger's order. An exception in
+    the ledger is logged with its input and answered with `InternalError`. An input that the journal cannot record is
     rejected and changes nothing.
 
     With `sync`, the outputs of an iteration, of up to `TOGETHER` messages, are delivered after one call of `sync`. If
@@ -127,7 +127,7 @@ class LedgerThread:
         self._enqueue(lambda: self.handle(item, reply, caller=reply, orders=orders, lasting=True))
 
     def withdraw(self, item: c.Input, reply: Reply) -> None:
-        """Remove `reply`, which is then not called. The item itself is not cancelled."""
+        """Let the ledger thread remove `reply`, which is not called after that. The item itself is not cancelled."""
         self._enqueue(lambda: self._forget(item, reply))
 
     def run(self, job: Callable[[], None]) -> None:
@@ -226,12 +226,13 @@ class LedgerThread:
         return self._clock() - self._paused_s
 
     def _advance_clock(self, deadline: float | None) -> None:
-        """Advance the ledger's clock. `deadline` is the ledger's deadline before the wait.
+        """Apply a `Tick` if it is due (see the class). `deadline` is the ledger's deadline before the wait.
 
         Pauses of this thread do not count: messages that clients sent meanwhile are still queued, so their leases and
         sessions would expire first."""
         now, has_ticked = self._now(), self._last_tick > -math.inf
-        # The thread was paused if it is late for its deadline by more than a heartbeat.
+        # The thread was paused if it is late by more than a heartbeat: for its deadline, or, if that had already passed
+        # at the last tick, for a tick now.
         if has_ticked and deadline is not None and now - max(deadline, self._last_tick) > self._facts.heartbeat_s:
             log.warning("Controller was paused for %.1f s; leases and timeouts were extended", now - self._last_tick)
             self._paused_s += now - self._last_tick
@@ -266,7 +267,8 @@ class LedgerThread:
         self._apply(item)
 
     def _apply(self, item: c.Input) -> None:
-        """Apply `item` and deliver its outputs, after the next sync if the journal is fsynced."""
+        """Apply `item` and deliver its outputs: at once, or with `sync` by `_deliver_outgoing`, after the next sync. If
+        the ledger raises, the output is the rejection of `item`."""
         try:
             outputs = self._ledger.apply(item)
         except StateDirError as error:
@@ -320,7 +322,8 @@ class LedgerThread:
             self._apply(c.UnitLost(unit=unit))
 
     def _forget(self, item: c.Input, reply: Reply) -> None:
-        """Remove the reply to a request. A request without replies is no longer pending."""
+        """Remove the reply to a request. After the last one, the request is no longer pending and its answer is
+        dropped."""
         key = key_of(item)
         pending = None if key is None else self._pending.get(key)
         if key is not None and pending is not None:
@@ -344,7 +347,7 @@ class LedgerThread:
         for key in list(self._pending):
             pending = self._pending.pop(key)
             answer = rejection_of(pending.item, error)
-            assert answer is not None
+            assert answer is not None  # requests with a key have one
             for reply in pending.replies.values():
                 _call_back(reply, answer)
         self._zmq.close()  # after the answers, which it still sends

@@ -109,8 +109,9 @@ def keys_handler(facts: Facts) -> grpc.RpcMethodHandler[Any, Any]:
 
 
 def _keys_reply(facts: Facts, metadata: dict[str, str]) -> pb.Keys:
-    """Return the reply to GetKeys. metadata: the headers of the call."""
-    version = metadata.get(VERSION_KEY, "1")
+    """Return the reply to GetKeys. metadata: the headers of the call. Raises `ProtocolVersionError` or
+    `InvalidRequestError` for unsuitable headers."""
+    version = metadata.get(VERSION_KEY, "1")  # a caller without the header counts as version 1
     check_version(int(version) if version.isdecimal() else 0)  # no service has version 0
     try:
         nonce = bytes.fromhex(metadata.get(NONCE_KEY, ""))
@@ -120,7 +121,8 @@ def _keys_reply(facts: Facts, metadata: dict[str, str]) -> pb.Keys:
         raise InvalidRequestError(f"GetKeys needs {NONCE_BYTES} random bytes, in hex, as metadata {NONCE_KEY!r}")
     answer = pb.Keys(curve_key=facts.curve_key, instance=facts.instance, service=facts.service)
     if facts.secret:
-        answer.proof = proof_of(facts.secret, nonce, facts.instance, split_address(facts.address)[1])
+        _, port = split_address(facts.address)
+        answer.proof = proof_of(facts.secret, nonce, facts.instance, port)
     if facts.sends_secret:
         answer.secret = facts.secret
     return answer

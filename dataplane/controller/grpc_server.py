@@ -154,7 +154,7 @@ class GrpcServer:
         self._run(self._serve(_Service(ledger_thread, facts, self._loop), Health(facts.address, why_not, self._ended)))
 
     async def _serve(self, service: _Service, health: Health) -> None:
-        """Register the handlers and start to accept calls."""
+        """Register the handlers and start to accept calls. Sets `_end_unit_streams` for `stop`."""
         self._end_unit_streams = service.end_unit_streams
         reflection = map(_reflection_handler, REFLECTIONS)
         self._server.add_generic_rpc_handlers((service.handler(), health.handler(), *reflection))
@@ -180,8 +180,8 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
         self._public_calls = PublicCalls()
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        """Return the handler of a call. Without a valid token, the handler ends the call with
-        AuthenticationError; for an unknown method, return None."""
+        """Return the handler of a call, None for an unknown method. If the method needs a token and the call has no
+        valid one, the handler ends the call with AuthenticationError."""
         if is_public(details.method, GET_KEYS):
             handler = await continuation(details)
             return None if handler is None else self._public_calls.counted(handler)
@@ -306,12 +306,12 @@ class _Service:
         def order(output: c.Output) -> None:
             self._loop.call_soon_threadsafe(orders.put_nowait, output)
 
-        reading, unit = None, None
+        reading, added = None, None
         self._unit_streams.add(orders)
         try:
-            unit = await self._add_unit(requests, order)
-            yield unit_stream.order_to_pb(unit)
-            reading = asyncio.create_task(self._read_reports(requests, unit.unit, orders))
+            added = await self._add_unit(requests, order)
+            yield unit_stream.order_to_pb(added)
+            reading = asyncio.create_task(self._read_reports(requests, added.unit, orders))
             while (item := await orders.get()) is not None:
                 if isinstance(item, DataPlaneError):
                     raise item
@@ -325,9 +325,9 @@ class _Service:
             self._unit_streams.discard(orders)
             if reading is not None:
                 reading.cancel()
-            if unit is not None:
+            if added is not None:
                 with contextlib.suppress(ServiceUnavailableError):
-                    self._ledger_thread.detach(unit.unit, order)
+                    self._ledger_thread.detach(added.unit, order)
 
     def end_unit_streams(self) -> None:
         """End the streams of all storage units with `ServiceUnavailableError`."""
@@ -335,7 +335,7 @@ class _Service:
             orders.put_nowait(ServiceUnavailableError(address=self._facts.address, why="the service is stopping"))
 
     async def _add_unit(self, requests: AsyncIterator[pb.UnitReport], order: Orders) -> c.UnitAdded:
-        """Read the first report of a stream, which must be AddUnit, and register the unit."""
+        """Read the first report of a stream, which must be AddUnit, and register the unit. `order` gets its orders."""
         async for request in requests:
             add = unit_stream.report_from_pb(request)
             if not isinstance(add, c.AddUnit):

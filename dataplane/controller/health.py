@@ -45,7 +45,7 @@ class ServiceHealth:
             return self._why
 
     def _check(self) -> str:
-        """Send one command to the ledger. Return why it failed, or ""."""
+        """Send one command, which changes nothing, to the ledger. Return why it failed, or ""."""
         self._number += 1
         call = c.Call(session=NO_SESSION, number=self._number, watermark=self._number, command=c.Units())
         answers: queue.SimpleQueue[c.Output] = queue.SimpleQueue()

@@ -61,7 +61,8 @@ class _Database(sqlite3.Connection):
 
 @functools.cache
 def _databases() -> weakref.WeakSet[_Database]:
-    """Return the set of open connections. A forked child leaks a reference to each of them (see `_Database`)."""
+    """Return the set of open connections. The first call registers the hook by which a forked child leaks a reference
+    to each of them (see `_Database`)."""
     opened: weakref.WeakSet[_Database] = weakref.WeakSet()
 
     def keep_in_child() -> None:
@@ -162,7 +163,8 @@ class Log:
         return nbytes
 
     def records(self, after: int, upto: int | None = None) -> Iterator[tuple[int, bytes]]:
-        """Yield (number, record) for the records after `after`, up to and including `upto` (None: to the last)."""
+        """Yield (number, record) for the records after `after`, up to and including `upto` (None: to the last). Ends
+        without an error if the log ends before `upto`."""
         expected = after + 1
         while upto is None or expected <= upto:
             with self._state_error("cannot be read"):
@@ -200,8 +202,8 @@ class Log:
 
     @contextlib.contextmanager
     def _state_error(self, what: str, file: str = "") -> Iterator[None]:
-        """Turn the errors of SQLite and of the system into StateDirError. what: what failed, as "cannot be read". file:
-        the subject of that; otherwise the log for errors of SQLite, and "it", the directory, for those of the
+        """Turn errors of the body into StateDirError, "SUBJECT WHAT: ERROR". The subject is `file` if that is given,
+        otherwise the log for errors of SQLite (also text that is not UTF-8), and "it", the directory, for those of the
         system."""
         try:
             yield
@@ -251,7 +253,7 @@ class Journal(Log):
         """Open the journal in `directory`, which is created (mode 0700) if it does not exist.
 
         Raises StateDirError if another process uses it, if it is on a network file system (where locks and the last
-        writes of a crashed process are unreliable), or if it cannot be read and written.
+        writes of a crashed process are unreliable), or if it is damaged or cannot be read and written.
         """
         folder = Path(directory).absolute()
         lock = None
@@ -317,7 +319,7 @@ class Journal(Log):
         with self._state_error("cannot be read"):
             (last,) = self._db.execute("SELECT max(number) FROM log").fetchone()
         self._droppable = self.covered
-        self._last = max(last or 0, self._droppable)
+        self._last = max(last or 0, self._droppable)  # the records that the image covers may all be deleted
         if self._end.damaged:
             raise self.error(
                 f"{END_NAME} is damaged, so the end of the log, record {self._last}, cannot be verified",
@@ -347,7 +349,7 @@ class Journal(Log):
         rows = [(number, record, zlib.crc32(record)) for number, record in enumerate(records, self._last + 1)]
         with self._state_error("cannot be written"):
             hit("journal.before_append")
-            if self._droppable:  # a part of what the image covers
+            if self._droppable:  # the log has records that the image covers
                 self._drop_some()
             if len(rows) == 1:  # a statement is atomic without a transaction
                 self._db.execute(_INSERT, rows[0])
@@ -441,7 +443,8 @@ class Journal(Log):
         self._lock.close()
 
     def _checkpoint(self) -> None:
-        """Fsync the image and the directory, and write the write-ahead log to the database."""
+        """Fsync the image and the directory, and write the write-ahead log to the database. Leaves `PRAGMA synchronous`
+        at FULL; both callers set it again."""
         sync_path(self.image_path(self.covered))
         sync_path(self.directory)
         self._db.execute("PRAGMA synchronous = FULL")

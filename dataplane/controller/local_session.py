@@ -37,15 +37,16 @@ class LocalSession:
     def ask(self, command: c.Command) -> c.Result:
         """Execute `command` and return the ledger's result, or raise the error that it answers. Statistics omit this
         session, because it does not belong to a client. Concurrent calls run one at a time. Raises `CallTimeoutError`
-        after `ASK_S` seconds, `ServiceUnavailableError` once the service is stopping."""
+        after `ASK_S` seconds, which include the wait for earlier calls, `ServiceUnavailableError` once the service is
+        stopping."""
         deadline = time.monotonic() + ASK_S
         if not self._turn.acquire(timeout=ASK_S):
             raise self._timeout_error(command)
         try:
             try:
                 return self._ask_once(command, deadline)
-            except SessionExpiredError:  # the service expired this session; open another one
-                self._session = 0
+            except SessionExpiredError:  # the service expired this session
+                self._session = 0  # so that `_ask_once` opens another one
                 return self._ask_once(command, deadline)
         except queue.Empty:
             raise self._timeout_error(command) from None
@@ -60,7 +61,7 @@ class LocalSession:
                 self._ledger_thread.submit(c.Heartbeat(session=session))
 
     def close(self) -> None:
-        """End the session without waiting for an answer. A later `ask` opens another one."""
+        """End the session, while no `ask` runs, without waiting for an answer. A later `ask` opens another one."""
         session, self._session = self._session, 0
         if session:
             self._number += 1

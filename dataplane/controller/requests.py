@@ -83,7 +83,8 @@ def rejection_of(item: c.Input, error: DataPlaneError) -> c.Output | None:
 
 
 def message_of(output: c.Output, facts: Facts) -> Message:
-    """Convert an output to its reply message; `Opened` also gets facts. Raises the error that the output carries."""
+    """Convert an output to its reply message; that of `Opened` also gets facts. Raises the error that the output
+    carries, `InternalError` for an output that answers no request."""
     match output:
         case c.Answer():
             if isinstance(output.result, DataPlaneError):

@@ -53,7 +53,8 @@ class Handshakes(grpc.aio.ServerInterceptor):
             self._loop.call_later(REPORT_S, self._report)
 
     def _report(self) -> None:
-        """Log the connections without a call that began before the last report, whose time limit has passed."""
+        """Log how many of the connections that began before the last report, whose time limit has passed, made no call
+        and are not in the log. Schedule the next report if connections began since."""
         without_call = self._began_before - self._calling
         if without_call > self._reported:
             log.warning(
@@ -62,7 +63,6 @@ class Handshakes(grpc.aio.ServerInterceptor):
                 without_call - self._reported,
             )
             self._reported = without_call
-        # The connections that began since the last report are due at the next one.
         self._reporting = self._began_before < self._began
         self._began_before = self._began
         if self._reporting:

@@ -69,8 +69,8 @@ class ZmqServer:
         self._handshake_failed = False  # of the peer whose disconnect is the next event
         self._closed = False
         try:
-            failures = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if ticket else 0  # without a ticket, any peer is served
-            self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | failures)
+            refused = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if ticket else 0  # without a ticket, any peer is served
+            self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | refused)
             if ticket is not None:
                 self._admission = Admission(self._context, "the controller", keys)
                 self._admission.admit(ticket)
@@ -129,7 +129,7 @@ class ZmqServer:
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                     self._handshake_failed = True  # the next disconnect belongs to this peer
                 case zmq.EVENT_DISCONNECTED:
-                    # The last heartbeat may belong to a later connection that reuses the descriptor.
+                    # Whether a later connection reuses the descriptor and has already sent a heartbeat over it.
                     replaced = later_accepts[descriptor] > 0 and descriptor in self._heartbeat_descriptors
                     self._end_connection(handler, descriptor, replaced)
         self._heartbeat_descriptors.clear()
@@ -166,7 +166,7 @@ class ZmqServer:
         """Parse one request and pass it to `handler`; reply with the error if it is malformed."""
         caller = peer.bytes
         try:
-            if self._admission is not None:  # a peer whose message arrives has presented the ticket
+            if self._admission is not None:  # a peer whose message arrives has presented the ticket: `hang_up` keeps it
                 self._unauthenticated.spoke(int(peer.get(zmq.SRCFD)))
             if len(frames) < 2:
                 raise InvalidRequestError(f"a request needs 2 or more frames (method, message), got {len(frames)}")

@@ -76,8 +76,8 @@ class ClaimOptions(ClaimConditions, total=False):
 
 
 def convert_options(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the options and return them as fields of the command. Raise TypeError for an option that `kind`, a
-    TypedDict, does not have."""
+    """Check the options and return them as fields of the command (see `_FIELDS`). Raise TypeError for an option that
+    `kind`, a TypedDict, does not have."""
     for name in options:
         if name not in kind.__annotations__:
             raise TypeError(f"unexpected option {name!r}: expected some of {', '.join(kind.__annotations__)}")
@@ -86,7 +86,7 @@ def convert_options(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def claim(session_state: SessionState, command: c.Claim, dp_rank: int | None) -> Operation[KVBatchMeta]:
     """Wait on the service for the claim and return the claimed samples, with tags and, from `input_lengths`, sequence
-    lengths. dp_rank: the caller's rank, noted in `extra_info`; None if the claim is for no rank."""
+    lengths. `extra_info` names the caller's rank, unless `dp_rank` is None, and the samples of dropped groups."""
     yield from check_claim(session_state, command)
     claimed = yield Send(command)
     try:
@@ -171,7 +171,7 @@ def settle_claims(
 ) -> Operation[list[str]]:
     """Acknowledge, release or extend the claimed samples of `meta`: `make` is `Ack`, `Nack` or `Extend`, and `more` has
     further fields of this command. Return the ids of samples that were cleared in the meantime. Raise
-    `InvalidRequestError` for a meta without a claim."""
+    `InvalidRequestError` for a meta that has samples but no claim."""
     if not isinstance(meta, KVBatchMeta):
         raise UnsupportedValueError(
             field="meta", row=None, got=type(meta).__name__, hint="Pass the KVBatchMeta that claim_meta returned."

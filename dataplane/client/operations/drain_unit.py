@@ -108,7 +108,7 @@ def drain(
 ) -> Operation[Drained]:
     """Mark the unit, so that no new rows are placed on it, and move its rows until none remain. Raise `DrainError` if
     that takes longer than `timeout_s` or is impossible. force: mark the unit even if no other unit accepts new rows.
-    on_progress: called after each page, unless the drain has ended."""
+    on_progress: called after each page but the last; a page may be empty while puts are in progress."""
     timeout_s = seconds("timeout_s", timeout_s)
     yield Send(c.Drain(unit=unit, force=force))
     progress = _Progress(unit, timeout_s)
@@ -158,7 +158,7 @@ def _allocate(page: c.FoundCells, on_full: c.OnFull, timeout_s: float) -> c.Allo
         partition=page.partition,
         columns=(c.ColumnSizes(name=page.field, sizes=_sizes(page)),),
         update=True,  # copies may use the space reserved for updates
-        moving=True,
+        moving=True,  # no budget counts the space, and nothing is evicted for it
         on_full=on_full,
         timeout_s=timeout_s,
     )
@@ -278,7 +278,7 @@ def move_of(page: c.FoundCells, unit: int, *, located: int, reservation: int) ->
 def _with_sample_id(error: ChecksumError, page: c.FoundCells) -> Operation[DataPlaneError]:
     """Return the error of `_copy` with the id of a sample that has the damaged value, in place of the value's number.
     Return it unchanged if the service does not list the sample."""
-    cell = int(np.flatnonzero(page.index == int(error.facts["sample"]))[0])
+    cell = int(np.flatnonzero(page.index == int(error.facts["sample"]))[0])  # the first that has the value
     samples = c.Samples(rows=page.rows[cell : cell + 1], generations=page.generations[cell : cell + 1])
     try:
         listed = yield Send(c.List(partition=page.partition, samples=samples))

@@ -276,8 +276,8 @@ def _cached_locations(
 
 
 def _unchanged(remembered: Sequence[c.FieldLocations], found: Sequence[c.FieldLocations]) -> bool:
-    """Return whether the remembered locations are still valid, and therefore were valid all the time, with
-    checksums if required."""
+    """Return whether the remembered locations are still valid, and therefore were valid all the time. Their checksums
+    are compared if the service returns some."""
     return all(map(_is_same_location, remembered, found))
 
 
@@ -320,7 +320,9 @@ def _read(
             located = yield from _locate(session_state, names, ids, partition, select_fields)
         else:
             early_copy = partial(_try_work, session_state, work, remembered)
-            located = yield from _locate(session_state, names, ids, partition, select_fields, early_copy, serials=True)
+            located = yield from _locate(
+                session_state, names, ids, partition, select_fields, meanwhile=early_copy, serials=True
+            )
         try:
             fields: tuple[c.FieldLocations, ...] = located.result.fields
             # `located.meanwhile` is None if the early copy failed or was not made.
@@ -367,7 +369,8 @@ def _refuse_failed(units: set[int], failed: StorageUnitError | None) -> set[int]
 
 
 def _try_work(session_state: SessionState, work: Callable[..., Any], remembered: tuple[c.FieldLocations, ...]) -> Any:
-    """Run `work`, which reads the rows, with the remembered locations. Return None if they cannot be read."""
+    """Run `work`, which reads the rows, with the remembered locations. Return None if they cannot be read, or if a unit
+    may have released their memory (see `backed`)."""
     try:
         return work(remembered, units_of(remembered)) if session_state.connections.backed(remembered) else None
     except Exception as error:

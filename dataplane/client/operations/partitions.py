@@ -51,7 +51,7 @@ def register(
         budget_bytes=budget_bytes,
         when_full=_when_full(when_full),
     )
-    session_state.schemas.forget(partition)
+    session_state.schemas.forget(partition)  # first: the command may be executed although it fails here
     yield Send(command)
 
 

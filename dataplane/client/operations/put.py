@@ -111,7 +111,7 @@ def _append(
     session_state: SessionState, commit: c.Commit, ids: list[str], fields: TensorDict | Mapping[str, Any]
 ) -> Operation[Stored]:
     """Read the jagged rows, append the new values and put the result, provided that no other client wrote the rows
-    in the meantime. The pin on the rows that were read, kept until the commit, guarantees this."""
+    in the meantime: while the rows that were read are pinned, until the commit, no other rows take their place."""
     partition, samples = commit.partition, commit.samples
     # Without token lengths: a meta has those of whole rows, not of the appended pieces.
     encoded, schema = yield from _encode(session_state, partition, fields, len(ids), token_lengths=None)

@@ -20,7 +20,7 @@ Names = Sequence[str] | KVBatchMeta
 
 
 def ids_of(names: Names) -> list[str]:
-    """Return the sample ids of `names`, checked: a list of distinct strings.
+    """Return the sample ids of `names`. If that is not a meta, check that it is a list of distinct strings.
 
     Raise `UnsupportedValueError` (a TypeError) for values that are not strings, `InvalidRequestError` (a
     ValueError) naming the duplicates.
@@ -54,7 +54,7 @@ def samples_of(names: Names, ids: Sequence[str] | None = None) -> c.Samples:
 
 def scalar(tag: str, row: int, value: Any) -> Scalar:
     """Convert `value` to a tag: str, bool, int, float or None. Numpy and torch scalars become the equal Python
-    scalar. Raise `UnsupportedValueError`, naming `tag` and `row`, for other values."""
+    scalar, other real numbers a float. Raise `UnsupportedValueError`, naming `tag` and `row`, for other values."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     item = getattr(value, "item", None)
@@ -80,7 +80,7 @@ def tag_columns(
     tags: Sequence[Mapping[str, Any]] | None, count: int, convert: Callable[[str, int, Any], Scalar] = scalar
 ) -> tuple[c.TagColumn, ...]:
     """Convert one mapping per sample to columns. Raise `InvalidRequestError` if the number of mappings is not
-    `count`.
+    `count`, `UnsupportedValueError` for other types.
 
     convert: returns the stored tag for a value that is not a bool, int, float or None; its arguments are the tag's
     name, the sample's position and the value.
@@ -131,7 +131,7 @@ def meta_of(
     listed: c.Claimed | c.Listed, partition: str, *, task: str | None = None, fields: Sequence[str] | None = None
 ) -> KVBatchMeta:
     """Return the meta of samples that the service listed or claimed, with tags, handles and, if all samples have the
-    tag `input_lengths`, sequence lengths. fields: the fields of the meta (default: those that the service listed)."""
+    tag `input_lengths`, sequence lengths. fields: the fields of the meta (none: those that the service listed)."""
     tags = tags_of(listed.tags, len(listed.ids))
     lengths = [tag.get(INPUT_LENGTHS) for tag in tags]
     known = [int(length) for length in lengths if length is not None]

@@ -110,8 +110,8 @@ class AsyncChannel(OpenChannel):
                 self._none_pending.set()
 
     async def _exchange(self, outgoing: OutgoingCall) -> zmq_frames.Reply:
-        """Send the call and return its reply; resend it after silence. The call stays in `_waiting` until `call`
-        removes it."""
+        """Send the call and return its reply; resend it after silence, until its deadline (see `prepare_resend`). The
+        call stays in `_waiting` until `call` removes it."""
         answered: asyncio.Future[zmq_frames.Reply] = self._loop.create_future()
         self._waiting[outgoing.number] = _Waiting(outgoing, answered)
         self._send(outgoing.frames)
@@ -185,12 +185,14 @@ class AsyncChannel(OpenChannel):
         if not self._closing and not self._calls.over:
             for outgoing in self._calls.due():
                 self._send_once(outgoing)
-            for command in [] if self._calls.unreachable else self.leftovers():
-                self.post(command)
+            # While the service is unreachable, leftovers are not taken; a later heartbeat posts them.
+            if not self._calls.unreachable:
+                for command in self.leftovers():
+                    self.post(command)
 
     def _schedule_reconnect(self) -> None:
-        """Pass the storage units to `on_units`, and schedule `_reconnect` in the loop. The heartbeat thread calls this
-        after the session moved, ended or was given up."""
+        """Schedule `_reconnect` in the loop; if the session has moved, first pass its storage units to `on_units`. The
+        heartbeat thread calls this after the session moved, ended or was given up."""
         session = self._calls.session
         if not self._calls.unreachable:
             self.on_units(session.units)
@@ -203,13 +205,14 @@ class AsyncChannel(OpenChannel):
         if self._closing:
             return
         self._close_socket()  # `_send` opens another one
-        for waiting in list(self._waiting.values()):
+        for waiting in self._waiting.values():
             try:
                 self._send(self._calls.prepare_resend(waiting.outgoing))
             except DataPlaneError as error:
                 waiting.fail(error)
-        for outgoing in [] if self._calls.unreachable else self._calls.due(all_of_them=True):
-            self._send_once(outgoing)
+        if not self._calls.unreachable:
+            for outgoing in self._calls.due(all_of_them=True):
+                self._send_once(outgoing)
 
     # --- closing
 
@@ -274,8 +277,8 @@ class AsyncChannel(OpenChannel):
 
 
 def _discard(opening: asyncio.Future[tuple[OpenedSession, Socket]], context: zmq.Context[Socket]) -> None:
-    """Drop what is left of an opening that failed or whose caller was cancelled: the context, and the session if it was
-    opened. The service detects the closed socket."""
+    """Free the context of an opening that failed or whose caller was cancelled. If the session was opened, first close
+    its socket, which the service detects."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result()[1].close()
     context.destroy(linger=0)

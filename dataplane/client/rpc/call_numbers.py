@@ -93,7 +93,7 @@ class CallNumbers:
 
     def repeat(self, number: int, *, now: float) -> Call:
         """Return the call of an unanswered number for resending."""
-        self._open[number].sent_at = now
+        self._open[number].sent_at = now  # `listed` stays: the first sending, which listed less, may be answered
         return self._call(number)
 
     def is_open(self, number: int) -> bool:

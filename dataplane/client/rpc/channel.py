@@ -84,7 +84,7 @@ class ControllerChannel(OpenChannel):
         acquired: list[tuple[int, c.Command]] | None = None,
     ) -> tuple[int, c.Result]:
         """Send a command, wait for its response and return its number and result. `meanwhile` is called once, after
-        the command was sent. The number and the command are appended to `acquired` before the command is sent,
+        the command was first sent. The number and the command are appended to `acquired` before the command is sent,
         because an interrupt may occur after the response arrived.
 
         Resend the call under its number while no response arrives. Block for the command's own `timeout_s`
@@ -108,7 +108,8 @@ class ControllerChannel(OpenChannel):
             raise
 
     def _exchange(self, outgoing: OutgoingCall, meanwhile: Callable[[], None]) -> zmq_frames.Reply:
-        """Send the call and return its reply; resend it after silence and after a reconnection."""
+        """Send the call and return its reply; resend it after silence and after a reconnection, until its deadline (see
+        `prepare_resend`)."""
         sent = answered = False
         while True:  # once per socket pool: a reconnection replaces the pool
             with (using := threading.Lock()):
@@ -165,17 +166,19 @@ class ControllerChannel(OpenChannel):
         self._repeat_posted(self._calls.due())
         with contextlib.suppress(ClientClosedError):
             # While the service is unreachable, leftovers are not taken; a later heartbeat posts them.
-            for command in [] if self._calls.unreachable else self.leftovers():
-                self.post(command)
+            if not self._calls.unreachable:
+                for command in self.leftovers():
+                    self.post(command)
 
     def _process_replies(self, dealer: Socket) -> None:
         for reply in arrived_replies(dealer):
             self._calls.process_reply(reply)
 
     def _repeat_posted(self, due: list[OutgoingCall]) -> None:
-        with contextlib.suppress(ClientClosedError):
-            for outgoing in [] if self._calls.over else due:
-                self._send_once(outgoing)
+        if not self._calls.over:
+            with contextlib.suppress(ClientClosedError):
+                for outgoing in due:
+                    self._send_once(outgoing)
 
     # --- sockets
 
@@ -200,7 +203,7 @@ class ControllerChannel(OpenChannel):
                 return
             replaced, self._pool = self._pool, SocketPool(self._context, session.endpoint, session.keys)
             replaced.close()  # wakes up the pending calls; they find the new pool, which is set already
-            # Keep the pools that still have sockets in use: `close` waits for these.
+            # Keep the pools that still have sockets in use (`wait` counts them): `close` waits for these.
             self._replaced_pools = [pool for pool in [*self._replaced_pools, replaced] if pool.wait(0.0)]
         if not self._calls.unreachable:
             self.on_units(session.units)

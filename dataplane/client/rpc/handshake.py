@@ -243,7 +243,7 @@ def _connect_once(
 
 def _parse_opened(body: bytes, address: str) -> tuple[pb.Opened, c.Opened]:
     """Return the message, which also says how to reach the service, and the ledger's part of it. Raise
-    `ServiceUnavailableError` if the body is no such message."""
+    `ServiceUnavailableError` if the body is not such a message."""
     try:
         message = pb.Opened.FromString(body)
         return message, codec.from_pb(c.Opened, message)

@@ -40,6 +40,7 @@ class HeartbeatThread:
     durable service breaks, or `calls` requests a check (`on_doubt`). It resolves the address again, requests the
     session and reports the outcome to `calls`: the session and its current endpoint, a lost service, or the end of the
     session.
+
     It calls `moved` when the session was found or has ended, and when calls no longer wait for a lost service:
     waiting callers must check again.
 
@@ -142,7 +143,7 @@ class HeartbeatThread:
                 self._check_requested = True
 
     def _send_heartbeat(self) -> None:
-        """Send one heartbeat, reconnect if needed, and call `maintain`. Errors are logged and stop no later one."""
+        """Send one heartbeat, reconnect if needed, and call `maintain`. Errors are logged; the thread continues."""
         beat_s = self._calls.session.heartbeat_s
         self._next_beat_at = time.monotonic() + beat_s  # `_miss` may set another time
         try:
@@ -162,8 +163,8 @@ class HeartbeatThread:
             log.debug("Heartbeat of session %d dropped: the send queue is full", self._calls.session.number)
 
     def _receive_replies(self) -> None:
-        """Handle the replies to heartbeats that have arrived. An error in a reply ends the session; a malformed reply
-        only requests a check."""
+        """Handle the replies to heartbeats that have arrived. An error in a reply, and malformed frames, end the
+        session; a malformed body only requests a check."""
         while True:
             try:
                 frames = self._dealer.recv_multipart(zmq.NOBLOCK)

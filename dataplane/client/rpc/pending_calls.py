@@ -170,8 +170,8 @@ class Calls:
         return self._outgoing(call, now, now + self._timeout_s)
 
     def prepare_resend(self, outgoing: OutgoingCall) -> list[bytes]:
-        """Return the frames for resending an unanswered call. Raise `CallTimeoutError` after its deadline, and the
-        errors of `check`."""
+        """Return the frames for resending an unanswered call, and set the time of the resend after that. Raise
+        `CallTimeoutError` after its deadline, and the errors of `check`."""
         now = time.monotonic()
         if now >= outgoing.deadline:
             raise CallTimeoutError(

@@ -24,7 +24,7 @@ LOGIN_FILES = ("/base.css", "/icon.svg")
 
 
 def page(folder: Path = PAGE) -> dict[str, Handler]:
-    """Read the files in `folder` and return their handlers by path; index.html is at /."""
+    """Read the files in `folder` with a suffix of `_TYPES` and return their handlers by path; index.html is at /."""
     files = [path for path in sorted(folder.iterdir()) if path.suffix in _TYPES]
     return {"/" if path.name == "index.html" else f"/{path.name}": _file(path) for path in files}
 

@@ -174,7 +174,7 @@ def _set_moved(sheet: Sheet, prefix: str, moved: MovedTotals, *labels: str) -> N
 
 
 def _longest_waits(waits: c.WaitList) -> dict[tuple[str, str], float]:
-    """Return the longest wait in seconds by (partition, task) of the pending calls. Puts have task ""."""
+    """Return the longest wait in seconds of the waiting calls, by (partition, task). Puts have task ""."""
     longest: dict[tuple[str, str], float] = {}
     for wait in waits.waits:
         key = wait.partition, wait.task

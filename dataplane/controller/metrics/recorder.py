@@ -183,7 +183,8 @@ class Recorder:
         self._reserved.pop((call.session, command.reservation), None)
 
     def _count_commit(self, call: c.Call, command: c.Commit, result: c.Committed, began: float, now: float) -> None:
-        """Count a put. Its span begins with its Allocate, if it had a reservation of its own."""
+        """Count a put. Its span begins with its Allocate if it had a reservation of its own, otherwise at `began`, the
+        arrival of the Commit."""
         samples, nbytes, names = len(result.rows), 0, []
         for column in command.columns:
             lengths = column.lengths  # often one, whose sum costs more than `item`
@@ -228,7 +229,7 @@ class Recorder:
             self._timeline.add((call.session, "get", partition, fields, samples, nbytes, locate_began, now))
 
     def _count_claim(self, call: c.Call, command: c.Claim, result: c.Claimed, began: float, now: float) -> None:
-        """Count a claim and its waiting time. A peek claims nothing."""
+        """Count a claim and its waiting time. A peek claims nothing and is not counted."""
         if command.peek:
             return
         samples = len(result.rows)
@@ -244,7 +245,8 @@ class Recorder:
         self._timeline.add((call.session, "claim", command.partition, (command.task,), samples, 0, began, now))
 
     def _count_clear(self, call: c.Call, command: c.Clear, result: c.Cleared, began: float, now: float) -> None:
-        """Count cleared samples. A command without samples clears a whole partition, whose counters are dropped."""
+        """Count cleared samples. A command without samples clears a whole partition: its counters are dropped after the
+        samples are added, so that they count in `moved`."""
         moved = self.by_partition.get(command.partition) or self._add_partition(command.partition)
         moved.cleared_samples += result.count
         if command.samples is None:

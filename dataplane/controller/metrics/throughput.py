@@ -43,8 +43,8 @@ class Throughput:
         self._latest = Second(end=0, live_bytes=0)
 
     def second_at(self, now: float) -> Second:
-        """Return the record of the second that contains `now` (Unix time), to add to; for an earlier time, the
-        latest one."""
+        """Return the record of the second that contains `now` (Unix time), to add to. If `now` is before the latest
+        second, return that one."""
         if now >= self._latest.end:
             end = int(now) + 1
             self._latest = Second(end, self._latest.live_bytes)
@@ -57,7 +57,7 @@ class Throughput:
         first = last - KEPT_S + 1
         known = list(self._seconds)  # a copy, because another thread adds seconds
         by_end = {second.end: second for second in known}
-        # Those of the last second before the report.
+        # The live bytes before the first reported second.
         live_bytes = next((second.live_bytes for second in reversed(known) if second.end < first), 0)
         row: list[Second] = []
         for end in range(first, last + 1):

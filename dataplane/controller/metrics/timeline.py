@@ -76,7 +76,7 @@ class Timeline:
 
 
 def store_bounded(kept: dict[Key, Kept], key: Key, value: Kept) -> Kept | None:
-    """Store `value`. If the mapping exceeds `OPEN` entries, remove the oldest and return its value."""
+    """Store `value`. If `kept` then exceeds `OPEN` entries, remove the oldest and return its value, otherwise None."""
     kept[key] = value
     return None if len(kept) <= OPEN else kept.pop(next(iter(kept)))
 
