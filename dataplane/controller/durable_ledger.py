@@ -209,7 +209,7 @@ def rebuild(journal: Log, upto: int | None = None) -> Ledger:
     StateDirError if the journal is unusable."""
     stored = journal.image()
     if stored is None:
-        raise journal.error("the journal has no image of a ledger")
+        raise journal.error("its journal names no image (a copy of the state of the service)")
     last, image = stored
     try:
         ledger = Ledger.restored(image)

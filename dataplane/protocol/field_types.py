@@ -132,7 +132,10 @@ def _cached_spec(serialized: bytes) -> FieldSpec:
     wire = pb.FieldSpec.FromString(serialized)
     inner = tuple(wire.inner.sizes) if wire.HasField("inner") else None  # the inner shape
     if not 0 <= wire.kind < len(_KINDS):
-        raise InvalidRequestError(f"unknown field kind {wire.kind}; is the client newer than the service?")
+        raise InvalidRequestError(
+            f"unknown field kind {wire.kind}; the client may be newer than the service: install the same release on "
+            "both"
+        )
     if inner is not None and min(inner, default=0) < 0:
         raise InvalidRequestError(f"inner shape {list(inner)} of a field has a negative size")
     try:

@@ -44,7 +44,7 @@ def test_a_node_that_dies_takes_its_rows_along_and_nothing_else(found: dict[str,
     assert dies["meta"].startswith("StaleSampleError: sample 'lost' of partition 'p' was cleared")
     assert dies["id"].startswith("SampleNotFoundError: no live sample 'lost' in partition 'p'")
     for error in (dies["meta"], dies["id"]):
-        assert re.search(r"\(1 of them lost with storage unit \d+ \(unit-", error)
+        assert re.search(r"\(1 of them were lost with storage unit \d+ \(unit-", error)
 
 
 def test_a_node_that_ray_says_will_leave_is_drained(found: dict[str, Any]) -> None:

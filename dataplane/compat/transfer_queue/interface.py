@@ -158,7 +158,7 @@ def _one_row(fields: Fields | None, tag: Tag | None) -> Fields | None:
     if not isinstance(fields, Mapping):
         raise ValueError(f"kv_put: fields must be a TensorDict or a mapping, got {type(fields).__name__}")
     if any(isinstance(value, Tensor) and value.is_nested for value in fields.values()):
-        raise ValueError("kv_put: a nested tensor is a batch of rows; use kv_batch_put")
+        raise ValueError("kv_put: a nested tensor is a batch of rows, but kv_put stores one row; use kv_batch_put")
     if any(type(name) is not str for name in fields):
         raise ValueError(f"kv_put: field names must be strings, got {list(fields)}")
     return {
