@@ -90,7 +90,9 @@ def scalar_to_pb(value: Scalar) -> Keywords:
             return {"big_integer": str(value)}
         case float():
             return {"real": value}
-    raise InvalidRequestError(f"a tag is a str, bool, int, float or None, got {value!r} ({type(value).__name__})")
+    raise InvalidRequestError(
+        f"tag value {value!r}: expected a str, bool, int, float or None, got {type(value).__name__}"
+    )
 
 
 def scalar_from_pb(wire: pb.Scalar) -> Scalar:

@@ -179,7 +179,9 @@ class UnitLink:
         if not self._answered.wait(self._limit_s()):
             busy = self._busy
             self.close()
-            late = CallTimeoutError(what="AddUnit", waited_s=self._opening_s, peer=f"the controller at {address}")
+            late = CallTimeoutError(
+                what="registration of the storage unit", waited_s=self._opening_s, peer=f"the controller at {address}"
+            )
             raise late if busy is None else busy
         if isinstance(self._outcome, Exception):
             self.close()

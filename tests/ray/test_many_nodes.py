@@ -42,7 +42,7 @@ def test_a_node_that_dies_takes_its_rows_along_and_nothing_else(found: dict[str,
     assert dies["units"] == 2
     assert dies["ids"] == ["a", "b", "c", "d", "e", "f", "more"]
     assert dies["meta"].startswith("StaleSampleError: sample 'lost' of partition 'p' was cleared")
-    assert dies["id"].startswith("SampleNotFoundError: no live sample 'lost' in partition 'p'")
+    assert dies["id"].startswith("SampleNotFoundError: partition 'p' has no live sample 'lost'")
     for error in (dies["meta"], dies["id"]):
         assert re.search(r"\(1 of them were lost with storage unit \d+ \(unit-", error)
 

@@ -141,7 +141,7 @@ def test_a_state_of_another_format_is_refused_and_stays(
     monkeypatch.setattr(module, "FORMAT", number + step)
     why = {
         journal: rf"its journal has format version {number}, but .* reads {number + step}\. Use the version of the",
-        image: rf"image has format {number}, expected {number + step}\. Use the version that wrote",
+        image: rf"image of the state has format {number}, expected {number + step}\. Use the version that wrote",
     }[module]
     with pytest.raises(StateDirError, match=why), service_of(folder):
         pass
@@ -168,7 +168,7 @@ def test_an_arena_of_another_format_is_refused_and_stays(
 ) -> None:
     folder, number = unpack(ARCHIVE, tmp_path), arena.FORMAT
     monkeypatch.setattr(arena, "FORMAT", number + step)
-    why = rf"has format {number}, this version reads {number + step}\. Use the version that wrote"
+    why = rf"has format {number}, but this version reads {number + step}\. Use the version that wrote"
     with pytest.raises(StateDirError, match=why), service_of(folder):
         pass
     monkeypatch.undo()
