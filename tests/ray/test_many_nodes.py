@@ -60,4 +60,4 @@ def test_a_node_comes_back_with_its_state_unless_it_is_given_up(found: dict[str,
 def test_a_detached_service_outlasts_its_driver(found: dict[str, Any]) -> None:
     error = found["stays"].pop("error")
     assert found["stays"] == {"read": [7.0], "units": ["serving"]}
-    assert "no data plane service at actor:stays@many: no service was launched with that name" in error
+    assert "no data plane service at actor:stays@many: no service of that name runs in that namespace" in error
