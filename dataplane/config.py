@@ -141,7 +141,7 @@ class DataPlaneConfig:
             if getattr(self, name) == "":
                 raise ValueError(f'{name}="": the path is empty (unset variable?); set a path or omit the setting')
         if self.capacity_bytes is not None and self.capacity_bytes < MIB:
-            raise ValueError(f"capacity_bytes={self.capacity_bytes}: an arena has at least {MIB} bytes (1 MiB)")
+            raise ValueError(f"capacity_bytes={self.capacity_bytes}: expected at least {MIB} bytes (1 MiB), or None")
         if not 0 <= self.port < 65535:
             raise ValueError(f"port={self.port}: expected 0 to 65534, because the next port is used too")
         if self.http_port is not None and not 0 <= self.http_port < 65536:
@@ -162,7 +162,7 @@ class DataPlaneConfig:
         if self.units < 0:
             raise ValueError(f"units={self.units}: expected 0 or more")
         if not 0.0 <= self.reserve_fraction < 1.0:
-            raise ValueError(f"reserve_fraction={self.reserve_fraction}: must be in [0, 1)")
+            raise ValueError(f"reserve_fraction={self.reserve_fraction}: expected 0 or more, and less than 1")
         if not 0.0 <= self.low_watermark <= self.high_watermark <= 1.0 or not self.high_watermark:
             marks = f"low_watermark={self.low_watermark}, high_watermark={self.high_watermark}"
             raise ValueError(f"{marks}: must satisfy 0 <= low <= high <= 1 and high > 0")

@@ -400,7 +400,7 @@ class UnitConnection:
         """Yield a socket for one call. It is kept for later calls if the call succeeds, otherwise closed. call: the
         lock that the caller holds (see `InFlight`). what, timeout_s: the call's name and timeout, for its errors."""
         if os.getpid() != self._owner:
-            raise ClientClosedError(why="the client was created before fork(); create one in the child")
+            raise ClientClosedError(why="it was created before fork(); create one in the child process")
         if not self._in_flight.enter(call):
             raise ClientClosedError
         wire: Wire | None = None

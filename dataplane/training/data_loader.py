@@ -184,7 +184,7 @@ class _Stream(IterableDataset[MicroBatch]):
             if batch is None:
                 return
             yield batch
-        raise ClientClosedError(why="the stream was closed")
+        raise ClientClosedError(why="the StreamingDataLoader was closed; create another one")
 
     def _next(self) -> MicroBatch | None:
         if self._replicas is None:
@@ -461,7 +461,7 @@ class _PrefetchQueue:
 
     def check_open(self) -> None:
         if self._closed:
-            raise ClientClosedError(why="the stream was closed")
+            raise ClientClosedError(why="the StreamingDataLoader was closed; create another one")
 
     def close(self) -> None:
         """Close the queue: `take` fails from now on. The micro-batches stay for `take_rest`."""

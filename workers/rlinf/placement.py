@@ -105,7 +105,7 @@ def _parse_value(value: Any) -> tuple[bool, str]:
         return False, str(value)
     group = str(value.get("node_group") or NODE_GROUPS[0])
     if group not in NODE_GROUPS:
-        raise ValueError(f"node_group: {group} is not supported, only {' and '.join(NODE_GROUPS)}; see `Cluster`")
+        raise ValueError(f"node_group={group!r} is not supported; expected {' or '.join(NODE_GROUPS)}")
     return group == "node", str(value["placement"])
 
 

@@ -178,7 +178,9 @@ class BatchMeta:
         TensorDict without rows has no effect."""
         count = int(tensor_dict.batch_size[0])
         if count and count != self.size:
-            raise ValueError(f"add_fields: got a TensorDict of {count} rows for {self.size} samples")
+            raise ValueError(
+                f"add_fields: got a TensorDict of {count} rows for {self.size} samples; pass one row per sample"
+            )
         if count:
             self.field_schema.update(extract_field_schema(tensor_dict))
             if set_all_ready:
@@ -270,7 +272,10 @@ class BatchMeta:
             return (other if other else self).copy()
         for name in ("global_indexes", "partition_ids"):
             if getattr(self, name) != getattr(other, name):
-                raise ValueError(f"BatchMeta.union: {name} do not match; pass the same samples in the same order")
+                raise ValueError(
+                    f"BatchMeta.union: {name} do not match ({reprlib.repr(getattr(self, name))} and "
+                    f"{reprlib.repr(getattr(other, name))}); pass the same samples in the same order"
+                )
         joined = self.copy()
         joined.field_schema |= copy.deepcopy(other.field_schema)
         joined.production_status &= other.production_status

@@ -288,7 +288,7 @@ class Claims:
             raise InvalidRequestError(f"batch_size={batch}: must be at least 1")
         least = batch if command.min_batch_size is None else command.min_batch_size
         if not 1 <= least <= batch:
-            raise InvalidRequestError(f"min_batch_size={least}: must be in [1, batch_size={batch}]")
+            raise InvalidRequestError(f"min_batch_size={least}: expected a number from 1 to batch_size={batch}")
         check_terms(command)
         if group is not None and group > least:
             raise InvalidRequestError(
@@ -416,7 +416,7 @@ class Claims:
 
 def _check_lease(lease_s: float | None) -> None:
     if lease_s is not None and not lease_s > 0:
-        raise InvalidRequestError(f"lease_s={lease_s}: must be positive")
+        raise InvalidRequestError(f"lease_s={lease_s}: expected a positive number of seconds")
 
 
 def _check_named_and_peek(command: c.Claim) -> None:

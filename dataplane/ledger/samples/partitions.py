@@ -99,7 +99,7 @@ class Partitions:
         if command.group_size is not None and command.group_size < 1:
             raise InvalidRequestError(f"group_size={command.group_size}: must be at least 1")
         if command.budget_bytes is not None and not 1 <= command.budget_bytes <= MAX_BYTES:
-            raise InvalidRequestError(f"budget_bytes={command.budget_bytes}: must be in [1, {MAX_BYTES}]")
+            raise InvalidRequestError(f"budget_bytes={command.budget_bytes}: expected 1 to {MAX_BYTES}, or None")
 
     def seal(self, session: Session, number: int, command: c.Seal) -> c.Done:
         partition = self.state.partition(command.partition)

@@ -144,7 +144,7 @@ def test_decoupled_parts_that_do_not_fit() -> None:
         CommMapper.decoupled_get_batch_size(33, 2, 8)
     with pytest.raises(ValueError, match="queue_size=5"):
         CommMapper.decoupled_get_batch_size(32, 2, 8, 5)
-    with pytest.raises(ValueError, match="only 0 were received"):
+    with pytest.raises(ValueError, match="only 0 parts were received"):
         decoupled_build_send_plan(
             src_group_name="a", dst_group_name="b", src_rank=None, src_world_size=1, dst_world_size=1,
             tag=None, batch_size=1, tag_batch_router=[],
