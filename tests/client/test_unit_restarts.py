@@ -97,7 +97,7 @@ def test_a_unit_of_another_epoch_is_asked_about_too(unit: Unit) -> None:
         ({"epoch": EPOCH + 1}, ServiceRestartedError, f"storage unit {UNIT} has epoch 4, expected epoch 3"),
         ({"unit": UNIT + 1}, StorageUnitError, "has no storage unit of this number"),
     ],
-    ids=["restarted without its state", "removed"],
+    ids=["another epoch", "removed"],
 )
 def test_a_call_under_way_at_a_unit_that_is_over_says_so(
     unit: Unit,
