@@ -175,7 +175,9 @@ class Calls:
         now = time.monotonic()
         if now >= outgoing.deadline:
             raise CallTimeoutError(
-                what=outgoing.method, waited_s=now - outgoing.since, peer=f"the controller at {self.session.address}"
+                what=f"call {outgoing.method}",
+                waited_s=now - outgoing.since,
+                peer=f"the controller at {self.session.address}",
             )
         self.check()
         outgoing.resend_s = min(outgoing.resend_s * RESEND_GROWTH, RESEND_MAX_S)

@@ -292,7 +292,7 @@ class Claims:
         check_terms(command)
         if group is not None and group > least:
             raise InvalidRequestError(
-                f"group_size={group}: expected at most {least}, the least number of samples of this claim"
+                f"group_size={group}: expected at most {least}, which is min_batch_size, or batch_size without it"
             )
         if command.partial_after_s is not None and (group is None or not command.partial_after_s >= 0):
             raise InvalidRequestError(

@@ -391,7 +391,7 @@ class State:
     def check_name(self, what: str, name: str) -> None:
         """Raise `InvalidRequestError` for an empty name, and `LimitError` for a name that is too long."""
         if not name:
-            raise InvalidRequestError(f"the {what} must not be empty (''); pass a name of 1 to 1,024 bytes")
+            raise InvalidRequestError(f"{what} '': the name must not be empty; pass at least one character")
         # A character takes at most four bytes, so most names need no encoding to be measured.
         limit = self.limits.id_bytes
         if 4 * len(name) > limit:
