@@ -209,7 +209,9 @@ def rebuild(journal: Log, upto: int | None = None) -> Ledger:
     StateDirError if the journal is unusable."""
     stored = journal.image()
     if stored is None:
-        raise journal.error("its journal names no image (a copy of the state of the service)")
+        raise journal.error(
+            "its journal names no image (a copy of the service's state)", "Restore a copy of the directory"
+        )
     last, image = stored
     try:
         ledger = Ledger.restored(image)

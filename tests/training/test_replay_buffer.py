@@ -350,7 +350,7 @@ def test_a_saved_state_goes_on_where_it_was(client: DataPlaneClient, partition: 
     assert not set(again.sample_ids) & {*stored, *running.sample_ids}
     produce(other, again)
     assert set(other.take(WAIT_S).sample_ids) == {*stored, *again.sample_ids}
-    with pytest.raises(RuntimeError, match="running"):
+    with pytest.raises(RuntimeError, match="not committed yet"):
         buffer.load_state_dict(state)
 
 
