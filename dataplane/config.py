@@ -141,7 +141,7 @@ class DataPlaneConfig:
             if getattr(self, name) == "":
                 raise ValueError(f'{name}="": the path is empty (unset variable?); set a path or omit the setting')
         if self.capacity_bytes is not None and self.capacity_bytes < MIB:
-            raise ValueError(f"capacity_bytes={self.capacity_bytes}: an arena has at least {MIB} bytes (1 MiB)")
+            raise ValueError(f"capacity_bytes={self.capacity_bytes}: expected at least {MIB} bytes (1 MiB), or None")
         if not 0 <= self.port < 65535:
             raise ValueError(f"port={self.port}: expected 0 to 65534, because the next port is used too")
         if self.http_port is not None and not 0 <= self.http_port < 65536:
@@ -151,7 +151,7 @@ class DataPlaneConfig:
         if self.objects not in OBJECTS:
             raise ValueError(f"objects={self.objects!r}: expected one of {', '.join(OBJECTS)}")
         if self.result_memory_bytes < 0:
-            raise ValueError(f"result_memory_bytes={self.result_memory_bytes}: cannot be negative")
+            raise ValueError(f"result_memory_bytes={self.result_memory_bytes}: expected 0 or more")
         if self.copy_threads is not None and self.copy_threads < 1:
             raise ValueError(f"copy_threads={self.copy_threads}: expected 1 or more")
         if self.durability not in DURABILITIES:
@@ -160,9 +160,9 @@ class DataPlaneConfig:
             raise ValueError('durability="machine" requires a state_dir on a disk, from which the service recovers')
         self._check_transport()
         if self.units < 0:
-            raise ValueError(f"units={self.units}: cannot be negative")
+            raise ValueError(f"units={self.units}: expected 0 or more")
         if not 0.0 <= self.reserve_fraction < 1.0:
-            raise ValueError(f"reserve_fraction={self.reserve_fraction}: must be in [0, 1)")
+            raise ValueError(f"reserve_fraction={self.reserve_fraction}: expected 0 or more, and less than 1")
         if not 0.0 <= self.low_watermark <= self.high_watermark <= 1.0 or not self.high_watermark:
             marks = f"low_watermark={self.low_watermark}, high_watermark={self.high_watermark}"
             raise ValueError(f"{marks}: must satisfy 0 <= low <= high <= 1 and high > 0")
@@ -175,7 +175,9 @@ class DataPlaneConfig:
         files = {name: getattr(self, name) for name in ("tls_cert_file", "tls_key_file", "tls_ca_file")}
         missing = [name for name, file in files.items() if not file]
         if 0 < len(missing) < len(files):
-            raise ValueError(f"TLS requires tls_cert_file, tls_key_file and tls_ca_file; not set: {missing}")
+            raise ValueError(
+                f"TLS requires tls_cert_file, tls_key_file and tls_ca_file; not set: {missing}. Set all three, or none"
+            )
 
     def _check_types(self) -> None:
         """Raise TypeError for a setting of the wrong type."""
@@ -269,7 +271,7 @@ class DataPlaneConfig:
         if token is None:
             return None
         if not token:
-            raise ValueError(f"{source} is empty")
+            raise ValueError(f"{source} is empty: expected a token of printable ASCII characters")
         if not (token.isascii() and token.isprintable()) or token != token.strip():
             raise ValueError(f"{source} must consist of printable ASCII characters, without leading or trailing space")
         return token

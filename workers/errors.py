@@ -38,8 +38,8 @@ from dataplane.protocol.fd_limits import enough_or
 class NameNotFoundError(NotFoundError):
     def __init__(self, *, kind: str, name: str, waited_s: float) -> None:
         super().__init__(
-            f"no {kind} named {name!r} was registered within {waited_s:.1f} s; check that it was started under that "
-            "name",
+            f"no {kind} named {name!r} was registered within {waited_s:.1f} s; check that it was started with this "
+            "name in the same job, or wait longer",
             kind=kind,
             name=name,
             waited_s=waited_s,
@@ -49,7 +49,9 @@ class NameNotFoundError(NotFoundError):
 class NameInUseError(BadRequestError):
     def __init__(self, *, kind: str, name: str) -> None:
         super().__init__(
-            f"the {kind} name {name!r} is in use; end its owner, or choose another name", kind=kind, name=name
+            f"the {kind} name {name!r} is in use in this job; end the {kind} that has it, or choose another name",
+            kind=kind,
+            name=name,
         )
 
 
@@ -58,8 +60,8 @@ class MessageMismatchError(BadRequestError):
 
     def __init__(self, *, sender: str, receiver: str, sent: str, expected: str) -> None:
         super().__init__(
-            f"{sender} sent {sent}, but {receiver} expected {expected}; the message was dropped without a write. "
-            "Pair send with recv and send_tensor with recv_tensor of the same shape and dtype.",
+            f"{sender} sent {sent}, but {receiver} expected {expected}; the message was dropped, and nothing was "
+            "written. Pair send with recv and send_tensor with recv_tensor of the same shape and dtype.",
             sender=sender,
             receiver=receiver,
             sent=sent,
@@ -70,8 +72,8 @@ class MessageMismatchError(BadRequestError):
 class GroupOptionsError(BadRequestError):
     def __init__(self, *, worker: str, peer: str, ours: str, theirs: str) -> None:
         super().__init__(
-            f"{worker} made first contact with {peer} under options {ours}, {peer} under {theirs}; pass the same "
-            "CollectiveGroupOptions at both ends",
+            f"{worker} and {peer} exchange messages with different options: {worker} with {ours}, {peer} with "
+            f"{theirs}; pass the same CollectiveGroupOptions at both ends",
             worker=worker,
             peer=peer,
             ours=ours,
@@ -100,7 +102,7 @@ class MessageBacklogError(BadRequestError):
     def __init__(self, *, what: str, nbytes: int, waiting_bytes: int, limit_bytes: int) -> None:
         super().__init__(
             f"{what}: {nbytes:,} bytes, in addition to {waiting_bytes:,} bytes sent but not received yet, exceed this "
-            f"worker's limit of {limit_bytes:,} bytes. Let the receivers catch up.",
+            f"worker's limit of {limit_bytes:,} bytes. Send again when the receivers have received some of them.",
             what=what,
             nbytes=nbytes,
             waiting_bytes=waiting_bytes,
@@ -111,8 +113,8 @@ class MessageBacklogError(BadRequestError):
 class MessengerClosedError(BadRequestError):
     def __init__(self, *, worker: str) -> None:
         super().__init__(
-            f"the messenger of worker {worker} was closed; complete its operations before the worker ends, or launch "
-            "it again",
+            f"worker {worker} can no longer send or receive messages, because it has ended or is ending; complete its "
+            "messages before that, or launch it again",
             worker=worker,
         )
 
@@ -135,7 +137,11 @@ class WorkerExitError(WorkerCallError):
 
 class CallWaitTimeoutError(WaitTimeoutError):
     def __init__(self, *, what: str, waited_s: float) -> None:
-        super().__init__(f"{what}: not done within {waited_s:.1f} s; the call continues", what=what, waited_s=waited_s)
+        super().__init__(
+            f"{what}: not done within {waited_s:.1f} s; the call continues, so you can wait for it again",
+            what=what,
+            waited_s=waited_s,
+        )
 
 
 class DeviceLockTimeoutError(WaitTimeoutError):
@@ -170,12 +176,17 @@ class WorkerLostError(ServiceError):
 
 class DirectoryLostError(ServiceError):
     def __init__(self, *, address: str, why: str) -> None:
-        super().__init__(f"no answer from the job's directory at {address}: {why}", address=address, why=why)
+        super().__init__(
+            f"no answer from the job's directory of names at {address}: {why}. Check that the process that started "
+            "the job still runs.",
+            address=address,
+            why=why,
+        )
 
 
 class OpenFilesError(ServiceError):
     def __init__(self, *, what: str, why: str) -> None:
-        super().__init__(f"{what}: {why}; raise the limit of open files", what=what, why=why)
+        super().__init__(f"{what}: {why}; raise the limit of open files (ulimit -n)", what=what, why=why)
 
     @classmethod
     def of(cls, what: str, *, least: int = 0) -> AbstractContextManager[None]:

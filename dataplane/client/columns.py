@@ -110,7 +110,8 @@ def kv_first_write(
         raise InvalidRequestError(f"pad_to_multiple={pad_to_multiple}: expected 1 or more")
     if INPUT_LENGTHS not in batch:
         raise InvalidRequestError(
-            f"batch has no column {INPUT_LENGTHS!r}; its columns are {', '.join(sorted(batch)) or '(none)'}"
+            f"batch has no column {INPUT_LENGTHS!r}, the number of tokens of each sample; its columns are "
+            f"{', '.join(sorted(batch)) or '(none)'}"
         )
     lengths = as_lengths(batch[INPUT_LENGTHS], rows=len(sample_ids))
     fields = PerToken.of(batch, lengths, token_aligned_fields)

@@ -115,8 +115,8 @@ def end_copies(copies: InFlight, config: DataPlaneConfig) -> None:
     limit_s = config.call_timeout_s + config.connect_timeout_s
     in_progress = copies.wait(limit_s)
     if in_progress:
-        what = f"close() (copies in progress: {in_progress})"
-        raise CallTimeoutError(what=what, waited_s=limit_s, peer="this process")
+        what = f"close(), which waits for {in_progress} copies of rows by other threads of this process"
+        raise CallTimeoutError(what=what, waited_s=limit_s, peer="these threads")
 
 
 def session_lock(config: DataPlaneConfig) -> SessionLock | None:

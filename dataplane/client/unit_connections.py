@@ -446,7 +446,8 @@ class UnitConnections:
 
 def _unlisted(unit: int) -> StorageUnitError:
     """Return the error for a unit that is missing in the service's list."""
-    return StorageUnitError(unit=unit, endpoint="?", why="the service does not list it; it may have been removed")
+    why = "the service has no storage unit of this number; it may have been dropped"
+    return StorageUnitError(unit=unit, endpoint="?", why=why)
 
 
 def _add_received(

@@ -224,7 +224,10 @@ class Controller:
                 return self._bind_pair(grpc, ZmqServer(host, zmq_port, ticket, self._keys))
             except OSError as error:
                 log.debug("Ports are not free, trying others: %s", error)
-        raise OSError(f"found no two adjacent free ports on {host} in {PORT_TRIES} tries")
+        raise OSError(
+            f"found no two adjacent free ports on {host} in {PORT_TRIES} tries; set port to one that is free, like "
+            "the next"
+        )
 
     def _bind_previous_port(self, grpc: GrpcServer, ticket: Ticket | None, port: int) -> tuple[int, ZmqServer]:
         """Bind the port of the previous epoch, to which existing clients reconnect. Retries for `PORT_WAIT_S`; OSError

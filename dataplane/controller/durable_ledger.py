@@ -210,7 +210,9 @@ def rebuild(journal: Log, upto: int | None = None) -> Ledger:
     StateDirError if the journal is unusable."""
     stored = journal.image()
     if stored is None:
-        raise journal.error("the journal has no image of a ledger")
+        raise journal.error(
+            "its journal names no image (a copy of the service's state)", "Restore a copy of the directory"
+        )
     last, image = stored
     try:
         ledger = Ledger.restored(image)

@@ -92,8 +92,8 @@ class Log:
             for name, ours in (("format", FORMAT), ("protocol", PROTOCOL_VERSION)):
                 stored = self.fact(name)
                 if stored != ours:
-                    why = f"its journal has {name} {stored}, this version reads {ours}"
-                    raise self.error(why, "Use the version that wrote it")
+                    why = f"its journal has {name} version {stored}, but this version of the service reads {ours}"
+                    raise self.error(why, "Use the version of the service that wrote it")
         except BaseException:
             self._db.close()
             raise
@@ -263,7 +263,8 @@ class Journal(Log):
             if not is_local(folder):
                 raise StateDirError(
                     directory=str(folder),
-                    why=f"it is on a file system of type {file_system(folder) or 'unknown'}, which may be shared",
+                    why=f"it is on a file system of type {file_system(folder) or 'unknown'}, which several machines "
+                    "may share",
                     hint="Use a directory on a local disk",
                 )
             lock = HeldFile.take(folder / "lock")

@@ -50,7 +50,10 @@ class Facts:
 def parse(method: str, body: bytes) -> c.Input:
     """Decode a client's request. Raises `InvalidRequestError` if it is malformed or reserved for other senders."""
     if method not in codec.METHODS and method not in CALLERS_REPORTS:
-        raise InvalidRequestError(f"unknown method {method[:80]!r}; is the client newer than the service?")
+        raise InvalidRequestError(
+            f"unknown method {method[:80]!r}; the client may be newer than the service: install the same release on "
+            "both"
+        )
     return codec.decode(method, body)
 
 

@@ -61,7 +61,7 @@ def dial(address: str, timeout_s: float) -> socket.socket:
         except OSError:
             if untried == 1:
                 raise
-    raise OSError(f"{host} has no address")
+    raise OSError(f"host {host!r} has no IP address")
 
 
 def _connect(family: int, kind: int, protocol: int, socket_address: Any, timeout_s: float) -> socket.socket:

@@ -101,7 +101,7 @@ def _map_region(nbytes: int) -> mmap.mmap:
     try:
         region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no memory for {size:,} bytes: {error}") from error
+        raise MemoryError(f"cannot allocate {size:,} bytes of memory: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             region.madvise(mmap.MADV_HUGEPAGE)

@@ -87,6 +87,8 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=False, dict=True):
     def __post_init__(self) -> None:
         """Convert each part, in place, to its stored form. ValueError if a part is invalid."""
         if self.kind is not None and not isinstance(self.kind, FieldKind):
+            if self.kind not in list(FieldKind):
+                raise ValueError(f"FieldSpec: unknown kind {self.kind!r}; expected one of {', '.join(FieldKind)}")
             msgspec.structs.force_setattr(self, "kind", FieldKind(self.kind))
         if self.dtype is not None:
             name = str(self.dtype).removeprefix("torch.")
@@ -141,4 +143,4 @@ def field_spec(value: Any) -> FieldSpec:
         return value
     if isinstance(value, dict):
         return FieldSpec(**value)
-    raise TypeError(f"expected a FieldSpec, a mapping or None, got {type(value).__name__}")
+    raise TypeError(f"expected a FieldSpec, a mapping of its parts or None, got {type(value).__name__}")

@@ -67,8 +67,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             not_in_both = set(names) ^ set(batch)
             if not_in_both:
                 raise KeyError(
-                    f"column {min(not_in_both)!r} is in some batches only (of the batches with rows, number {number} "
-                    "differs from number 0)"
+                    f"all batches must have the same columns, but column {min(not_in_both)!r} is only in one of the "
+                    f"batches 0 and {number} (counted without batches that have no rows)"
                 )
         joined = cls({name: _concatenate(name, [batch[name] for batch in filled], pads.get(name, 0)) for name in names})
         # (A plain mapping does not name such columns.)
@@ -89,7 +89,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def slice(self, start: int, end: int) -> BatchedDataDict[Any]:
         """Return rows [start, end), as views where the column allows. ValueError unless 0 <= start <= end <= N."""
         if not 0 <= start <= end <= self.size:
-            raise InvalidRequestError(f"slice [{start}, {end}) is outside a batch of {self.size} rows")
+            raise InvalidRequestError(
+                f"slice({start}, {end}): expected 0 <= start <= end <= {self.size}, the number of rows"
+            )
         return self._map_columns(lambda column: _slice_column(column, start, end))
 
     def chunk(self, rank: int, chunks: int) -> BatchedDataDict[Any]:
@@ -98,7 +100,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         if chunks < 1 or size % chunks:
             raise InvalidRequestError(f"{size} rows cannot be split evenly into {chunks} chunks")
         if not 0 <= rank < chunks:
-            raise InvalidRequestError(f"chunk {rank} is out of range: there are {chunks} chunks")
+            raise InvalidRequestError(
+                f"rank={rank}: expected a number from 0 to {chunks - 1}, because there are {chunks} chunks"
+            )
         return self.slice(rank * (size // chunks), (rank + 1) * (size // chunks))
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> BatchedDataDict[Any]:
@@ -111,7 +115,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 raise InvalidRequestError(f"batch_size={batch_size}: expected 1 or more")
             counts = [min(batch_size, self.size - start) for start in range(0, self.size, batch_size)]
         if not 0 <= batch_idx < len(counts):
-            raise InvalidRequestError(f"batch {batch_idx} is out of range: there are {len(counts)} batches")
+            raise InvalidRequestError(
+                f"batch_idx={batch_idx} is out of range: there are {len(counts)} batches, counted from 0"
+            )
         start = sum(counts[:batch_idx])
         batch = self.slice(start, start + counts[batch_idx])
         if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
@@ -131,7 +137,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         i. Raises ValueError if `order` is not a permutation of the rows."""
         targets = _check_indices(order, self.size)
         if not torch.equal(targets.sort().values, torch.arange(self.size)):
-            raise InvalidRequestError(f"an order of {len(targets)} indices is not a permutation of {self.size} rows")
+            raise InvalidRequestError(
+                f"order must contain each of the row numbers 0 to {self.size - 1} once, got {len(targets)} numbers "
+                f"that begin with {targets[:5].tolist()}"
+            )
         sources = targets.argsort()  # the row that moves to each position
         self.data = {name: _select_rows(column, sources) for name, column in self.data.items()}
 
@@ -188,7 +197,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Iterate over micro-batches of `microbatch_size` rows, in order. Raises ValueError if N is not a multiple."""
         size = self.size
         if microbatch_size < 1 or size % microbatch_size:
-            raise InvalidRequestError(f"{size} rows cannot be cut into micro-batches of {microbatch_size}")
+            raise InvalidRequestError(
+                f"microbatch_size={microbatch_size}: expected a number by which the {size} rows of this batch can be "
+                "divided"
+            )
         return (self.slice(start, start + microbatch_size) for start in range(0, size, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[BatchedDataDict[Any]]:
@@ -238,7 +250,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Return the lengths of the rows, which are in the column `key`. KeyError without that column,
         InvalidRequestError if it is jagged."""
         if key not in self.data:
-            raise KeyError(f"micro-batches need the column of lengths {key!r}, which this batch does not have")
+            raise KeyError(
+                f"micro-batches need the column {key!r} with the lengths of the rows, but this batch only has "
+                f"{list(self.data)}"
+            )
         column = self.data[key]
         if is_jagged(column):
             raise InvalidRequestError(f"column {key!r}: expected the lengths of the rows, got a jagged column")
@@ -315,7 +330,9 @@ def materialize(
                 raise InvalidRequestError(f"field {name!r}: {error}") from error
         batch[name] = _plain_column(value)
     if sequence_lengths is not None and batch and len(sequence_lengths) != batch.size:
-        raise InvalidRequestError(f"sequence_lengths: {len(sequence_lengths)} lengths for {batch.size} rows")
+        raise InvalidRequestError(
+            f"sequence_lengths: got {len(sequence_lengths)} lengths for {batch.size} rows; pass one per row"
+        )
     return batch
 
 
@@ -369,7 +386,9 @@ def _common_row_count(columns: Mapping[str, Any]) -> int:
         if first is None:
             first, rows = name, length
         elif length != rows:
-            raise InvalidRequestError(f"column {name!r} has {length} rows, {first!r} has {rows}")
+            raise InvalidRequestError(
+                f"column {name!r} has {length} rows, but column {first!r} has {rows}; all columns need the same number"
+            )
     return rows
 
 
@@ -394,11 +413,16 @@ def _check_indices(indices: Sequence[int] | Tensor | np.ndarray[Any, Any], size:
     if not checked.numel():  # an empty list would become a float tensor
         return torch.zeros(0, dtype=torch.int64)
     if checked.dim() != 1 or checked.dtype.is_floating_point or checked.dtype == torch.bool:
-        raise InvalidRequestError(f"indices must be integers [M], got {checked.dtype} of shape {list(checked.shape)}")
+        raise InvalidRequestError(
+            f"indices must be a one-dimensional list of integers, got {checked.dtype} of shape {list(checked.shape)}"
+        )
     checked = checked.to(torch.int64)
     low, high = int(checked.min()), int(checked.max())
     if low < 0 or high >= size:
-        raise InvalidRequestError(f"index {low if low < 0 else high} is outside a batch of {size} rows")
+        raise InvalidRequestError(
+            f"index {low if low < 0 else high} is outside a batch of {size} rows: indices count from 0, negative ones "
+            "are not supported"
+        )
     return checked
 
 
@@ -433,7 +457,9 @@ def _concatenate(name: str, columns: list[Any], pad_value: Any) -> Any:
     if all(isinstance(column, list | tuple) for column in columns):
         return [row for column in columns for row in column]
     kinds = sorted({type(column).__name__ for column in columns})
-    raise InvalidRequestError(f"column {name!r} has different types in the batches: {', '.join(kinds)}")
+    raise InvalidRequestError(
+        f"column {name!r} has different types in the batches: {', '.join(kinds)}; convert them to one type"
+    )
 
 
 def _concatenate_jagged(columns: list[Tensor]) -> Tensor:
@@ -448,7 +474,8 @@ def _concatenate_dense(name: str, columns: list[Tensor], pad_value: Any) -> Tens
     if len({(column.dtype, column.shape[2:], column.dim()) for column in columns}) > 1:
         shapes = [f"{str(column.dtype).removeprefix('torch.')} {list(column.shape)}" for column in columns[:5]]
         raise InvalidRequestError(
-            f"column {name!r} cannot be concatenated: dtypes or shapes differ: {'; '.join(shapes)}"
+            f"column {name!r} cannot be concatenated: the batches must agree in dtype, number of dimensions and all "
+            f"sizes after the second, got {'; '.join(shapes)}"
         )
     if columns[0].dim() < 2 or len({column.shape[1] for column in columns}) == 1:
         return torch.cat(columns)

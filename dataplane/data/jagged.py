@@ -49,7 +49,7 @@ def as_lengths(lengths: Lengths, *, rows: int | None = None) -> Tensor:
     if tensor.dim() != 1:
         raise InvalidRequestError(f"lengths must be one-dimensional [N], got shape {list(tensor.shape)}")
     if rows is not None and len(tensor) != rows:
-        raise InvalidRequestError(f"got {len(tensor)} lengths for {rows} rows")
+        raise InvalidRequestError(f"got {len(tensor)} lengths for {rows} rows; pass one per row")
     tensor = tensor.to(device="cpu", dtype=torch.int64)
     if len(tensor) and int(tensor.min()) < 0:
         raise InvalidRequestError(
@@ -230,11 +230,13 @@ def _check_lengths(name: str, padded: Tensor, lengths: Lengths) -> Tensor:
         raise InvalidRequestError(f"field {name!r}: expected a padded tensor [N, S, ...], got {got}")
     row_sizes = as_lengths(lengths)
     if len(row_sizes) != len(padded):
-        raise InvalidRequestError(f"field {name!r}: {len(padded)} rows, but {len(row_sizes)} lengths")
+        raise InvalidRequestError(
+            f"field {name!r}: got {len(row_sizes)} lengths for {len(padded)} rows; pass one per row"
+        )
     longest = int(row_sizes.max()) if len(row_sizes) else 0
     if longest > padded.shape[1]:
         raise InvalidRequestError(
-            f"field {name!r}: rows are {padded.shape[1]} wide, narrower than the longest sample of {longest} tokens"
+            f"field {name!r}: rows have width {padded.shape[1]}, but the longest sample has {longest} tokens"
         )
     return row_sizes
 
@@ -333,9 +335,11 @@ def padded_width(lengths: Int64s, width: int) -> int:
     `width` is negative, or too small for the longest row."""
     longest = int(lengths.max()) if len(lengths) else 0
     if width and width < longest:
-        raise InvalidRequestError(f"cannot pad to {width}: the longest row has {longest} elements")
+        raise InvalidRequestError(
+            f"cannot pad to length {width}: the longest row has {longest} elements; pad to at least {longest}"
+        )
     if width < 0:
-        raise InvalidRequestError(f"cannot pad to {width}: expected 0 or more")
+        raise InvalidRequestError(f"cannot pad to length {width}: expected 0 or more")
     return width or longest
 
 
@@ -349,7 +353,9 @@ def pad_scalar(pad_value: Any, dtype: torch.dtype) -> bool | int | float | compl
     if not isinstance(value, bool | int | float | complex):
         raise InvalidRequestError(f"the pad value must be a number, got {type(pad_value).__name__}")
     if not _can_represent(dtype, value):
-        raise InvalidRequestError(f"pad value {str(value)[:40]} does not fit {DTYPE_NAMES[dtype]}")
+        raise InvalidRequestError(
+            f"pad value {str(value)[:40]} cannot be represented as {DTYPE_NAMES[dtype]}, the dtype of the column"
+        )
     if dtype.is_complex:
         return value
     return float(value) if dtype.is_floating_point else int(value)  # type: ignore[arg-type]
@@ -440,7 +446,7 @@ def response_from_nested(full: Tensor, response_mask: Tensor) -> Tensor:
     if bool(too_short.any()):
         row = int(too_short.nonzero()[0])
         raise InvalidRequestError(
-            f"row {row}: the response has {int(response_lengths[row])} tokens, the sequence {int(lengths[row])}; "
+            f"row {row}: the response has {int(response_lengths[row])} tokens, the full sequence {int(lengths[row])}; "
             "at least one token must precede the response"
         )
     offsets = row_offsets(response_mask)

@@ -140,7 +140,9 @@ class KVBatchMeta:
         fields = None if self.fields is None else _check_names("fields", self.fields)
         tags = None if self.tags is None else _one_per_sample("tags", self.tags, len(ids))
         if tags is not None and not all(isinstance(tag, Mapping) for tag in tags):
-            raise UnsupportedValueError(field="tags", row=None, got="tags", hint="Pass one mapping per sample.")
+            raise UnsupportedValueError(
+                field="tags", row=None, got="a list of other values than mappings", hint="Pass one mapping per sample."
+            )
         values = {
             "sample_ids": ids,
             "fields": fields,
@@ -152,7 +154,9 @@ class KVBatchMeta:
             "_claims": _check_handles(self._claims, len(ids)),
         }
         if (self._rows is None) != (self._generations is None):
-            raise InvalidRequestError("row handles need both rows and generations; pass both or neither")
+            raise InvalidRequestError(
+                "row handles consist of rows and generations, but only one of them was given; pass both or neither"
+            )
         _set(self, values)
 
     # --- contents ---
@@ -217,7 +221,9 @@ class KVBatchMeta:
     def slice(self, start: int, end: int) -> KVBatchMeta:
         """Return samples [start, end). Raises ValueError unless 0 <= start <= end <= N."""
         if not 0 <= start <= end <= self.size:
-            raise InvalidRequestError(f"slice [{start}, {end}) is outside a meta of {self.size} samples")
+            raise InvalidRequestError(
+                f"slice({start}, {end}): expected 0 <= start <= end <= {self.size}, the number of samples"
+            )
         return self._take(range(start, end), np.arange(start, end))
 
     def drop(self, sample_ids: Collection[str]) -> KVBatchMeta:
@@ -247,7 +253,7 @@ class KVBatchMeta:
             raise InvalidRequestError("cannot concatenate 0 metas: pass at least one")
         if len(partitions) != 1 or len(tasks) > 1:
             what = f"partitions {first_few(partitions)}" if len(partitions) != 1 else f"tasks {first_few(tasks)}"
-            raise InvalidRequestError(f"cannot concatenate metas of {what}: expected only one")
+            raise InvalidRequestError(f"cannot concatenate metas of {what}: all metas must have the same one")
         parts = [meta for meta in given if meta.size] or given[:1]  # if all are empty, the first one
         return _create(
             partition_id=partitions[0],
@@ -358,7 +364,7 @@ def _one_per_sample(what: str, values: Iterable[Any], size: int) -> list[Any]:
     """Return the values as a list. InvalidRequestError unless there is one per sample."""
     listed = list(values.tolist() if hasattr(values, "tolist") else values)
     if len(listed) != size:
-        raise InvalidRequestError(f"{what}: got {len(listed)} values for {size} samples")
+        raise InvalidRequestError(f"{what}: got {len(listed)} values for {size} samples; pass one per sample")
     return listed
 
 
@@ -407,7 +413,9 @@ def _check_indices(indices: Any, size: int) -> Int64s:
     if not given.size:
         return np.zeros(0, dtype=np.int64)
     if given.dtype.kind not in "iu" or given.ndim != 1:
-        raise InvalidRequestError(f"indices must be integers [M], got {given.dtype} of shape {list(given.shape)}")
+        raise InvalidRequestError(
+            f"indices must be a one-dimensional list of integers, got {given.dtype} of shape {list(given.shape)}"
+        )
     wrong = (given < 0) | (given >= size)
     if wrong.any():
         raise InvalidRequestError(

@@ -128,7 +128,7 @@ class CheckpointError(BadRequestError):
     grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, *, file: str, why: str) -> None:
-        super().__init__(f"checkpoint file {file}: {why}", file=file, why=why)
+        super().__init__(f"checkpoint {file}: {why}", file=file, why=why)
 
 
 UNDECLARED = "an undeclared field"
@@ -200,8 +200,9 @@ class ShareConflictError(BadRequestError):
         count = len(samples) if total is None else total
         super().__init__(
             f"sample {first_few(samples, count)} of rank {rank}'s share of step {step} of task {task!r} (partition "
-            f"{partition!r}) was returned because its hold or lease ended or its claim was given back, and is now held "
-            "by another claim. Continue with the next step; claim the share earlier, or use a longer lease_s.",
+            f"{partition!r}) is no longer reserved for this rank, and another claim holds it now: the share was not "
+            "claimed in time, its lease ended, or its claim was given back. Continue with the next step; to avoid "
+            "this, claim the share earlier, or use a longer lease_s.",
             partition=partition,
             task=task,
             step=step,
@@ -220,7 +221,7 @@ class PartitionSealedError(BadRequestError):
         count = len(samples) if total is None else total
         super().__init__(
             f"partition {partition!r} is sealed and accepts no new samples: {first_few(samples, count)}. "
-            "Register the partition again to start a new count.",
+            "Register the partition again to lift the seal.",
             partition=partition,
             samples=list(samples)[:SHOWN],
             total=count,
@@ -234,7 +235,8 @@ class PartitionDroppedError(BadRequestError):
 
     def __init__(self, *, partition: str, waiting: str) -> None:
         super().__init__(
-            f"partition {partition!r} was dropped while {waiting} waited on it. Register it again to use it.",
+            f"partition {partition!r} was cleared or replaced while {waiting} waited on it. Register it again to use "
+            "it.",
             partition=partition,
             waiting=waiting,
         )
@@ -274,8 +276,8 @@ class StaleCallError(BadRequestError):
 
     def __init__(self, *, session: int, number: int, watermark: int) -> None:
         super().__init__(
-            f"call {number} of session {session} is not executed again: it was already answered or cancelled, like all "
-            f"calls below {watermark}",
+            f"call {number} of session {session} is not executed: it was already answered or cancelled, like all calls "
+            f"below {watermark}",
             session=session,
             number=number,
             watermark=watermark,
@@ -285,8 +287,8 @@ class StaleCallError(BadRequestError):
 class ClientClosedError(BadRequestError):
     grpc_status = "FAILED_PRECONDITION"
 
-    def __init__(self, *, why: str = "close() was called") -> None:
-        super().__init__(f"this client is closed: {why}", why=why)
+    def __init__(self, *, why: str = "close() was called; create a new client") -> None:
+        super().__init__(f"this client cannot execute the call: {why}", why=why)
 
 
 class RolloutAbortedError(BadRequestError):
@@ -302,14 +304,19 @@ class RolloutAbortedError(BadRequestError):
 # --- wrong kind of value --------------------------------------------------------------------------------------
 
 
+_ARGUMENTS = ("fields", "meta", "metas", "sample_ids", "tags", "value")
+
+
 class UnsupportedValueError(DataPlaneError, TypeError):
     """No column kind can hold the value. Names field, row (or None) and type."""
 
     grpc_status = "INVALID_ARGUMENT"
 
     def __init__(self, *, field: str, row: int | None, got: str, hint: str) -> None:
-        where = f"field {field!r}" if row is None else f"field {field!r}, row {row}"
-        super().__init__(f"{where}: cannot store {got}. {hint}", field=field, row=row, got=got, hint=hint)
+        # `field` may also be an argument, or a description with a space, such as "tag lang".
+        name = field if field in _ARGUMENTS or " " in field else f"field {field!r}"
+        where = name if row is None else f"{name}, row {row}"
+        super().__init__(f"{where}: {got} is not supported here. {hint}", field=field, row=row, got=got, hint=hint)
 
 
 # --- timeouts -------------------------------------------------------------------------------------------------
@@ -433,7 +440,9 @@ class InternalError(DataPlaneError, RuntimeError):
 
     def __init__(self, *, what: str) -> None:
         super().__init__(
-            f"internal error in the service: {what}. The service log has the command; please report it.", what=what
+            f"internal error: {what}. This is a defect; please report it with the logs of this process and the "
+            "service.",
+            what=what,
         )
 
 
@@ -460,9 +469,12 @@ def from_wire(name: str, facts: bytes) -> DataPlaneError:
     `InternalError` that contains them."""
     cls = ERROR_TYPES.get(name)
     if cls is None:
-        return InternalError(what=f"{name[:80]} (an error unknown to this client version): {facts[:200]!r}")
+        return InternalError(
+            what=f"the service sent an error of the unknown class {name[:80]} with the facts {facts[:200]!r} (its "
+            "version may be newer than that of this client)"
+        )
     try:
         return rebuild(cls, msgspec.msgpack.decode(facts))
     except Exception as error:
         # Facts of any type may arrive, and each error class formats its own.
-        return InternalError(what=f"{name} with invalid facts ({error!r}): {facts[:200]!r}")
+        return InternalError(what=f"the service sent the error {name} with invalid facts {facts[:200]!r} ({error!r})")

@@ -31,8 +31,8 @@ class TaskNotFoundError(NotFoundError):
 
     def __init__(self, *, partition: str, task: str, known: Sequence[str] = ()) -> None:
         super().__init__(
-            f"unknown task {task!r} in partition {partition!r}; "
-            f"its consumer_tasks are {first_few(sorted(known)) or 'none'}",
+            f"unknown task {task!r} in partition {partition!r}; its consumer_tasks are "
+            f"{first_few(sorted(known)) or 'none'}. Name one of them, or register the partition with this task.",
             partition=partition,
             task=task,
             known=list(known)[:SHOWN],
@@ -44,7 +44,8 @@ class FieldNotFoundError(NotFoundError):
 
     def __init__(self, *, partition: str, field: str, known: Sequence[str] = ()) -> None:
         super().__init__(
-            f"unknown field {field!r} in partition {partition!r}; its fields are {first_few(sorted(known)) or 'none'}",
+            f"unknown field {field!r} in partition {partition!r}; its fields are "
+            f"{first_few(sorted(known)) or 'none'}. Put the field first, or declare it in register_partition.",
             partition=partition,
             field=field,
             known=list(known)[:SHOWN],
@@ -90,9 +91,9 @@ class _SamplesError(NotFoundError):
 def _removal_reasons(*, evicted: int, lost: int, causes: Sequence[str], **_: Any) -> str:
     """Return the known reasons why samples are missing, as a suffix for a message; "" if none is known. Other facts of
     the error are ignored."""
-    reasons = [f"{evicted} of them evicted because the partition was full"] if evicted else []
+    reasons = [f"{evicted} of them were evicted because the partition was full"] if evicted else []
     if lost:
-        reasons.append(f"{lost} of them lost {', '.join(causes) or 'with their storage unit'}")
+        reasons.append(f"{lost} of them were lost {', '.join(causes) or 'with their storage unit'}")
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 
@@ -105,8 +106,8 @@ class SampleNotFoundError(_SamplesError):
         super().__init__(evicted=evicted, lost=lost, causes=list(causes)[:SHOWN], **facts)
 
     def describe(self, names: str, *, partition: str, **more: Any) -> str:
-        where = f"partition {partition!r}" if partition else "any partition"
-        return f"no live sample {names} in {where}: never put, or already cleared{_removal_reasons(**more)}"
+        where = f"partition {partition!r}" if partition else "the service"
+        return f"{where} has no live sample {names}: it was never put, or it was cleared{_removal_reasons(**more)}"
 
 
 class FieldNotProducedError(_SamplesError):

@@ -78,7 +78,7 @@ class ServiceRestartedError(ServiceError):
         else:
             cause, remedy = "the process was restarted", "Repeat the call; if it fails again, connect a new client"
         super().__init__(
-            f"{what} belongs to {got}, expected {expected_epoch} (an epoch is one run of a process): {cause}. "
+            f"{what} has {got}, expected epoch {expected_epoch} (an epoch is one run of a process): {cause}. "
             f"{remedy} and put lost samples again.",
             expected_epoch=expected_epoch,
             got_epoch=got_epoch,
@@ -102,5 +102,7 @@ class CallCancelledError(ServiceError):
 
     def __init__(self, *, session: int, number: int) -> None:
         super().__init__(
-            f"call {number} of session {session} was cancelled before it took effect", session=session, number=number
+            f"call {number} of session {session} was cancelled before it took effect; nothing was changed",
+            session=session,
+            number=number,
         )

@@ -63,8 +63,9 @@ class DrainError(DataPlaneError, RuntimeError):
         cause = why.rstrip(".")
         if marked:
             message = (
-                f"storage unit {unit} is not empty: {cells:,} cells are left{rows}{puts}{sessions}. {cause}. No data "
-                f"is lost and the unit remains marked for draining: drain it again to continue, or {self.UNDRAIN}"
+                f"storage unit {unit} is not empty: {cells:,} values of samples are left{rows}{puts}{sessions}. "
+                f"{cause}. No data is lost and the unit remains marked for draining: drain it again to continue, or "
+                f"{self.UNDRAIN}"
             )
         else:
             message = (
@@ -118,7 +119,8 @@ class CheckpointWriteError(DataPlaneError, OSError):
 
     def __init__(self, *, file: str, why: str) -> None:
         super().__init__(
-            f"cannot write the checkpoint: {file}: {why}. An older checkpoint at its path is intact.",
+            f"cannot write the checkpoint file {file}: {why}. Nothing was saved; an older checkpoint at the same path "
+            "is intact.",
             file=file,
             why=why,
         )

@@ -308,7 +308,11 @@ class Ledger:
         """Answer a call of a session that is not live: with an error, or `Done` for a `Bye`."""
         result: c.Result | DataPlaneError = c.Done()
         if type(call.command) is not c.Bye:
-            why = "it ended, or belongs to another epoch of the service" if session is None else session.why
+            why = (
+                "it was closed or expired, or the service restarted without its state"
+                if session is None
+                else session.why
+            )
             result = SessionExpiredError(session=call.session, why=why)
         self._state.out.append(c.Answer(session=call.session, number=call.number, result=result))
 

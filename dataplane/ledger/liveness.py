@@ -104,7 +104,7 @@ class Liveness:
         service was lost with it."""
         state = self.state
         if item.epoch >= state.born:
-            return SessionExpiredError(session=item.session, why="it ended while its client was disconnected")
+            return SessionExpiredError(session=item.session, why="it expired while its client was disconnected")
         lost = f"session {item.session}, and every partition, sample and claim of that epoch"
         return ServiceRestartedError(expected_epoch=item.epoch, got_epoch=state.epoch, what="the service", lost=lost)
 

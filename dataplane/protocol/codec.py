@@ -124,7 +124,10 @@ def decode(method: str, body: bytes) -> c.Input:
             return call_from_pb(known, known.request.FromString(body))
         report = _REPORTS.get(method)
         if report is None:
-            raise InvalidRequestError(f"unknown method {method[:80]!r}; is the client newer than the service?")
+            raise InvalidRequestError(
+                f"unknown method {method[:80]!r}; the client may be newer than the service: install the same release "
+                "on both"
+            )
         value: c.Input = from_pb(report, _PLANS[report].message.FromString(body))
     except DecodeError as error:
         raise InvalidRequestError(f"{method}: the request is not a {method} message ({error})") from error

@@ -97,7 +97,10 @@ def _enum_converters(members: type[enum.StrEnum]) -> tuple[Convert, Convert]:
 
     def from_pb(number: int) -> Any:
         if not 0 <= number < len(by_number):
-            raise InvalidRequestError(f"unknown {members.__name__} {number}; is the client newer than the service?")
+            raise InvalidRequestError(
+                f"unknown {members.__name__} {number}; the client may be newer than the service: install the same "
+                "release on both"
+            )
         return by_number[number]
 
     return (lambda member: numbers[members(member)]), from_pb  # `members` also accepts a member's text

@@ -90,7 +90,9 @@ def scalar_to_pb(value: Scalar) -> Keywords:
             return {"big_integer": str(value)}
         case float():
             return {"real": value}
-    raise InvalidRequestError(f"a tag is a str, bool, int, float or None, got {value!r} ({type(value).__name__})")
+    raise InvalidRequestError(
+        f"tag value {value!r}: expected a str, bool, int, float or None, got {type(value).__name__}"
+    )
 
 
 def scalar_from_pb(wire: pb.Scalar) -> Scalar:
@@ -132,7 +134,10 @@ def _cached_spec(serialized: bytes) -> FieldSpec:
     wire = pb.FieldSpec.FromString(serialized)
     inner = tuple(wire.inner.sizes) if wire.HasField("inner") else None  # the inner shape
     if not 0 <= wire.kind < len(_KINDS):
-        raise InvalidRequestError(f"unknown field kind {wire.kind}; is the client newer than the service?")
+        raise InvalidRequestError(
+            f"unknown field kind {wire.kind}; the client may be newer than the service: install the same release on "
+            "both"
+        )
     if inner is not None and min(inner, default=0) < 0:
         raise InvalidRequestError(f"inner shape {list(inner)} of a field has a negative size")
     try:

@@ -93,7 +93,9 @@ def call(
         connection.send_data(stream, b"\0" + len(message).to_bytes(4, "big") + message, end_stream=True)
         return _exchange(peer, connection, time_left)
     except H2Error as error:
-        raise Http2Error(f"the server there does not speak HTTP/2: {error}") from error
+        raise Http2Error(
+            f"the server there does not speak HTTP/2, so it is another service; check the address ({error})"
+        ) from error
 
 
 def _exchange(peer: socket.socket, connection: H2Connection, time_left: TimeLeft) -> bytes:
@@ -155,5 +157,5 @@ def _message_in(body: bytes, status: str, text: str) -> bytes:
         raise BusyError(f"it replied with gRPC status {status}" + (f": {shown.rstrip('.')}" if shown else ""))
     # A byte for compression (0: none), four bytes for the length, and the message.
     if len(body) < 5 or body[0] or len(body) != 5 + int.from_bytes(body[1:5], "big"):
-        raise Http2Error("it sent no valid reply")
+        raise Http2Error("it sent no valid reply, so it may be another service; check the address")
     return body[5:]

@@ -96,11 +96,15 @@ def keys_of(
     except http2.Http2Error as error:
         raise tls.diagnose(address, files) or _unavailable(address, str(error)) from error
     except DecodeError as error:
-        raise _unavailable(address, "the server there is not a data plane service") from error
+        raise _unavailable(address, "the server there is not a data plane service; check the address") from error
     if answer.HasField("error"):
         cause = from_wire(answer.error.name, answer.error.facts)
         # The service has not proved its identity yet, so only this error is passed on as it is.
-        raise cause if isinstance(cause, ProtocolVersionError) else _unavailable(address, f"it sent no keys: {cause}")
+        raise (
+            cause
+            if isinstance(cause, ProtocolVersionError)
+            else _unavailable(address, f"it rejected the first request of this client: {cause}")
+        )
     secret = _verified_secret(answer, token, files is not None, address, nonce)
     ticket = Ticket.of(secret, answer.instance)
     return ConnectionKeys(

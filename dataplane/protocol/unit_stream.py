@@ -46,7 +46,10 @@ def report_from_pb(wire: pb.UnitReport) -> Report:
     this version does not support."""
     name = wire.WhichOneof("report")
     if name is None:
-        raise InvalidRequestError("empty or unsupported report; is the storage unit newer than the controller?")
+        raise InvalidRequestError(
+            "empty or unsupported report; the storage unit may be newer than the controller: install the same "
+            "release on both"
+        )
     report: Report = codec.from_pb(_REPORTS[name], getattr(wire, name))
     return report
 
@@ -61,6 +64,9 @@ def order_from_pb(wire: pb.UnitOrder) -> c.Output:
     version does not support."""
     name = wire.WhichOneof("order")
     if name is None:
-        raise InvalidRequestError("empty or unsupported order; is the controller newer than the storage unit?")
+        raise InvalidRequestError(
+            "empty or unsupported order; the controller may be newer than the storage unit: install the same release "
+            "on both"
+        )
     order: c.Output = codec.from_pb(_ORDERS[name], getattr(wire, name))
     return order

@@ -210,7 +210,7 @@ class Arena:
         """Store the path of the keeper in the header; None: there is no keeper. ValueError if the path is too long."""
         name = os.fsencode("" if keeper is None else keeper.absolute())
         if len(name) > PAGE_BYTES - _KEEPER_AT - _KEEPER.size:
-            raise ValueError(f"{keeper}: a path of {len(name)} bytes does not fit into an arena's header")
+            raise ValueError(f"the path {keeper} is too long ({len(name)} bytes); use a shorter state directory")
         assert self._map is not None
         self._map[_KEEPER_AT : _KEEPER_AT + _KEEPER.size + len(name)] = _KEEPER.pack(_mounts(), len(name)) + name
 
@@ -459,7 +459,7 @@ def _check_header(raw: bytes, path: str | Path, cookie: bytes | None) -> int:
     if magic != _MAGIC:
         raise ValueError(f"{path}: not an arena")
     if version != FORMAT or header_bytes != HEADER_BYTES:
-        raise ArenaFormatError(f"has format {version}, this version reads {FORMAT}")
+        raise ArenaFormatError(f"has format {version}, but this version reads {FORMAT}")
     if cookie is not None and stored_cookie != cookie:
         raise ValueError(f"{path}: the arena's cookie does not match; the path belongs to another arena")
     return int(capacity)

@@ -149,7 +149,7 @@ class UnitConnection:
         same_host = own_boot_id == self.info.host  # `host` is the boot id of the machine of the unit
         endpoints = candidates(self.info.endpoints, same_host=same_host)
         if not endpoints:
-            raise self._unreachable("no endpoint is reachable from this process; start the unit with a reachable host")
+            raise self._unreachable("this process can reach none of its endpoints; start the unit with a --host for it")
         attach = pb.Attach(lock_path=str(lock.path) if lock and same_host else "", boot_id=own_boot_id)
         for number, endpoint in enumerate(endpoints, 1):
             self._endpoint = endpoint
@@ -401,7 +401,7 @@ class UnitConnection:
         """Yield a socket for one call. It is kept for later calls if the call succeeds, otherwise closed. call: the
         lock that the caller holds (see `InFlight`). what, timeout_s: the call's name and timeout, for its errors."""
         if os.getpid() != self._owner:
-            raise ClientClosedError(why="the client was created before fork(); create one in the child")
+            raise ClientClosedError(why="it was created before fork(); create one in the child process")
         if not self._in_flight.enter(call):
             raise ClientClosedError
         wire: Wire | None = None
@@ -414,7 +414,7 @@ class UnitConnection:
             raise self._unreachable(f"{what}: {error}") from error
         except WireSilentError as error:
             peer = f"storage unit {self.info.unit} at {self._endpoint}"
-            raise CallTimeoutError(what=f"bulk {what}", waited_s=timeout_s, peer=peer) from error
+            raise CallTimeoutError(what=f"{what} of rows", waited_s=timeout_s, peer=peer) from error
         finally:
             if wire is not None:
                 wire.close()

@@ -181,7 +181,8 @@ class UnitLink:
             self.close()
             if busy is not None:
                 raise busy
-            raise CallTimeoutError(what="AddUnit", waited_s=self._opening_s, peer=f"the controller at {address}")
+            what = "registration of the storage unit"
+            raise CallTimeoutError(what=what, waited_s=self._opening_s, peer=f"the controller at {address}")
         if isinstance(self._outcome, Exception):
             self.close()
             raise self._outcome

@@ -37,7 +37,9 @@ def bind(
     if tcp_host is not None:
         endpoints += _bind_tcp(router, tcp_host, tcp_port, advertise_host, guarded)
     if not endpoints:
-        raise ServiceUnavailableError(address="ipc", why="this ZMQ cannot check an ipc peer's user; set a TCP host")
+        raise ServiceUnavailableError(
+            address="ipc", why="the installed libzmq cannot check the user of an ipc peer; set a TCP host"
+        )
     return endpoints
 
 
@@ -65,7 +67,9 @@ def _bind_tcp(router: zmq.Socket[bytes], host: str, port: int, advertise: str | 
     except zmq.ZMQError as error:
         if port:  # a configured port, which may be in use
             raise cannot_listen(host, port, error.errno) from error
-        raise ServiceUnavailableError(address=f"tcp://{host}", why=f"cannot bind: {error}") from error
+        raise ServiceUnavailableError(
+            address=f"tcp://{host}", why=f"the storage unit cannot listen there: {error}"
+        ) from error
     return (f"tcp://{bracketed(advertise or ip)}:{bound}",)
 
 

@@ -365,7 +365,7 @@ class BulkServer:
             reply, failed = _refusal(error), error
         except Exception as error:
             log.exception("Storage unit %d: %s of session %d failed", self._unit, verb, request.session)
-            reply, failed = _refusal(InternalError(what=f"bulk {verb} in storage unit {self._unit}")), error
+            reply, failed = _refusal(InternalError(what=f"{verb} of rows in storage unit {self._unit}")), error
         self._frames.drop()  # the payload of a rejected write
         reply.call = request.call
         self._send(peer, reply, payload)

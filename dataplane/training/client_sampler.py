@@ -38,7 +38,7 @@ class ClientSampler(ABC):
     ) -> None:
         convert_options(ClaimOptions, options)  # only to raise its errors here
         if not isinstance(client, DataPlaneClient):
-            raise TypeError(f"client is {type(client).__name__}: a ClientSampler requires a DataPlaneClient")
+            raise TypeError(f"client: expected a DataPlaneClient, got {type(client).__name__}")
         if type(pool_size) is not int or pool_size < 1:
             raise InvalidRequestError(f"pool_size={pool_size!r}: expected an integer of at least 1")
         self._client = client

@@ -119,7 +119,7 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
         if num_workers:
             raise ValueError(f"num_workers={num_workers}: expected 0; use prefetch to read in a thread")
         if batch_size < 1 or prefetch < 0 or pad_to_multiple < 1:
-            raise ValueError(f"{batch_size=}, {prefetch=}, {pad_to_multiple=}: expected at least 1, 0 and 1")
+            raise ValueError(f"{batch_size=}, {prefetch=}, {pad_to_multiple=}: expected >= 1, >= 0 and >= 1")
         if (dp_world is not None) != (dp_rank is not None):
             raise ValueError(f"{dp_rank=}, {dp_world=}: pass both or neither")
         timeout_s = seconds("timeout_s", timeout_s)
@@ -184,7 +184,7 @@ class _Stream(IterableDataset[MicroBatch]):
             if batch is None:
                 return
             yield batch
-        raise ClientClosedError(why="the stream was closed")
+        raise ClientClosedError(why="the StreamingDataLoader was closed; create another one")
 
     def _next(self) -> MicroBatch | None:
         if self._replicas is None:
@@ -456,12 +456,12 @@ class _PrefetchQueue:
     def _timeout_error(self, waited_s: float) -> Exception:
         """Return the error of the last claim that timed out, or one without a reason if there was none."""
         if self._late is None:
-            return CallTimeoutError(what="the next micro-batch of a stream", waited_s=waited_s, peer="the service")
+            return CallTimeoutError(what="the next micro-batch of a loader", waited_s=waited_s, peer="the service")
         return ClaimTimeoutError(**{**self._late.facts, "waited_s": waited_s})
 
     def check_open(self) -> None:
         if self._closed:
-            raise ClientClosedError(why="the stream was closed")
+            raise ClientClosedError(why="the StreamingDataLoader was closed; create another one")
 
     def close(self) -> None:
         """Close the queue: `take` fails from now on. The micro-batches stay for `take_rest`."""

@@ -110,7 +110,7 @@ class DynamicSampler:
         counts = Counter(name for each in (*self._kept, meta) for name in each.sample_ids)
         repeated = [name for name, count in counts.items() if count > 1]
         if repeated:
-            raise InvalidRequestError(f"samples already added: {first_few(repeated)}; add each sample once")
+            raise InvalidRequestError(f"samples {first_few(repeated)} were added before; add each sample once")
 
     def _check_sizes(self, meta: KVBatchMeta) -> None:
         """Raise ValueError if `meta` makes a group larger than a batch, together with the kept samples of the group."""

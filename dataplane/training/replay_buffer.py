@@ -15,7 +15,7 @@ from dataplane.core.durations import seconds
 from dataplane.core.schema import WEIGHT_VERSION
 from dataplane.data.conditions import Where, conditions_of
 from dataplane.data.meta import KVBatchMeta
-from dataplane.errors import CallTimeoutError, RolloutAbortedError
+from dataplane.errors import CallTimeoutError, RolloutAbortedError, first_few
 from dataplane.training.staleness import TARGET_STEP, Flow, StalenessPolicy
 
 FINISHED_AT = "finished_at"
@@ -120,7 +120,7 @@ class ReplayBuffer:
             if not self._changed.wait_for(lambda: self.policy.headroom(self._flow()) >= count, timeout_s):
                 flow = self._flow()
                 what = f"reservation of {count} samples ({flow.stored} stored, {flow.running} running)"
-                raise CallTimeoutError(what=what, waited_s=timeout_s, peer=f"the trainer, at version {flow.version}")
+                raise CallTimeoutError(what=what, waited_s=timeout_s, peer=f"the trainer (at version {flow.version})")
             return self._create_reservation(count)
 
     def reserve_nowait(self, count: int) -> Reservation | None:
@@ -166,7 +166,10 @@ class ReplayBuffer:
         """
         put = fields if isinstance(fields, KVBatchMeta) else None  # the meta of a put by another process
         if put is not None and put.sample_ids != reservation.sample_ids:
-            raise ValueError(f"meta of {put.size} samples: expected the sample ids of the reservation, in order")
+            raise ValueError(
+                f"the meta names samples {first_few(put.sample_ids)}, but the reservation has "
+                f"{first_few(reservation.sample_ids)}; pass the meta of a put of these ids, in this order"
+            )
         try:
             self._mark_storing(reservation)
         except RolloutAbortedError:
@@ -205,7 +208,7 @@ class ReplayBuffer:
                 raise RolloutAbortedError(samples=reservation.sample_ids, why=why)
             if reservation.storing:
                 raise RolloutAbortedError(
-                    samples=reservation.sample_ids, why="another commit of this reservation is in progress"
+                    samples=reservation.sample_ids, why="another commit of their reservation is in progress"
                 )
             if self._running.get(reservation.number) is not reservation:
                 raise RolloutAbortedError(
@@ -221,7 +224,9 @@ class ReplayBuffer:
         now = time.time()
         given = [{} for _ in reservation.sample_ids] if tags is None else tags
         if len(given) != len(reservation.sample_ids):
-            raise ValueError(f"got {len(given)} tag mappings for {len(reservation.sample_ids)} samples")
+            raise ValueError(
+                f"got {len(given)} mappings of tags for {len(reservation.sample_ids)} samples; pass one per sample"
+            )
         completed = []
         for row, (sample_tags, place) in enumerate(zip(given, reservation.places, strict=True)):
             all_tags = {**sample_tags, WEIGHT_VERSION: reservation.version, FINISHED_AT: now}
@@ -362,7 +367,9 @@ class ReplayBuffer:
         """Continue from a saved state, and set its version at the service. RuntimeError while work is running."""
         with self._changed:
             if self._running:
-                raise RuntimeError(f"{len(self._running)} reservations are running; roll them back before loading")
+                raise RuntimeError(
+                    f"{len(self._running)} reservations are not committed yet; roll them back before load_state_dict"
+                )
             self._version, self._consumed, self._stored = state["version"], state["consumed"], state["stored"]
             self._next, self._next_place = state["next"], state["next_place"]
             self._free_places = list(state["free_places"])

@@ -29,7 +29,7 @@ def test_a_unit_without_rows_goes(capsys: pytest.CaptureFixture[str], monkeypatc
 
 def test_rows_go_with_force_only(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["drop", "unit-0"]) == 1
-    assert "cells of 3 live samples" in capsys.readouterr().err
+    assert "values of 3 live samples" in capsys.readouterr().err
     assert main(["drop", "unit-0", "--force"]) == 0
     assert "of live rows with it" in capsys.readouterr().out
     assert not filled.stats().units

@@ -40,7 +40,7 @@ def test_json(filled: DataPlaneClient, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["zz"], "no live sample 'zz' in any partition: never put"),
+        (["zz"], "the service has no live sample 'zz': it was never put"),
         (["zz", "-p", "train"], "no live sample 'zz'"),
         (["a", "-p", "nope"], "unknown partition 'nope'"),
     ],

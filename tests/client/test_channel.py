@@ -341,7 +341,7 @@ def test_a_service_of_another_epoch_ends_the_channel(open_channel: Open) -> None
         channel = open_channel(first)
     with (
         Controller(replace(QUICK, port=port), epoch=2),
-        pytest.raises(ServiceRestartedError, match="epoch 2, expected 1"),
+        pytest.raises(ServiceRestartedError, match="epoch 2, expected epoch 1"),
     ):
         keep_asking(channel)
 

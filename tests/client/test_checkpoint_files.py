@@ -84,8 +84,8 @@ def flip(file: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (lambda file: os.truncate(file, file.stat().st_size - 1), "truncated"),
     "emptied": (lambda file: os.truncate(file, 0), "truncated"),
-    "longer": (lambda file: file.write_bytes(file.read_bytes() + b"x"), "too long|not a manifest"),
-    "flipped": (flip, "checksum|not a manifest"),
+    "longer": (lambda file: file.write_bytes(file.read_bytes() + b"x"), "too long|not the manifest"),
+    "flipped": (flip, "checksum|not the manifest"),
     "missing": (lambda file: file.unlink(), "missing"),
     "a directory": (lambda file: (file.unlink(), file.mkdir()), "directory"),
 }
@@ -125,7 +125,7 @@ def test_each_of_several_files_is_compared_with_its_checksum(
 def test_a_manifest_of_another_version(saved: Path, bare: DataPlaneClient) -> None:
     outer = json.loads((saved / manifest.NAME).read_bytes())
     (saved / manifest.NAME).write_text(json.dumps({**outer, "format": 2, "more": 1}))
-    with pytest.raises(CheckpointError, match=r"manifest\.json: has format 2; this version .* reads format 1"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: it has format 2, but this version .* reads format 1"):
         bare.restore(saved)
 
 

@@ -91,7 +91,7 @@ def test_write_columns_without_lengths_puts_fields_as_they_are() -> None:
 
 def test_write_columns_narrower_than_the_longest_row() -> None:
     client = FakeClient()
-    with pytest.raises(ValueError, match="'prev_logprobs': rows are 4 wide, narrower than the longest sample of 5"):
+    with pytest.raises(ValueError, match="'prev_logprobs': rows have width 4, but the longest sample has 5"):
         write_columns(client, meta_of(sequence_lengths=[5, 1, 1]), {"prev_logprobs": PADDED})
     assert client.puts == []
 
@@ -135,7 +135,7 @@ def test_kv_first_write() -> None:
     [
         ({"input_ids": PADDED}, {}, "no column 'input_lengths'"),
         ({"input_ids": PADDED, "input_lengths": [1, 2]}, {}, "2 lengths for 3 rows"),
-        ({"input_ids": PADDED, "input_lengths": [1, 2, 5]}, {}, "narrower than the longest sample of 5"),
+        ({"input_ids": PADDED, "input_lengths": [1, 2, 5]}, {}, "but the longest sample has 5"),
         ({"input_ids": PADDED, "input_lengths": [1, 2, 3]}, {"pad_to_multiple": 0}, "pad_to_multiple=0"),
         ({"input_ids": PADDED, "input_lengths": [1, 2, 3]}, {"tags": [{}]}, "tags: got 1 values for 3"),
     ],

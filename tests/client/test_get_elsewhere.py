@@ -77,7 +77,7 @@ def test_rows_that_are_gone_with_their_unit_are_told_of(server: RestartableServi
 
     acts = [die]
     failpoints.arm("get.mid_copy", lambda: acts.pop()() if acts else None)
-    with pytest.raises(SampleNotFoundError, match=r"2 of them lost with storage unit 1 \("):
+    with pytest.raises(SampleNotFoundError, match=r"2 of them were lost with storage unit 1 \("):
         client.get_samples(["a", "b"], "p", ["x"])
 
 

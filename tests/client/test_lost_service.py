@@ -43,7 +43,9 @@ def test_after_the_window_calls_fail_and_a_late_return_is_found(
     register(client)
     put(client, 1)
     restartable.stop()
-    with pytest.raises(ServiceUnavailableError, match=rf"at {restartable.address}: .* not restarted within 0\.3 s"):
+    with pytest.raises(
+        ServiceUnavailableError, match=rf"at {restartable.address}: .* not return within reconnect_s=0\.3 s"
+    ):
         put(client, 2)
     with pytest.raises(ServiceUnavailableError):
         client.claim_meta("p", "train", FIELDS, 1)

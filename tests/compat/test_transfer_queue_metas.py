@@ -68,7 +68,7 @@ def test_tags_of_keys_are_copies() -> None:
         (lambda: KVBatchMeta.concat([keyed(["a"], seed=1), keyed(["b"], seed=2)]), "extra_info"),
         (lambda: KVBatchMeta.concat([keyed(["a"], seed=1), keyed(["b"], seed=True)]), "extra_info"),
         (lambda: batch([0, 1]).select_samples([2]), r"sample_indices must be in \[0, 2\)"),
-        (lambda: batch([0, 1]).reorder([0, 0]), "expected a permutation of 2 positions"),
+        (lambda: batch([0, 1]).reorder([0, 0]), "expected each of the 2 positions from 0 on once"),
         (lambda: batch([0]).update_custom_meta([]), "0 mappings for 1 samples"),
         (lambda: batch([0]).union(batch([1])), "global_indexes do not match"),
         (lambda: BatchMeta.concat([batch([0]), batch([1]).select_fields(["score"])]), "fields"),

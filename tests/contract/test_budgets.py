@@ -97,7 +97,7 @@ def test_unconsumed_samples_that_had_to_go_are_told_of(client: DataPlaneClient, 
     assert gone == [f"s{number}" for number in range(12)]
     assert held(client, partition).evicted_unconsumed == 12
     for names in (metas[0], ["s0"]):
-        with pytest.raises(KeyError, match="1 of them evicted") as caught:
+        with pytest.raises(KeyError, match="1 of them were evicted") as caught:
             client.get_samples(names, partition, ["x"])
         assert caught.value.evicted == 1  # type: ignore[attr-defined]
     assert client.list_samples(partition).sample_ids == [f"s{number}" for number in range(12, 20)]

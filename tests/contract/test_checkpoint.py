@@ -105,7 +105,7 @@ def test_everything_comes_back(client: DataPlaneClient, partition: str, tmp_path
     assert client.claim_meta(partition, "score", [], 1, blocking=False).sample_ids == ["s0"]
     with pytest.raises(StaleSampleError):
         client.get_data(before, ["scalars"])
-    with pytest.raises(ValueError, match="declared values"):
+    with pytest.raises(ValueError, match="values declared with enums"):
         client.set_tags(["s0"], partition, [{"kind": "c"}])
     client.put_samples(["s0"], partition, {"scalars": torch.tensor([9])}, mode="update")
     assert client.get_samples(["s0"], partition, ["scalars"])["scalars"].tolist() == [9]

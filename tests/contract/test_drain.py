@@ -150,7 +150,9 @@ def test_without_space_elsewhere_it_ends_by_saying_what_is_left_and_goes_on_when
         client.drain(1, timeout_s=60)
     assert not refused.value.marked
     assert not client.stats().units[0].draining
-    with pytest.raises(DrainError, match=r"12 cells are left; partition 'p' has 3,145,728 bytes there") as failed:
+    with pytest.raises(
+        DrainError, match=r"12 values of samples are left; partition 'p' has 3,145,728 bytes there"
+    ) as failed:
         client.drain(1, timeout_s=0.2, force=True)
     assert failed.value.marked
     assert failed.value.facts["live"] == {"p": 3 * MIB}

@@ -185,7 +185,7 @@ def test_a_failing_put_is_stopped_while_its_client_closes(
         close = pool.submit(failing.close)
         assert held.given_up.wait(WAIT_S)
         held.go_on.set()
-        with pytest.raises(CallTimeoutError, match="bulk write"):
+        with pytest.raises(CallTimeoutError, match="write of rows"):
             failed.result(WAIT_S)
         close.result(WAIT_S)
     other.put_samples(names(WHOLE), "p", {"x": rows(WHOLE, 2)})

@@ -306,7 +306,7 @@ def test_nor_is_one_by_a_service_that_is_open_to_its_network() -> None:
     open_to_all = Guard(None, secure=False, local=False)
     for host in ("10.0.0.1:7042", "localhost", socket.gethostname(), f"{socket.gethostname()}:7042"):
         open_to_all.check(asked(host))
-    with pytest.raises(HttpError, match="without a token"):
+    with pytest.raises(HttpError, match="has no token"):
         open_to_all.check(asked("evil.example"))
     Guard(None, secure=True, local=False).check(asked("controller.example"))
 

@@ -321,7 +321,7 @@ def test_a_start_that_fails_after_the_crash_of_the_machine_loses_no_rows(
     first.close()
     with monkeypatch.context() as another_version:
         another_version.setattr(image, "FORMAT", image.FORMAT + 1)
-        with pytest.raises(StateDirError, match="image has format"):
+        with pytest.raises(StateDirError, match="image of the state has format"):
             opened(tmp_path)
     second = opened(tmp_path)
     assert list(second._ledger._state.units) == [1]

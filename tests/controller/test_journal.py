@@ -159,7 +159,7 @@ def test_a_forked_child_holds_nothing(tmp_path: Path) -> None:
 def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_local", lambda path: False)
     monkeypatch.setattr(module, "file_system", lambda path: "nfs4")
-    with pytest.raises(StateDirError, match=r"file system of type nfs4, which may be shared"):
+    with pytest.raises(StateDirError, match=r"file system of type nfs4, which several machines may share"):
         Journal.open(tmp_path)
 
 
@@ -310,7 +310,7 @@ def test_garbage_is_no_journal(tmp_path: Path) -> None:
 def test_another_format_or_protocol_is_refused(tmp_path: Path, what: str, ours: int) -> None:
     with Journal.open(tmp_path) as journal:
         journal.set_facts(**{what: 99})
-    with pytest.raises(StateDirError, match=f"{what} 99, this version reads {ours}"):
+    with pytest.raises(StateDirError, match=f"{what} version 99, but this version of the service reads {ours}"):
         Journal.open(tmp_path)
 
 

@@ -143,7 +143,7 @@ def test_what_the_machine_has_not_is_a_memory_error(monkeypatch: pytest.MonkeyPa
     memory = BufferPool(64 * MIB)
     with monkeypatch.context() as patched:
         patched.setattr("dataplane.core.buffer_pool.mmap.mmap", none)
-        with pytest.raises(MemoryError, match="no memory for 2,097,152 bytes"):
+        with pytest.raises(MemoryError, match="cannot allocate 2,097,152 bytes of memory"):
             memory.take(MIB)
     assert memory.take(MIB).size == MIB
 

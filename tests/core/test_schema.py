@@ -31,8 +31,8 @@ def test_declared_specs() -> None:
     [
         ("input_ids", "not one string"),
         (["a", "a"], "twice"),
-        ([1], "non-empty str"),
-        ([""], "non-empty str"),
+        ([1], "non-empty strings"),
+        ([""], "non-empty strings"),
         ({"a": 3}, "field 'a'"),
         ({"a": {"dtype": "float99"}}, "unknown dtype"),
         ({"a": {"knid": "dense"}}, "field 'a'"),

@@ -115,7 +115,7 @@ def test_size_and_dict() -> None:
     assert batch.get_dict() == dict(batch.items())
     assert type(batch.get_dict()) is dict
     assert BatchedDataDict().size == 0
-    with pytest.raises(ValueError, match="'b' has 3 rows, 'a' has 2"):
+    with pytest.raises(ValueError, match="'b' has 3 rows, but column 'a' has 2"):
         _ = BatchedDataDict({"a": torch.zeros(2), "b": [1, 2, 3]}).size
     with pytest.raises(ValueError, match="'a': a value of type float has no rows"):
         _ = BatchedDataDict({"a": 1.0}).size
@@ -124,7 +124,7 @@ def test_size_and_dict() -> None:
 def test_columns_are_replaced_one_after_another() -> None:
     batch: BatchedDataDict[Any] = BatchedDataDict({"a": torch.arange(4), "b": list("abcd")})
     batch["a"] = batch["a"][::2]
-    with pytest.raises(ValueError, match="'b' has 4 rows, 'a' has 2"):
+    with pytest.raises(ValueError, match="'b' has 4 rows, but column 'a' has 2"):
         batch.select_indices([0])
     batch["b"] = batch["b"][::2]
     assert batch.select_indices([1])["b"] == ["c"]
@@ -137,7 +137,7 @@ def test_rows_that_are_not_there() -> None:
             batch.slice(start, end)
     with pytest.raises(ValueError, match="4 rows cannot be split evenly into 3"):
         batch.chunk(0, 3)
-    with pytest.raises(ValueError, match="chunk 2 is out of range"):
+    with pytest.raises(ValueError, match="rank=2: expected a number from 0 to 1"):
         batch.chunk(2, 2)
     with pytest.raises(ValueError, match="index 4 is outside a batch of 4"):
         batch.select_indices([4])
@@ -146,7 +146,7 @@ def test_rows_that_are_not_there() -> None:
     with pytest.raises(ValueError, match="integers"):
         batch.select_indices([True, False])
     for order in ([0, 1, 2], [0, 1, 2, 2]):
-        with pytest.raises(ValueError, match="permutation"):
+        with pytest.raises(ValueError, match="order must contain"):
             batch.reorder_data(order)
     for index, size in ((2, 3), (-1, 3), (0, 0), (0, None)):
         with pytest.raises(ValueError, match="batch"):
@@ -234,10 +234,10 @@ def test_shards_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="4 rows cannot be split evenly over 3"):
         batch.shard_by_batch_size(3, allow_uneven_shards=True, dynamic_batching_args=DYNAMIC)
     for key, error, told in (
-        ("nowhere", KeyError, "column of lengths .*nowhere"),
-        ("ids", ValueError, r"'ids': expected integers \[4\], got int64 \[4, 3\]"),
+        ("nowhere", KeyError, "micro-batches need the column .*nowhere"),
+        ("ids", ValueError, r"'ids': expected 4 integers, one per row; got int64 of shape \[4, 3\]"),
         ("jagged", ValueError, "'jagged': expected the lengths"),
-        ("objects", ValueError, "'objects': expected integers"),
+        ("objects", ValueError, "'objects': expected 4 integers"),
     ):
         with pytest.raises(error, match=told):
             batch.shard_by_batch_size(2, sequence_packing_args={**PACKED, "input_lengths_key": key})
@@ -247,7 +247,7 @@ def test_micro_batches_of_a_size() -> None:
     batch, rows = batch_of(), rows_of(batch_of())
     assert [rows_of(part) for part in batch.make_microbatch_iterator(2)] == [rows[:2], rows[2:]]
     for size in (3, 0):
-        with pytest.raises(ValueError, match=f"4 rows cannot be cut into micro-batches of {size}"):
+        with pytest.raises(ValueError, match=f"microbatch_size={size}: expected a number by which the 4 rows"):
             batch.make_microbatch_iterator(size)
 
 
@@ -410,15 +410,15 @@ def test_materialize_pads_nested_columns_of_any_layout() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_materialize_errors_name_the_field() -> None:
-    with pytest.raises(ValueError, match=r"'ids'.*cannot pad to 4.*longest row has 5"):
+    with pytest.raises(ValueError, match=r"'ids'.*cannot pad to length 4.*longest row has 5"):
         materialize(td_of(), pad_to_seqlen=4)
-    with pytest.raises(ValueError, match=r"'ids'.*does not fit"):
+    with pytest.raises(ValueError, match=r"'ids'.*cannot be represented"):
         materialize(td_of(), pad_value_dict={"ids": 0.5})
     with pytest.raises(ValueError, match=r"'ids': the pad value must be a number, got a Tensor of shape \[2\]"):
         materialize(td_of(), pad_value_dict={"ids": torch.tensor([7, 8])})
     with pytest.raises(ValueError, match=r"'ids': the pad value must be a number, got a ndarray of shape \[2\]"):
         materialize(td_of(), pad_value_dict={"ids": np.array([7, 8])})
-    with pytest.raises(ValueError, match="sequence_lengths: 1 lengths for 3 rows"):
+    with pytest.raises(ValueError, match="sequence_lengths: got 1 lengths for 3 rows"):
         materialize({"x": torch.zeros(3, 2)}, sequence_lengths=[2])
     with pytest.raises(ValueError, match="'x': rows to pad may differ in their first dimension only"):
         materialize({"x": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 5)])})

@@ -86,8 +86,8 @@ def test_what_differs_from_the_schema_is_refused_naming_both(value: Any, spec: F
         (["a"], ["1 rows, expected 2"]),
         (torch.zeros(()), ["without dimensions"]),
         (np.array(1.0), ["without dimensions"]),
-        ([torch.zeros(1), torch.zeros(1, dtype=torch.int64)], ["different dtypes", "float32", "int64"]),
-        (Shared(["a"], [0, 1]), ["refers to value 1 of 1"]),
+        ([torch.zeros(1), torch.zeros(1, dtype=torch.int64)], ["one dtype", "float32", "int64"]),
+        (Shared(["a"], [0, 1]), ["has 1, but its 1 values count from 0"]),
         (Shared(["a"], [0]), ["must be 2 integers"]),
         (Shared(["a"], [0, -1]), ["must be 2 integers"]),
         (Shared(["a"], [0.0, 0.0]), ["must be 2 integers"]),
@@ -184,7 +184,7 @@ def test_dtensor_is_refused_with_the_way_out(tmp_path: Any) -> None:
 
 
 def test_token_lengths_that_do_not_fit() -> None:
-    with pytest.raises(InvalidRequestError, match="narrower than the longest sample of 4 tokens"):
+    with pytest.raises(InvalidRequestError, match="but the longest sample has 4 tokens"):
         encode_one(torch.zeros(2, 3), 2, JAGGED, token_lengths=[1, 4])
     with pytest.raises(InvalidRequestError, match="3 lengths for 2 rows"):
         encode_one(torch.zeros(2, 3), 2, JAGGED, token_lengths=[1, 1, 1])

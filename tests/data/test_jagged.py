@@ -103,8 +103,8 @@ def test_gradients_flow_through_packing_and_response() -> None:
 @pytest.mark.parametrize(
     ("padded", "lengths", "told"),
     [
-        (torch.zeros(2, 3), [1], "2 rows, but 1 lengths"),
-        (torch.zeros(2, 3), [1, 4], "3 wide, narrower than the longest sample of 4"),
+        (torch.zeros(2, 3), [1], "got 1 lengths for 2 rows"),
+        (torch.zeros(2, 3), [1, 4], "width 3, but the longest sample has 4"),
         (torch.zeros(2, 3), [1, -1], "negative"),
         (torch.zeros(2, 3), [1.0, 2.0], "integers"),
         (torch.zeros(2, 3), [[1], [2]], "one-dimensional"),
@@ -162,7 +162,7 @@ def test_names_are_declared_by_the_caller() -> None:
 
 
 def test_narrower_than_the_longest_row_names_the_field() -> None:
-    with pytest.raises(ValueError, match="'input_ids': rows are 6 wide, narrower than the longest sample of 7"):
+    with pytest.raises(ValueError, match="'input_ids': rows have width 6, but the longest sample has 7"):
         pack_jagged_fields(BATCH, lengths=[7, 1, 1, 1])
 
 
@@ -205,9 +205,9 @@ def test_the_code_path_of_accelerators_gives_the_same(dtype: torch.dtype) -> Non
 
 def test_pad_nested_with_holes_and_width() -> None:
     assert pad_nested(with_holes, -1).tolist() == [[0, 1, 2, -1], [-1] * 4, [8, 9, 10, 11]]
-    with pytest.raises(ValueError, match="cannot pad to 3: the longest row has 4"):
+    with pytest.raises(ValueError, match="cannot pad to length 3: the longest row has 4"):
         pad_nested(with_holes, width=3)
-    with pytest.raises(ValueError, match="cannot pad to -1"):
+    with pytest.raises(ValueError, match="cannot pad to length -1"):
         pad_nested(jagged_from_values(torch.zeros(0), torch.tensor([0])), width=-1)
     assert pad_nested(jagged_from_values(torch.zeros(0), torch.tensor([0]))).shape == (0, 0)
 
@@ -248,7 +248,7 @@ BEYOND = (10**400, -(10**400))
     ids=str,
 )
 def test_a_pad_value_that_would_become_another_is_refused(dtype: torch.dtype, value: Any) -> None:
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="cannot be represented"):
         pad_scalar(value, dtype)
 
 

@@ -85,7 +85,7 @@ def test_unknown_stays_unknown() -> None:
         ({"sample_ids": "abc"}, TypeError, "list of str"),
         ({"sample_ids": ["a", 1, "c"]}, TypeError, "row 1"),
         ({"fields": "abc"}, TypeError, "list of str"),
-        ({"_rows": np.arange(3)}, ValueError, "both rows and generations"),
+        ({"_rows": np.arange(3)}, ValueError, "consist of rows and generations"),
         ({"_rows": np.arange(2), "_generations": np.arange(2)}, ValueError, r"\[2\], expected \[3\]"),
     ],
 )

@@ -225,7 +225,7 @@ def test_bins_without_space_are_tried_few_times_each(monkeypatch: pytest.MonkeyP
 
 def test_hosts_that_do_not_fit_the_rows_are_an_error() -> None:
     meta = KVBatchMeta("p", None, ["a", "b"])
-    with pytest.raises(ValueError, match="locality of 1 rows and 2 shards for 2 rows over 2 shards"):
+    with pytest.raises(ValueError, match="row_hosts has 1 entries and rank_hosts 2; expected 2, one per sample"):
         shard_meta_for_dp(meta, dp_world=2, row_hosts=["x"], rank_hosts=["x", "y"])
 
 

@@ -182,7 +182,7 @@ class BudgetBooks:
             stale = [handle for handle in handles(samples) if handle not in partition.live]
             expected = sum(generation in generations for _, generation in stale)
         assert error.evicted == expected, (samples, error, gone)
-        assert not expected or f"{expected} of them evicted" in str(error), error
+        assert not expected or f"{expected} of them were evicted" in str(error), error
         EVICTED["told"] += bool(expected)
 
     def lost(self, name: str) -> dict[str, Sample]:

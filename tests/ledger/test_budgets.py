@@ -105,7 +105,9 @@ def test_updates_have_a_reserve_of_the_budget() -> None:
 
 def test_a_put_larger_than_the_budget_is_refused_at_once() -> None:
     _, client = budgeted()
-    with pytest.raises(RequestTooLargeError, match=r"budget of partition 'p', needs 8,256 .* larger budget_bytes"):
+    with pytest.raises(
+        RequestTooLargeError, match=r"partition 'p', which has a budget, needs 8,256 .* larger budget_bytes"
+    ):
         client.raise_(client.allocate({"x": [8 * KIB + 1]}))
 
 

@@ -195,10 +195,10 @@ def test_unconsumed_samples_go_by_policy_after_the_consumed_ones_and_never_silen
     assert (stats.evicted, stats.evicted_unconsumed) == (3, 2)
     (notice,) = [o for o in client.driver.take_orders() if isinstance(o, c.Notice) and "evicted" in o.text]
     assert "partition 'p' is full: samples evicted so far before all of its tasks had consumed them: 2" in notice.text
-    with pytest.raises(SampleNotFoundError, match=r"1 of them evicted") as caught:
+    with pytest.raises(SampleNotFoundError, match=r"1 of them were evicted") as caught:
         client.locate(by_ids("s0", "never"))
     assert caught.value.evicted == 1
-    with pytest.raises(StaleSampleError, match=r"1 of them evicted") as stale:
+    with pytest.raises(StaleSampleError, match=r"1 of them were evicted") as stale:
         client.locate(handles(meta))
     assert stale.value.evicted == 1
 

@@ -139,7 +139,7 @@ def test_a_sample_is_found_in_the_first_partition_that_has_it(client: Client) ->
     client.put(["b"], {"x": [1]})
     for sample, partition in (("a", "q"), ("b", "p")):
         assert client.call(c.Shown, c.Show(samples=by_ids(sample))).partition == partition
-    with pytest.raises(SampleNotFoundError, match="no live sample 'z' in any partition"):
+    with pytest.raises(SampleNotFoundError, match="the service has no live sample 'z'"):
         client.raise_(c.Show(samples=by_ids("z")))
     handle = c.Samples(rows=np.array([0]), generations=np.array([1]))
     with pytest.raises(InvalidRequestError, match="a handle requires the name of its partition"):

@@ -115,7 +115,7 @@ def test_without_claims_a_nack_takes_back_all_but_what_is_on_lease(client: Clien
 def test_there_is_a_claim_for_each_sample(client: Client) -> None:
     client.put(["a", "b"])
     got = leased(client, 2)
-    with pytest.raises(InvalidRequestError, match="1 claims for 2 samples"):
+    with pytest.raises(InvalidRequestError, match="1 claim ids for 2 samples"):
         client.do(c.Ack(partition="p", task="train", samples=part_of(got)["samples"], claims=np.array([got.claim])))
     with pytest.raises(InvalidRequestError, match="named twice"):
         client.do(c.Ack(partition="p", task="train", samples=by_ids("a", "a"), claims=np.array([got.claim] * 2)))

@@ -34,12 +34,12 @@ def test_who_asks_for_a_lost_sample_is_told_which_unit_had_it() -> None:
     client.put(["c"], {"x": [8]}, unit_wish=2)
     client.clear("b")
     client.do(c.Forget(unit=1, force=True))
-    assert "(1 of them lost with storage unit 1 (unit0))" in told(client, by_ids("a", "b", "never"))
-    assert "(1 of them lost with storage unit 1 (unit0))" in told(client, handles(here), StaleSampleError)
+    assert "(1 of them were lost with storage unit 1 (unit0))" in told(client, by_ids("a", "b", "never"))
+    assert "(1 of them were lost with storage unit 1 (unit0))" in told(client, handles(here), StaleSampleError)
     assert "lost" not in told(client, by_ids("b", "never"))
     driver.apply(c.DropUnit(unit=2, force=True))
     both = told(client, by_ids("a", "c"))
-    assert "(2 of them lost with storage unit 1 (unit0), with storage unit 2 (unit1))" in both
+    assert "(2 of them were lost with storage unit 1 (unit0), with storage unit 2 (unit1))" in both
 
 
 def test_it_is_remembered_by_a_ledger_that_lives_again_and_by_one_that_replays() -> None:
@@ -58,7 +58,7 @@ def test_an_id_that_lives_again_is_not_lost_any_more() -> None:
     client.put(["a"], {"x": [8]})
     client.clear("a")
     assert "lost" not in told(client, by_ids("a"))
-    assert "(1 of them lost" in told(client, handles(before), StaleSampleError)
+    assert "(1 of them were lost" in told(client, handles(before), StaleSampleError)
 
 
 def test_a_place_that_is_taken_by_the_same_arena_anew_is_told_too() -> None:
@@ -75,14 +75,14 @@ def test_the_last_so_many_are_remembered() -> None:
     client.put([f"s{number}" for number in range(count)], {"x": [8] * count}, unit_wish=1)
     client.do(c.Forget(unit=1, force=True))
     assert "lost" not in told(client, by_ids("s0", "s9"))
-    assert "(2 of them lost" in told(client, by_ids("s9", "s10", f"s{count - 1}"))
+    assert "(2 of them were lost" in told(client, by_ids("s9", "s10", f"s{count - 1}"))
     client.put(["one", "more"], {"x": [8, 8]}, unit_wish=2)
     client.do(c.Forget(unit=2, force=True))
     lost = partition(driver).lost
     assert lost is not None
     assert len(lost.generations) == len(lost.causes) == REMEMBERED
     assert "lost" not in told(client, by_ids("s10", "s11"))
-    assert "(2 of them lost" in told(client, by_ids("s12", "more"))
+    assert "(2 of them were lost" in told(client, by_ids("s12", "more"))
 
 
 def test_nothing_is_remembered_of_a_unit_that_was_empty() -> None:

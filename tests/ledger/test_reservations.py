@@ -39,7 +39,7 @@ def test_new_rows_leave_the_reserve_to_updates() -> None:
 
 def test_space_for_updates_makes_no_new_rows() -> None:
     _, client = small()
-    with pytest.raises(InvalidRequestError, match="reserved for updates"):
+    with pytest.raises(InvalidRequestError, match="reserved space for updates"):
         client.put(["a"], {"x": [64]}, update=True)
     assert client.used() == 0
 

@@ -81,7 +81,7 @@ def test_set_tags_needs_living_samples(client: Client) -> None:
 def test_enumerated_tags(client: Client) -> None:
     client.register(enums={"status": ("ok", "cut")})
     client.put(["a"], tags={"status": ["ok"]})
-    with pytest.raises(InvalidRequestError, match="'bad' is not one of its declared values ok, cut"):
+    with pytest.raises(InvalidRequestError, match="'bad' is not one of the values declared with enums: ok, cut"):
         client.put(["a"], tags={"status": ["bad"]})
 
 

@@ -82,10 +82,13 @@ def test_clusters_of_the_same_name_do_not_collide(ray_cluster: None, name: str) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bundle_ct_per_node_list": []}, "one positive count per node"),
-        ({"bundle_ct_per_node_list": [2, 0]}, "one positive count per node"),
+        ({"bundle_ct_per_node_list": []}, "one number of bundles per node"),
+        ({"bundle_ct_per_node_list": [2, 0]}, "one number of bundles per node"),
         ({"bundle_ct_per_node_list": [1], "max_colocated_worker_groups": 0}, "at least 1"),
-        ({"bundle_ct_per_node_list": [1, 3], "num_gpus_per_node": 2}, "3 bundles with a GPU each do not fit on 2 GPUs"),
+        (
+            {"bundle_ct_per_node_list": [1, 3], "num_gpus_per_node": 2},
+            "3 bundles with a GPU each on one node, but num_gpus_per_node=2",
+        ),
     ],
 )
 def test_clusters_that_cannot_be(arguments: dict[str, object], message: str) -> None:

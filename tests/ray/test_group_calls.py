@@ -208,11 +208,20 @@ def test_a_reference_is_passed_on_as_its_value(group: RayWorkerGroup) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"in_sharded_axes": [DATA], "x": [1, 2, 3]}, "argument x: axis 'data_parallel' has size 2, got 3 shards"),
-        ({"in_sharded_axes": [DATA], "x": [1]}, "'data_parallel' has size 2, got 1 shards"),
+        (
+            {"in_sharded_axes": [DATA], "x": [1, 2, 3]},
+            "argument x: got 3 shards, expected 2, one per position on axis 'data_parallel'",
+        ),
+        ({"in_sharded_axes": [DATA], "x": [1]}, "got 1 shards, expected 2, one per position on axis 'data_parallel'"),
         ({"in_sharded_axes": [DATA], "x": 1}, "needs a list of 2, got int"),
-        ({"in_sharded_axes": [DATA, TENSOR], "x": [[1, 2], [1]]}, "'tensor_parallel' has size 2, got 1 shards"),
-        ({"in_sharded_axes": [DATA, TENSOR], "x": [1, 2]}, "axis 'tensor_parallel' needs a list of 2, got int"),
+        (
+            {"in_sharded_axes": [DATA, TENSOR], "x": [[1, 2], [1]]},
+            "got 1 shards, expected 2, one per position on axis 'tensor_parallel'",
+        ),
+        (
+            {"in_sharded_axes": [DATA, TENSOR], "x": [1, 2]},
+            "a list of 2 shards, one per position on axis 'tensor_parallel', got int",
+        ),
         ({"in_sharded_axes": ["experts"], "x": [1]}, "in_sharded_axes: unknown axis 'experts'"),
         ({"replicate_on_axes": ["experts"], "x": 1}, "replicate_on_axes: unknown axis 'experts'"),
         ({"output_is_replicated": ["experts"], "x": 1}, "output_is_replicated: unknown axis 'experts'"),
@@ -238,11 +247,14 @@ def test_a_sharded_call_that_is_wrong_reaches_nobody(
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"b": [1, 2, 3]}, "argument b: 4 workers are called, so it needs a list of 4; got 3"),
-        ({"b": [1, 2, 3, 4, 5]}, "so it needs a list of 4; got 5"),
-        ({"b": "four"}, "so it needs a list of 4; got str"),
-        ({"b": dict.fromkeys(range(4))}, "so it needs a list of 4; got dict"),
-        ({"b": [1, 2, 3, 4], "run_rank_0_only_axes": [TENSOR]}, "2 workers are called, so it needs a list of 2; got 4"),
+        ({"b": [1, 2, 3]}, "argument b: expected a list of 4 values, one for each called worker; got 3"),
+        ({"b": [1, 2, 3, 4, 5]}, "a list of 4 values, one for each called worker; got 5"),
+        ({"b": "four"}, "a list of 4 values, one for each called worker; got str"),
+        ({"b": dict.fromkeys(range(4))}, "a list of 4 values, one for each called worker; got dict"),
+        (
+            {"b": [1, 2, 3, 4], "run_rank_0_only_axes": [TENSOR]},
+            "a list of 2 values, one for each called worker; got 4",
+        ),
         ({"b": [1, 2], "run_rank_0_only_axes": ["experts"]}, "run_rank_0_only_axes: unknown axis 'experts'"),
         ({"b": [1, 2, 3, 4], "common_kwargs": {"b": "x"}}, "argument b is also in common_kwargs"),
     ],

@@ -42,9 +42,9 @@ def test_a_node_that_dies_takes_its_rows_along_and_nothing_else(found: dict[str,
     assert dies["units"] == 2
     assert dies["ids"] == ["a", "b", "c", "d", "e", "f", "more"]
     assert dies["meta"].startswith("StaleSampleError: sample 'lost' of partition 'p' was cleared")
-    assert dies["id"].startswith("SampleNotFoundError: no live sample 'lost' in partition 'p'")
+    assert dies["id"].startswith("SampleNotFoundError: partition 'p' has no live sample 'lost'")
     for error in (dies["meta"], dies["id"]):
-        assert re.search(r"\(1 of them lost with storage unit \d+ \(unit-", error)
+        assert re.search(r"\(1 of them were lost with storage unit \d+ \(unit-", error)
 
 
 def test_a_node_that_ray_says_will_leave_is_drained(found: dict[str, Any]) -> None:
@@ -60,4 +60,4 @@ def test_a_node_comes_back_with_its_state_unless_it_is_given_up(found: dict[str,
 def test_a_detached_service_outlasts_its_driver(found: dict[str, Any]) -> None:
     error = found["stays"].pop("error")
     assert found["stays"] == {"read": [7.0], "units": ["serving"]}
-    assert "no data plane service at actor:stays@many: no service was launched with that name" in error
+    assert "no data plane service at actor:stays@many: no service of that name runs in that namespace" in error

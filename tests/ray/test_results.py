@@ -44,6 +44,8 @@ def test_nobody_called() -> None:
 def test_futures_and_workers_that_do_not_match() -> None:
     with pytest.raises(ValueError, match="2 futures for 1 called workers"):
         results(["a", "b"], called_workers=[0])
-    with pytest.raises(ValueError, match="worker 0 is in no tied group; its worker group may have been shut down"):
+    with pytest.raises(
+        ValueError, match="worker 0 is in no tied group of this worker group, which may have been shut down"
+    ):
         results(["a"], tied={})
     assert results(["a"], tied={}, return_from_workers=[0]) == ["a"]

@@ -113,13 +113,13 @@ def test_the_first_of_a_tied_group_is_told_of_all_its_bundles(cluster: RayVirtua
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"workers_per_node": 5}, "5 workers on node 0, which has 2 bundles"),
-        ({"workers_per_node": [1, 1, 1]}, "3 counts, but the cluster has 2 nodes"),
+        ({"workers_per_node": 5}, "5 workers on node 0; expected 0 to 2"),
+        ({"workers_per_node": [1, 1, 1]}, "3 numbers, but the cluster has 2 nodes"),
         ({"workers_per_node": 0}, "at least one worker"),
         ({"bundle_indices_list": [(2, [0])]}, "names node 2"),
         ({"bundle_indices_list": [(0, [2])]}, "bundle 2 of node 0"),
         ({"bundle_indices_list": [(0, [])]}, "has no bundles"),
-        ({"sharding_annotations": NamedSharding([0, 1], ["data_parallel"])}, "names 2 ranks"),
+        ({"sharding_annotations": NamedSharding([0, 1], ["data_parallel"])}, "has 2 ranks"),
     ],
 )
 def test_groups_that_do_not_fit(ray_cluster: None, arguments: dict[str, object], message: str) -> None:
@@ -256,7 +256,7 @@ def test_an_exception_that_cannot_be_pickled_is_told_of(cluster: RayVirtualClust
     ("name", "message"),
     [
         ("tests.ray.starters.Nobody", r"^cannot import 'tests.ray.starters.Nobody'"),
-        ("Nobody", r"^'Nobody' is not a fully qualified class name"),
+        ("Nobody", r"^'Nobody' is not a full class name"),
         (f"{STARTERS}.Misconfigured", r"Misconfigured.configure_worker returned \({}, {}\); it must return"),
     ],
 )

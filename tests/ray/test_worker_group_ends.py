@@ -137,7 +137,7 @@ def test_a_driver_keeps_its_own_signals(cluster: Cluster) -> None:
 
 def test_nodes_that_do_not_come_are_an_error(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.groups.cluster.NODES_TIMEOUT_S", 0.0)
-    with pytest.raises(ResourcesNotReadyError, match=r"requested 3 nodes; after \d+ s Ray has 1"):
+    with pytest.raises(ResourcesNotReadyError, match=r"needs 3 nodes, but after \d+ s Ray only has 1"):
         Cluster(num_nodes=3)
     with pytest.raises(ValueError, match="num_nodes=-1"):
         Cluster(-1)

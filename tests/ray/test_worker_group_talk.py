@@ -76,9 +76,15 @@ def test_who_waits_for_a_worker_that_ends_or_has_other_options_is_told(
     doomed = Talker.create_group().launch(cluster, name="doomed")
     ours, theirs = CollectiveGroupOptions(accel_max_ctas=2), CollectiveGroupOptions(accel_max_ctas=4)
     waiting = doomed.recv("talk", 0, options=theirs)
-    with pytest.raises(GroupOptionsError, match=r"talk:0 made first contact with doomed:0 .*accel_max_ctas=2"):
+    with pytest.raises(
+        GroupOptionsError,
+        match=r"talk:0 and doomed:0 exchange messages with different options: talk:0 with .*accel_max_ctas=2",
+    ):
         until_it_fails(lambda: group.execute_on(0).send("too often", "doomed", 0, options=ours).wait())
-    with pytest.raises(GroupOptionsError, match=r"doomed:0 made first contact with talk:0 .*accel_max_ctas=4"):
+    with pytest.raises(
+        GroupOptionsError,
+        match=r"doomed:0 and talk:0 exchange messages with different options: doomed:0 with .*accel_max_ctas=4",
+    ):
         waiting.wait()
     waiting = group.execute_on(0).recv("doomed", 0)
     with pytest.raises(WorkerLostError):

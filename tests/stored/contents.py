@@ -194,7 +194,7 @@ def check(client: DataPlaneClient, partition: str) -> None:
     assert (stats.live, stats.num_samples, stats.sealed, stats.version) == (8, None, sealed, 4)
     assert (stats.budget_bytes, stats.when_full) == (1 << 18, "evict")
     assert stats.produced == {name: len(LATE) if name == "late" else 8 for name in _FIELDS}
-    with pytest.raises(ValueError, match="declared values"):
+    with pytest.raises(ValueError, match="values declared with enums"):
         client.set_tags(["s0"], partition, [{"kind": "c"}])
     if sealed:
         with pytest.raises(PartitionSealedError):

@@ -140,8 +140,8 @@ def test_a_state_of_another_format_is_refused_and_stays(
     folder, number = unpack(ARCHIVE, tmp_path), module.FORMAT
     monkeypatch.setattr(module, "FORMAT", number + step)
     why = {
-        journal: rf"its journal has format {number}, this version reads {number + step}\. Use the version that",
-        image: rf"image has format {number}, expected {number + step}\. Use the version that wrote",
+        journal: rf"its journal has format version {number}, but .* reads {number + step}\. Use the version of the",
+        image: rf"image of the state has format {number}, expected {number + step}\. Use the version that wrote",
     }[module]
     with pytest.raises(StateDirError, match=why), service_of(folder):
         pass
@@ -156,7 +156,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(manifest, "FORMAT", number + step)
     with serve(SETTINGS) as server, connect(server.address) as client:
         with pytest.raises(
-            CheckpointError, match=rf"has format {number}; this version .+ reads format {number + step}"
+            CheckpointError, match=rf"has format {number}, but this version .+ reads format {number + step}"
         ):
             client.restore(folder / "checkpoint")
         assert not client.stats().partitions
@@ -168,7 +168,7 @@ def test_an_arena_of_another_format_is_refused_and_stays(
 ) -> None:
     folder, number = unpack(ARCHIVE, tmp_path), arena.FORMAT
     monkeypatch.setattr(arena, "FORMAT", number + step)
-    why = rf"has format {number}, this version reads {number + step}\. Use the version that wrote"
+    why = rf"has format {number}, but this version reads {number + step}\. Use the version that wrote"
     with pytest.raises(StateDirError, match=why), service_of(folder):
         pass
     monkeypatch.undo()

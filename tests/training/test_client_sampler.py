@@ -75,7 +75,7 @@ def test_rows_that_are_none_are_refused_and_the_pool_goes_back(client: DataPlane
 
 
 def test_a_client_of_another_kind_is_refused() -> None:
-    with pytest.raises(TypeError, match="client is object: a ClientSampler requires a DataPlaneClient"):
+    with pytest.raises(TypeError, match="client: expected a DataPlaneClient, got object"):
         BestFirst(object(), "p", "train", [], pool_size=4)  # type: ignore[arg-type]
 
 

@@ -278,7 +278,7 @@ def test_closing_gives_back_what_was_fetched_ahead(client: DataPlaneClient, part
     fetched_ahead(client, partition, 2)
     stream.close()
     stream.close()
-    with pytest.raises(ClientClosedError, match="the stream was closed"):
+    with pytest.raises(ClientClosedError, match="the StreamingDataLoader was closed"):
         next(batches)
     with pytest.raises(ClientClosedError):
         next(iter(stream))

@@ -116,7 +116,7 @@ def test_a_sample_is_added_once(client: DataPlaneClient) -> None:
     sampler = DynamicSampler(client, 4)
     meta = put(client, 0, {1: spread(2)})
     assert sampler.add(meta) is None
-    with pytest.raises(ValueError, match="already added: 's0', 's1'"):
+    with pytest.raises(ValueError, match="samples 's0', 's1' were added before"):
         sampler.add(meta)
     assert (sampler.missing, client.list_samples("p").size) == (2, 2)
 

@@ -110,7 +110,7 @@ def test_a_commit_that_fails_may_be_repeated(client: DataPlaneClient, partition:
     reservation = buffer.reserve(1, 0.0)
     with pytest.raises(SchemaError):
         buffer.commit(reservation, {"tokens": torch.zeros(1)})
-    with pytest.raises(ValueError, match="2 tag mappings"):
+    with pytest.raises(ValueError, match="2 mappings of tags"):
         buffer.commit(reservation, {"tokens": torch.zeros(1, dtype=torch.int64)}, [{}, {}])
     assert buffer.flow.running == 1
     produce(buffer, reservation)
@@ -126,7 +126,7 @@ def test_a_producer_elsewhere_puts_the_samples_itself(
     put = client.put_samples(reservation.sample_ids, partition, {"tokens": torch.arange(2)}, tags=[{"length": 7}] * 2)
     with pytest.raises(ClaimTimeoutError):
         buffer.take(0.01)
-    with pytest.raises(ValueError, match="expected the sample ids of the reservation"):
+    with pytest.raises(ValueError, match="but the reservation has"):
         buffer.commit(reservation, put.slice(0, 1))
     committed = buffer.commit(reservation, put, [{"reward": 1.0}, {"reward": 2.0}])
     taken = buffer.take(WAIT_S)
@@ -182,7 +182,7 @@ def test_a_second_commit_beside_the_first_clears_nothing(client: DataPlaneClient
             return getattr(client, name)
 
         def set_tags(self, *args: object) -> object:
-            with pytest.raises(RolloutAbortedError, match="another commit of this reservation is in progress"):
+            with pytest.raises(RolloutAbortedError, match="another commit of their reservation is in progress"):
                 buffer.commit(reservation, put)
             return client.set_tags(*args)
 
@@ -350,7 +350,7 @@ def test_a_saved_state_goes_on_where_it_was(client: DataPlaneClient, partition: 
     assert not set(again.sample_ids) & {*stored, *running.sample_ids}
     produce(other, again)
     assert set(other.take(WAIT_S).sample_ids) == {*stored, *again.sample_ids}
-    with pytest.raises(RuntimeError, match="running"):
+    with pytest.raises(RuntimeError, match="not committed yet"):
         buffer.load_state_dict(state)
 
 

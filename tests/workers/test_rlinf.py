@@ -186,7 +186,7 @@ def test_components_are_placed_on_nodes() -> None:
         ({"a": "8"}, "do not exist"),
         ({"a": ""}, "names no accelerator"),
         ({"a": "0:all"}, "cannot name processes"),
-        ({"a": {"node_group": "robot", "placement": "0"}}, "node_group: robot is not supported"),
+        ({"a": {"node_group": "robot", "placement": "0"}}, "node_group='robot' is not supported"),
         ({"a": {"node_group": "node", "placement": "0-1:0"}}, "do not exist"),
     ],
 )

@@ -168,7 +168,10 @@ class Pump:
                 must_wait = space == NOWHERE
             if must_wait and self._delayed_bytes + parcel.nbytes > LATER_BYTES:
                 waiting_bytes = self._delayed_bytes
-                raise MemoryError(f"{what}: {waiting_bytes:,} bytes of puts wait for space; wait for some of them")
+                raise MemoryError(
+                    f"{what}: {waiting_bytes:,} bytes of earlier puts already wait for space; wait for some of them "
+                    "first"
+                )
             entry = self._register(request.number, what, until)
             entry.preallocate_bytes = request.preallocate_bytes
             self._puts.add(request.number)

@@ -111,7 +111,8 @@ class ChannelBroker:
             raise ValueError("the client sent no valid token")
         client = connection.ident
         if request.version != wire.VERSION:  # not added to the clients
-            self._server.send(client, [wire.encode(wire.Rejected(request.number, f"expected version {wire.VERSION}"))])
+            why = f"the versions differ: the broker has {wire.VERSION}, the client {request.version}"
+            self._server.send(client, [wire.encode(wire.Rejected(request.number, why))])
             return
         self._state.join(client)
         self._is_local[client] = local = request.local and connection.local

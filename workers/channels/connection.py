@@ -184,7 +184,7 @@ class BrokerConnection:
         try:
             answer = wire.decode_answer(message.body)
             if not isinstance(answer, wire.Welcome):
-                raise StreamLostError(f"the broker refused this client: {answer}")
+                raise StreamLostError(f"the broker refused this client: {getattr(answer, 'why', answer)}")
             self.capacity_bytes = answer.capacity_bytes
             if fds and answer.arena_bytes:
                 mapping = mmap.mmap(fds[0], answer.arena_bytes)

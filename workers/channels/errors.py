@@ -25,7 +25,7 @@ class ChannelClosedError(BadRequestError):
 
 def disconnected(channel: str) -> ChannelClosedError:
     """Return the error for a call on a disconnected handle."""
-    return ChannelClosedError(channel=channel, why="this handle was disconnected")
+    return ChannelClosedError(channel=channel, why="this handle was disconnected; connect to the channel again")
 
 
 class EndOfChannelError(BadRequestError):
@@ -33,14 +33,17 @@ class EndOfChannelError(BadRequestError):
 
     def __init__(self, *, channel: str, key: str) -> None:
         super().__init__(
-            f"channel {channel!r} was closed and has no item left under key {key}", channel=channel, key=key
+            f"channel {channel!r} was closed, and no item is left under key {key}; no further item will come",
+            channel=channel,
+            key=key,
         )
 
 
 class ChannelSettingsError(BadRequestError):
     def __init__(self, *, channel: str, got: str, expected: str) -> None:
         super().__init__(
-            f"channel {channel!r} exists with {expected}, not {got}; connect to it, close it, or use another name",
+            f"channel {channel!r} exists with other settings: {expected}, not {got}; connect to it, close it first, "
+            "or use another name",
             channel=channel,
             got=got,
             expected=expected,
@@ -71,14 +74,18 @@ class ChannelTimeoutError(WaitTimeoutError):
 
     def __init__(self, *, what: str, waited_s: float) -> None:
         super().__init__(
-            f"{what}: timed out after {waited_s:.1f} s; no item was taken or put", what=what, waited_s=waited_s
+            f"{what}: timed out after {waited_s:.1f} s; no item was taken or put. Check that the other end runs, or "
+            "wait longer.",
+            what=what,
+            waited_s=waited_s,
         )
 
 
 class ChannelLostError(ServiceError):
     def __init__(self, *, what: str, broker: str, why: str) -> None:
         super().__init__(
-            f"{what}: the broker of the channel at {broker} was lost with the items that it held ({why})",
+            f"{what}: the process at {broker} that holds the channel's items (its broker) was lost, with these items "
+            f"({why}). Create the channel again.",
             what=what,
             broker=broker,
             why=why,

@@ -32,7 +32,7 @@ class WorkerAddress:
             if not isinstance(rank, int) or isinstance(rank, bool):
                 raise TypeError(f"rank {rank!r} of group {root_group_name!r} is {type(rank).__name__}, expected int")
             if rank < 0:
-                raise ValueError(f"rank {rank} of group {root_group_name!r} is negative")
+                raise ValueError(f"rank {rank} of group {root_group_name!r} is negative; ranks count from 0")
         object.__setattr__(self, "root_group_name", root_group_name)
         object.__setattr__(self, "rank_path", path)
 
@@ -60,7 +60,7 @@ class WorkerAddress:
     def get_parent_address(self) -> WorkerAddress:
         """Return the parent's address. ValueError for a root, which has no parent."""
         if not self.rank_path:
-            raise ValueError(f"{self.root_group_name!r} is the root of its group and has no parent")
+            raise ValueError(f"the address {self.root_group_name!r} names a whole group, so it has no parent")
         return WorkerAddress(self.root_group_name, self.rank_path[:-1])
 
     def __reduce__(self) -> tuple[type[WorkerAddress], tuple[str, tuple[int, ...]]]:

@@ -121,7 +121,10 @@ class DirectoryClient:
         """Return a client of the directory of this process's job. LookupError outside of a job."""
         address = os.environ.get(DIRECTORY_VARIABLE)
         if not address:
-            raise LookupError(f"{DIRECTORY_VARIABLE} is not set: this process does not belong to a job of workers")
+            raise LookupError(
+                f"{DIRECTORY_VARIABLE} is not set, so this process does not belong to a job of workers; create a "
+                "Cluster, or set it to the address of the job's directory"
+            )
         return cls(address)
 
     # --- registration ---------------------------------------------------------------------------------------------
@@ -247,7 +250,9 @@ class DirectoryClient:
     def _ask(self, request: wire.Question) -> Answer:
         """Queue a request and return the future of its reply, which has failed already if the directory is lost."""
         if self._pid != os.getpid():
-            raise RuntimeError("DirectoryClient was created before fork(); create one in the child")
+            raise RuntimeError(
+                "this DirectoryClient was created before fork(); create another one in the child process"
+            )
         call = _Call(request, encode(request))
         wire.decode_request(call.data)  # raises for arguments that the directory could not decode
         with self._guard:
@@ -268,7 +273,7 @@ class DirectoryClient:
         if done_within(future, what, limit_s):
             return future.result()
         future.cancel()  # if the reply to a registration still comes, `_complete` ends the entry
-        raise errors.DirectoryLostError(address=self.address, why=f"waited {limit_s:.1f} s for {what}")
+        raise errors.DirectoryLostError(address=self.address, why=f"this process waited {limit_s:.1f} s for {what}")
 
     # --- the thread -----------------------------------------------------------------------------------------------
 

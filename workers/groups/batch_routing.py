@@ -78,11 +78,15 @@ class CommMapper:
         a `batch_size` that cannot be spread evenly, and for a `queue_size` above the number of peers."""
         larger_size = max(src_world_size, dst_world_size)
         if batch_size % larger_size:
-            raise ValueError(f"batch_size={batch_size} cannot be spread evenly over {larger_size} ranks")
+            raise ValueError(
+                f"batch_size={batch_size} cannot be spread evenly over {larger_size} ranks; pass a multiple of "
+                f"{larger_size}"
+            )
         peers_per_rank = max(dst_world_size // src_world_size, 1)  # 1 for a rank of the larger group
         if queue_size > peers_per_rank:
             raise ValueError(
-                f"a queue of {queue_size} parts is too long: one rank of {src_world_size} has at most {peers_per_rank}"
+                f"queue_size={queue_size}: expected at most {peers_per_rank}, the number of parts that one of "
+                f"{src_world_size} ranks exchanges with {dst_world_size} ranks"
             )
         return [batch_size // larger_size] * (queue_size if queue_size > 0 else peers_per_rank)
 
@@ -97,7 +101,10 @@ def _common_rows(batch_size: int, world_size: int, peer_world_size: int, rank: i
     `CommMapper.get_dst_ranks`."""
     for size in (world_size, peer_world_size):
         if size < 1 or batch_size < 1 or batch_size % size:
-            raise ValueError(f"batch_size={batch_size} cannot be spread evenly over a group of {size} ranks")
+            raise ValueError(
+                f"batch_size={batch_size} cannot be spread evenly over a group of {size} ranks; pass a positive "
+                "multiple"
+            )
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in a group of {world_size} ranks, counted from 0")
     rows, peer_rows = batch_size // world_size, batch_size // peer_world_size
@@ -183,7 +190,10 @@ def decoupled_build_send_plan(
     parts, under the routes of these. ValueError for fewer routes than parts."""
     sizes = CommMapper.decoupled_get_batch_size(batch_size, src_world_size, dst_world_size, send_queue_size)
     if tag_batch_router is not None and len(tag_batch_router) < len(sizes):
-        raise ValueError(f"{len(sizes)} parts of tag {tag!r} to answer, but only {len(tag_batch_router)} were received")
+        raise ValueError(
+            f"tag {tag!r}: cannot send {len(sizes)} parts as answers, because only {len(tag_batch_router)} parts were "
+            "received"
+        )
     entries = []
     for index, size in enumerate(sizes):
         answered_rank: int | None = None  # any rank of the receivers
@@ -267,7 +277,7 @@ def split_channel_message(channel_message: str) -> tuple[int, int, str, str]:
     """Return rank, index, mode and tag of a route. ValueError for a string that is not a route."""
     parts = channel_message.split("_", 3)  # only the tag may contain "_"
     if len(parts) < 4:
-        raise ValueError(f"{channel_message!r} is not a route of the form RANK_INDEX_MODE_TAG")
+        raise ValueError(f"{channel_message!r} is not a route; expected the form RANK_INDEX_MODE_TAG")
     return int(parts[0]), int(parts[1]), parts[2], parts[3]
 
 
@@ -303,10 +313,12 @@ def split_batch(data: Any, split_sizes: Sequence[int]) -> list[Any]:
         parts_of = {name: split_batch(value, split_sizes) for name, value in data.items()}
         return [{name: parts[index] for name, parts in parts_of.items()} for index in range(len(split_sizes))]
     if not isinstance(data, Tensor | np.ndarray | list):
-        raise ValueError(f"cannot cut a {_kind(data)} into parts; pass split_fn")
+        raise ValueError(f"cannot cut a {_kind(data)} into parts for the receivers; pass a split_fn that does it")
     rows = infer_batch_size(data)
     if rows != sum(split_sizes):
-        raise ValueError(f"cannot cut {rows} rows into parts of {list(split_sizes)} rows")
+        raise ValueError(
+            f"cannot cut {rows} rows into parts of {list(split_sizes)} rows: the sums differ; pass the right batch_size"
+        )
     ends = np.cumsum(split_sizes).tolist()
     ranges = [slice(end - size, end) for size, end in zip(split_sizes, ends, strict=True)]
     if isinstance(data, Tensor):
@@ -318,7 +330,7 @@ def merge_batches(batches: Sequence[Any]) -> Any:
     """Join parts that `split_batch` has cut. A value that `split_batch` repeated in every part is returned once.
     ValueError for parts that cannot be joined, and for an empty list."""
     if not batches:
-        raise ValueError("no parts to join")
+        raise ValueError("merge_batches got an empty list; pass at least one part")
     first = batches[0]
     if len(batches) == 1 or all(part is None for part in batches):  # None was repeated in every part
         return first
@@ -332,7 +344,9 @@ def merge_batches(batches: Sequence[Any]) -> Any:
         return {name: merge_batches([part[name] for part in batches]) for name in first}
     if isinstance(first, bool | int | float | str) and all(part == first for part in batches):
         return first
-    raise ValueError(f"cannot join parts of types {sorted({_kind(part) for part in batches})}; pass merge_fn")
+    raise ValueError(
+        f"cannot join parts of types {sorted({_kind(part) for part in batches})}; pass a merge_fn that does it"
+    )
 
 
 def _kind(value: Any) -> str:

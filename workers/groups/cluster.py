@@ -65,7 +65,7 @@ class Cluster:
 
     def __init__(self, num_nodes: int | None = None) -> None:
         if num_nodes is not None and num_nodes < 0:
-            raise ValueError(f"num_nodes={num_nodes} is negative; pass 0 for all nodes")
+            raise ValueError(f"num_nodes={num_nodes}: expected a positive number, or 0 for all nodes")
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
             ray.init(include_dashboard=False)
@@ -332,7 +332,10 @@ def _await_nodes(count: int, first_id: str) -> list[Node]:
     alive = alive_nodes()
     while len(alive) < least:
         if wait.over(f"Ray has {len(alive)} of {least} requested nodes"):
-            raise ResourcesNotReadyError(f"requested {least} nodes; after {wait.waited_s:.0f} s Ray has {len(alive)}")
+            raise ResourcesNotReadyError(
+                f"the cluster needs {least} nodes, but after {wait.waited_s:.0f} s Ray only has {len(alive)}; start "
+                "more nodes, or request fewer (num_nodes)"
+            )
         time.sleep(wait.step_s(_POLL_EVERY_S))
         alive = alive_nodes()
     # False sorts before True, so the node `first_id` comes first.

@@ -272,7 +272,9 @@ class MultiWorkerFuture:
         for index in in_worker_order:
             worker = called[index]
             if worker not in tied_group_of:
-                raise ValueError(f"worker {worker} is in no tied group; its worker group may have been shut down")
+                raise ValueError(
+                    f"worker {worker} is in no tied group of this worker group, which may have been shut down"
+                )
             first_of_group.setdefault(tied_group_of[worker], index)
         return list(first_of_group.values())
 

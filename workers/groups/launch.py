@@ -161,7 +161,9 @@ def find_actors(entry: DirectoryEntry) -> list[ActorHandle]:
         try:
             actors.append(ray.get_actor(actor_name(entry, rank), str(entry.facts["namespace"])))
         except ValueError as error:
-            raise WorkerLostError(worker=f"worker {entry.name}:{rank}", why="its actor has ended") from error
+            raise WorkerLostError(
+                worker=f"worker {entry.name}:{rank}", why="its actor has ended; launch the group again"
+            ) from error
     return actors
 
 

@@ -212,7 +212,7 @@ def actor_class(fqn: str) -> ActorClass:
     imported."""
     module_name, _, name = fqn.rpartition(".")
     if not module_name:
-        raise ValueError(f"{fqn!r} is not a fully qualified class name (package.module.Class)")
+        raise ValueError(f"{fqn!r} is not a full class name; expected the form package.module.Class")
     try:
         cls = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:

@@ -89,7 +89,7 @@ class RayWorkerGroup:
         tied group. IndexError for a shard that is not below `dp_size`."""
         if not 0 <= dp_shard_idx < self.dp_size:
             raise IndexError(
-                f"data-parallel shard {dp_shard_idx} does not exist; the group has {self.dp_size}, from 0 on"
+                f"data-parallel shard {dp_shard_idx} does not exist; the group has {self.dp_size}, counted from 0"
             )
         if self._dp_sharding is not None:
             coords = {**dict.fromkeys(self._dp_sharding.names, 0), DATA_PARALLEL_AXIS: dp_shard_idx}
@@ -159,7 +159,7 @@ class RayWorkerGroup:
         """Call a method on one worker and return its future. IndexError for an unknown worker."""
         self._check_callable()
         if not 0 <= worker_idx < len(self._workers):
-            raise IndexError(f"worker {worker_idx} does not exist; the group has {len(self._workers)}, from 0 on")
+            raise IndexError(f"worker {worker_idx} does not exist; the group has {len(self._workers)}, counted from 0")
         return self._send(method_name, [_Call(worker_idx, args, kwargs)])[0]
 
     def run_all_workers_single_data(
@@ -322,8 +322,8 @@ def _checked_sharding(workers: int, sharding: NamedSharding | None) -> NamedShar
     """Return `sharding`. ValueError unless it is None or names exactly the ranks of the group of `workers` workers."""
     if sharding is not None and sharding.get_ranks_by_coord() != list(range(workers)):
         raise ValueError(
-            f"sharding_annotations names {sharding.size} ranks from {sharding.get_ranks_by_coord()[0]} on; it must "
-            f"name ranks 0 to {workers - 1}, one per worker"
+            f"sharding_annotations has {sharding.size} ranks, which begin with {sharding.get_ranks_by_coord()[:4]}; it "
+            f"must have the ranks 0 to {workers - 1} in ascending order, one per worker"
         )
     return sharding
 

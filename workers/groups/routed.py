@@ -135,9 +135,14 @@ class BatchRoute:
 
     def __post_init__(self) -> None:
         if not self.enable_p2p and self.channel is None:
-            raise ValueError(f"no path to group {self.group_name!r}: pass a channel or enable_p2p=True")
+            raise ValueError(
+                f"no connection to group {self.group_name!r} was chosen: pass a channel, or enable_p2p=True"
+            )
         if self.enable_p2p and self.router is not None:
-            raise ValueError("enable_p2p cannot be combined with decoupled_mode, whose parts have no fixed receiver")
+            raise ValueError(
+                "enable_p2p=True cannot be combined with decoupled_mode=True, whose parts have no fixed receiver; "
+                "pass a channel instead"
+            )
 
 
 def send_batch(
@@ -158,7 +163,9 @@ def send_batch(
     sizes = [entry.batch_size for entry in plan.entries]
     parts = (split_fn or split_batch)(data, sizes)
     if len(parts) != len(sizes):
-        raise ValueError(f"split_fn returned {len(parts)} parts for tag {route.tag!r}; expected {len(sizes)}")
+        raise ValueError(
+            f"split_fn returned {len(parts)} parts for tag {route.tag!r}; expected {len(sizes)}, with {sizes} rows"
+        )
     works = []
     for entry, part in zip(plan.entries, parts, strict=True):
         if route.enable_p2p:

@@ -77,11 +77,16 @@ class RayVirtualCluster:
     ) -> None:
         counts = [int(count) for count in bundle_ct_per_node_list]
         if not counts or min(counts) < 1:
-            raise ValueError(f"bundle_ct_per_node_list={counts}: it must have one positive count per node")
+            raise ValueError(
+                f"bundle_ct_per_node_list={counts}: expected one number of bundles per node, each at least 1"
+            )
         if max_colocated_worker_groups < 1:
             raise ValueError(f"max_colocated_worker_groups={max_colocated_worker_groups} must be at least 1")
         if use_gpus and max(counts) > num_gpus_per_node:
-            raise ValueError(f"{max(counts)} bundles with a GPU each do not fit on {num_gpus_per_node} GPUs per node")
+            raise ValueError(
+                f"bundle_ct_per_node_list={counts} has {max(counts)} bundles with a GPU each on one node, but "
+                f"num_gpus_per_node={num_gpus_per_node}; use fewer bundles, or use_gpus=False"
+            )
         self.name = name
         self.use_gpus = use_gpus
         self.max_colocated_worker_groups = max_colocated_worker_groups
@@ -291,7 +296,9 @@ class RayVirtualCluster:
             self.get_placement_groups()
             for bundle in bundles:
                 if bundle not in self._host_of:
-                    raise IndexError(f"unknown (placement group, bundle) {bundle}; known are {sorted(self._host_of)}")
+                    raise IndexError(
+                        f"(placement group, bundle) {bundle} does not exist; this cluster has {sorted(self._host_of)}"
+                    )
             hosts = [self._host_of[bundle] for bundle in bundles]  # ids of Ray nodes
             # `dict.fromkeys`: each host once. One request asks for the ports of all bundles of a host.
             requests = {host: self._keeper_on(host).hold.remote(hosts.count(host)) for host in dict.fromkeys(hosts)}

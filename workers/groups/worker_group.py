@@ -213,7 +213,7 @@ class WorkerGroup(Generic[C]):
         """Return all workers. RuntimeError before the launch, `GroupEndedError` after the end. Without this check, Ray
         itself would start a new cluster for the call."""
         if not self._launched:
-            raise RuntimeError(f"worker group {self._name!r} has not been launched")
+            raise RuntimeError(f"worker group {self._name!r} has not been launched; call launch() first")
         if not self._workers or not ray.is_initialized():
             raise GroupEndedError(group=self._name)
         return self._workers

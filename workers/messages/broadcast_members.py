@@ -27,7 +27,7 @@ def participants(groups: Sequence[tuple[str, Ranks]]) -> list[WorkerAddress]:
 def check(workers: Sequence[WorkerAddress]) -> None:
     """Raise ValueError if there are no workers or one occurs twice."""
     if not workers:
-        raise ValueError("a broadcast needs at least one worker")
+        raise ValueError("workers is empty: a broadcast needs at least one worker")
     twice = {name for name, count in Counter(worker.get_name() for worker in workers).items() if count > 1}
     if twice:
         raise ValueError(f"the workers of a broadcast must be distinct; named more than once: {sorted(twice)}")

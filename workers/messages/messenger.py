@@ -350,7 +350,9 @@ class Messenger:
         self._timeout_or_default(timeout_s)  # raises for an invalid timeout
         for peer in peers:
             if not peer.rank_path:
-                raise ValueError(f"{peer} is a worker group: name one of its workers, by a rank or a path of ranks")
+                raise ValueError(
+                    f"{peer} is a whole worker group: name one of its workers, by a rank or a list of ranks"
+                )
             # The error of an earlier message, whose `send` had returned before the receiver refused it.
             late = self._io_thread.outgoing.late_error(peer.get_name())
             if late is not None:

@@ -52,7 +52,7 @@ def _count(name: str, value: Any) -> int | None:
         raise TypeError(f"{name}={value!r}: expected an int or None, got {type(value).__name__}")
     count = operator.index(value)
     if count < 0:
-        raise ValueError(f"{name}={count}: must not be negative")
+        raise ValueError(f"{name}={count}: expected 0 or more, or None")
     return count
 
 

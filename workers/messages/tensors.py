@@ -12,7 +12,11 @@ from workers.transport import pickling
 def form_of(tensor: Tensor) -> TensorForm:
     """Return the form of a tensor for send_tensor and recv_tensor. TypeError for anything but a plain tensor."""
     if not isinstance(tensor, Tensor) or not pickling.is_plain(tensor):
-        raise TypeError(f"send_tensor and recv_tensor expect a strided tensor, got {type(tensor).__name__}")
+        raise TypeError(
+            "send_tensor and recv_tensor expect a dense tensor (strided, not nested, not quantized, on CPU or CUDA), "
+            "got a "
+            f"{type(tensor).__name__}{f' ({tensor.layout}, {tensor.device})' if isinstance(tensor, Tensor) else ''}"
+        )
     return TensorForm(str(tensor.dtype), tuple(tensor.shape))
 
 

@@ -54,10 +54,15 @@ def bundles_to_use(bundle_counts: Sequence[int], workers_per_node: int | Sequenc
     else:
         counts = list(workers_per_node)
     if len(counts) != len(bundle_counts):
-        raise ValueError(f"workers_per_node has {len(counts)} counts, but the cluster has {len(bundle_counts)} nodes")
+        raise ValueError(
+            f"workers_per_node has {len(counts)} numbers, but the cluster has {len(bundle_counts)} nodes; pass one each"
+        )
     for node, (count, bundles) in enumerate(zip(counts, bundle_counts, strict=True)):
         if not 0 <= count <= bundles:
-            raise ValueError(f"workers_per_node requests {count} workers on node {node}, which has {bundles} bundles")
+            raise ValueError(
+                f"workers_per_node requests {count} workers on node {node}; expected 0 to {bundles}, its number of "
+                "bundles"
+            )
     return [(node, [bundle]) for node, count in enumerate(counts) for bundle in range(count)]
 
 
@@ -74,9 +79,12 @@ def place_workers(
     workers_on_node = [0] * len(bundle_counts)
     for tied_group, (first_node, bundles) in enumerate(groups):
         if not 0 <= first_node < len(bundle_counts):
-            raise ValueError(f"bundle_indices_list names node {first_node}; the cluster has {len(bundle_counts)} nodes")
+            raise ValueError(
+                f"bundle_indices_list names node {first_node}; the cluster has {len(bundle_counts)} nodes, counted "
+                "from 0"
+            )
         if not bundles:
-            raise ValueError(f"tied group {tied_group} in bundle_indices_list has no bundles")
+            raise ValueError(f"entry {tied_group} of bundle_indices_list has no bundles; name at least one")
         for tied_rank, named_bundle in enumerate(bundles):
             node, bundle = _find_bundle(bundle_counts, first_node, named_bundle, spanning)
             places.append(
@@ -93,7 +101,9 @@ def place_workers(
             )
             workers_on_node[node] += 1
     if not places:
-        raise ValueError("a worker group needs at least one worker, but no bundle is used")
+        raise ValueError(
+            "a worker group needs at least one worker, but workers_per_node or bundle_indices_list selects no bundle"
+        )
     return places
 
 
@@ -107,7 +117,9 @@ def _find_bundle(bundle_counts: Sequence[int], first_node: int, named_bundle: in
         node += 1
     if not 0 <= bundle < bundle_counts[node]:
         count = bundle_counts[first_node]
-        raise ValueError(f"bundle {named_bundle} of node {first_node} does not exist; the node has {count} bundles")
+        raise ValueError(
+            f"bundle {named_bundle} of node {first_node} does not exist; the node has {count}, counted from 0"
+        )
     return node, bundle
 
 

@@ -25,12 +25,14 @@ def check_axes(sharding: NamedSharding, **axes: Sequence[str]) -> None:
     of a list. axes: the axes that each argument of the call names."""
     for argument, names in axes.items():
         if isinstance(names, str):
-            raise ValueError(f"{argument} must be a list of axes, got {names!r}")
+            raise ValueError(f"{argument} must be a list of names of axes, got {names!r}")
         for name in names:
             if name not in sharding.names:
-                raise ValueError(f"{argument}: unknown axis {name!r}; the workers have {', '.join(sharding.names)}")
+                raise ValueError(
+                    f"{argument}: unknown axis {name!r}; the workers have the axes {', '.join(sharding.names)}"
+                )
         if len(set(names)) != len(names):
-            raise ValueError(f"{argument}: an axis is named twice in {list(names)}")
+            raise ValueError(f"{argument}: an axis is named twice in {list(names)}; name each axis once")
 
 
 def workers_at_zero(sharding: NamedSharding, axes: Sequence[str]) -> list[int]:
@@ -87,9 +89,14 @@ def check_shards(name: str, shards: Any, sharding: NamedSharding, sharded: Seque
         return
     size = sharding.get_axis_size(sharded[0])
     if not isinstance(shards, Sequence) or isinstance(shards, str | bytes):
-        raise ValueError(f"argument {name}: axis {sharded[0]!r} needs a list of {size}, got {type(shards).__name__}")
+        raise ValueError(
+            f"argument {name}: expected a list of {size} shards, one per position on axis {sharded[0]!r}, got "
+            f"{type(shards).__name__}"
+        )
     if len(shards) != size:
-        raise ValueError(f"argument {name}: axis {sharded[0]!r} has size {size}, got {len(shards)} shards")
+        raise ValueError(
+            f"argument {name}: got {len(shards)} shards, expected {size}, one per position on axis {sharded[0]!r}"
+        )
     for shard in shards:
         check_shards(name, shard, sharding, sharded[1:])
 
@@ -108,7 +115,7 @@ def check_counts(workers: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         if not is_list or len(values) != workers:
             got = len(values) if is_list else type(values).__name__
             raise ValueError(
-                f"argument {name}: {workers} workers are called, so it needs a list of {workers}; got {got}"
+                f"argument {name}: expected a list of {workers} values, one for each called worker; got {got}"
             )
 
 

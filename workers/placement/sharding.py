@@ -20,7 +20,7 @@ def _as_ranks(layout: Any) -> Ranks:
     try:
         ranks = np.asarray(layout)
     except ValueError as error:
-        raise ValueError("layout is ragged: all rows of an axis must have equal length") from error
+        raise ValueError("layout is ragged: all of its lists at the same depth must have equal length") from error
     if ranks.dtype == object:
         raise ValueError("layout is ragged or has elements that are not integers; pass an array of integer ranks")
     if ranks.size == 0:
@@ -48,7 +48,8 @@ class NamedSharding:
         self._names = [str(name) for name in names]
         if self._layout.ndim != len(self._names):
             raise ValueError(
-                f"layout has {self._layout.ndim} axes, but {len(self._names)} names were given: {self._names}"
+                f"layout has {self._layout.ndim} axes, but names has {len(self._names)}: {self._names}; pass one name "
+                "per axis"
             )
         if len(set(self._names)) != len(self._names):
             raise ValueError(f"axis names are not unique: {self._names}")
@@ -85,7 +86,7 @@ class NamedSharding:
         try:
             return self._axes[name]
         except KeyError:
-            raise ValueError(f"unknown axis {name!r}; this sharding has {', '.join(self._names)}") from None
+            raise ValueError(f"unknown axis {name!r}; this sharding has the axes {', '.join(self._names)}") from None
 
     def get_axis_size(self, name: str) -> int:
         """Return the size of axis `name`. ValueError for an unknown axis."""
@@ -97,7 +98,9 @@ class NamedSharding:
         try:
             positions = self._coords[worker_id]
         except KeyError:
-            raise ValueError(f"unknown rank {worker_id}; the layout has {self.size} other ranks") from None
+            raise ValueError(
+                f"unknown rank {worker_id}; this sharding has {self.size} ranks, {self.get_ranks_by_coord()[:8]}"
+            ) from None
         return dict(zip(self._names, positions, strict=True))
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
@@ -114,7 +117,9 @@ class NamedSharding:
         """
         for name, position in coords.items():
             if not 0 <= position < self.get_axis_size(name):
-                raise IndexError(f"axis {name!r} has size {self.get_axis_size(name)}, got position {position}")
+                raise IndexError(
+                    f"{name}={position}: expected a position from 0 to {self.get_axis_size(name) - 1} on this axis"
+                )
         remaining = self._ranks_at(coords)
         if remaining.ndim == 0:
             return int(remaining)

@@ -72,11 +72,15 @@ class PackedPlacementStrategy:
             )
         if not 0 <= start_hardware_rank <= end_hardware_rank:
             raise ValueError(
-                f"accelerators {start_hardware_rank} to {end_hardware_rank} are not an ascending range from 0 on"
+                f"start_hardware_rank={start_hardware_rank}, end_hardware_rank={end_hardware_rank}: expected 0 <= "
+                "start <= end"
             )
         count, block = end_hardware_rank - start_hardware_rank + 1, num_hardware_per_process * stride
         if count % block:
-            raise ValueError(f"{count} accelerators are not a multiple of {block} (num_hardware_per_process * stride)")
+            raise ValueError(
+                f"{count} accelerators are not a multiple of {block} (num_hardware_per_process * stride); change the "
+                "range"
+            )
         # The accelerators of each worker. `stride` workers share a block of consecutive accelerators.
         self._groups = [
             tuple(range(first + offset, first + offset + block, stride))
@@ -99,11 +103,12 @@ class FlexiblePlacementStrategy:
         groups = [tuple(sorted(ranks)) for ranks in hardware_ranks_list]
         if not groups or not all(groups):
             raise ValueError(
-                f"hardware_ranks_list={hardware_ranks_list!r} must have at least one worker, each with accelerators"
+                f"hardware_ranks_list={hardware_ranks_list!r}: expected at least one list, each with at least one "
+                "accelerator"
             )
         for ranks in groups:
             if len(set(ranks)) < len(ranks):
-                raise ValueError(f"a worker names an accelerator more than once: {list(ranks)}")
+                raise ValueError(f"hardware_ranks_list names an accelerator twice for one worker: {list(ranks)}")
         self._groups = sorted(groups, key=lambda ranks: ranks[0])
 
     def get_placement(self, cluster: Accelerators, isolate_accelerator: bool = True) -> list[WorkerPlacement]:
@@ -140,11 +145,15 @@ def _on_accelerators(groups: Sequence[tuple[int, ...]], cluster: Accelerators, i
     for owned in groups:  # ascending, so that the first and the last one bound the others
         if not 0 <= owned[0] <= owned[-1] < len(all_accelerators):
             raise ValueError(
-                f"accelerators {list(owned)} do not all exist; the cluster has {len(all_accelerators)}, counted from 0"
+                f"some of the accelerators {list(owned)} do not exist; the cluster has {len(all_accelerators)}, "
+                "counted from 0"
             )
         nodes = {all_accelerators[number][0] for number in owned}
         if len(nodes) > 1:
-            raise ValueError(f"accelerators {list(owned)} of one worker are on several nodes: {sorted(nodes)}")
+            raise ValueError(
+                f"accelerators {list(owned)} of one worker are on the nodes {sorted(nodes)}, but must all be on one "
+                "node"
+            )
         assigned.append((nodes.pop(), tuple(all_accelerators[number][1] for number in owned)))
     return _placements(assigned, cluster, isolate)
 

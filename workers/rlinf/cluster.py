@@ -121,7 +121,7 @@ def parse_rank_config(
     kind = rank_type or "rank"
     if text.lower() == "all":
         if available_ranks is None:  # ranks of processes, whose number is not known
-            raise ValueError(f"'all' cannot name processes: write {kind}s as FIRST-LAST")
+            raise ValueError("'all' cannot name processes, whose number is not known: write them as FIRST-LAST")
         return sorted(available_ranks)
     ranks: set[int] = set()
     for part in filter(None, map(str.strip, text.split(","))):

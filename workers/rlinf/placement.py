@@ -60,7 +60,7 @@ class ComponentPlacement:
             rank_map, strategy = _place_processes(text, cluster, by_nodes=by_nodes or not cluster.num_accelerators)
             for name in map(str.strip, str(names).split(",")):
                 if name in self._placements:
-                    raise ValueError(f"component_placement has component {name!r} twice")
+                    raise ValueError(f"component_placement names component {name!r} twice; name each component once")
                 self._components.append(name)
                 self._placements[name] = strategy
                 self._component_rank_map[name] = rank_map
@@ -105,7 +105,7 @@ def _parse_value(value: Any) -> tuple[bool, str]:
         return False, str(value)
     group = str(value.get("node_group") or NODE_GROUPS[0])
     if group not in NODE_GROUPS:
-        raise ValueError(f"node_group: {group} is not supported, only {' and '.join(NODE_GROUPS)}; see `Cluster`")
+        raise ValueError(f"node_group={group!r} is not supported; expected {' or '.join(NODE_GROUPS)}")
     return group == "node", str(value["placement"])
 
 
@@ -126,7 +126,10 @@ def _place_processes(text: str, cluster: Cluster, by_nodes: bool) -> tuple[RankM
     if not by_nodes:
         return rank_map, FlexiblePlacementStrategy(resources_by_rank)
     if any(len(nodes) > 1 for nodes in resources_by_rank):
-        raise ValueError(f"component_placement {text!r}: a process cannot be on several nodes")
+        raise ValueError(
+            f"component_placement {text!r}: a process has several nodes, but must have one; name at least as many "
+            "processes as nodes"
+        )
     return rank_map, NodePlacementStrategy([nodes[0] for nodes in resources_by_rank])
 
 
@@ -149,7 +152,8 @@ def _parse_rank_map(text: str, available: list[int], kind: str) -> RankMap:
             raise ValueError(f"component_placement {text!r}: processes must be numbered from 0 without gaps")
         if len(process_ranks) % len(resources) and len(resources) % len(process_ranks):
             raise ValueError(
-                f"component_placement {part!r}: {len(process_ranks)} processes cannot share {len(resources)} {kind}s"
+                f"component_placement {part!r}: {len(process_ranks)} processes cannot share {len(resources)} {kind}s "
+                "evenly; one number must be a multiple of the other"
             )
         process_count += len(process_ranks)
         used_resources += resources

@@ -115,7 +115,10 @@ def _merge_settings(config: DataPlaneConfig | Mapping[str, Any] | None, settings
         )
     merged = replace(DataPlaneConfig.of(config), **settings)
     if merged.address is not None:
-        raise ValueError(f"config.address is {merged.address!r}: attach to it, or omit it to start a service")
+        raise ValueError(
+            f"config.address={merged.address!r} names an existing service: attach to it with a client, or omit the "
+            "address to start a new service"
+        )
     return merged
 
 

@@ -65,7 +65,7 @@ class LaunchedService:
         try:
             supervisor = ray.get_actor(supervisor_name(name), namespace=namespace)
         except ValueError as error:
-            why = "no service was launched with that name"
+            why = "no service of that name runs in that namespace; check both, or start one with launch_service"
             raise ServiceUnavailableError(address=address, why=why) from error
         try:
             config = ray.get(supervisor.config.remote(), timeout=ANSWER_S)

@@ -180,7 +180,8 @@ class SupervisorActor:
         await asyncio.wait([unit.started for unit in units], timeout=timeout_s)
         for unit in units:
             if not unit.started.done():
-                raise ServiceStartError(f"not ready within {timeout_s:.0f} s: {unit}; the start continues")
+                hint = "its start continues, so you can call add_node again to wait"
+                raise ServiceStartError(f"not ready within {timeout_s:.0f} s: {unit}; {hint}")
             if unit.started.exception() is not None:
                 raise start_error(unit)
         return [unit.name for unit in units]
@@ -196,7 +197,7 @@ class SupervisorActor:
             return
         units = self._units_on(ident)
         if ident in self._drain_states or not units:
-            why = "is being drained" if units else "has no storage unit of this service"
+            why = "is already being drained" if units else "has no storage unit of this service to drain"
             raise ValueError(f"node {ident!r} {why}")
         self._drain_states[ident] = "draining"
         end = time.monotonic() + timeout_s

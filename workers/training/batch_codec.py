@@ -177,7 +177,7 @@ class _Packer:
     def _add_ragged(self, name: str, rows: Sequence[Tensor]) -> _Ragged:
         dtypes = {row.dtype for row in rows}
         if len(dtypes) > 1:
-            raise TypeError(f"column {name!r}: rows must have one dtype, got {', '.join(map(str, dtypes))}")
+            raise TypeError(f"column {name!r}: all rows must have the same dtype, got {', '.join(map(str, dtypes))}")
         start = self._align()
         for row in rows:
             self._append(as_bytes(row))

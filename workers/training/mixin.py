@@ -351,7 +351,7 @@ class TQWorkerMixin:
             return self._apply_packing_prep(data, stage=stage_of(meta.task_name))
         for key in (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS):
             if key not in info:
-                raise ValueError(f"meta.extra_info has packing metadata without {key!r}; it needs indices and lengths")
+                raise ValueError(f"meta.extra_info lacks {key!r}: packing metadata needs both indices and lengths")
         data.micro_batch_indices = info[MICRO_BATCH_INDICES]
         data.micro_batch_lengths = info[MICRO_BATCH_LENGTHS]
         return data
@@ -392,7 +392,7 @@ class TQWorkerMixin:
         if not self._is_replica_leader():
             return
         if not isinstance(result, Mapping):
-            raise TypeError(f"expected a mapping of results with {result_key!r}, got {type(result).__name__}")
+            raise TypeError(f"the result must be a mapping with {result_key!r}, got {type(result).__name__}")
         if result_key not in result:
             raise KeyError(f"the result has no {result_key!r}; it has {', '.join(map(str, result)) or 'nothing'}")
         value = result[result_key]

@@ -88,7 +88,10 @@ class TQPolicy:
         tq_partition_id: str = "train",
     ) -> None:
         if worker_group.sharding_annotations is None:
-            raise ValueError("TQPolicy splits samples along named axes: set sharding_annotations of the worker group")
+            raise ValueError(
+                "worker_group has no sharding_annotations, which TQPolicy needs to split samples along named axes; "
+                "pass them to RayWorkerGroup"
+            )
         check_settings(cfg)
         self.worker_group = worker_group
         self.sharding_annotations = worker_group.sharding_annotations

@@ -63,7 +63,10 @@ class _Record:
     def decode(cls, data: bytes) -> _Record:
         magic, leads, policy, failed, digest, message_bytes = _RECORD.unpack(data)
         if magic != _MAGIC or policy >= len(POLICIES):
-            raise ReplicaGroupError("the ranks of this replica group are in different collectives; restart the workers")
+            raise ReplicaGroupError(
+                "the ranks of this replica group make different collective calls at the same time; let all ranks make "
+                "the same calls in the same order, and restart the workers"
+            )
         return cls(bool(leads), POLICIES[policy], bool(failed), digest, message_bytes)
 
 
@@ -196,7 +199,7 @@ class ReplicaGroup:
         if differing:
             raise ReplicaGroupError(
                 f"{' and '.join(map(name, differing))} passed a meta (samples, fields or padding) that differs from "
-                f"the meta of the leader, {name(leader)}; nothing was fetched"
+                f"the meta of the leader, {name(leader)}; nothing was fetched. Pass the same meta to all ranks"
             )
         return leader
 
@@ -248,7 +251,10 @@ def _broadcast_batched_data_dict(
 
     def leads() -> bool:
         if is_leader != (dist.get_rank() == src):
-            raise ValueError(f"global rank {dist.get_rank()} has is_leader={is_leader}, but src is {src}")
+            raise ValueError(
+                f"global rank {dist.get_rank()} has is_leader={is_leader}, but src={src}; pass is_leader=True on "
+                "rank src only"
+            )
         return is_leader
 
     def read() -> Mapping[str, Any]:

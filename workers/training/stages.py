@@ -53,7 +53,7 @@ def packing_arguments(cfg: Any, stage: Stage) -> dict[str, Any]:
     arguments = {}
     packing, dynamic = enabled(cfg, "sequence_packing"), enabled(cfg, "dynamic_batching")
     if packing is not None and dynamic is not None:
-        raise ValueError("sequence_packing and dynamic_batching are both enabled: enable one")
+        raise ValueError("sequence_packing and dynamic_batching are both enabled; enable only one of them")
     if packing is not None:
         packing_args = _settings_with_budget("sequence_packing", packing, _PACKING_KEYS, stage)
         divisible_by = setting(cfg, "make_sequence_length_divisible_by")

@@ -53,7 +53,7 @@ def error_of(message: CarriesError) -> DataPlaneError:
     try:
         if isinstance(kind, type) and issubclass(kind, DataPlaneError):
             return rebuild(kind, facts)
-        why = "this version has no such error"
+        why = "this version does not have this error class"
     except Exception as failed:
         why = repr(failed)
     return InternalError(

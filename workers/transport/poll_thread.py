@@ -19,7 +19,9 @@ _this_thread = threading.local()
 def refuse_waiting(what: str) -> None:
     """RuntimeError if this thread completes futures and therefore must not wait for `what`."""
     if getattr(_this_thread, "completes", False):
-        raise RuntimeError(f"{what}: a function given to `then` must not wait for other work")
+        raise RuntimeError(
+            f"{what}: a function given to `then` must not wait for other work; chain it with `then` instead"
+        )
 
 
 class Poller(Protocol):

@@ -121,7 +121,10 @@ def _check_round_trip(config: DataPlaneConfig) -> Iterator[Finding]:
             back = client.get_samples(["row"], name, ["bytes"])["bytes"].values()  # of a nested tensor with one row
             took_ms = (time.monotonic() - began) * 1000
             if not torch.equal(back, row):
-                raise ValueError(f"a row of {readable(_ROW_BYTES)} was changed in transit over {connection_kind}")
+                raise ValueError(
+                    f"the {readable(_ROW_BYTES)} read over {connection_kind} differ from those that were put: check "
+                    "the memory, disk and network of both machines"
+                )
         yield Finding(
             what="round trip", found=f"{readable(_ROW_BYTES)} put and read over {connection_kind} in {took_ms:.1f} ms"
         )

@@ -80,7 +80,8 @@ class Place:
         if names is None or (any(not _OURS.fullmatch(name) for name in names) and not self._is_checkpoint()):
             raise CheckpointError(
                 file=str(self.path),
-                why="exists and is not a checkpoint; use a new path, an empty directory, or an older checkpoint",
+                why="the path exists, but is not a checkpoint; pass a new path, or that of an empty directory or an "
+                "older checkpoint",
             )
 
     def _is_checkpoint(self) -> bool:
@@ -98,7 +99,8 @@ class Place:
             self._lock = _locked(self.directory, fcntl.LOCK_EX)
         except BlockingIOError:
             raise CheckpointError(
-                file=str(self.path), why="another process is writing a checkpoint to this path"
+                file=str(self.path),
+                why="another process is writing a checkpoint to this path; wait for it, or pass another path",
             ) from None
 
     def _remove_leftovers(self) -> None:
@@ -217,9 +219,11 @@ class Reading:
 def _absolute(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path. Raise `CheckpointError` for an empty path or one with a NUL character."""
     if "\0" in os.fspath(path):
-        raise CheckpointError(file=repr(os.fspath(path)), why="the path contains a NUL character")
+        raise CheckpointError(
+            file=repr(os.fspath(path)), why="the path contains a NUL character (\\0); pass a path without it"
+        )
     if not os.fspath(path):
-        raise CheckpointError(file="''", why="the path is empty (an unset variable?)")
+        raise CheckpointError(file="''", why="the path is empty (an unset variable?); pass the path of a directory")
     return Path(path).absolute()
 
 

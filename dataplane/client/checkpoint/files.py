@@ -228,14 +228,20 @@ def verify(directory: Path, entry: FileEntry) -> None:
                 if nbytes > entry.nbytes:  # too long; the rest need not be read
                     break
     except FileNotFoundError:
-        raise CheckpointError(file=str(path), why="missing") from None
+        raise CheckpointError(
+            file=str(path), why="the file is missing; use a complete copy of the checkpoint"
+        ) from None
     except OSError as error:
         raise CheckpointError(file=str(path), why=error.strerror or str(error)) from error
     if nbytes != entry.nbytes:
-        how = "truncated" if nbytes < entry.nbytes else "too long"
-        raise CheckpointError(file=str(path), why=f"{how}: read {nbytes:,} bytes, expected {entry.nbytes:,}")
+        how = "the file is truncated" if nbytes < entry.nbytes else "the file is too long"
+        raise CheckpointError(
+            file=str(path), why=f"{how}: read {nbytes:,} bytes, expected {entry.nbytes:,}; use another copy"
+        )
     if digest.hexdigest() != entry.sha256:
-        raise CheckpointError(file=str(path), why="its content does not match its checksum: the file was modified")
+        raise CheckpointError(
+            file=str(path), why="its content does not match its checksum: the file was modified; use another copy"
+        )
 
 
 class OpenedFile:
@@ -260,7 +266,7 @@ class OpenedFile:
         multiple of 8 bytes."""
         mapped = self.bytes_of(name)
         if mapped.nbytes % 8:
-            raise self.error(f"tensor {name!r} does not contain 64-bit integers")
+            raise self.error(f"tensor {name!r} has {mapped.nbytes} bytes, expected 64-bit integers")
         integers: c.Int64s = mapped.view(np.int64)
         return integers
 
@@ -276,9 +282,10 @@ def lengths_of(opened: OpenedFile, prefix: str, spec: FieldSpec, values: int) ->
         return np.ones(values, np.int64)  # not stored: every dense value has length 1
     lengths = opened.int64s(f"{prefix}/lengths")
     if len(lengths) != values:
-        raise opened.error(f"{len(lengths)} lengths for {values} values ({prefix})")
+        raise opened.error(f"tensor {prefix + '/lengths'!r} has {len(lengths)} lengths for {values} values")
     if values and not 0 <= int(lengths.min()) <= int(lengths.max()) <= MAX_LENGTH:
         raise opened.error(
-            f"lengths from {int(lengths.min())} to {int(lengths.max())}, expected 0 to {MAX_LENGTH} ({prefix})"
+            f"tensor {prefix + '/lengths'!r} has lengths from {int(lengths.min())} to {int(lengths.max())}, expected 0 "
+            f"to {MAX_LENGTH}"
         )
     return lengths

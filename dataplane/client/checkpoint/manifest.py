@@ -153,18 +153,24 @@ def decode(path: Path, content: bytes) -> Manifest:
     try:
         outer = msgspec.json.decode(content, type=_Outer)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise CheckpointError(file=str(path), why=f"truncated or not a manifest ({error})") from error
+        raise CheckpointError(
+            file=str(path), why=f"the file is truncated, or is not the manifest of a checkpoint ({error})"
+        ) from error
     if outer.format != FORMAT:
         raise CheckpointError(
-            file=str(path), why=f"has format {outer.format}; this version ({package()}) reads format {FORMAT}"
+            file=str(path),
+            why=f"it has format {outer.format}, but this version ({package()}) reads format {FORMAT}; restore it with "
+            "a version that reads it",
         )
     if hashlib.sha256(bytes(outer.checkpoint)).hexdigest() != outer.sha256:
-        raise CheckpointError(file=str(path), why="its content does not match its checksum: the file was modified")
+        raise CheckpointError(
+            file=str(path), why="its content does not match its checksum: the file was modified; use another copy"
+        )
     try:
         manifest = msgspec.json.decode(outer.checkpoint, type=Manifest)
         _check(manifest)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise CheckpointError(file=str(path), why=f"its content is invalid ({error})") from error
+        raise CheckpointError(file=str(path), why=f"its content is invalid ({error}); use another copy") from error
     return manifest
 
 
@@ -205,10 +211,17 @@ def read(path: Path) -> Manifest:
             size = os.fstat(opened.fileno()).st_size
             content = opened.read(size) if size <= MAX_BYTES else b""  # too large: rejected below
     except (FileNotFoundError, NotADirectoryError):
-        why = "missing: the directory has no complete checkpoint" if path.exists() else "the checkpoint does not exist"
+        why = (
+            "the file is missing: the directory has no complete checkpoint"
+            if path.exists()
+            else "the checkpoint does not exist"
+        )
         raise CheckpointError(file=str(file), why=why) from None
     except OSError as error:
         raise CheckpointError(file=str(file), why=error.strerror or str(error)) from error
     if size > MAX_BYTES:
-        raise CheckpointError(file=str(file), why=f"larger than {MAX_BYTES:,} bytes: not a manifest")
+        raise CheckpointError(
+            file=str(file),
+            why=f"the file is larger than {MAX_BYTES:,} bytes, so it is not the manifest of a checkpoint",
+        )
     return decode(file, content)

@@ -182,7 +182,10 @@ def _read_names(file_cache: _FileCache, staged: str, piece: RowsEntry) -> c.Comm
     lengths = opened.int64s(f"{piece.prefix}/id_lengths")
     text = opened.bytes_of(f"{piece.prefix}/ids").tobytes()
     if len(lengths) != piece.count or (len(lengths) and int(lengths.min()) < 0) or int(lengths.sum()) != len(text):
-        raise opened.error(f"{len(text)} bytes of ids for {piece.count} samples ({piece.prefix})")
+        raise opened.error(
+            f"the {len(text)} bytes of ids do not match the {len(lengths)} lengths of {piece.count} samples "
+            f"({piece.prefix})"
+        )
     ends = np.cumsum(lengths).tolist()
     try:
         ids = tuple(text[first:last].decode() for first, last in zip([0, *ends[:-1]], ends, strict=True))
@@ -223,9 +226,9 @@ def _read_column(file_cache: _FileCache, cells: CellsEntry, handles: c.Samples) 
     # The value of each sample; None: each sample has a value of its own.
     index = opened.int64s(f"{cells.prefix}/index").copy() if cells.shared else None
     if len(positions) != cells.rows or not _within(positions, len(handles.rows)):
-        raise opened.error(f"sample positions out of range ({cells.prefix})")
+        raise opened.error(f"the positions of the samples are out of range ({cells.prefix})")
     if index is not None and (len(index) != cells.rows or not _within(index, cells.values)):
-        raise opened.error(f"value index out of range ({cells.prefix})")
+        raise opened.error(f"the index of the values is out of range ({cells.prefix})")
     samples = c.Samples(rows=handles.rows[positions], generations=handles.generations[positions])
     flat = FlatValues(values, np.cumsum(sizes) - sizes, sizes)
     return samples, EncodedColumn(cells.field, cells.spec, lengths.copy(), sizes, index, flat)

@@ -70,7 +70,7 @@ def selected_names(partitions: Sequence[str] | None) -> tuple[str, ...]:
     """Return the named partitions; an empty tuple (for None) stands for all. Reject [] and a single string."""
     names = () if partitions is None else name_tuple("partitions", partitions)
     if partitions is not None and not names:
-        raise InvalidRequestError(f"partitions={partitions!r}: name at least one, or pass None for all")
+        raise InvalidRequestError(f"partitions={partitions!r}: pass at least one name, or None for all partitions")
     return names
 
 

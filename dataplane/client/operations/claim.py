@@ -80,7 +80,7 @@ def convert_options(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
     `kind`, a TypedDict, does not have."""
     for name in options:
         if name not in kind.__annotations__:
-            raise TypeError(f"unexpected option {name!r}: expected some of {', '.join(kind.__annotations__)}")
+            raise TypeError(f"unexpected option {name!r}: the options are {', '.join(kind.__annotations__)}")
     return {name: _FIELDS[name](value) if name in _FIELDS else value for name, value in options.items()}
 
 
@@ -179,7 +179,10 @@ def settle_claims(
     if not meta.size:
         return []
     if meta.task_name is None or meta.claims is None:
-        raise InvalidRequestError("meta has no claim; pass the meta that claim_meta returned, or a subset of it")
+        raise InvalidRequestError(
+            "meta has no claim ids, so it was not returned by a claim; pass the meta that claim_meta returned, or a "
+            "subset of it"
+        )
     samples = samples_of(meta)
     command = make(partition=meta.partition_id, task=meta.task_name, samples=samples, claims=meta.claims, **more)
     settled = yield from send_for_samples(meta.sample_ids, command)

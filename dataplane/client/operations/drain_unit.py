@@ -133,7 +133,7 @@ def drain(
             if on_progress is not None:
                 on_progress(progress.snapshot())
         if not progress.left_s:
-            raise progress.error(f"The drain did not finish within {timeout_s:g} s")
+            raise progress.error(f"The drain did not finish within timeout_s={timeout_s:g} s")
 
 
 def undrain(session_state: SessionState, unit: int) -> Operation[None]:

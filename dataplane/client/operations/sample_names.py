@@ -40,7 +40,7 @@ def ids_of(names: Names) -> list[str]:
                 )
     if len(set(ids)) != len(ids):
         duplicates = [name for name, count in Counter(ids).items() if count > 1]
-        raise InvalidRequestError(f"sample ids must be distinct; {first_few(duplicates)} appear more than once")
+        raise InvalidRequestError(f"sample ids must be distinct, but {first_few(duplicates)} occur more than once")
     return ids
 
 

@@ -56,7 +56,7 @@ RESUME_STEP_S = 2.0
 LOOK_S = 0.1
 """Interval of the checks whether a pending connection attempt is still wanted."""
 
-_NO_SERVICE = "the server at this address is not a data plane service"
+_NO_SERVICE = "the server at this address is not a data plane service; check host and port"
 
 Socket = zmq.Socket[bytes]
 
@@ -112,7 +112,9 @@ def open_session(
     uses TLS or a certificate is rejected, ValueError for a config without an address or with unusable TLS files.
     """
     if not config.address:
-        raise ValueError("no address of a data plane service: pass an address, or set config.address or TQ_ADDRESS")
+        raise ValueError(
+            "no address of a data plane service was given: pass an address, or set config.address or TQ_ADDRESS"
+        )
     command = msgspec.structs.replace(_open_command(config, secrets.token_hex(16)), lock_path=lock_path)
     hit("session.before_open")
     opened = _connect(

@@ -97,7 +97,7 @@ class Calls:
         why = self._lost
         if why and not self._within_reconnect():
             if self.session.durable:
-                why += f"; it has not restarted within {self._reconnect_s:g} s"
+                why += f"; it did not return within reconnect_s={self._reconnect_s:g} s"
             raise ServiceUnavailableError(address=self.session.address, why=why)
 
     def check_open(self) -> None:
@@ -175,7 +175,9 @@ class Calls:
         now = time.monotonic()
         if now >= outgoing.deadline:
             raise CallTimeoutError(
-                what=outgoing.method, waited_s=now - outgoing.since, peer=f"the controller at {self.session.address}"
+                what=f"call {outgoing.method}",
+                waited_s=now - outgoing.since,
+                peer=f"the controller at {self.session.address}",
             )
         self.check()
         outgoing.resend_s = min(outgoing.resend_s * RESEND_GROWTH, RESEND_MAX_S)

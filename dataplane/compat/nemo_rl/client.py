@@ -111,7 +111,7 @@ class DataPlaneClient:
         """Call `get_samples` for the meta's samples. ValueError if no fields are named, here or in the meta."""
         fields = meta.fields if select_fields is None else select_fields
         if fields is None:
-            raise ValueError("get_data: name the fields, in select_fields or in the meta")
+            raise ValueError("get_data: no fields were named; pass select_fields, or a meta with fields")
         return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
@@ -152,7 +152,7 @@ class DataPlaneClient:
         if ids:
             self._performer.do(operations.clear_keys, ids, partition_id)
         elif sample_ids is None:
-            text = f"clear_samples(None, {partition_id!r}) found nothing: the partition is empty or unknown"
+            text = f"clear_samples(None, {partition_id!r}) found nothing: the partition is empty or does not exist"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _list_ids(self, partition: str) -> list[str]:

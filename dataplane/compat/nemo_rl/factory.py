@@ -42,7 +42,7 @@ def build_data_plane_client(cfg: Mapping[str, Any] | None, *, bootstrap: bool = 
     ValueError for a configuration that is not enabled, and for an `impl` or `backend` that NeMo-RL does not have.
     """
     if cfg is None or not cfg.get("enabled"):
-        raise ValueError("build_data_plane_client: the data plane is off in this configuration; set enabled=True")
+        raise ValueError("build_data_plane_client: the configuration does not enable the data plane; set enabled=True")
     if (cfg.get("observability") or {}).get("enabled"):
         log.warning("observability.enabled is ignored: wrap this client in NeMo-RL's own MetricsDataPlaneClient")
     return DataPlaneClient(session_of(cfg, bootstrap=bootstrap))

@@ -38,7 +38,10 @@ class KVBatchMeta:
 
     def __post_init__(self) -> None:
         if self.tags is not None and len(self.tags) != len(self.sample_ids):
-            raise ValueError(f"KVBatchMeta: got {len(self.tags)} tags for {len(self.sample_ids)} samples")
+            raise ValueError(
+                f"KVBatchMeta: got {len(self.tags)} mappings of tags for {len(self.sample_ids)} samples; pass one "
+                "per sample"
+            )
 
     @property
     def size(self) -> int:
@@ -49,7 +52,9 @@ class KVBatchMeta:
         """Set tags in this meta, one value per sample for each name. ValueError for another number of values."""
         for name, values in scalars.items():  # check all of them before the first change
             if len(values) != self.size:
-                raise ValueError(f"stamp_tags: {name!r} has {len(values)} values for {self.size} samples")
+                raise ValueError(
+                    f"stamp_tags: tag {name!r} has {len(values)} values for {self.size} samples; pass one per sample"
+                )
         self.tags = [{} for _ in self.sample_ids] if self.tags is None else self.tags
         for name, values in scalars.items():
             for tag, value in zip(self.tags, values, strict=True):
@@ -77,7 +82,8 @@ class KVBatchMeta:
         """Return these samples followed by those of the others, with lengths and tags if all metas have them, and with
         this meta's task, fields and extra_info. ValueError for a meta of another partition."""
         if any(other.partition_id != self.partition_id for other in others):
-            raise ValueError(f"KVBatchMeta.concat: all metas must be of partition {self.partition_id!r}")
+            found = sorted({other.partition_id for other in others} - {self.partition_id})
+            raise ValueError(f"KVBatchMeta.concat: all metas must be of partition {self.partition_id!r}, got {found}")
         metas = (self, *others)
         lengths = [meta.sequence_lengths for meta in metas if meta.sequence_lengths is not None]
         tags = [meta.tags for meta in metas if meta.tags is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NoReturn, TypeVar
@@ -190,7 +191,7 @@ class AsyncTransferQueueClient:
         if mode != "fetch":
             raise RefusedCallError(f"mode={mode!r}: expected one of fetch, force_fetch, insert")
         if not task:
-            raise RefusedCallError("get_meta: name the task that claims the samples (task_name)")
+            raise RefusedCallError("get_meta: task_name is empty; pass the name of the task that claims the samples")
         if batch_size is None or batch_size < 1:
             raise RefusedCallError(f"batch_size={batch_size}: expected at least 1")
         stored = yield from self.exchange_settings(session_state, to_store=None)
@@ -239,7 +240,7 @@ class AsyncTransferQueueClient:
         without both, and for a meta without samples."""
         if metadata is None:
             if partition is None:
-                raise ValueError("put: name the partition_id of new samples, or pass the metadata of existing ones")
+                raise ValueError("put: pass the partition_id of new samples, or the metadata of existing ones")
             metadata = yield from operations.insert_samples(
                 session_state, int(data.batch_size[0]), partition, _apply_parser(data, parse)
             )
@@ -403,9 +404,9 @@ def _key_list(keys: Any) -> list[str]:
     if isinstance(keys, str):
         return [keys]
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise TypeError("keys: expected a string or a list of strings")
+        raise TypeError(f"keys: expected a string or a list of strings, got {reprlib.repr(keys)}")
     if not keys:
-        raise ValueError("keys: the list is empty")
+        raise ValueError("keys: the list is empty; pass at least one key")
     return keys
 
 
@@ -414,9 +415,9 @@ def _index_list(indexes: Any) -> list[int]:
     if isinstance(indexes, int):
         return [indexes]
     if not isinstance(indexes, list) or not all(isinstance(index, int) for index in indexes):
-        raise TypeError("global_indexes: expected an integer or a list of integers")
+        raise TypeError(f"global_indexes: expected an integer or a list of integers, got {reprlib.repr(indexes)}")
     if not indexes:
-        raise ValueError("global_indexes: the list is empty")
+        raise ValueError("global_indexes: the list is empty; pass at least one index")
     return indexes
 
 

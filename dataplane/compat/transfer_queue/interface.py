@@ -158,7 +158,7 @@ def _one_row(fields: Fields | None, tag: Tag | None) -> Fields | None:
     if not isinstance(fields, Mapping):
         raise ValueError(f"kv_put: fields must be a TensorDict or a mapping, got {type(fields).__name__}")
     if any(isinstance(value, Tensor) and value.is_nested for value in fields.values()):
-        raise ValueError("kv_put: a nested tensor is a batch of rows; use kv_batch_put")
+        raise ValueError("kv_put: a nested tensor is a batch of rows, but kv_put stores one row; use kv_batch_put")
     if any(type(name) is not str for name in fields):
         raise ValueError(f"kv_put: field names must be strings, got {list(fields)}")
     return {
@@ -178,7 +178,10 @@ def _check_batch(keys: Sequence[str], fields: Fields | None, tags: Sequence[Tag]
     if fields is None and tags is None:
         raise ValueError("kv_batch_put: pass fields, tags, or both")
     if isinstance(fields, TensorDictBase) and fields.batch_size[0] != len(keys):
-        raise ValueError(f"kv_batch_put: got fields of batch_size {list(fields.batch_size)} for {len(keys)} keys")
+        raise ValueError(
+            f"kv_batch_put: got fields of batch_size {list(fields.batch_size)} for {len(keys)} keys; pass one row "
+            "per key"
+        )
     if tags is not None and len(tags) != len(keys):
         raise ValueError(f"kv_batch_put: got {len(tags)} tags for {len(keys)} keys; pass one mapping per key")
 
@@ -198,6 +201,6 @@ def _partition_and_fields(meta: KVBatchMeta, select_fields: list[str] | str | No
     unknown = [name for name in chosen if name not in (meta.fields or ())]
     if unknown:
         raise ValueError(
-            f"kv_batch_get_by_meta: select_fields {unknown} were not found in the meta, which has {meta.fields}"
+            f"kv_batch_get_by_meta: select_fields {unknown} were not found in the meta; it has the fields {meta.fields}"
         )
     return meta.partition_id, chosen

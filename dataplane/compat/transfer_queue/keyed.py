@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -33,7 +34,9 @@ class KVBatchMeta:
             )
         for what, names in (("key", self.keys), ("field", self.fields or ())):
             if len(set(names)) != len(names):
-                raise ValueError(f"KVBatchMeta: Got duplicated {what}s; each must be unique")
+                raise ValueError(
+                    f"KVBatchMeta: Got duplicated {what}s; each must be unique, got {reprlib.repr(list(names))}"
+                )
         self.tags = copy.deepcopy(self.tags)
         self.extra_info = copy.deepcopy(self.extra_info)
 
@@ -55,7 +58,9 @@ class KVBatchMeta:
     def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
         """Return these keys, in this order. ValueError for duplicates, RuntimeError for a key that the meta lacks."""
         if len(set(keys_to_select)) != len(keys_to_select):
-            raise ValueError("select_keys: Contain duplicate keys; each must be unique")
+            raise ValueError(
+                f"select_keys: Contain duplicate keys; each must be unique, got {reprlib.repr(list(keys_to_select))}"
+            )
         positions = {key: position for position, key in enumerate(self.keys)}
         unknown = [key for key in keys_to_select if key not in positions]
         if unknown:
@@ -67,7 +72,9 @@ class KVBatchMeta:
         if len(indexes) != self.size:
             raise ValueError(f"reorder: {len(indexes)} indexes, which does not match the {self.size} samples")
         if len(set(indexes)) != len(indexes):
-            raise ValueError("reorder: Contain duplicate indexes; each must be unique")
+            raise ValueError(
+                f"reorder: Contain duplicate indexes; each must be unique, got {reprlib.repr(list(indexes))}"
+            )
         reordered = self._select(indexes)
         self.keys, self.tags = reordered.keys, reordered.tags
 
@@ -106,7 +113,10 @@ def joined_info(infos: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]
     for info in infos:
         for key, value in info.items():
             if key in joined and not _same(joined[key], value):
-                raise ValueError(f"{what}: extra_info[{key!r}] has conflicting values")
+                raise ValueError(
+                    f"{what}: extra_info[{key!r}] has conflicting values, {reprlib.repr(joined[key])} and "
+                    f"{reprlib.repr(value)}"
+                )
             joined.setdefault(key, value)
     return joined
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -83,7 +84,7 @@ class BatchMeta:
                 lists[f"per_sample_shapes of field {name!r}"] = schema["per_sample_shapes"]
         for what, values in lists.items():
             if len(values) != size:
-                raise ValueError(f"BatchMeta: got {len(values)} {what} for {size} global_indexes")
+                raise ValueError(f"BatchMeta: got {len(values)} {what} for {size} global_indexes; pass one per sample")
 
     # --- properties
 
@@ -160,7 +161,9 @@ class BatchMeta:
         if custom_meta is None:
             return
         if len(custom_meta) != self.size:
-            raise ValueError(f"custom_meta: got {len(custom_meta)} mappings for {self.size} samples")
+            raise ValueError(
+                f"custom_meta: got {len(custom_meta)} mappings for {self.size} samples; pass one per sample"
+            )
         for tags, new_tags in zip(self.custom_meta, custom_meta, strict=True):
             tags.update(new_tags)
 
@@ -175,7 +178,9 @@ class BatchMeta:
         TensorDict without rows has no effect."""
         count = int(tensor_dict.batch_size[0])
         if count and count != self.size:
-            raise ValueError(f"add_fields: got a TensorDict of {count} rows for {self.size} samples")
+            raise ValueError(
+                f"add_fields: got a TensorDict of {count} rows for {self.size} samples; pass one row per sample"
+            )
         if count:
             self.field_schema.update(extract_field_schema(tensor_dict))
             if set_all_ready:
@@ -196,13 +201,17 @@ class BatchMeta:
     def select_samples(self, sample_indices: Sequence[int]) -> BatchMeta:
         """Return the samples at these positions, in that order. ValueError for positions outside [0, N)."""
         if any(not 0 <= position < self.size for position in sample_indices):
-            raise ValueError(f"select_samples: sample_indices must be in [0, {self.size})")
+            raise ValueError(
+                f"select_samples: sample_indices must be in [0, {self.size}), got {reprlib.repr(list(sample_indices))}"
+            )
         return self._select(list(sample_indices))
 
     def reorder(self, indices: Sequence[int]) -> None:
         """Reorder the samples in place. `indices` is a permutation of 0..N-1, otherwise ValueError."""
         if sorted(indices) != list(range(self.size)):
-            raise ValueError(f"reorder: expected a permutation of {self.size} positions, got {len(indices)} positions")
+            raise ValueError(
+                f"reorder: expected each of the {self.size} positions from 0 on once, got {reprlib.repr(list(indices))}"
+            )
         reordered = self._select(list(indices))
         for name in self.__slots__:  # all attributes
             setattr(self, name, getattr(reordered, name))
@@ -263,7 +272,10 @@ class BatchMeta:
             return (other if other else self).copy()
         for name in ("global_indexes", "partition_ids"):
             if getattr(self, name) != getattr(other, name):
-                raise ValueError(f"BatchMeta.union: {name} do not match; pass the same samples in the same order")
+                raise ValueError(
+                    f"BatchMeta.union: {name} do not match ({reprlib.repr(getattr(self, name))} and "
+                    f"{reprlib.repr(getattr(other, name))}); pass the same samples in the same order"
+                )
         joined = self.copy()
         joined.field_schema |= copy.deepcopy(other.field_schema)
         joined.production_status &= other.production_status

@@ -180,7 +180,8 @@ def list_samples_of_keys(session_state: SessionState, keys: Sequence[str], parti
             exists = reply.result.rows >= 0  # -1: missing
             samples = c.Samples(rows=reply.result.rows[exists], generations=reply.result.generations[exists])
     raise TransferQueueError(
-        f"partition {partition!r}: keys were cleared during every lookup; retry, or clear less often"
+        f"partition {partition!r}: the keys could not be looked up, because samples were cleared during every attempt; "
+        "retry, or clear less often"
     )
 
 
@@ -287,7 +288,7 @@ def insert_samples(
     """Create `count` samples without keys, with these fields if any, and return their meta. coming: fields that will be
     put later; the meta lists them. ValueError for a count below 1."""
     if count < 1:
-        raise ValueError(f"{count} new samples: expected at least 1")
+        raise ValueError(f"cannot insert {count} new samples: expected at least 1")
     batch = uuid4().hex
     names = [f"{UNNAMED}{batch}/{row}" for row in range(count)]
     committed = yield from put(session_state, names, partition, fields, mode="create")

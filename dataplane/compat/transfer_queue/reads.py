@@ -84,7 +84,9 @@ def _read_existing(
     except PartitionNotFoundError:
         existing, data = [], _no_data()  # the error follows
     if not existing:
-        raise StorageKeyNotFoundError(f"the keys {first_few(keys)}, or partition {partition!r}, were not found")
+        raise StorageKeyNotFoundError(
+            f"none of the keys {first_few(keys)} was found in partition {partition!r}, or the partition does not exist"
+        )
     if len(existing) < len(keys):
         _log_omitted(session_state, "keys", partition, set(keys).difference(existing))
     if len(data.keys()) < len(requested):

@@ -178,7 +178,7 @@ class RankAwareSampler(DrawingSampler):
         """Return the key of the batch that all processes of this rank share."""
         missing = [name for name in ("dp_rank", "batch_index") if config.get(name) is None]
         if missing:
-            raise ValueError(f"RankAwareSampler: sampling_config lacks {' and '.join(missing)}")
+            raise ValueError(f"RankAwareSampler: sampling_config lacks {' and '.join(missing)}; add them")
         if config["dp_rank"] < 0:
             raise ValueError(f"dp_rank={config['dp_rank']}: must be greater than or equal to 0")
         return f"{config['dp_rank']}/{config['batch_index']}"

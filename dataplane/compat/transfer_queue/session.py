@@ -115,8 +115,8 @@ def open_session(settings: Settings, *, given: bool = True, start: bool = True) 
         return session
     if not start:
         raise NotInitializedError(
-            "TransferQueue is not initialized, and no service was found: start one first (in a Ray cluster, in this "
-            "job), set TQ_ADDRESS, or set its address in `dataplane`"
+            "TransferQueue is not initialized, and no service was found: start one first (on Ray, in the same job), or "
+            "set its address (TQ_ADDRESS, or `dataplane.address` in the configuration)"
         )
     return _find_or_start(settings, sampler, given) or _start_here(settings, sampler)
 

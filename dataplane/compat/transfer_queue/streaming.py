@@ -190,12 +190,16 @@ def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int 
     if not isinstance(td, TensorDict):
         raise TypeError(f"chunk_batch_fn: expected a TensorDict, got {type(td).__name__}")
     if not td.batch_size:
-        raise ValueError("chunk_batch_fn: the TensorDict has no batch dimension (batch_size=[])")
+        raise ValueError(
+            "chunk_batch_fn: the TensorDict has no batch dimension (batch_size=[]); create it with batch_size=[N]"
+        )
     if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
         raise ValueError(f"micro_batch_size={micro_batch_size!r}: expected an integer of 1 or more")
     rows = int(td.batch_size[0])
     if micro_batch_size > rows:
-        raise ValueError(f"micro_batch_size={micro_batch_size}: the batch has only {rows} rows")
+        raise ValueError(
+            f"micro_batch_size={micro_batch_size}: expected at most {rows}, the number of rows of the batch"
+        )
     # A nested tensor cannot be sliced: split it into rows, and join the rows of each part.
     nested = {name: value.unbind() for name, value in td.items() if isinstance(value, Tensor) and value.is_nested}
     plain = td.exclude(*nested)

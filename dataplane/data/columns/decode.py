@@ -97,7 +97,8 @@ class RowSource:
 
     def _outside_error(self, row: int) -> InternalError:
         return InternalError(
-            what=f"row {row} of length {self.lengths[row]} at byte {self.offsets[row]} is outside its buffer"
+            what=f"row {row} of length {self.lengths[row]} at byte {self.offsets[row]} is outside the memory that "
+            "was read"
         )
 
     def __len__(self) -> int:
@@ -341,7 +342,7 @@ def _prepare_padded(source: RowSource, pad_value: Any, width: int, empty: Empty,
     """Prepare the result of `decode_padded`; it is complete after the pending `copies` are made."""
     spec = source.spec
     if spec.kind is not FieldKind.JAGGED or spec.inner is None:
-        raise InvalidRequestError(f"only jagged columns can be padded, got {spec}")
+        raise InvalidRequestError(f"only jagged columns can be padded, got {spec}; read it with layout='jagged'")
     dtype, sizes = TORCH_DTYPES[spec.dtype or ""], source.sizes
     padded_length = padded_width(source.lengths, width)
     pad = pad_element(pad_value, dtype)

@@ -197,7 +197,7 @@ def _named_values(fields: TensorDictBase | Mapping[str, Any], rows: int) -> list
     named_values = list(fields.items())
     for name, _ in named_values:
         if type(name) is not str or not name:
-            raise InvalidRequestError(f"field names must be non-empty str, got {name!r}")
+            raise InvalidRequestError(f"field names must be non-empty strings, got {name!r}")
     return named_values
 
 
@@ -245,7 +245,7 @@ class _FieldEncoder:
             return None
         if rows and index.max() >= len(column.sizes):
             raise InvalidRequestError(
-                f"field {self.name!r}: Shared.index refers to value {index.max()} of {len(column.sizes)}"
+                f"field {self.name!r}: Shared.index has {index.max()}, but its {len(column.sizes)} values count from 0"
             )
         used, new_index = np.unique(index, return_inverse=True)
         if len(used) == len(column.sizes):  # every value is referenced
@@ -265,7 +265,7 @@ class _FieldEncoder:
         if array.shape != (rows,) or (rows and (array.dtype.kind not in "iu" or array.min() < 0)):
             raise InvalidRequestError(
                 f"field {self.name!r}: Shared.index must be {rows} integers of 0 or more (one per sample), "
-                f"got {array.dtype} of shape {list(array.shape)}"
+                f"got {array.dtype} of shape {list(array.shape)}: {str(array.tolist())[:40]}"
             )
         return array.astype(np.int64)
 
@@ -395,7 +395,7 @@ class _FieldEncoder:
         """Encode a tensor `[N, L, *inner]` as rows of length L, or of `token_lengths` if given."""
         if tensor.dim() < 2:
             shape = list(tensor.shape)
-            raise self._schema_error(f"dense {DTYPE_NAMES[tensor.dtype]} of shape {shape} (no axis for its rows)")
+            raise self._schema_error(f"dense {DTYPE_NAMES[tensor.dtype]} of shape {shape} (two axes are needed)")
         width = tensor.shape[1]
         lengths = np.full(len(tensor), width, dtype=np.int64)
         if self.token_lengths is not None:
@@ -403,7 +403,7 @@ class _FieldEncoder:
             longest = int(lengths.max()) if len(lengths) else 0
             if longest > width:
                 raise InvalidRequestError(
-                    f"field {self.name!r}: rows are {width} wide, narrower than the longest sample of {longest} tokens"
+                    f"field {self.name!r}: rows have width {width}, but the longest sample has {longest} tokens"
                 )
         spec = self._field_spec(FieldKind.JAGGED, tensor, tuple(tensor.shape[2:]))
         return spec, lengths, row_values(tensor, lengths)
@@ -434,7 +434,7 @@ class _FieldEncoder:
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
             names = sorted(DTYPE_NAMES[dtype] for dtype in dtypes)
-            raise InvalidRequestError(f"field {self.name!r}: rows have different dtypes: {first_few(names)}")
+            raise InvalidRequestError(f"field {self.name!r}: convert its rows to one dtype, got {first_few(names)}")
         kind = self.spec.kind or _list_kind(tensors)  # dense, jagged or ragged
         first = tensors[0]
         if kind is FieldKind.RAGGED:
@@ -458,7 +458,7 @@ class _FieldEncoder:
         """Encode an empty list. InvalidRequestError if the schema leaves dtype or shape open."""
         if not self.spec.settled:
             raise InvalidRequestError(
-                f"field {self.name!r}: an empty list does not define dtype and shape; declare them or put rows first"
+                f"field {self.name!r}: an empty list has no dtype and shape; declare the field, or put rows first"
             )
         none = np.zeros(0, dtype=np.int64)
         return self.spec, none, FlatValues(np.zeros(0, dtype=np.uint8), none, none)

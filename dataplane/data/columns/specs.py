@@ -21,9 +21,9 @@ def declared_specs(fields: Iterable[str] | Mapping[str, Any] | None) -> dict[str
     specs: dict[str, FieldSpec] = {}
     for name, given in pairs:
         if type(name) is not str or not name:
-            raise InvalidRequestError(f"field names must be non-empty str, got {name!r}")
+            raise InvalidRequestError(f"field names must be non-empty strings, got {name!r}")
         if name in specs:
-            raise InvalidRequestError(f"field {name!r} is declared twice")
+            raise InvalidRequestError(f"field {name!r} is declared twice; name each field once")
         specs[name] = _parse_spec(name, given)
     return specs
 

@@ -39,7 +39,8 @@ class Locality:
         match the numbers of rows and shards."""
         if len(self.rows) != size or len(self.shards) != shards:
             raise InvalidRequestError(
-                f"locality of {len(self.rows)} rows and {len(self.shards)} shards for {size} rows over {shards} shards"
+                f"row_hosts has {len(self.rows)} entries and rank_hosts {len(self.shards)}; expected {size}, one per "
+                f"sample, and {shards}, one per shard"
             )
         numbers = {host: number for number, host in enumerate(dict.fromkeys(self.shards)) if host is not None}
         homes = np.array([NOWHERE if host is None else numbers.get(host, NOWHERE) for host in self.rows], np.int64)

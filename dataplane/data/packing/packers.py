@@ -84,7 +84,10 @@ class SequencePacker(ABC):
         multiple = self.bin_count_multiple or 1
         count = -(-count // multiple) * multiple  # rounded up
         if count > len(lengths):
-            raise InvalidRequestError(f"{len(lengths)} sequences cannot fill {count} bins: each bin needs at least one")
+            raise InvalidRequestError(
+                f"{len(lengths)} sequences cannot fill {count} bins, because each bin needs at least one; pass more "
+                "sequences, or a smaller min_bin_count or bin_count_multiple"
+            )
         if count > len(bins):
             bins = split(bins, lengths, count)
         if self.collect_metrics:
@@ -219,7 +222,10 @@ def _check_lengths(sequence_lengths: Lengths) -> Int64s:
     if not given.size:
         return np.zeros(0, dtype=np.int64)
     if given.ndim != 1 or given.dtype.kind not in "iu":
-        raise InvalidRequestError(f"lengths must be integers [N], got {given.dtype} of shape {list(given.shape)}")
+        raise InvalidRequestError(
+            f"sequence_lengths must be a one-dimensional list of integers, got {given.dtype} of shape "
+            f"{list(given.shape)}"
+        )
     lengths = given.astype(np.int64)
     if int(lengths.min()) < 0:
         row = int(lengths.argmin())

@@ -183,7 +183,7 @@ class _Arguments:
         """Return the setting, or its default if it is missing or None. Raises ValueError if there is no default."""
         value = self._settings.get(key)
         if value is None and default is None:
-            raise InvalidRequestError(f"{self.argument} lacks the required key {key!r}")
+            raise InvalidRequestError(f"{self.argument} lacks the required key {key!r}; add it")
         return default if value is None else value
 
     def count(self, key: str, default: int | None = None) -> int:
@@ -213,7 +213,7 @@ def _rows_per_batch(size: int, shards: int, batch_size: int | None, *, even: boo
         if number is not None and (isinstance(number, bool) or not isinstance(number, Integral)):
             raise InvalidRequestError(f"{what}={number!r}: expected an integer")
     if shards < 1:
-        raise InvalidRequestError(f"cannot split over {shards} shards: expected 1 or more")
+        raise InvalidRequestError(f"cannot split rows over {shards} shards: expected 1 or more")
     per_batch = size if batch_size is None else batch_size
     if per_batch < 1 and size:
         raise InvalidRequestError(f"batch_size={per_batch}: expected 1 or more rows per global batch")
@@ -234,7 +234,8 @@ def _lengths_of(meta: KVBatchMeta) -> list[int]:
     """Return the sequence lengths of a meta. InvalidRequestError without them."""
     if meta.sequence_lengths is None:
         raise InvalidRequestError(
-            "this meta has no sequence_lengths, which micro-batches need; claims set them from the tag 'input_lengths'"
+            "this meta has no sequence_lengths, which micro-batches need; put samples with the tag 'input_lengths', "
+            "from which claims set them"
         )
     return meta.sequence_lengths
 
@@ -252,7 +253,9 @@ def _lengths_and_tokens(
     key = arguments.get("input_lengths_key", INPUT_LENGTHS)
     column = np.asarray(lengths_of(key))
     if column.shape != (size,) or (size and column.dtype.kind not in "iu"):
-        raise InvalidRequestError(f"{key!r}: expected integers [{size}], got {column.dtype} {list(column.shape)}")
+        raise InvalidRequestError(
+            f"column {key!r}: expected {size} integers, one per row; got {column.dtype} of shape {list(column.shape)}"
+        )
     lengths = column.astype(np.int64)
     tokens = -(-lengths // multiple) * multiple
     wrong = np.flatnonzero((lengths < 0) | (tokens > budget))

@@ -366,7 +366,7 @@ class Reservations:
             raise RequestTooLargeError(
                 wanted_bytes=want.total,
                 limit_bytes=budget,
-                what=f"this put, in the budget of partition {partition.name!r},",
+                what=f"this put into partition {partition.name!r}, which has a budget,",
                 hint="Put fewer rows at a time or register the partition with a larger budget_bytes.",
             )
         limits = [unit.limit_at_capacity(update=want.update) for unit in self.state.units.values() if not unit.draining]
@@ -450,7 +450,7 @@ def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
         most = top(sizes)  # a negative size counts as a very large one
         # The sum is only computed, in floats that do not overflow, if it may be too large.
         if most > MAX_BYTES or (most * len(sizes) > MAX_BYTES and float(sizes.sum(dtype=np.float64)) > MAX_BYTES):
-            raise InvalidRequestError(f"column {name!r}: value sizes must be in [0, {MAX_BYTES}]")
+            raise InvalidRequestError(f"column {name!r}: its values must have 0 to {MAX_BYTES} bytes in total")
 
 
 class PreallocatedPut(PutReservation):

@@ -287,13 +287,16 @@ class Claims:
             raise InvalidRequestError(f"batch_size={batch}: must be at least 1")
         least = batch if command.min_batch_size is None else command.min_batch_size
         if not 1 <= least <= batch:
-            raise InvalidRequestError(f"min_batch_size={least}: must be in [1, batch_size={batch}]")
+            raise InvalidRequestError(f"min_batch_size={least}: expected a number from 1 to batch_size={batch}")
         check_terms(command)
         if group is not None and group > least:
-            raise InvalidRequestError(f"group_size={group}: larger than the claim, which may take only {least} samples")
+            raise InvalidRequestError(
+                f"group_size={group}: expected at most {least}, which is min_batch_size, or batch_size without it"
+            )
         if command.partial_after_s is not None and (group is None or not command.partial_after_s >= 0):
             raise InvalidRequestError(
-                f"partial_after_s={command.partial_after_s}: must not be negative, and requires group_size"
+                f"partial_after_s={command.partial_after_s}: must not be negative, and requires group_size, which is "
+                f"{group}"
             )
         if not command.timeout_s >= 0:  # this form also rejects NaN
             raise InvalidRequestError(f"timeout_s={command.timeout_s}: must not be negative")
@@ -373,11 +376,11 @@ class Claims:
         task = partition.task(command.task)
         if claims is not None and len(claims) != len(command.samples):
             raise InvalidRequestError(
-                f"{len(claims)} claims for {len(command.samples)} samples: expected one claim for each sample"
+                f"got {len(claims)} claim ids for {len(command.samples)} samples; pass one per sample"
             )
         live, rows = partition.living(command.samples)
         if len(rows) > 1 and len(np.unique(rows)) != len(rows):
-            raise InvalidRequestError("a sample is named twice")
+            raise InvalidRequestError("a sample is named twice in one call; name each sample once")
         return _Named(partition, task, live, rows, np.zeros(len(rows), np.int64) if claims is None else claims[live])
 
     # --- time
@@ -412,7 +415,7 @@ class Claims:
 
 def _check_lease(lease_s: float | None) -> None:
     if lease_s is not None and not lease_s > 0:
-        raise InvalidRequestError(f"lease_s={lease_s}: must be positive")
+        raise InvalidRequestError(f"lease_s={lease_s}: expected a positive number of seconds")
 
 
 def _check_named_and_peek(command: c.Claim) -> None:
@@ -449,7 +452,7 @@ def _check_shares(command: c.Claim) -> None:
         )
     if not 0 <= rank < world or step < 0:
         raise InvalidRequestError(
-            f"dp_rank={rank}, dp_world={world}, step={step}: rank must be in [0, dp_world), step at least 0"
+            f"dp_rank={rank}, dp_world={world}, step={step}: dp_rank must be from 0 to dp_world - 1, step at least 0"
         )
     per_round = world * (group or 1)  # one sample, or one group, for each rank
     least = command.batch_size if command.min_batch_size is None else command.min_batch_size
@@ -464,6 +467,11 @@ def _check_shares(command: c.Claim) -> None:
 def _check_predicate(predicate: c.Predicate) -> None:
     """Raise InvalidRequestError for an unknown operator, or a value that does not fit the operator."""
     if predicate.op not in OPERATORS:
-        raise InvalidRequestError(f"predicate on {predicate.tag!r}: {predicate.op!r} is not one of {OPERATORS}")
+        raise InvalidRequestError(
+            f"condition on tag {predicate.tag!r}: operator {predicate.op!r} is not one of {', '.join(OPERATORS)}"
+        )
     if isinstance(predicate.value, tuple) is not (predicate.op == "in"):
-        raise InvalidRequestError(f"predicate on {predicate.tag!r}: `in` takes a tuple of values, other operators one")
+        raise InvalidRequestError(
+            f"condition on tag {predicate.tag!r}: `in` needs a tuple of values, other operators one value, got "
+            f"{predicate.op} {str(predicate.value)[:40]}"
+        )

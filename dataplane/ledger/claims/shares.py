@@ -55,7 +55,7 @@ def claimable_share(selection: Selection, partition: Partition, task: Task, comm
     if earlier_claims and not some(available):
         raise InvalidRequestError(
             f"rank {rank} of {command.dp_world} already got its share of step {step} of task {task.name!r} "
-            f"({len(in_share)} samples); each share is given out once, unless its claim is returned"
+            f"({len(in_share)} samples); each share is given out once, unless its claim is given back (nack)"
         )
     granted: Int64s = rows[available]
     return granted
@@ -80,8 +80,8 @@ def find_selection(task: Task, command: Claim) -> Selection | None:
     if stored is None:
         if step <= task.forgotten:
             raise InvalidRequestError(
-                f"step {step} of task {task.name!r} is too old: the service keeps the shares of the last "
-                f"{len(task.selections)} steps only"
+                f"step {step} of task {task.name!r} is too old: the service only remembers the shares of its last "
+                f"{len(task.selections)} steps; continue with a later step"
             )
         return None
     terms = terms_of(command)
@@ -91,7 +91,7 @@ def find_selection(task: Task, command: Claim) -> Selection | None:
         these_terms = ", ".join(f"{name}={terms[name]}" for name in differing)
         raise InvalidRequestError(
             f"step {step} of task {task.name!r} was fixed with {first_terms}; this claim has {these_terms}. "
-            "All ranks of a step must claim on the same terms."
+            "All ranks of a step must claim with the same arguments."
         )
     return stored
 

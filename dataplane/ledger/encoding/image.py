@@ -66,14 +66,14 @@ def load(image: bytes) -> list[Any]:
         content = msgspec.msgpack.decode(image)  # [format, roots, table]
         image_format = content[0] if isinstance(content, list) and content else "?"
         if image_format != FORMAT:
-            raise ImageError(f"image has format {image_format}, expected {FORMAT}")
+            raise ImageError(f"the image of the state has format {image_format}, expected {FORMAT}")
         _, top, table = content
         reader = _Reader(table)
         return [reader.decode(item) for item in top]
     except ImageError:
         raise
     except Exception as error:
-        raise ImageError(f"damaged: {error!r}") from error
+        raise ImageError(f"the image of the state is damaged: {error!r}") from error
 
 
 class _Writer:

@@ -195,7 +195,7 @@ class Commits:
                 if repeated in seen:
                     break
                 seen.add(repeated)
-            raise InvalidRequestError(f"sample {repeated!r} is named twice in one put")
+            raise InvalidRequestError(f"sample {repeated!r} is named twice in one put; name each sample once")
         if command.mode is Mode.UPDATE:
             return Named(partition.resolve(samples), unborn=np.zeros(0, np.int64))
         rows = partition.rows.find(samples.ids)
@@ -213,7 +213,7 @@ class Commits:
             raise PartitionSealedError(partition=partition.name, samples=ids[:5], total=len(ids))
         if reservation is not None and reservation.update:
             raise InvalidRequestError(
-                f"space reserved for updates cannot hold new samples; {ids[0]!r} is not a live sample"
+                f"sample {ids[0]!r} is not a live sample, but this put reserved space for updates only; repeat the put"
             )
         for name in ids:
             self.state.check_name("sample id", name)
@@ -426,7 +426,7 @@ def _check_shape(column: CommitColumn, samples: int) -> None:
 def refuse_repeats(rows: Int64s) -> None:
     """Raise InvalidRequestError if a row is repeated."""
     if len(rows) > 1 and len(np.unique(rows)) != len(rows):
-        raise InvalidRequestError("a sample is named twice in one put")
+        raise InvalidRequestError("a sample is named twice in one put; name each sample once")
 
 
 def check_tags(state: State, partition: Partition, tags: tuple[TagColumn, ...], samples: int) -> None:
@@ -436,7 +436,9 @@ def check_tags(state: State, partition: Partition, tags: tuple[TagColumn, ...], 
         state.check_name("tag", column.name)
         if column.positions is None:
             if len(column.values) != samples:
-                raise InvalidRequestError(f"tag {column.name!r} has {len(column.values)} values for {samples} samples")
+                raise InvalidRequestError(
+                    f"tag {column.name!r} has {len(column.values)} values for {samples} samples; pass one per sample"
+                )
         elif len(column.values) != len(column.positions):
             raise InvalidRequestError(
                 f"tag {column.name!r} has {len(column.values)} values for {len(column.positions)} positions"
@@ -455,13 +457,13 @@ def _check_tag_values(state: State, partition: Partition, name: str, values: tup
     types = set(map(type, values))
     if not types <= TAG_TYPES:
         wrong = sorted(kind.__name__ for kind in types - TAG_TYPES)
-        raise InvalidRequestError(f"tag {name!r}: a tag is a str, bool, int, float or None, not {wrong[0]}")
+        raise InvalidRequestError(f"tag {name!r}: expected a str, bool, int, float or None, got {wrong[0]}")
     if str in types:
         longest = max(len(value) for value in values if isinstance(value, str))
         hint = "Store long texts in a field."
         check_limit(f"characters of one value of tag {name!r}", longest, state.limits.tag_bytes, hint)
     if int in types and max(value.bit_length() for value in values if isinstance(value, int)) > TAG_BITS:
-        raise InvalidRequestError(f"tag {name!r}: an integer of more than {TAG_BITS} bits; store it in a field")
+        raise InvalidRequestError(f"tag {name!r}: an integer has more than {TAG_BITS} bits; store it in a field")
     if name == INPUT_LENGTHS:
         _check_input_lengths(values)
     allowed = partition.enums.get(name)
@@ -469,7 +471,7 @@ def _check_tag_values(state: State, partition: Partition, name: str, values: tup
         wrong_value = next((value for value in values if value not in allowed), None)
         if wrong_value is not None:
             raise InvalidRequestError(
-                f"tag {name!r}: {wrong_value!r} is not one of its declared values {', '.join(allowed[:8])}"
+                f"tag {name!r}: {wrong_value!r} is not one of the values declared with enums: {', '.join(allowed[:8])}"
             )
 
 

@@ -87,17 +87,19 @@ class Partitions:
         for name in command.tasks:
             state.check_name("task", name)
         if len(set(command.tasks)) != len(command.tasks):
-            raise InvalidRequestError(f"a task is named twice: {command.tasks}")
+            raise InvalidRequestError(
+                f"consumer_tasks names a task twice: {list(command.tasks)[:8]}; name each task once"
+            )
         limit, of_partition = state.limits.columns, f"of partition {command.partition!r}"
         check_limit(f"fields {of_partition}", len(command.fields), limit, "Declare fewer, or use several partitions.")
         check_limit(f"tasks {of_partition}", len(command.tasks), limit, "Declare fewer, or use several partitions.")
         check_limit(f"enumerations {of_partition}", len(command.enums or ()), limit, "Declare fewer.")
         if command.num_samples is not None and command.num_samples < 0:
-            raise InvalidRequestError(f"num_samples={command.num_samples}: cannot be negative")
+            raise InvalidRequestError(f"num_samples={command.num_samples}: expected 0 or more, or None")
         if command.group_size is not None and command.group_size < 1:
             raise InvalidRequestError(f"group_size={command.group_size}: must be at least 1")
         if command.budget_bytes is not None and not 1 <= command.budget_bytes <= MAX_BYTES:
-            raise InvalidRequestError(f"budget_bytes={command.budget_bytes}: must be in [1, {MAX_BYTES}]")
+            raise InvalidRequestError(f"budget_bytes={command.budget_bytes}: expected 1 to {MAX_BYTES}, or None")
 
     def seal(self, session: Session, number: int, command: c.Seal) -> c.Done:
         partition = self.state.partition(command.partition)
@@ -207,11 +209,18 @@ class UnitReports:
         # An offer in the same epoch needs the loss of the connection before it, or the unit's number.
         is_back = not unit.connected or item.unit == unit.number
         if item.epoch < unit.epoch or (item.epoch == unit.epoch and not is_back):
-            refused = f"storage unit {unit.number} already offered this arena in epoch {unit.epoch}"
+            refused = (
+                f"its arena is already registered as that of storage unit {unit.number}, in epoch {unit.epoch}; "
+                "another process may run this unit"
+            )
         elif item.capacity_bytes != unit.offer.capacity_bytes or item.backed_bytes < unit.space.backed_bytes:
-            refused = f"storage unit {unit.number} came back with a smaller or larger arena than it had"
+            refused = (
+                f"storage unit {unit.number} returned with an arena of {item.capacity_bytes:,} bytes, "
+                f"{item.backed_bytes:,} of them backed by memory; before, it had {unit.offer.capacity_bytes:,} and "
+                f"{unit.space.backed_bytes:,}"
+            )
         if refused:
-            error = InvalidRequestError(f"AddUnit {item.name!r}: {refused}")
+            error = InvalidRequestError(f"storage unit {item.name!r} cannot be registered: {refused}")
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=error))
             return
         # Compared before the new offer replaces the old one: a new epoch, or a check that has not ended.
@@ -236,8 +245,8 @@ class UnitReports:
         previous = self.state.units.get(self.cookies.get(item.instead_of, 0))
         if previous is not None and previous.connected:
             why = (
-                f"AddUnit {item.name!r}: the arena that it reports as lost is connected as storage unit "
-                f"{previous.number}"
+                f"storage unit {item.name!r} cannot be registered: the arena that it reports as lost is connected as "
+                f"storage unit {previous.number}"
             )
             self.state.out.append(c.UnitAdded(cookie=item.cookie, error=InvalidRequestError(why)))
             return False
@@ -307,7 +316,8 @@ class UnitReports:
         count = sum(len(rows) for _, rows in rows_on_unit)
         if count and not force:
             raise InvalidRequestError(
-                f"storage unit {number} holds cells of {count} live samples; drain it, clear them or drop it with force"
+                f"storage unit {number} holds values of {count} live samples; drain it, clear these samples, or drop "
+                "it with force, which loses them"
             )
         self._drop(unit, rows_on_unit)
 

@@ -46,7 +46,9 @@ class Saves:
         published = [name for name, partition in self.state.partitions.items() if partition.owner is None]
         names = command.partitions or tuple(published)
         if len(set(names)) != len(names):
-            raise InvalidRequestError(f"a partition is named twice: {names[:8]}")
+            raise InvalidRequestError(
+                f"partitions names a partition twice: {list(names[:8])}; name each partition once"
+            )
         partitions = [self.state.partition(name) for name in names]
         snapshots = {partition.name: self._snapshot(partition) for partition in partitions}
         saved = [self._saved_partition(partition) for partition in partitions]

@@ -385,13 +385,15 @@ class State:
                 and len(samples.rows) == len(samples.generations)
             )
         if not well_formed:
-            raise InvalidRequestError("expected sample ids, or rows and generations of equal length")
+            raise InvalidRequestError(
+                "the request must name samples by ids, or by rows and generations of equal length"
+            )
         check_limit("samples in one command", len(samples), self.limits.samples, SPLIT)
 
     def check_name(self, what: str, name: str) -> None:
         """Raise `InvalidRequestError` for an empty name, and `LimitError` for a name that is too long."""
         if not name:
-            raise InvalidRequestError(f"{what}='': must not be empty")
+            raise InvalidRequestError(f"{what} '': the name must not be empty; pass at least one character")
         # A character takes at most four bytes, so most names need no encoding to be measured.
         limit = self.limits.id_bytes
         if 4 * len(name) > limit:

@@ -45,7 +45,8 @@ class Guard:
             if not guarded and not _names_this_machine(request.headers.get("host", "")):
                 raise HttpError(
                     HTTPStatus.MISDIRECTED_REQUEST,
-                    "without a token, use localhost, this machine's own name or a numeric address as the host",
+                    "this service has no token, so the host of the URL must be localhost, this machine's own name or a "
+                    "numeric address",
                 )
             return
         if self._shows_token(request) or self._shows_cookie(request):

@@ -305,7 +305,7 @@ class _Exchange(BaseHTTPRequestHandler):
             raise HttpError(HTTPStatus.BAD_REQUEST, f"malformed request URL: {error}") from None
         query = dict(pairs)
         if len(query) != len(pairs):
-            raise HttpError(HTTPStatus.BAD_REQUEST, "duplicate parameter in the query")
+            raise HttpError(HTTPStatus.BAD_REQUEST, f"the query {parts.query[:80]!r} has a parameter twice")
         return HttpRequest(
             method=self.command,
             path=parts.path,

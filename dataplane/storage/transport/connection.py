@@ -105,7 +105,7 @@ class Wire:
                 self._socket.send(unsent.popleft(), zmq.SNDMORE if unsent else 0, copy=False)
         except BaseException as error:
             if isinstance(error, zmq.Again):
-                error = WireLostError("the unit accepts no requests")
+                error = WireLostError("the unit accepts no requests; check its process and its host")
             # ZMQ releases an unsent frame when nothing refers to it, the stack frames of the traceback included.
             unsent.clear()
             traceback.clear_frames(error.__traceback__)
@@ -175,7 +175,7 @@ class Wire:
         """Raise the error for the monitor's event: AuthenticationError for a wrong token, otherwise WireLostError."""
         event = recv_monitor_message(self._monitor)
         if event["event"] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            raise WireLostError("the unit cannot be reached")
+            raise WireLostError("the unit cannot be reached; check its process and its host")
         if event["value"] == int(REFUSED):
             raise AuthenticationError(peer=f"the storage unit at {self._endpoint}", why="the token is wrong")
         raise WireLostError("the unit was restarted")  # the ticket is that of an earlier epoch

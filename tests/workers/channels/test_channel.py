@@ -340,7 +340,7 @@ def test_asynchronous_puts_that_wait_for_space_are_bounded(
     works = [channel.put(item, async_op=True) for _ in range(2)]
     works[0].wait()
     works.append(channel.put(item, async_op=True))
-    with pytest.raises(MemoryError, match="bytes of puts wait for space"):
+    with pytest.raises(MemoryError, match="bytes of earlier puts already wait for space"):
         channel.put(item, async_op=True)
     for _ in range(3):
         channel.get()

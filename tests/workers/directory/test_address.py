@@ -33,7 +33,7 @@ def test_a_root_has_a_name_but_no_rank_and_no_parent() -> None:
     root = WorkerAddress("g")
     assert root.get_name() == "g"
     assert root.rank is None
-    with pytest.raises(ValueError, match="root of its group"):
+    with pytest.raises(ValueError, match="names a whole group"):
         root.get_parent_address()
 
 

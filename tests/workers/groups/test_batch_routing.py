@@ -142,9 +142,9 @@ def test_decoupled_parts_that_do_not_fit() -> None:
     assert CommMapper.decoupled_get_batch_size(32, 8, 2) == [4]
     with pytest.raises(ValueError, match="evenly"):
         CommMapper.decoupled_get_batch_size(33, 2, 8)
-    with pytest.raises(ValueError, match="a queue of 5"):
+    with pytest.raises(ValueError, match="queue_size=5"):
         CommMapper.decoupled_get_batch_size(32, 2, 8, 5)
-    with pytest.raises(ValueError, match="only 0 were received"):
+    with pytest.raises(ValueError, match="only 0 parts were received"):
         decoupled_build_send_plan(
             src_group_name="a", dst_group_name="b", src_rank=None, src_world_size=1, dst_world_size=1,
             tag=None, batch_size=1, tag_batch_router=[],
@@ -186,12 +186,12 @@ def test_what_cannot_be_cut_or_joined() -> None:
     for call, message in (
         (lambda: infer_batch_size({"a": None}), "rows of a dict"),
         (lambda: infer_batch_size(object()), "rows of a object"),
-        (lambda: split_batch(object(), [1]), "pass split_fn"),
+        (lambda: split_batch(object(), [1]), "pass a split_fn"),
         (lambda: split_batch(torch.ones(3), [1, 1]), "3 rows"),
-        (lambda: merge_batches([]), "no parts"),
-        (lambda: merge_batches([None, torch.ones(1)]), "pass merge_fn"),
-        (lambda: merge_batches([1, 2]), "pass merge_fn"),
-        (lambda: merge_batches([{"a": 1}, {"b": 1}]), "pass merge_fn"),
+        (lambda: merge_batches([]), "at least one part"),
+        (lambda: merge_batches([None, torch.ones(1)]), "pass a merge_fn"),
+        (lambda: merge_batches([1, 2]), "pass a merge_fn"),
+        (lambda: merge_batches([{"a": 1}, {"b": 1}]), "pass a merge_fn"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -145,7 +145,9 @@ def test_answers_return_to_the_ranks_that_asked(ranks: dict[str, list[Rank]]) ->
 
 def test_batches_that_cannot_be_sent_or_received_are_refused(ranks: dict[str, list[Rank]]) -> None:
     worker, channel = ranks["two"][0], LocalChannel()
-    with pytest.raises(ValueError, match="no path to group 'three': pass a channel or enable_p2p=True"):
+    with pytest.raises(
+        ValueError, match="no connection to group 'three' was chosen: pass a channel, or enable_p2p=True"
+    ):
         worker.route("three", None, enable_p2p=False)
     with pytest.raises(ValueError, match="cannot be combined with decoupled_mode"):
         worker.route("three", None, decoupled=True)

@@ -133,9 +133,9 @@ def test_options_of_a_broadcast_group(here: Here, monkeypatch: pytest.MonkeyPatc
     a, b = here.workers(2)
     names = [address(0), address(1)]
     waiting = b.broadcast(None, names, async_op=True)
-    with settling(monkeypatch), pytest.raises(GroupOptionsError, match="g:0 made first contact"):
+    with settling(monkeypatch), pytest.raises(GroupOptionsError, match="g:0 and g:1 exchange messages"):
         a.broadcast(1, names, options=CollectiveGroupOptions(accel_min_ctas=1))
-    with pytest.raises(GroupOptionsError, match="g:1 made first contact"):
+    with pytest.raises(GroupOptionsError, match="g:1 and g:0 exchange messages"):
         waiting.wait()
 
 

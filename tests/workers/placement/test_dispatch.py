@@ -65,8 +65,8 @@ def test_workers_at_zero() -> None:
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        ([1], "'data_parallel' has size 2, got 1"),
-        ([[1], [1, 2]], "'tensor_parallel' has size 2, got 1"),
+        ([1], "got 1 shards, expected 2, one per position on axis 'data_parallel'"),
+        ([[1], [1, 2]], "got 1 shards, expected 2, one per position on axis 'tensor_parallel'"),
         ([1, 2], "'tensor_parallel' needs a list of 2, got int"),
         ("ab", "'data_parallel' needs a list of 2, got str"),
     ],
@@ -103,7 +103,7 @@ def test_axes_have_one_role_and_are_named_once() -> None:
 
 def test_one_value_per_worker() -> None:
     dispatch.check_counts(2, [[1, 2]], {"a": (1, 2)})
-    with pytest.raises(ValueError, match="argument 0: 2 workers are called, so it needs a list of 2; got 3"):
+    with pytest.raises(ValueError, match="argument 0: expected a list of 2 values, one for each called worker; got 3"):
         dispatch.check_counts(2, [[1, 2, 3]], {})
     with pytest.raises(ValueError, match=r"argument a: .*; got int"):
         dispatch.check_counts(2, [], {"a": 1})

@@ -68,7 +68,7 @@ def test_ranks_by_coord_match_free_axes(sharding: NamedSharding) -> None:
 def test_get_ranks_fixes_axes(sharding: NamedSharding) -> None:
     left = sharding.get_ranks(pipeline_parallel=1, context_parallel=0)
     assert left == NamedSharding([[8, 9], [12, 13]], ["data_parallel", "tensor_parallel"])
-    with pytest.raises(IndexError, match="'data_parallel' has size 2, got position 2"):
+    with pytest.raises(IndexError, match="data_parallel=2: expected a position from 0 to 1"):
         sharding.get_ranks(data_parallel=2)
 
 
@@ -99,7 +99,7 @@ def test_unknown_rank(sharding: NamedSharding) -> None:
         (["0", "1"], ["a"], "ranks must be integers"),
         ([None, 1], ["a"], "not integers"),
         ([], ["a"], "empty"),
-        ([0, 1], ["a", "b"], "1 axes, but 2 names"),
+        ([0, 1], ["a", "b"], "1 axes, but names has 2"),
         ([[0], [1]], ["a", "a"], "names are not unique"),
     ],
 )

@@ -158,7 +158,7 @@ def test_nothing_at_all() -> None:
 def test_what_cannot_be_sent_is_named() -> None:
     with pytest.raises(TypeError, match=r"'x'.*type range"):
         pack({"x": range(1)})
-    with pytest.raises(TypeError, match=r"'x'.*must have one dtype"):
+    with pytest.raises(TypeError, match=r"'x'.*must have the same dtype"):
         pack({"x": [torch.ones(1), torch.ones(1).int()]})
     with pytest.raises(UnsupportedValueError, match="'x', row 1"):
         pack({"x": ["fine", object()]})

@@ -209,7 +209,7 @@ def fail(rank: int, layout: str, address: str, metas: dict[int, KVBatchMeta], ho
         ("no leader", ReplicaGroupError, "exactly one leader"),
         ("forgot coords", NotImplementedError, "must override _local_coords"),
         ("preprocess", KeyError, "no such column"),
-        ("too narrow", ValueError, "cannot pad to 7"),
+        ("too narrow", ValueError, "cannot pad to length 7"),
     ],
 )
 @pytest.mark.parametrize("layout", ["tp2", "tp2 cp2"])
@@ -322,13 +322,13 @@ def test_siblings_do_not_write(alone: Worker, client: DataPlaneClient, partition
 @pytest.mark.parametrize(
     ("result", "kind", "message"),
     [
-        (torch.zeros(8, 64), TypeError, "expected a mapping of results with 'logprobs', got Tensor"),
+        (torch.zeros(8, 64), TypeError, "the result must be a mapping with 'logprobs', got Tensor"),
         (None, TypeError, "got NoneType"),
         ({"loss": 1, "other": 2}, KeyError, "has no 'logprobs'; it has loss, other"),
         ({"logprobs": [1.0]}, TypeError, r"result\['logprobs'\] \(for 'prev_logprobs'\): expected a tensor, got list"),
         ({"logprobs": torch.zeros(8)}, ValueError, r"expected a per-token tensor \[8, S\], got shape \[8\]"),
         ({"logprobs": torch.zeros(7, 64)}, ValueError, r"'prev_logprobs': expected 8 rows.*got shape \[7, 64\]"),
-        ({"logprobs": torch.zeros(8, 39)}, ValueError, "'prev_logprobs': rows are 39 wide.*longest sample of 40"),
+        ({"logprobs": torch.zeros(8, 39)}, ValueError, "'prev_logprobs': rows have width 39.*longest sample has 40"),
     ],
 )
 def test_results_that_cannot_be_written_back(

@@ -30,7 +30,7 @@ def test_shipped_packing_metadata_is_trusted(alone: Worker) -> None:
     assert data.micro_batch_lengths == [[10, 20]]
     assert data.elem_counts_per_gb == [3]
     del meta.extra_info["micro_batch_lengths"]
-    with pytest.raises(ValueError, match="without 'micro_batch_lengths'"):
+    with pytest.raises(ValueError, match="lacks 'micro_batch_lengths'"):
         alone._attach_or_repack_pack_metadata(data, meta)
 
 

@@ -83,7 +83,7 @@ BOTH = {"sequence_packing": PACKING, "dynamic_batching": {"enabled": True, "trai
 @pytest.mark.parametrize(
     ("cfg", "told"),
     [
-        (BOTH, "sequence_packing and dynamic_batching are both enabled: enable one"),
+        (BOTH, "sequence_packing and dynamic_batching are both enabled; enable only one of them"),
         ({"sequence_packing": {"enabled": True}}, "neither 'train_mb_tokens' nor 'max_tokens_per_microbatch'"),
         ({"sequence_packing": {**PACKING, "train_mb_tokens": 0}}, "'train_mb_tokens'.*1 or more, got 0"),
         ({"dynamic_batching": {"enabled": True, "logprob_mb_tokens": -8}}, "'logprob_mb_tokens'.*1 or more, got -8"),
