@@ -49,6 +49,10 @@ class UnitConnections:
 
     session: the session's number. lock: the file lock that proves to units on this host that the client runs (None:
     all connections are remote). memory: buffers for remote reads. copier: copies long runs into local arenas.
+
+    By unit number: `_infos`: the units as last listed by the service; `_connections`: only to the epochs in `_infos`;
+    `_replaced`: the earlier epoch, whose connection was closed after a restart. `_suspects`: units of a read or write
+    that failed since they were last listed.
     """
 
     def __init__(
@@ -66,10 +70,10 @@ class UnitConnections:
         self._memory = memory
         self._copier = copier
         self._transport = client_transport(config)
-        self._infos: dict[int, c.UnitInfo] = {}  # as last listed by the service
-        self._connections: dict[int, UnitConnection] = {}  # only to the epochs in `_infos`
-        self._replaced: dict[int, int] = {}  # unit -> its earlier epoch, whose connection was closed after a restart
-        self._suspects: set[int] = set()  # units of a read or write that failed since they were last listed
+        self._infos: dict[int, c.UnitInfo] = {}
+        self._connections: dict[int, UnitConnection] = {}
+        self._replaced: dict[int, int] = {}
+        self._suspects: set[int] = set()
         self._unstopped: dict[int, dict[int, int]] = {}
         """Reservation -> unit -> epoch (0: unknown), for units that have not confirmed that they reject its writes."""
         self._stopping_again = False  # whether the thread of `_stop_again` runs

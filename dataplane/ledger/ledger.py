@@ -342,9 +342,10 @@ class Ledger:
         return c.Done()
 
     def _withdraw(self, session: Session, number: int, target: int, kind: type[c.Result] | UnionType) -> None:
-        """Cancel call `target`, whose result is of type `kind`: end it if it is parked, and never execute it if it has
-        not arrived yet. Does nothing if it failed or is settled. The caller undoes what it did if it was executed.
-        Raises InvalidRequestError if it is not an earlier call, or had another type of result."""
+        """Cancel call `target`, whose result is of type `kind`: end it if it is parked. If it was executed or has not
+        arrived yet, never execute it (again); the caller undoes what it did. Does nothing if it failed or is settled
+        (repetitions are rejected anyway). Raises InvalidRequestError if it is not an earlier call, or had another type
+        of result."""
         if not 1 <= target < number:
             raise InvalidRequestError(f"call {number} cannot withdraw call {target}, only earlier calls")
         answer = session.answers.get(target)
@@ -354,7 +355,7 @@ class Ledger:
             expected = getattr(kind, "__name__", kind)
             raise InvalidRequestError(f"call {target} was answered {type(answer).__name__}, expected {expected}")
         elif not session.is_settled(target) and not isinstance(answer, DataPlaneError):
-            # If the call arrives or is repeated later, it gets this error.
+            # Executed, or not arrived yet: if the call arrives or is repeated later, it gets this error.
             cancelled = CallCancelledError(session=session.number, number=target)
             session.keep_answer(target, cancelled, self._state.limits)
 

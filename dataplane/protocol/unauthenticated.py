@@ -74,10 +74,12 @@ class Unauthenticated:
 
     def __init__(self, endpoints: Iterable[str], frame_bytes: int, *, curve: bool) -> None:
         self._places = frozenset(map(place_of, endpoints))  # where the connections of this socket are bound
-        self._most = share(8, MOST)  # connections; at most an eighth of the files that this process may open
-        self._most_long = max(1, HELD_BYTES // frame_bytes)  # connections that sent more than `SHORT_BYTES`
+        # Maximum number of connections (at most an eighth of the files that this process may open), and of those among
+        # them that sent more than `SHORT_BYTES`: ZMQ may hold a frame of each.
+        self._most = share(8, MOST)
+        self._most_long = max(1, HELD_BYTES // frame_bytes)
         self._handshake_bytes = CURVE_BYTES if curve else PLAIN_BYTES
-        self._silent: dict[int, _Connection] = {}  # those that `hang_up` may close, by descriptor, oldest first
+        self._unproven: dict[int, _Connection] = {}  # not known to be authenticated; by descriptor, oldest first
         self._looked = self._took_s = 0.0  # when the byte counts were read last, and how long that took
 
     def take_events(self, monitor: zmq.Socket[Any]) -> None:
@@ -95,24 +97,24 @@ class Unauthenticated:
 
     def began(self, descriptor: int) -> None:
         """Record a new connection, unless it is already closed."""
-        self._silent.pop(descriptor, None)  # an earlier connection; the new one goes to the end of the dict
+        self._unproven.pop(descriptor, None)  # an earlier connection; the new one goes to the end of the dict
         connection = self._describe(descriptor)
         if connection is not None:
-            self._silent[descriptor] = connection
+            self._unproven[descriptor] = connection
 
     def spoke(self, descriptor: int) -> None:
         """Drop a connection that has delivered a message and so is authenticated."""
-        self._silent.pop(descriptor, None)
+        self._unproven.pop(descriptor, None)
 
     def ended(self, descriptor: int) -> str:
         """Drop a closed connection. Return the peer's address if the handshake did not succeed; "" otherwise or if the
         address is unknown."""
-        connection = self._silent.pop(descriptor, None)
+        connection = self._unproven.pop(descriptor, None)
         return "" if connection is None else connection.peer
 
     def pause_ms(self, most: int | None) -> int | None:
         """Return the time until the next call of `hang_up`, at most `most` (None: no limit)."""
-        if not self._silent:
+        if not self._unproven:
             return most
         own_ms = 1 + int(1000 * self._pause_s())
         return own_ms if most is None else min(most, own_ms)
@@ -124,20 +126,20 @@ class Unauthenticated:
         """Drop the authenticated connections from the record, and close the oldest of the others above the limits. Does
         not block. No-op before `pause_ms` has passed."""
         began = time.monotonic()
-        if not self._silent or began - self._looked < self._pause_s():
+        if not self._unproven or began - self._looked < self._pause_s():
             return
         long = []  # connections for which ZMQ may hold a whole frame
-        for descriptor, connection in list(self._silent.items()):
+        for descriptor, connection in list(self._unproven.items()):
             acked, received = _byte_counts(descriptor) if connection.is_tcp else (0, 0)
             # ZMQ closes a connection whose handshake takes longer, so an old one is authenticated.
             old = began - connection.since > zap.HANDSHAKE_MS / 1000 + LATE_S
             if old or acked > self._handshake_bytes:  # authenticated
-                del self._silent[descriptor]
+                del self._unproven[descriptor]
             elif received > SHORT_BYTES or not (connection.is_tcp or connection.is_trusted):  # no counts: not TCP
                 long.append(descriptor)
         self._shut_down(long[: max(0, len(long) - self._most_long)])
         # Counted only now: the call before has dropped some.
-        self._shut_down(list(itertools.islice(self._silent, max(0, len(self._silent) - self._most))))
+        self._shut_down(list(itertools.islice(self._unproven, max(0, len(self._unproven) - self._most))))
         self._looked = time.monotonic()
         self._took_s = self._looked - began
 
@@ -146,7 +148,7 @@ class Unauthenticated:
         for descriptor in descriptors:
             # The descriptor may have been reused for another file; the copy's inode shows that.
             with copied(descriptor) as copy, contextlib.suppress(OSError):
-                inode = self._silent.pop(descriptor).inode
+                inode = self._unproven.pop(descriptor).inode
                 if copy is not None and os.fstat(copy.fileno()).st_ino == inode:
                     copy.shutdown(socket.SHUT_RDWR)
 

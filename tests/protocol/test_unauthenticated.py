@@ -253,13 +253,13 @@ def test_a_handshake_that_succeeded_is_seen(settings: dict[str, str]) -> None:
 
         def note(descriptor: int) -> None:
             real(descriptor)
-            began.extend(watched._silent)
+            began.extend(watched._unproven)
 
         watched.began = note  # type: ignore[method-assign]
         keys, endpoint = client._connections.get()._channel._calls.session.keys, f"tcp://{zmq_address_of(made.address)}"
         with zmq.Context() as context, dealer_socket(context, endpoint, keys):
             wait_until(lambda: began, "the connection to be noticed")
-            wait_until(lambda: not watched._silent, "its handshake to be seen")
+            wait_until(lambda: not watched._unproven, "its handshake to be seen")
 
 
 CONNECT = """

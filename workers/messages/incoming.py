@@ -154,9 +154,9 @@ class Incoming:
     def skip(self, key: Key) -> None:
         """Use up the number of a broadcast call that failed before it could wait, and drop its message if queued."""
         self._calls.next_number(key)
-        self._drop_left(key)
+        self._drop_abandoned_broadcasts(key)
 
-    def _drop_left(self, key: Key) -> None:
+    def _drop_abandoned_broadcasts(self, key: Key) -> None:
         """Drop a broadcast's queued messages whose calls gave up. While other calls wait, `_match` does that later."""
         if key in self._calls and key not in self._postings:
             self._match(key)
@@ -195,7 +195,7 @@ class Incoming:
                 self._requeue_or_drop(fetch.arrival)
                 self._match(posting.key)
                 break
-        self._drop_left(posting.key)
+        self._drop_abandoned_broadcasts(posting.key)
 
     def abandon(self, posting: Posting) -> None:
         """Withdraw a receive whose handle was garbage-collected or whose wait failed. If a message was delivered to it

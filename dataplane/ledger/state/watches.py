@@ -97,8 +97,9 @@ class Counts:
 class Groups:
     """Groups of unclaimed rows by the value of a tag. `numbers`: group number by key, the type and value of the tag;
     `keys`: key by group number (None: number not in use); `spare`: the numbers not in use. `of[row]`: number of the
-    row's group plus one (0: no group). By group number, `members` and `hits` count rows, and `oldest` is the earliest
-    creation time of its past and present rows. `whole`: number of groups with at least `size` hits."""
+    row's group plus one (0: no group). By group number, `members` counts the group's rows, `hits` those in state HIT (a
+    claim may take them now), and `oldest` is the earliest creation time of its past and present rows. `whole`: number
+    of groups with at least `size` hits."""
 
     def __init__(self, size: int) -> None:
         self.size = size

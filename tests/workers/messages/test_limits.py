@@ -423,8 +423,8 @@ def test_a_defect_as_a_receive_gives_up_is_that_receive_s(
     one_connection: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = one_connection.workers(2)
-    real = Incoming._drop_left
-    monkeypatch.setattr(Incoming, "_drop_left", _once(real))
+    real = Incoming._drop_abandoned_broadcasts
+    monkeypatch.setattr(Incoming, "_drop_abandoned_broadcasts", _once(real))
     first, second = (b.recv(A, async_op=True, timeout_s=0.1) for _ in range(2))
     with pytest.raises(InternalError, match="a defect"):
         first.wait(60)
