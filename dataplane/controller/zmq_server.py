@@ -110,7 +110,9 @@ class ZmqServer:
         not block."""
         events: list[tuple[int, int]] = []
         for _ in range(LOOKS):
-            # The messages of a connection are queued before its disconnect event, and after its accept event.
+            # A connection's messages are queued before its disconnect event, so these are handled after the read. They
+            # are queued after its accept event, so the monitor is read again: a message that was handled may be from
+            # a connection that was accepted after the last read.
             new = self._monitor_events()
             if not new:
                 break
@@ -129,7 +131,8 @@ class ZmqServer:
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                     self._handshake_failed = True  # the next disconnect belongs to this peer
                 case zmq.EVENT_DISCONNECTED:
-                    # Whether a later connection reuses the descriptor and has already sent a heartbeat over it.
+                    # Whether a later connection reuses the descriptor and has already sent a heartbeat over it. Then
+                    # `_session_of` already has that connection's session.
                     replaced = later_accepts[descriptor] > 0 and descriptor in self._heartbeat_descriptors
                     self._end_connection(handler, descriptor, replaced)
         self._heartbeat_descriptors.clear()

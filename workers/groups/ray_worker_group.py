@@ -85,8 +85,9 @@ class RayWorkerGroup:
         return len(set(self.worker_to_tied_group_index.values()))
 
     def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
-        """Return the first worker of a data-parallel shard: the one at 0 on all other axes or, without a data-parallel
-        axis, the first of the tied group with this number. IndexError for a shard that is not below `dp_size`."""
+        """Return the first worker of a data-parallel shard: with an axis "data_parallel", the worker at 0 on all other
+        axes; without it, a shard is a tied group, and this is the first worker of the group. IndexError for a shard
+        that is not below `dp_size`."""
         if not 0 <= dp_shard_idx < self.dp_size:
             raise IndexError(
                 f"data-parallel shard {dp_shard_idx} does not exist; the group has {self.dp_size}, counted from 0"

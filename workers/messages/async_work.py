@@ -198,7 +198,8 @@ def _woken_by(future: Future[Any]) -> asyncio.Future[None]:
 
 async def _wait_despite_cancellation(future: Future[Any]) -> None:
     """Wait until `future` is done, even if the task is cancelled. If it succeeds, a cancellation that came meanwhile
-    is raised at the task's next await; if it fails, the cancellation is raised here."""
+    is raised at the task's next await, so that the caller can still return the result. If it fails, there is no
+    result, and the cancellation is raised here."""
     woken = _woken_by(future)
     cancellation: tuple[Any, ...] | None = None
     while not future.done():
@@ -210,7 +211,7 @@ async def _wait_despite_cancellation(future: Future[Any]) -> None:
     if cancellation is None:
         return
     task = asyncio.current_task()
-    if future.exception() is not None or task is None:
+    if future.exception() is not None or task is None:  # without a task, nothing could be cancelled later
         raise asyncio.CancelledError(*cancellation)
     asyncio.get_running_loop().call_soon(_cancel_again, task, cancellation)
 

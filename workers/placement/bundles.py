@@ -124,11 +124,13 @@ def _find_bundle(bundle_counts: Sequence[int], first_node: int, named_bundle: in
 
 
 def bundles_by_node(bundle_counts: Sequence[int], hosts: Sequence[str]) -> list[list[int]]:
-    """Return the bundles of each node, ascending, of one placement group over all nodes.
+    """Divide the bundles of one placement group among the nodes of a cluster. Return the bundles of each node,
+    ascending.
 
-    hosts: the Ray node of each bundle. The bundles of a node are on one host if possible. Nodes are assigned in
-    descending order of their bundle counts: each takes the host with the fewest free bundles that are enough, or
-    else the hosts with the most free bundles.
+    bundle_counts: number of bundles of each node; their sum is the number of bundles. hosts: the host of each bundle,
+    which is the Ray node on which Ray reserved it. The bundles of a node are on one host if possible. Nodes are
+    assigned in descending order of their bundle counts: each takes the host with the fewest free bundles that are
+    enough, or else the hosts with the most free bundles.
     """
     free_bundles: dict[str, list[int]] = {}
     for bundle, host in enumerate(hosts):

@@ -19,8 +19,8 @@ _log = logging.getLogger(__name__)
 class LoggedWait:
     """A wait in steps, with a log message for each `LOG_EVERY_S` that it lasts. It begins when this object is made.
 
-    timeout_s: seconds until it is over, None for no limit; log_level: the level of its messages. The caller alternates
-    steps of at most `step_s()` seconds and calls of `over`.
+    timeout_s: seconds until it is over, None for no limit (the attribute is then infinite); log_level: the level of its
+    messages. The caller alternates steps of at most `step_s()` seconds and calls of `over`.
     """
 
     def __init__(self, timeout_s: float | None, log_level: int = logging.WARNING) -> None:

@@ -233,12 +233,13 @@ class AsyncChannel(OpenChannel):
         self._heartbeat.end_in_background(end)
 
     def _free_resources(self) -> None:
-        """Free the process resources like `close`, without a loop. The service expires the session by itself."""
+        """Free the socket, the thread and the context like `close`, after the loop was closed. No Bye is sent: the
+        session expires at the service."""
         self._closing = True
         self._calls.end(ClientClosedError())
-        if self._dealer is not None:
+        if self._dealer is not None:  # not by `_close_socket`, which needs the loop
             self._dealer.close()
-        self._end()
+        self._end_thread_and_context()
 
     async def close(self) -> None:
         """Close the session as `ControllerChannel.close`."""
@@ -255,9 +256,11 @@ class AsyncChannel(OpenChannel):
                 await self._send_bye()
         finally:
             self._close_socket()
-            await self._loop.run_in_executor(None, self._end)  # it joins the heartbeat thread
+            await self._loop.run_in_executor(None, self._end_thread_and_context)  # it blocks
 
-    def _end(self) -> None:
+    def _end_thread_and_context(self) -> None:
+        """Stop the heartbeat thread, then free the ZMQ context, unless the thread still uses it. Blocks for up to
+        `CLOSE_S`."""
         if self._heartbeat.close(CLOSE_S):
             self._context.term()
 

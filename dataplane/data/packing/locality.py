@@ -192,8 +192,9 @@ class Exchange:
 
     def _swap_pairs(self, ones: Int64s, groups: Int64s, others: Int64s, other_groups: Int64s, moved: bytearray) -> int:
         """Swap rows in the slots `ones` with rows of similar length in the slots `others` of the same group. Return the
-        number of swaps. groups, other_groups: the group of each slot of `ones` and of `others`. Slots marked in `moved`
-        are skipped, and the swapped ones are marked."""
+        number of swaps. groups, other_groups: a number per slot of `ones` and of `others`; slots with equal numbers are
+        of one group. Slots marked in `moved` are skipped, and the swapped ones are marked."""
+        # (slot of the shorter row, slot of the longer one); the shorter row can be in `ones` or in `others`.
         pairs = np.concatenate(
             [
                 self._find_longer_partners(ones, groups, others, other_groups),
@@ -203,9 +204,9 @@ class Exchange:
         sizes = self.sizes[self._rows[pairs]]
         pairs = pairs[np.argsort(sizes[:, 1] - sizes[:, 0], kind="stable")]  # the most similar lengths first
         swaps = 0
-        for one, other in pairs.tolist():
-            if not (moved[one] or moved[other]) and self._swap_rows(one, other):
-                moved[one] = moved[other] = 1
+        for shorter, longer in pairs.tolist():
+            if not (moved[shorter] or moved[longer]) and self._swap_rows(shorter, longer):
+                moved[shorter] = moved[longer] = 1
                 swaps += 1
         return swaps
 

@@ -204,7 +204,7 @@ class Extents:
         self.owners[number] = account.number
         account.charge(int(self.sizes[number]))
         self.loosened.add(account.number)
-        self.moved.add(account.number)
+        self.moved.add(account.number)  # but not 0: the unit uses as many bytes as before
 
     def trim(self, number: int) -> None:
         """Free the parts of the extent without live cells, if live cells use less than half of it and it is not
