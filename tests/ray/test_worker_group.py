@@ -118,7 +118,7 @@ def test_a_rank_that_is_not_there_leaves_nothing_behind(group: WorkerGroup[Talke
 
 def test_what_is_no_method_leaves_nothing_behind(group: WorkerGroup[Talker]) -> None:
     for name in ("nothing", "kind", "worker_address", "_close"):
-        with pytest.raises(AttributeError, match=f"Talker has no method '{name}'"):
+        with pytest.raises(AttributeError, match=f"Talker has no public method '{name}'"):
             getattr(group.execute_on(1), name)
         assert group.rank().wait() == [0, 1, 2]
     with pytest.raises(TypeError, match="missing a required argument: 'name'"):

@@ -122,8 +122,9 @@ class DirectoryClient:
         address = os.environ.get(DIRECTORY_VARIABLE)
         if not address:
             raise LookupError(
-                f"{DIRECTORY_VARIABLE} is not set, so this process does not belong to a job of workers; create a "
-                "Cluster, or set it to the address of the job's directory"
+                f"the environment variable {DIRECTORY_VARIABLE} is not set, so this process cannot find the job's "
+                "directory, which knows the addresses of all workers; create a Cluster in this process first, "
+                "or set the variable to the directory's address"
             )
         return cls(address)
 

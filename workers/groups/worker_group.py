@@ -172,8 +172,10 @@ class WorkerGroup(Generic[C]):
         # Before the check: `execute_on` applies to one call only, even if that call fails here.
         ranks = self._take_ranks()
         if name not in self._methods:
-            hidden = "; methods that begin with '_' cannot be called on a group" if name.startswith("_") else ""
-            raise AttributeError(f"{self.worker_cls_name} has no method {name!r} to call on its group{hidden}")
+            raise AttributeError(
+                f"{self.worker_cls_name} has no public method {name!r}; a group can call only public methods of the "
+                "class of its workers"
+            )
         return _Method(self, name, ranks)
 
     def __eq__(self, other: object) -> bool:

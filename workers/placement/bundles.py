@@ -116,9 +116,11 @@ def _find_bundle(bundle_counts: Sequence[int], first_node: int, named_bundle: in
         bundle -= bundle_counts[node]
         node += 1
     if not 0 <= bundle < bundle_counts[node]:
-        count = bundle_counts[first_node]
+        counted, count = "the node has", bundle_counts[first_node]
+        if spanning and first_node < len(bundle_counts) - 1:
+            counted, count = "this node and the next ones together have", sum(bundle_counts[first_node:])
         raise ValueError(
-            f"bundle {named_bundle} of node {first_node} does not exist; the node has {count}, counted from 0"
+            f"bundle {named_bundle} of node {first_node} does not exist; {counted} {count}, counted from 0"
         )
     return node, bundle
 

@@ -179,7 +179,8 @@ def _await_start(what: str, starting: ObjectRef, end: float, timeout_s: float) -
         ray.get(starting, timeout=max(end - time.monotonic(), 0.0))
     except GetTimeoutError as error:
         raise ServiceStartError(
-            f"not ready within {timeout_s:.0f} s: {what}; pass a larger timeout_s, or look for the cause in Ray's logs"
+            f"{what} was not ready within {timeout_s:.0f} s; pass a larger timeout_s, or look for the cause in Ray's "
+            "logs"
         ) from error
     except RayError as error:
         cause = getattr(error, "cause", None) or error

@@ -105,7 +105,7 @@ class SupervisorActor:
         late = sorted(str(unit) for unit in units if not unit.started.done())
         if late:
             raise ServiceStartError(
-                f"not ready within {timeout_s:.0f} s: {', '.join(late)}; pass a larger timeout_s, or look for the "
+                f"{', '.join(late)}: not ready within {timeout_s:.0f} s; pass a larger timeout_s, or look for the "
                 "cause in Ray's logs of these units"
             )
         self._spawn(self._watch())
@@ -181,7 +181,7 @@ class SupervisorActor:
         for unit in units:
             if not unit.started.done():
                 hint = "its start continues, so you can call add_node again to wait"
-                raise ServiceStartError(f"not ready within {timeout_s:.0f} s: {unit}; {hint}")
+                raise ServiceStartError(f"{unit} was not ready within {timeout_s:.0f} s; {hint}")
             if unit.started.exception() is not None:
                 raise start_error(unit)
         return [unit.name for unit in units]

@@ -74,7 +74,9 @@ def received(
             message = decode(frames[0].buffer if frames else b"")
             expected_frames = 2 if isinstance(message, followed) else 1
             if len(frames) != expected_frames:
-                raise msgspec.DecodeError(f"{type(message).__name__} in {len(frames)} frames")
+                raise msgspec.DecodeError(
+                    f"{type(message).__name__} has {len(frames)} frames, expected {expected_frames}"
+                )
         except msgspec.DecodeError as error:
             _log.warning("Malformed message to %s dropped: %s", reader, error)
             continue

@@ -213,7 +213,8 @@ class Commits:
             raise PartitionSealedError(partition=partition.name, samples=ids[:5], total=len(ids))
         if reservation is not None and reservation.update:
             raise InvalidRequestError(
-                f"sample {ids[0]!r} is not a live sample, but this put reserved space for updates only; repeat the put"
+                f"sample {ids[0]!r} does not exist, but this put reserved space for updates of existing samples only; "
+                "reserve space with update=false to create samples"
             )
         for name in ids:
             self.state.check_name("sample id", name)

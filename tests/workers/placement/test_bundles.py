@@ -42,7 +42,9 @@ def test_tied_groups_over_several_nodes() -> None:
     places = place_workers([2, 2, 1], [(0, [1, 2]), (1, [1, 2])], spanning=True)
     assert [(p.node, p.bundle, p.local_rank) for p in places] == [(0, 1, 0), (1, 0, 0), (1, 1, 1), (2, 0, 0)]
     assert [p.bundle_indices for p in places] == [(0, [1, 2]), None, (1, [1, 2]), None]
-    with pytest.raises(ValueError, match="bundle 3 of node 1 does not exist; the node has 2, counted from 0"):
+    with pytest.raises(
+        ValueError, match="bundle 3 of node 1 does not exist; this node and the next ones together have 3, counted"
+    ):
         place_workers([2, 2, 1], [(1, [3])], spanning=True)
     with pytest.raises(ValueError, match="bundle 2 of node 0 does not exist; the node has 2, counted from 0"):
         place_workers([2, 2, 1], [(0, [1, 2])])
