@@ -1,7 +1,4 @@
-"""The connections of one session to the storage units, over shared memory or ZMQ, and the transfer of row bytes.
-
-All functions here block and run inside a `Work` step.
-"""
+"""A session's connections to storage units, and the transfer of row bytes. All functions block, inside `Work` steps."""
 
 from __future__ import annotations
 
@@ -50,9 +47,8 @@ class UnitConnections:
     session: the session's number. lock: the file lock that proves to units on this host that the client runs (None:
     all connections are remote). memory: buffers for remote reads. copier: copies long runs into local arenas.
 
-    By unit number: `_infos`: the units as last listed by the service; `_connections`: only to the epochs in `_infos`;
-    `_replaced`: the earlier epoch, whose connection was closed after a restart. `_suspects`: units of a read or write
-    that failed since they were last listed.
+    `_infos`: the units as last listed by the service. `_replaced`: the earlier epoch, whose connection was closed after
+    a restart.
     """
 
     def __init__(
@@ -73,9 +69,9 @@ class UnitConnections:
         self._infos: dict[int, c.UnitInfo] = {}
         self._connections: dict[int, UnitConnection] = {}
         self._replaced: dict[int, int] = {}
-        self._suspects: set[int] = set()
+        self._suspects: set[int] = set()  # units of a read or write that failed since they were last listed
+        # Reservation -> unit -> epoch (0: unknown), for units that have not confirmed that they reject its writes.
         self._unstopped: dict[int, dict[int, int]] = {}
-        """Reservation -> unit -> epoch (0: unknown), for units that have not confirmed that they reject its writes."""
         self._stopping_again = False  # whether the thread of `_stop_again` runs
         self._guard = threading.Lock()
         self._handshake = threading.Lock()

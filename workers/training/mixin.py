@@ -392,9 +392,7 @@ class TQWorkerMixin:
         if not self._is_replica_leader():
             return
         if not isinstance(result, Mapping):
-            raise TypeError(
-                f"expected the method to return a mapping with key {result_key!r}, got {type(result).__name__}"
-            )
+            raise TypeError(f"the method must return a mapping with {result_key!r}, got {type(result).__name__}")
         if result_key not in result:
             raise KeyError(f"the result has no {result_key!r}; it has {', '.join(map(str, result)) or 'nothing'}")
         value = result[result_key]

@@ -182,10 +182,7 @@ class Reservations:
         range is large enough, or if a waiting put needs the space."""
         unit = self.state.units.get(command.unit)
         if unit is None or unit.number not in session.attached:
-            raise InvalidRequestError(
-                f"storage unit {command.unit} cannot preallocate space for session {session.number}, because the "
-                "session has not mapped the unit's arena; put without preallocated space"
-            )
+            raise InvalidRequestError(f"session {session.number} has not mapped the arena of unit {command.unit}")
         if not 0 < command.nbytes <= MAX_BYTES:
             raise InvalidRequestError(f"{command.nbytes} bytes of preallocated space: must be in [1, {MAX_BYTES}]")
         nbytes, limit = granules_up(command.nbytes), unit.limit(update=False)

@@ -322,7 +322,7 @@ def test_siblings_do_not_write(alone: Worker, client: DataPlaneClient, partition
 @pytest.mark.parametrize(
     ("result", "kind", "message"),
     [
-        (torch.zeros(8, 64), TypeError, "expected the method to return a mapping with key 'logprobs', got Tensor"),
+        (torch.zeros(8, 64), TypeError, "the method must return a mapping with 'logprobs', got Tensor"),
         (None, TypeError, "got NoneType"),
         ({"loss": 1, "other": 2}, KeyError, "has no 'logprobs'; it has loss, other"),
         ({"logprobs": [1.0]}, TypeError, r"result\['logprobs'\] \(for 'prev_logprobs'\): expected a tensor, got list"),
