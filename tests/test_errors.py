@@ -123,7 +123,7 @@ def test_positions_become_ids() -> None:
         ),
         (
             e.ServiceRestartedError(expected_epoch=2, got_epoch=0, what="some space"),
-            "some space has an earlier epoch, expected epoch 2 (an epoch is one run of a process): the process was",
+            "some space is lost: the process was restarted. Repeat the call; if it fails again, connect a new client",
         ),
         (
             e.ServiceRestartedError(expected_epoch=1, got_epoch=2, what="the service", lost="all"),

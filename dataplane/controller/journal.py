@@ -45,7 +45,7 @@ CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS log (number INTEGER PRIMARY KEY, record BLOB NOT NULL, crc INTEGER NOT NULL);
 """
 _INSERT = "INSERT INTO log VALUES (?, ?, ?)"
-_DAMAGED = "The state cannot be restored; start with another directory, or restore a checkpoint"
+_DAMAGED = "The state cannot be restored; start with another directory, and restore a checkpoint if you have one"
 
 
 class _Database(sqlite3.Connection):

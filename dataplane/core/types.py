@@ -68,7 +68,7 @@ def _shape(inner: Iterable[int]) -> tuple[int, ...]:
     if len(sizes) > MAX_DIMENSIONS or math.prod(max(1, abs(size)) for size in sizes) > MAX_ELEMENTS:
         raise ValueError(
             f"FieldSpec: an inner shape must have at most {MAX_DIMENSIONS} dimensions and {MAX_ELEMENTS:,} elements, "
-            f"got {list(sizes[:MAX_DIMENSIONS])}"
+            f"got {len(sizes)} dimensions: {list(sizes[:MAX_DIMENSIONS])}"
         )
     return sizes
 

@@ -180,7 +180,8 @@ class RowsChangedError(BadRequestError):
         count = len(samples) if total is None else total
         super().__init__(
             f"field {field!r} of sample {first_few(samples, count)} (partition {partition!r}) was written by another "
-            "client during the append; nothing was appended. Only one client at a time may append to a sample.",
+            "client during the append; nothing was appended. Repeat the append, and let only one client at a time "
+            "write to a sample.",
             partition=partition,
             field=field,
             samples=list(samples)[:SHOWN],

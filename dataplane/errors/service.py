@@ -72,14 +72,16 @@ class ServiceRestartedError(ServiceError):
     grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, *, expected_epoch: int, got_epoch: int, what: str, lost: str = "") -> None:
-        got = f"epoch {got_epoch}" if got_epoch else "an earlier epoch"
+        if got_epoch:
+            found = f"{what} has epoch {got_epoch}, expected epoch {expected_epoch} (an epoch is one run of a process)"
+        else:
+            found = f"{what} is lost"
         if lost:
             cause, remedy = f"the process restarted without its state; lost: {lost}", "Connect a new client"
         else:
             cause, remedy = "the process was restarted", "Repeat the call; if it fails again, connect a new client"
         super().__init__(
-            f"{what} has {got}, expected epoch {expected_epoch} (an epoch is one run of a process): {cause}. "
-            f"{remedy} and put lost samples again.",
+            f"{found}: {cause}. {remedy} and put lost samples again.",
             expected_epoch=expected_epoch,
             got_epoch=got_epoch,
             what=what,

@@ -459,7 +459,7 @@ def _check_header(raw: bytes, path: str | Path, cookie: bytes | None) -> int:
     if magic != _MAGIC:
         raise ValueError(f"{path}: not an arena")
     if version != FORMAT or header_bytes != HEADER_BYTES:
-        raise ArenaFormatError(f"has format {version}, but this version reads {FORMAT}")
+        raise ArenaFormatError(f"has format {version}, but this version of rl-dataplane reads format {FORMAT}")
     if cookie is not None and stored_cookie != cookie:
         raise ValueError(f"{path}: the arena's cookie does not match; the path belongs to another arena")
     return int(capacity)

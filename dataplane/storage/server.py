@@ -489,7 +489,7 @@ class BulkServer:
     def _settle(self, request: pb.BulkRequest) -> None:
         """Release the payload that the client has fetched. Raise if it was released earlier."""
         if self._engine is None or not self._engine.settle(request.session, request.settle.tag):
-            raise self._fault("the payload of this read was released before the client settled it; read again")
+            raise self._fault("the unit released the rows of this read before the client had fetched them; read again")
 
     def _fault(self, why: str) -> StorageUnitError:
         return StorageUnitError(unit=self._unit, endpoint=self.endpoints[0], why=why)

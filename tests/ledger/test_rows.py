@@ -98,7 +98,7 @@ def test_duplicates_in_one_put_are_refused(client: Client) -> None:
         client.put(["a", "b", "a"], {"x": [1, 1, 1]})
     made = client.put(["a"], {"x": [1]})
     twice = c.Samples(rows=made.rows.repeat(2), generations=made.generations.repeat(2))
-    with pytest.raises(InvalidRequestError, match="named twice"):
+    with pytest.raises(InvalidRequestError, match=r"positions 0 and 1 .* are the same sample"):
         client.put(twice, {"x": [1, 1]})
     assert client.used() == 64
 

@@ -246,7 +246,7 @@ def test_what_was_taken_back_before_it_was_settled_is_not_returned(unit, connect
         return fetch(*call)
 
     monkeypatch.setattr(ClientEngine, "_fetch", late)
-    with pytest.raises(StorageUnitError, match="released before the client settled"):
+    with pytest.raises(StorageUnitError, match="released the rows of this read before"):
         connection.read([MIB], [MIB], timeout_s=WAIT_S)
 
 

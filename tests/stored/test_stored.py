@@ -168,7 +168,8 @@ def test_an_arena_of_another_format_is_refused_and_stays(
 ) -> None:
     folder, number = unpack(ARCHIVE, tmp_path), arena.FORMAT
     monkeypatch.setattr(arena, "FORMAT", number + step)
-    why = rf"has format {number}, but this version reads {number + step}\. Use the version that wrote"
+    formats = rf"has format {number}, but this version of rl-dataplane reads format {number + step}"
+    why = rf"{formats}\. Use the version that wrote"
     with pytest.raises(StateDirError, match=why), service_of(folder):
         pass
     monkeypatch.undo()

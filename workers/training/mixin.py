@@ -373,9 +373,9 @@ class TQWorkerMixin:
             if not isinstance(value, torch.Tensor):
                 raise TypeError(f"write-back of {name!r}: expected a tensor, got {type(value).__name__}")
             if value.dim() == 0 or value.size(0) != meta.size:
-                shape = list(value.shape) if not value.is_nested else f"{value.size(0)} nested rows"
+                got = f"{value.size(0)} nested rows" if value.is_nested else f"shape {list(value.shape)}"
                 raise ValueError(
-                    f"write-back of {name!r}: expected {meta.size} rows, one per sample of the meta, got shape {shape}"
+                    f"write-back of {name!r}: expected {meta.size} rows, one per sample of the meta, got {got}"
                 )
         pad_length = self._forward_pad_seqlen(meta) or max(meta.sequence_lengths or [0])  # default: the longest sample
         padded = {name for name, value in fields.items() if not value.is_nested and value.dim() > 1}  # [N, S, ...]

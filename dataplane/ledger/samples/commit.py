@@ -163,7 +163,7 @@ class Commits:
             self._check_unit(number, epoch)
         if reservation.broken:
             raise ServiceRestartedError(  # 0: some earlier epoch
-                expected_epoch=self.state.epoch, got_epoch=0, what="some of the space reserved for this put"
+                expected_epoch=self.state.epoch, got_epoch=0, what="some of the space that a unit reserved for this put"
             )
 
     def _check_unit(self, number: int, epoch: int) -> None:
@@ -242,7 +242,10 @@ class Commits:
         StaleSchemaError if the client encoded the column by a schema that the partition no longer has."""
         field = partition.fields.get(column.name)
         if not column.spec.settled:
-            raise InvalidRequestError(f"column {column.name!r}: its spec is open ({column.spec})")
+            raise InvalidRequestError(
+                f"column {column.name!r}: its spec, {str(column.spec)!r}, is incomplete; send the kind of the rows, "
+                "and their dtype and inner shape"
+            )
         if partition.strict and (field is None or field.declared is None):
             declared = [name for name, other in partition.fields.items() if other.declared is not None]
             raise SchemaError(
@@ -427,7 +430,11 @@ def _check_shape(column: CommitColumn, samples: int) -> None:
 def refuse_repeats(rows: Int64s) -> None:
     """Raise InvalidRequestError if a row is repeated."""
     if len(rows) > 1 and len(np.unique(rows)) != len(rows):
-        raise InvalidRequestError("a sample is named twice in one put; name each sample once")
+        values, counts = np.unique(rows, return_counts=True)
+        first, second = np.flatnonzero(rows == values[counts > 1][0])[:2].tolist()
+        raise InvalidRequestError(
+            f"the samples at positions {first} and {second} of this call are the same sample; name each sample once"
+        )
 
 
 def check_tags(state: State, partition: Partition, tags: tuple[TagColumn, ...], samples: int) -> None:

@@ -97,7 +97,7 @@ class Partitions:
         if command.num_samples is not None and command.num_samples < 0:
             raise InvalidRequestError(f"num_samples={command.num_samples}: expected 0 or more, or None")
         if command.group_size is not None and command.group_size < 1:
-            raise InvalidRequestError(f"group_size={command.group_size}: must be at least 1")
+            raise InvalidRequestError(f"grpo_group_size={command.group_size}: expected 1 or more, or None")
         if command.budget_bytes is not None and not 1 <= command.budget_bytes <= MAX_BYTES:
             raise InvalidRequestError(f"budget_bytes={command.budget_bytes}: expected 1 to {MAX_BYTES}, or None")
 
