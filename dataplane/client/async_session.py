@@ -7,15 +7,21 @@ import contextlib
 import logging
 import threading
 import weakref
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from dataplane.client.operations.steps import Operation, Post, Send, Sent, Step, T, Work
+from dataplane.client.operations.joined_puts import SmallPut, store_joined
+from dataplane.client.operations.put import store
+from dataplane.client.operations.steps import Join, Operation, Post, Send, Sent, Step, T, Work
+from dataplane.client.put_joiner import PutJoiner
 from dataplane.client.rpc.async_channel import AsyncChannel
 from dataplane.client.session import begin_copy, end_copies, session_lock, session_states
 from dataplane.client.session_state import SessionState, check_pickles
 from dataplane.config import DataPlaneConfig
 from dataplane.core.in_flight import InFlight
 from dataplane.errors import DataPlaneError
+from dataplane.ledger import commands as c
 from dataplane.storage.session_lock import SessionLock
 
 log = logging.getLogger(__name__)
@@ -29,6 +35,7 @@ class AsyncConnection:
         """Create instances with `open`."""
         self._channel = channel
         self._copies = InFlight()
+        self._joiner = PutJoiner()
         self._detached: set[asyncio.Task[None]] = set()  # the tasks of `_finish`, which nothing else refers to
         self._config = config
         self.session_state = SessionState(
@@ -101,7 +108,13 @@ class AsyncConnection:
                 if step.brief():  # it does not block the event loop
                     return step.run()
                 return await self._work(step, operation, call)
+            case Join(put):
+                return await self._joiner.offer(put, self._store_joined)
         return None
+
+    async def _store_joined(self, puts: Sequence[SmallPut]) -> list[c.Committed] | None:
+        """Store several puts with one commit. None: they must be stored one by one."""
+        return await self.run(store_joined(partial(store, self.session_state, wait=False), puts))
 
     async def _work(self, step: Work, operation: Operation[Any], call: threading.Lock) -> Any:
         """Run a copy in the executor and return its result. If the call is cancelled before the copy has ended, hand

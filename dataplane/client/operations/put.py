@@ -15,9 +15,10 @@ from msgspec.structs import replace
 from tensordict import TensorDict
 
 from dataplane.client.operations.field_names import fetch_schema, schema_for_put
+from dataplane.client.operations.joined_puts import small_put
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples, tag_columns, tags_of
-from dataplane.client.operations.steps import Operation, Post, Send, Work
+from dataplane.client.operations.steps import Join, Operation, Post, Send, Work
 from dataplane.client.preallocated import PreallocatedPart, bytes_of
 from dataplane.client.session_state import Schema, SessionState
 from dataplane.client.unit_connections import select_values, units_of
@@ -97,7 +98,9 @@ def put_rows(
             session_state, partition, fields, len(ids), token_lengths, warn=declare is None
         )
         try:
-            return encoded, (yield from store(session_state, commit, ids, encoded))
+            small = small_put(commit, ids, encoded)
+            joined = None if small is None else (yield Join(small))
+            return encoded, joined or (yield from store(session_state, commit, ids, encoded))
         except (SchemaError, StaleSchemaError) as error:
             # Stale: the schema has no kind for the field any longer, so it has lost the declaration.
             if declare is not None and isinstance(error, StaleSchemaError):
@@ -224,11 +227,16 @@ def _refresh_schema(
 
 
 def store(
-    session_state: SessionState, commit: c.Commit, ids: Sequence[str], encoded: Sequence[EncodedColumn]
+    session_state: SessionState,
+    commit: c.Commit,
+    ids: Sequence[str],
+    encoded: Sequence[EncodedColumn],
+    *,
+    wait: bool = True,
 ) -> Operation[c.Committed]:
     """Reserve space, copy and commit the columns together with the rest of `commit`. A small put uses
     preallocated space of the client, if there is any, instead of its own reservation. ids: the caller's ids of the
-    samples."""
+    samples. wait: whether to wait for other samples to free space."""
     committed: c.Committed
     # Holds the part of preallocated space, if any. A list, so that an interrupt during `take` cannot lose the part.
     taken: list[PreallocatedPart] = []
@@ -254,6 +262,7 @@ def store(
             columns=tuple(_sizes(column) for column in encoded),
             update=commit.mode is c.Mode.UPDATE or commit.samples.ids is None,  # row handles name existing samples
             timeout_s=session_state.put_timeout_s,
+            on_full=c.OnFull.WAIT if wait else c.OnFull.REJECT,
             samples=commit.samples,
         )
     )

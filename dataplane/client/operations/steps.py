@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataplane.ledger.commands import Command
+
+if TYPE_CHECKING:
+    from dataplane.client.operations.joined_puts import SmallPut
 
 T = TypeVar("T")
 
@@ -59,5 +62,13 @@ class Work:
     brief: Callable[[], bool] = never
 
 
-Step = Send | Post | Work
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Offer a small put, to be stored together with others of the session that are ready at the same moment; only the
+    async client has such others. Outcome: the `Committed` of this put, or None: the operation must store it alone."""
+
+    put: SmallPut
+
+
+Step = Send | Post | Work | Join
 Operation = Generator[Step, Any, T]

@@ -1,0 +1,135 @@
+"""Small puts that are ready at the same moment, stored together: one copy, one reservation and one commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from dataplane.client.operations.steps import Operation
+from dataplane.data.columns import EncodedColumn
+from dataplane.data.columns.values import FlatValues
+from dataplane.errors import (
+    CallTimeoutError,
+    ClientClosedError,
+    DataPlaneError,
+    ServiceUnavailableError,
+    SessionExpiredError,
+)
+from dataplane.ledger import commands as c
+
+PUT_BYTES = 64 << 10
+"""Maximum bytes of a put that is stored together with others: the copy of a larger one takes longer than its commit."""
+GROUP_BYTES = 256 << 10
+"""Maximum bytes of the puts that are stored together: preallocated space can hold as much."""
+GROUP_PUTS = 256
+"""Maximum number of puts that are stored together."""
+
+Store = Callable[[c.Commit, Sequence[str], Sequence[EncodedColumn]], Operation[c.Committed]]
+"""Stores columns together with the rest of a commit, or raises without waiting for space."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SmallPut:
+    """A put that can be stored together with others. ids: of its samples. key: puts with equal keys fit together."""
+
+    commit: c.Commit
+    ids: Sequence[str]
+    encoded: Sequence[EncodedColumn]
+    nbytes: int
+    key: Hashable
+
+
+def small_put(commit: c.Commit, ids: Sequence[str], encoded: Sequence[EncodedColumn]) -> SmallPut | None:
+    """Return the put in the form in which it can be stored together with others, or None if it must be stored alone:
+    it is large, shares values between samples, has values on an accelerator, has tags for some of its samples only, or
+    requests a listing of its samples."""
+    nbytes = sum(column.nbytes for column in encoded)
+    if nbytes > PUT_BYTES or commit.listed:
+        return None
+    if any(column.index is not None or not column.values.on_host for column in encoded):
+        return None
+    if any(tag.positions is not None for tag in commit.tags):
+        return None
+    columns = tuple((column.name, column.spec, column.by_schema) for column in encoded)
+    by_handles = commit.samples.ids is None
+    key = (commit.partition, commit.mode, by_handles, columns, tuple(tag.name for tag in commit.tags))
+    return SmallPut(commit, ids, encoded, nbytes, key)
+
+
+def groups_of(puts: Sequence[SmallPut]) -> list[list[int]]:
+    """Return the groups of puts to store together, as positions in `puts`. No group has a sample twice."""
+    groups: list[list[int]] = []
+    open_groups: dict[Hashable, tuple[list[int], set[str]]] = {}  # by key: the last group, and its samples
+    sizes: dict[Hashable, int] = {}  # bytes of the last group
+    for position, put in enumerate(puts):
+        group, samples = open_groups.get(put.key, ([], set()))
+        is_full = len(group) == GROUP_PUTS or sizes.get(put.key, 0) + put.nbytes > GROUP_BYTES
+        if not group or is_full or not samples.isdisjoint(put.ids):
+            group, samples = open_groups[put.key] = [], set()
+            groups.append(group)
+            sizes[put.key] = 0
+        group.append(position)
+        samples.update(put.ids)
+        sizes[put.key] += put.nbytes
+    return groups
+
+
+def store_joined(store: Store, puts: Sequence[SmallPut]) -> Operation[list[c.Committed] | None]:
+    """Store puts of one group with one commit. Return the result of each (the counts `born` and `overwritten_bytes` are
+    those of the group), or None if the service rejected the commit: then nothing was stored, and each put has to be
+    stored alone. Raises the errors after which it is unknown what was stored."""
+    try:
+        committed = yield from store(_joined_commit(puts), [each for put in puts for each in put.ids], _columns(puts))
+    except (CallTimeoutError, ClientClosedError, ServiceUnavailableError, SessionExpiredError):
+        raise
+    except DataPlaneError:
+        return None
+    results, first = [], 0
+    for put in puts:
+        last = first + len(put.ids)
+        result = msgspec.structs.replace(
+            committed,
+            rows=committed.rows[first:last],
+            generations=committed.generations[first:last],
+            evicted=() if first else committed.evicted,  # each evicted sample is reported once
+        )
+        results.append(result)
+        first = last
+    return results
+
+
+def _joined_commit(puts: Sequence[SmallPut]) -> c.Commit:
+    """Return the commit of all samples and tags of the puts, still without columns."""
+    commit = puts[0].commit
+    tags = tuple(
+        c.TagColumn(name=tag.name, values=tuple(value for put in puts for value in put.commit.tags[number].values))
+        for number, tag in enumerate(commit.tags)
+    )
+    named = [put.commit.samples for put in puts]
+    if commit.samples.ids is None:
+        rows = np.concatenate([each.rows for each in named])
+        samples = c.Samples(rows=rows, generations=np.concatenate([each.generations for each in named]))
+    else:
+        samples = c.Samples(ids=tuple(each for put in puts for each in put.ids))
+    return msgspec.structs.replace(commit, samples=samples, tags=tags)
+
+
+def _columns(puts: Sequence[SmallPut]) -> list[EncodedColumn]:
+    """Return the columns of the puts, one after another. The values are copied, so that the callers may change theirs
+    if they are cancelled."""
+    joined = []
+    for number, column in enumerate(puts[0].encoded):
+        parts = [put.encoded[number] for put in puts]
+        sizes = np.concatenate([part.sizes for part in parts])
+        memory = np.empty(int(sizes.sum()), np.uint8)
+        end = 0
+        for part in parts:
+            begin, end = end, end + part.nbytes
+            part.write(0, len(part.sizes), memory[begin:end])
+        values = FlatValues(memory, np.cumsum(sizes) - sizes, sizes)
+        lengths = np.concatenate([part.lengths for part in parts])
+        joined.append(replace(column, lengths=lengths, sizes=sizes, values=values))
+    return joined
