@@ -39,4 +39,4 @@ def test_checkpoint_and_restore(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert "unknown partition 'none'" in capsys.readouterr().err
         (tmp_path / "c" / "manifest.json").unlink()
         assert main(["restore", server.address, path]) == 1
-        assert "manifest.json: missing" in capsys.readouterr().err
+        assert "manifest.json: the file is missing" in capsys.readouterr().err

@@ -75,7 +75,7 @@ def test_the_script_sees_the_same_of_both(both: tuple[dict[str, Any], dict[str, 
 def test_configurations_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TQ_ADDRESS", raising=False)
     cfg = {"enabled": True, "impl": "rl_dataplane", "backend": "simple"}
-    with pytest.raises(ValueError, match="off"):
+    with pytest.raises(ValueError, match="does not enable the data plane; set enabled=True"):
         build_data_plane_client({**cfg, "enabled": False})
     with pytest.raises(ValueError, match="impl='other'"):
         build_data_plane_client({**cfg, "impl": "other"})

@@ -213,7 +213,7 @@ def test_a_read_says_once_what_it_leaves_out(client: tq.TransferQueueClient, cap
     assert len(said) == 2
     assert "'z'" in said[0]
     assert "'values'" in said[1]
-    with pytest.raises(ValueError, match="not found"):
+    with pytest.raises(ValueError, match="none of the keys 'z' was found in partition 'p'"):
         tq.kv_batch_get(["z"], "p")
     with pytest.raises(ValueError, match=r"select_fields.*not found"):
         tq.kv_batch_get_by_meta(tq.KVBatchMeta(["a"], [{}], "p", ["v"]), "x")

@@ -84,7 +84,7 @@ def test_a_text_of_a_native_client_that_looks_like_a_value_is_that_text(client: 
 
 
 def test_a_tag_that_is_refused_says_what_tags_are(client: tq.TransferQueueClient) -> None:
-    with pytest.raises(UnsupportedValueError, match=r"tag v', row 1.*complex.*Tags are scalars, and lists and dicts"):
+    with pytest.raises(UnsupportedValueError, match=r"tag v, row 1: .*complex.*Tags are scalars, and lists and dicts"):
         tq.kv_batch_put(["a", "b"], "p", tags=[{}, {"v": 1j}])
 
 

@@ -405,7 +405,7 @@ def test_dropping_the_partition_ends_waiting_claims(
         waiting = pool.submit(other.claim_meta, partition, "train", ["x"], 4, timeout_s=60.0)
         wait_until(lambda: any(p.waiting_claims for p in client.stats().partitions if p.partition == partition))
         client.clear_samples(None, partition)
-        with pytest.raises(ValueError, match="dropped"):
+        with pytest.raises(ValueError, match="was cleared or replaced while a claim of task 'train'"):
             waiting.result(60)
 
 

@@ -213,7 +213,7 @@ def test_a_reference_is_passed_on_as_its_value(group: RayWorkerGroup) -> None:
             "argument x: got 3 shards, expected 2, one per position on axis 'data_parallel'",
         ),
         ({"in_sharded_axes": [DATA], "x": [1]}, "got 1 shards, expected 2, one per position on axis 'data_parallel'"),
-        ({"in_sharded_axes": [DATA], "x": 1}, "needs a list of 2, got int"),
+        ({"in_sharded_axes": [DATA], "x": 1}, "a list of 2 shards, one per position on axis 'data_parallel', got int"),
         (
             {"in_sharded_axes": [DATA, TENSOR], "x": [[1, 2], [1]]},
             "got 1 shards, expected 2, one per position on axis 'tensor_parallel'",
@@ -225,7 +225,7 @@ def test_a_reference_is_passed_on_as_its_value(group: RayWorkerGroup) -> None:
         ({"in_sharded_axes": ["experts"], "x": [1]}, "in_sharded_axes: unknown axis 'experts'"),
         ({"replicate_on_axes": ["experts"], "x": 1}, "replicate_on_axes: unknown axis 'experts'"),
         ({"output_is_replicated": ["experts"], "x": 1}, "output_is_replicated: unknown axis 'experts'"),
-        ({"in_sharded_axes": DATA, "x": [1, 2]}, "in_sharded_axes must be a list of axes, got 'data_parallel'"),
+        ({"in_sharded_axes": DATA, "x": [1, 2]}, "in_sharded_axes must be a list of names of axes, got 'data"),
         ({"in_sharded_axes": [DATA, DATA], "x": [[1, 2], [1, 2]]}, "in_sharded_axes: an axis is named twice"),
         (
             {"in_sharded_axes": [DATA], "replicate_on_axes": [DATA], "x": [1, 2]},

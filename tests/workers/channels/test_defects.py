@@ -55,11 +55,11 @@ def test_an_answer_that_cannot_be_written_is_the_getter_s_and_not_the_putter_s(
     assert putter.get() == 0, "it is connected"
     real = broker_module.wire.encode
 
-    def encode(message: Any, *more: Any) -> bytes:
+    def encode(message: Any, **options: Any) -> bytes:
         if isinstance(message, broker_module.wire.Items):
             monkeypatch.setattr(broker_module.wire, "encode", real)
             raise ZeroDivisionError("a defect")
-        return real(message, *more)
+        return real(message, **options)
 
     with alongside(lambda: channel.get(timeout_s=60)) as outcome:
         waiting(second, gets=1)

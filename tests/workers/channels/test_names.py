@@ -101,7 +101,7 @@ def test_creating_an_existing_name_needs_the_same_settings(
     second = Channel.create("c", maxsize=2, directory=directory)
     assert second.get() == "a"
     for other in ({"maxsize": 3}, {"maxsize": 2, "distributed": True}, {"maxsize": 2, "node_rank": 1}):
-        with pytest.raises(ChannelSettingsError, match="exists with maxsize=2, on node 0"):
+        with pytest.raises(ChannelSettingsError, match="exists with other settings: maxsize=2, on node 0, not "):
             Channel.create("c", directory=directory, **other)
     first.put("b")
     assert second.get() == "b"

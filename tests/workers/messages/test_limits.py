@@ -413,7 +413,7 @@ def test_a_defect_at_a_message_that_was_pulled_is_its_receive_s(
     with pytest.raises(InternalError, match="a defect"):
         b.recv(A)
     assert sent is not None
-    with pytest.raises(InternalError, match="service: g:1: recv from g:0: ZeroDivisionError"):
+    with pytest.raises(InternalError, match="internal error: g:1: recv from g:0: ZeroDivisionError"):
         sent.wait()
     a.send("fine", B, async_op=True)
     assert b.recv(A) == "fine"

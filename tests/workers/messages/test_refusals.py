@@ -181,7 +181,7 @@ def test_a_target_that_overlaps_itself_is_refused_and_takes_nothing(one_connecti
 def test_a_group_is_not_a_worker(one_connection: Here) -> None:
     (a,) = one_connection.workers(1)
     for operation in (lambda: a.send(1, WorkerAddress("g")), lambda: a.recv(WorkerAddress("g"))):
-        with pytest.raises(ValueError, match="g is a worker group: name one of its workers"):
+        with pytest.raises(ValueError, match="g is a whole worker group: name one of its workers"):
             operation()
 
 

@@ -67,12 +67,12 @@ def test_workers_at_zero() -> None:
     [
         ([1], "got 1 shards, expected 2, one per position on axis 'data_parallel'"),
         ([[1], [1, 2]], "got 1 shards, expected 2, one per position on axis 'tensor_parallel'"),
-        ([1, 2], "'tensor_parallel' needs a list of 2, got int"),
-        ("ab", "'data_parallel' needs a list of 2, got str"),
+        ([1, 2], "expected a list of 2 shards, one per position on axis 'tensor_parallel', got int"),
+        ("ab", "expected a list of 2 shards, one per position on axis 'data_parallel', got str"),
     ],
 )
 def test_shards_fit_their_axes(shards: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"argument x: axis {message}"):
+    with pytest.raises(ValueError, match=f"argument x: {message}"):
         dispatch.check_shards("x", shards, SHARDING, ["data_parallel", "tensor_parallel"])
 
 
@@ -95,7 +95,7 @@ def test_axes_have_one_role_and_are_named_once() -> None:
         reached(["data_parallel", "data_parallel"], [])
     with pytest.raises(ValueError, match="in_sharded_axes: unknown axis 'experts'"):
         reached(["experts"], [])
-    with pytest.raises(ValueError, match="replicate_on_axes must be a list of axes, got 'data_parallel'"):
+    with pytest.raises(ValueError, match="replicate_on_axes must be a list of names of axes, got 'data_parallel'"):
         reached([], "data_parallel")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="run_rank_0_only_axes: unknown axis 'experts'"):
         dispatch.workers_at_zero(SHARDING, ["experts"])
