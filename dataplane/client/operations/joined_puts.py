@@ -44,10 +44,10 @@ class SmallPut:
 
 def small_put(commit: c.Commit, ids: Sequence[str], encoded: Sequence[EncodedColumn]) -> SmallPut | None:
     """Return the put in the form in which it can be stored together with others, or None if it must be stored alone:
-    it is large, shares values between samples, has values on an accelerator, has tags for some of its samples only, or
-    requests a listing of its samples."""
+    it is large, shares values between samples, has values on an accelerator, or has tags for some of its samples
+    only."""
     nbytes = sum(column.nbytes for column in encoded)
-    if nbytes > PUT_BYTES or commit.listed:
+    if nbytes > PUT_BYTES:
         return None
     if any(column.index is not None or not column.values.on_host for column in encoded):
         return None
@@ -55,7 +55,7 @@ def small_put(commit: c.Commit, ids: Sequence[str], encoded: Sequence[EncodedCol
         return None
     columns = tuple((column.name, column.spec, column.by_schema) for column in encoded)
     by_handles = commit.samples.ids is None
-    key = (commit.partition, commit.mode, by_handles, columns, tuple(tag.name for tag in commit.tags))
+    key = (commit.partition, commit.mode, commit.listed, by_handles, columns, tuple(tag.name for tag in commit.tags))
     return SmallPut(commit, ids, encoded, nbytes, key)
 
 
@@ -87,18 +87,34 @@ def store_joined(store: Store, puts: Sequence[SmallPut]) -> Operation[list[c.Com
         raise
     except DataPlaneError:
         return None
-    results, first = [], 0
-    for put in puts:
-        last = first + len(put.ids)
+    results, last = [], 0
+    for number, put in enumerate(puts):
+        first, last = last, last + len(put.ids)
         result = msgspec.structs.replace(
             committed,
             rows=committed.rows[first:last],
             generations=committed.generations[first:last],
-            evicted=() if first else committed.evicted,  # each evicted sample is reported once
+            evicted=() if number else committed.evicted,  # each evicted sample is reported once
+            fields=committed.part_fields[number].names if put.commit.listed else (),
+            tags=_tags_between(committed.tags, first, last),
+            part_fields=(),
         )
         results.append(result)
-        first = last
     return results
+
+
+def _tags_between(tags: Sequence[c.TagColumn], first: int, last: int) -> tuple[c.TagColumn, ...]:
+    """Return the tags of samples [first, last), which are then counted from 0; without tags that none of them has."""
+    found = []
+    for tag in tags:
+        if tag.positions is None:
+            found.append(c.TagColumn(name=tag.name, values=tag.values[first:last]))
+            continue
+        begin, end = np.searchsorted(tag.positions, (first, last)).tolist()
+        if begin < end:
+            positions = None if end - begin == last - first else tag.positions[begin:end] - first
+            found.append(c.TagColumn(name=tag.name, values=tag.values[begin:end], positions=positions))
+    return tuple(found)
 
 
 def _joined_commit(puts: Sequence[SmallPut]) -> c.Commit:
@@ -114,7 +130,7 @@ def _joined_commit(puts: Sequence[SmallPut]) -> c.Commit:
         samples = c.Samples(rows=rows, generations=np.concatenate([each.generations for each in named]))
     else:
         samples = c.Samples(ids=tuple(each for put in puts for each in put.ids))
-    return msgspec.structs.replace(commit, samples=samples, tags=tags)
+    return msgspec.structs.replace(commit, samples=samples, tags=tags, parts=tuple(len(put.ids) for put in puts))
 
 
 def _columns(puts: Sequence[SmallPut]) -> list[EncodedColumn]:

@@ -178,6 +178,9 @@ class Commit(Answered[Committed], frozen=True, kw_only=True):
     (`expected`, its answer for the same samples), or still be missing, else `RowsChangedError`.
 
     With `listed`, the answer has fields and tags of the samples, as a List right after the commit would.
+
+    `parts`, if any, are the numbers of samples of several puts, in the order of the samples: the client stores them
+    together. A listing then has the fields of each put (`part_fields`) instead of those of all.
     """
 
     partition: str
@@ -190,6 +193,7 @@ class Commit(Answered[Committed], frozen=True, kw_only=True):
     located: int | None = None
     expected: tuple[FieldLocations, ...] = ()
     listed: bool = False
+    parts: tuple[int, ...] = ()
 
 
 class Locate(Answered[Located], frozen=True, kw_only=True):

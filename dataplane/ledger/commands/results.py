@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataplane.core.types import FieldSpec
 from dataplane.ledger.commands.parts import (
     FieldLocations,
+    FieldNames,
     Int64s,
     Placement,
     SavedPartition,
@@ -64,7 +65,8 @@ class Preallocated(Result, frozen=True, kw_only=True):
 class Committed(Result, frozen=True, kw_only=True):
     """Handles of the samples, in the command's order. `evicted` as in `Allocated`, for preallocated space.
     `born` counts the new samples. `overwritten_bytes` sums the values that replaced older ones in all their
-    samples. `fields` and `tags` are as in `Listed`, on request."""
+    samples. `fields` and `tags` are as in `Listed`, on request; for a commit with parts, `part_fields` has the fields
+    of each part."""
 
     rows: Int64s
     generations: Int64s
@@ -73,6 +75,7 @@ class Committed(Result, frozen=True, kw_only=True):
     overwritten_bytes: int = 0
     fields: tuple[str, ...] = ()
     tags: tuple[TagColumn, ...] = ()
+    part_fields: tuple[FieldNames, ...] = ()
 
 
 class Located(Result, frozen=True, kw_only=True):

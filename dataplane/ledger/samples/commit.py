@@ -96,8 +96,9 @@ class Commits:
             evicted=evicted,
             born=len(named.unborn),
             overwritten_bytes=overwritten_bytes,
-            fields=partition.common_fields(rows) if command.listed else (),
+            fields=partition.common_fields(rows) if command.listed and not command.parts else (),
             tags=partition.tags.of(rows) if command.listed else (),
+            part_fields=partition.part_fields(rows, command.parts) if command.listed else (),
         )
 
     # --- checks
@@ -183,8 +184,10 @@ class Commits:
     def _resolve_samples(self, partition: Partition, command: Commit, reservation: PutReservation | None) -> Named:
         """Resolve the samples of the commit to rows, and check that its mode allows them. Samples named by row and
         generation must exist whatever the mode."""
-        samples = command.samples
+        samples, parts = command.samples, command.parts
         self.state.check_samples(samples)
+        if parts and (min(parts) < 0 or sum(parts) != len(samples)):
+            raise InvalidRequestError(f"a commit of {len(samples)} samples has parts of {parts[:5]} samples")
         if samples.ids is None:
             rows = partition.resolve(samples)
             refuse_repeats(rows)

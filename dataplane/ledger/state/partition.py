@@ -9,7 +9,7 @@ import numpy as np
 
 from dataplane.core.schema import field_of, variants_of
 from dataplane.errors import FieldNotFoundError, SampleNotFoundError, StaleSampleError, TaskNotFoundError
-from dataplane.ledger.commands import Int32s, Int64s, Register, Samples, WhenFull
+from dataplane.ledger.commands import FieldNames, Int32s, Int64s, Register, Samples, WhenFull
 from dataplane.ledger.state.arrays import Bools, first_true, some
 from dataplane.ledger.state.extents import Extents
 from dataplane.ledger.state.fields import Field
@@ -366,6 +366,14 @@ class Partition:
         if not len(rows):
             return ()
         return tuple(name for name in self.names() if self.has(name, rows).all())
+
+    def part_fields(self, rows: Int64s, parts: tuple[int, ...]) -> tuple[FieldNames, ...]:
+        """Return the `common_fields` of each part. parts: the numbers of rows of consecutive parts."""
+        fields, end = [], 0
+        for count in parts:
+            begin, end = end, end + count
+            fields.append(FieldNames(names=self.common_fields(rows[begin:end])))
+        return tuple(fields)
 
 
 def unrepeated(rows: Int64s) -> Int64s:
