@@ -27,6 +27,7 @@ from dataplane import (
 )
 from dataplane.client.operations import joined_puts
 from dataplane.client.operations.joined_puts import groups_of
+from dataplane.client.operations.put import put_rows
 from dataplane.client.operations.steps import Operation, Send
 from dataplane.ledger import commands as c
 from tests.service import client, server  # noqa: F401
@@ -125,6 +126,40 @@ def test_write_backs_by_handles_are_joined_too(server: Server, client: DataPlane
     assert isinstance(outcomes.pop(2), StaleSampleError)  # the others are stored nevertheless
     assert all(outcome.sample_ids for outcome in outcomes)
     assert {name: n for name, (_, n, _) in stored(client, "back").items()} == {"s0": 9, "s1": 9, "s3": 9}
+
+
+def test_listings_are_those_of_each_put(server: Server, client: DataPlaneClient, joined: list[int]) -> None:
+    register(client, "list")
+    client.put_samples(["b"], "list", {"m": torch.tensor([1])}, tags=[{"old": 1}])
+    client.put_samples(["c", "d"], "list", tags=[{"old": 2}, {"new": 2}])
+    groups = [["a"], ["b"], ["c", "d"]]
+
+    async def use(connected: AsyncDataPlaneClient) -> list[c.Committed]:
+        await connected.put_samples(**one("first", "list"))  # fetches the schema
+        calls = []
+        for ids in groups:
+            fields, tags = (
+                {"n": torch.zeros(len(ids), dtype=torch.int64)},
+                (c.TagColumn(name="put", values=tuple(ids)),),
+            )
+            calls.append(connected.perform(put_rows, ids, ids, "list", fields, tags, "upsert", listed=True))
+        return [committed for _, committed in await asyncio.gather(*calls)]
+
+    got = run(server, use)
+    assert joined == [3]
+    for ids, committed in zip(groups, got, strict=True):
+        alone = client.perform(
+            put_rows, ids, ids, "list", {"n": torch.zeros(len(ids), dtype=torch.int64)}, (), "upsert", listed=True
+        )[1]
+        assert committed.rows.tolist() == alone.rows.tolist()
+        assert committed.fields == alone.fields
+        assert [(tag.name, tag.values, positions_of(tag)) for tag in committed.tags] == [
+            (tag.name, tag.values, positions_of(tag)) for tag in alone.tags
+        ]
+
+
+def positions_of(tag: c.TagColumn) -> list[int] | None:
+    return None if tag.positions is None else tag.positions.tolist()
 
 
 def test_a_put_that_is_rejected_fails_alone(server: Server, client: DataPlaneClient, joined: list[int]) -> None:

@@ -318,6 +318,15 @@ def holds(predicate: Predicate, sample: Sample) -> bool:
         return False
 
 
+def fields_of_parts(samples: list[Sample], parts: tuple[int, ...]) -> list[set[str]]:
+    """The fields that all samples of each part have; none of an empty part."""
+    fields, end = [], 0
+    for count in parts:
+        begin, end = end, end + count
+        fields.append(set.intersection(*(sample.fields for sample in samples[begin:end])) if count else set())
+    return fields
+
+
 def matches(sample: Sample, where: tuple[Predicate, ...]) -> bool:
     return all(p.tag in sample.tags and holds(p, sample) for p in where)
 

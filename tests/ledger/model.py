@@ -44,7 +44,7 @@ from dataplane.ledger.commands import (
     TagColumn,
     WhyBlocked,
 )
-from tests.ledger.claim_model import Faults, Held, Name, Partition, Place, Sample, matches
+from tests.ledger.claim_model import Faults, Held, Name, Partition, Place, Sample, fields_of_parts, matches
 from tests.ledger.copy_model import CopyModel
 from tests.ledger.values import placement_ranges, value_places
 
@@ -278,10 +278,11 @@ class Model(CopyModel):
             self.switch(samples, (name[0], command.reservation), command.columns)
         merge_tags(samples, command.tags)
         if command.listed:
-            self.check_contents(samples, result)
+            self.check_contents(samples, result, command.parts)
         else:
             assert not result.fields
             assert not result.tags
+            assert not result.part_fields
 
     def cut_preallocated(self, name: Name, command: Commit) -> None:
         """The commit's columns lie one after another from its offset, and no longer in the preallocated space."""
@@ -400,10 +401,14 @@ class Model(CopyModel):
         assert list(result.ids) == [s.id for s in samples]
         self.check_contents(samples, result)
 
-    def check_contents(self, samples: list[Sample], result: Claimed | Listed | Committed) -> None:
-        common = set.intersection(*(s.fields for s in samples)) if samples else set()
-        if samples:
-            assert set(result.fields) == common
+    def check_contents(
+        self, samples: list[Sample], result: Claimed | Listed | Committed, parts: tuple[int, ...] = ()
+    ) -> None:
+        if parts:
+            assert isinstance(result, Committed)
+            assert [set(part.names) for part in result.part_fields] == fields_of_parts(samples, parts)
+        elif samples:
+            assert [set(result.fields)] == fields_of_parts(samples, (len(samples),))
         tags: list[dict[str, Scalar]] = [{} for _ in samples]
         for column in result.tags:
             positions = range(len(samples)) if column.positions is None else column.positions.tolist()

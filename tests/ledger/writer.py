@@ -47,6 +47,12 @@ TASKS = ("score", "train")
 TAGS = ("group", "score", "input_lengths", "weight_version")
 
 
+def draw_parts(data: st.DataObject, count: int) -> tuple[int, ...]:
+    """The numbers of samples of puts that a client stores together; mostly none: one put."""
+    first = data.draw(st.sampled_from([None, None, 0, 1, count]))
+    return () if first is None or first > count else (first, count - first)
+
+
 class LedgerWriter(LedgerDriver):
     """Adds to the driver what several rules need."""
 
@@ -105,6 +111,7 @@ class LedgerWriter(LedgerDriver):
             columns=columns,
             tags=tags,
             listed=data.draw(st.booleans()),
+            parts=draw_parts(data, len(samples)),
         )
         self.plans[client.id, number] = commit
         if (client.id, number) not in self.model.reserved or fate == "later":
@@ -143,6 +150,7 @@ class LedgerWriter(LedgerDriver):
                 columns=columns,
                 tags=tags,
                 listed=data.draw(st.booleans()),
+                parts=draw_parts(data, len(samples)),
             ),
         )
 
