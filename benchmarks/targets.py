@@ -72,6 +72,7 @@ VIEWS, LARGE_VIEWS = "19 MB as views", "large dense as views"
 LARGE_PUT, LARGE_READ = "put large dense", "read large dense"
 EVICTION, CLAIMS = "put beside a put that waits for eviction", "put beside 16 claims that wait"
 TQ = "TransferQueue"
+COROUTINES = "64 coroutines, puts of one rollout"
 MANY = r"\d+,\d+"
 BESIDE = {
     "put of 512 rows": 8,
@@ -84,7 +85,7 @@ BESIDE = {
     "tags of 512 keys": 4,
     "kv_list of 512 keys": 4,
     f"kv_list of {MANY} keys": 4,
-    "64 in flight": 3,
+    "64 in flight": 8,
 }
 """Minimum speed of the adapter relative to the package, by operation (`probes/adapter.py`)."""
 
@@ -117,6 +118,19 @@ TARGETS: tuple[Target, ...] = (
         "GRPO step with the journal: x the time without", 1.1, lambda r: r.speed(STEP, "local", "journal"), most=True
     ),
     Target("single-sample put: x TransferQueue", 10, lambda r: r.speed("single-sample put", "local", TQ)),
+    Target("puts of 64 coroutines: x TransferQueue", 10, lambda r: r.figures[f"{COROUTINES} : TransferQueue"]),
+    Target(
+        "put of 64 coroutines, CPU of the client, ms",
+        0.25,
+        lambda r: r.figures[f"{COROUTINES}, CPU of the client"],
+        most=True,
+    ),
+    Target(
+        "put of 64 coroutines, CPU of the service, ms",
+        0.05,
+        lambda r: r.figures[f"{COROUTINES}, CPU of the service"],
+        most=True,
+    ),
     Target("single-sample puts of 64 clients, /s", 1500, lambda r: r.figures["single-sample puts, 64 clients"]),
     Target("commit -> claim returns, p50 ms", 1, lambda r: r.figures["commit -> claim returns, p50"], most=True),
     Target("commit -> claim returns, p99 ms", 5, lambda r: r.figures["commit -> claim returns, p99"], most=True),

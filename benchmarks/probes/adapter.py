@@ -56,7 +56,7 @@ def _side(go: Callable[[], Any], number: int, rounds: int, keys: int) -> tuple[d
     it returned. In the first half of a round one side works while the other waits, in the second half the other.
     Their order alternates."""
     os.environ.update({"TQ_NUM_THREADS": str(cores()), "TQ_LOGGING_LEVEL": "ERROR"})
-    with _Original() if number == 0 else _Adapter() as module:
+    with Original() if number == 0 else _Adapter() as module:
         program = Program(module, keys=keys)
         taken: dict[str, list[float]] = {name: [] for name in program.works}
         for round_number in range(rounds):
@@ -64,19 +64,19 @@ def _side(go: Callable[[], Any], number: int, rounds: int, keys: int) -> tuple[d
                 for half in range(2):
                     go()
                     if (half + round_number) % 2 == number:
-                        taken[name].append(_turn(work))
+                        taken[name].append(turn(work))
         go()
         saw = program.saw()
         program.close()
         return taken, saw
 
 
-def _turn(work: Callable[[], float]) -> float:
+def turn(work: Callable[[], float]) -> float:
     with uncollected():
         return percentile([work() for _ in range(REPETITIONS)], 0.5)
 
 
-class _Original:
+class Original:
     """The package's controller and two storage units as Ray actors, its client in this process."""
 
     def __enter__(self) -> Any:

@@ -12,6 +12,7 @@ from benchmarks.probes import (
     checksums,
     claims,
     controller,
+    coroutines,
     crowd,
     live,
     memory,
@@ -23,6 +24,7 @@ from benchmarks.probes.base import Figure
 
 PROBES: Mapping[str, Callable[..., list[Figure]]] = {
     "adapter beside TransferQueue": adapter.beside_the_original,
+    "puts of concurrent coroutines": coroutines.puts_in_flight,
     "single-sample puts of many clients": crowd.small_puts,
     "large batches of several clients": crowd.large_batches,
     "waking a claim": claims.wake,
