@@ -142,9 +142,9 @@ def test_shared_values_and_rows_of_no_bytes(client: Client) -> None:
 
 def test_only_a_session_local_to_the_unit_gets_preallocated_space(driver: Driver) -> None:
     remote = driver.client()
-    with pytest.raises(InvalidRequestError, match="not local"):
+    with pytest.raises(InvalidRequestError, match="has not mapped the arena of unit"):
         remote.raise_(c.Preallocate(unit=1, nbytes=64))
-    with pytest.raises(InvalidRequestError, match="not local"):
+    with pytest.raises(InvalidRequestError, match="has not mapped the arena of unit"):
         driver.client(attach=[1]).raise_(c.Preallocate(unit=9, nbytes=64))
 
 
