@@ -44,6 +44,7 @@ class AsyncConnection:
             lock=lock,
             durable=channel.durable,
             put_timeout_s=channel.put_timeout_s,
+            joins_puts=True,
         )
         # The callback first: a reconnection between these two lines may list other units.
         channel.on_units = self.session_state.connections.learn

@@ -189,7 +189,8 @@ def check_pickles(config: DataPlaneConfig) -> None:
 
 class SessionState:
     """The client-side state of a session. durable: the service and its units keep their contents across a restart.
-    put_timeout_s: the service's value, used if the config has none.
+    put_timeout_s: the service's value, used if the config has none. joins_puts: small puts offer to be stored together
+    with others (see `Join`).
 
     `memory` is the pool of buffers that reads reuse, and `empty` allocates tensors from it. `copier` copies long runs
     in several threads. `warned` and `schemas` avoid repeated warnings and requests. `pins` are the pins of returned
@@ -205,8 +206,10 @@ class SessionState:
         lock: SessionLock | None,
         durable: bool = False,
         put_timeout_s: float = PUT_TIMEOUT_S,
+        joins_puts: bool = False,
     ) -> None:
         self.config = config
+        self.joins_puts = joins_puts
         self.put_timeout_s = put_timeout_s if config.put_timeout_s is None else config.put_timeout_s
         self.session = session
         self.durable = durable

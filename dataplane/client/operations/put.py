@@ -98,9 +98,11 @@ def put_rows(
             session_state, partition, fields, len(ids), token_lengths, warn=declare is None
         )
         try:
-            small = small_put(commit, ids, encoded)
-            joined = None if small is None else (yield Join(small))
-            return encoded, joined or (yield from store(session_state, commit, ids, encoded))
+            small = small_put(commit, ids, encoded) if session_state.joins_puts else None
+            committed = None if small is None else (yield Join(small))
+            if committed is None:  # stored alone
+                committed = yield from store(session_state, commit, ids, encoded)
+            return encoded, committed
         except (SchemaError, StaleSchemaError) as error:
             # Stale: the schema has no kind for the field any longer, so it has lost the declaration.
             if declare is not None and isinstance(error, StaleSchemaError):

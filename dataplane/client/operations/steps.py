@@ -64,8 +64,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Offer a small put, to be stored together with others of the session that are ready at the same moment; only the
-    async client has such others. Outcome: the `Committed` of this put, or None: the operation must store it alone."""
+    """Offer a small put, to be stored together with others of the session that are ready at the same moment. Only
+    sessions with `SessionState.joins_puts` perform this step. Outcome: the `Committed` of this put, or None: the
+    operation must store it alone."""
 
     put: SmallPut
 
