@@ -7,12 +7,11 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from dataplane.client.operations.joined_puts import SmallPut, store_joined
-from dataplane.client.operations.put import store
+from dataplane.client.operations.joined_puts import SmallPut
+from dataplane.client.operations.put import store_joined
 from dataplane.client.operations.steps import Join, Operation, Post, Send, Sent, Step, T, Work
 from dataplane.client.put_joiner import PutJoiner
 from dataplane.client.rpc.async_channel import AsyncChannel
@@ -113,9 +112,9 @@ class AsyncConnection:
                 return await self._joiner.offer(put, self._store_joined)
         return None
 
-    async def _store_joined(self, puts: Sequence[SmallPut]) -> list[c.Committed] | None:
-        """Store several puts with one commit. None: they must be stored one by one."""
-        return await self.run(store_joined(partial(store, self.session_state, wait=False), puts))
+    async def _store_joined(self, puts: Sequence[SmallPut], wanted: Callable[[], bool]) -> list[c.Committed] | None:
+        """See `store_joined`."""
+        return await self.run(store_joined(self.session_state, puts, wanted))
 
     async def _work(self, step: Work, operation: Operation[Any], call: threading.Lock) -> Any:
         """Run a copy in the executor and return its result. If the call is cancelled before the copy has ended, hand

@@ -46,18 +46,21 @@ class PreallocatedSpace:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class PreallocatedPart:
-    """Space of one put. Its columns begin at `offset`, each at a granule boundary."""
+    """Space of one put. Its columns, or the parts of each column, begin at `offset`, each at a granule boundary."""
 
     space: PreallocatedSpace
     offset: int
 
-    def placements(self, columns: Sequence[EncodedColumn]) -> list[Placement]:
-        """Return the placements of the columns: each column is placed as a whole, one after another."""
+    def placements(self, columns: Sequence[EncodedColumn], parts: Sequence[int] = ()) -> list[Placement]:
+        """Return the placements of the columns, one after another. parts: the numbers of values of the parts of each
+        column; empty: each column is placed as a whole."""
         placements, offset = [], self.offset
         for number, column in enumerate(columns):
-            count = len(column.sizes)
-            placements.append(Placement(column=number, first=0, last=count, unit=self.space.unit, offset=offset))
-            offset += _granules(column.nbytes)
+            last = 0
+            for count in parts or [len(column.sizes)]:
+                first, last = last, last + count
+                placements.append(Placement(column=number, first=first, last=last, unit=self.space.unit, offset=offset))
+                offset += _granules(column.bytes_of(first, last))
         return placements
 
 
@@ -164,7 +167,7 @@ class PreallocatedBuffer:
 
 
 def bytes_of(columns: Sequence[EncodedColumn]) -> int:
-    """Return the arena bytes that the columns of a put need."""
+    """Return the arena bytes that the columns of a put need as wholes."""
     return sum(_granules(column.nbytes) for column in columns)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
+
 from dataplane.client.operations.joined_puts import SmallPut, groups_of
 from dataplane.errors import DataPlaneError, from_wire, to_wire
 from dataplane.ledger import commands as c
 
 Outcome = c.Committed | None
-Store = Callable[[Sequence[SmallPut]], Awaitable[list[c.Committed] | None]]
-"""Stores several puts with one commit: see `joined_puts.store_joined`."""
+Store = Callable[[Sequence[SmallPut], Callable[[], bool]], Awaitable[list[c.Committed] | None]]
+"""Stores several puts with one commit: see `put.store_joined`."""
 
 
 class PutJoiner:
@@ -26,8 +28,8 @@ class PutJoiner:
 
     async def offer(self, put: SmallPut, store: Store) -> Outcome:
         """Return the result of the put if it was stored together with others that were offered in the same turn. None:
-        the caller must store it alone, because there are no others, or their common commit was rejected. If the caller
-        is cancelled, the put may be stored nevertheless. store: equal for all callers."""
+        the caller must store it alone, because there are no others, or they could not be stored together. store: equal
+        for all callers."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Outcome] = loop.create_future()
         if not self._offered:
@@ -52,8 +54,14 @@ class PutJoiner:
 async def _store_group(group: list[tuple[SmallPut, asyncio.Future[Outcome]]], store: Store) -> None:
     """Store a group, and set the outcome of each put whose caller still waits."""
     futures = [outcome for _, outcome in group]
+
+    def wanted() -> bool:
+        """Whether no caller was cancelled. Once the commit has been sent, a cancelled put is stored, as one that is
+        alone would be: before any later command of its caller."""
+        return not any(outcome.done() for outcome in futures)
+
     try:
-        results: Sequence[Outcome] | None = await store([put for put, _ in group])
+        results = await store([put for put, _ in group], wanted)
     except Exception as error:
         for outcome in futures:
             if not outcome.done():
@@ -63,9 +71,21 @@ async def _store_group(group: list[tuple[SmallPut, asyncio.Future[Outcome]]], st
             outcome.cancel()
         raise
     else:
-        for outcome, result in zip(futures, results or [None] * len(group), strict=True):
-            if not outcome.done():  # done: the caller was cancelled
-                outcome.set_result(result)
+        _set_results(futures, results)
+
+
+def _set_results(futures: Sequence[asyncio.Future[Outcome]], results: Sequence[c.Committed] | None) -> None:
+    """Set the result of each put whose caller was not cancelled. The first of them also gets the evicted samples."""
+    if results is None:
+        for outcome in futures:
+            if not outcome.done():
+                outcome.set_result(None)
+        return
+    evicted = results[0].evicted
+    for outcome, result in zip(futures, results, strict=True):
+        if not outcome.done():
+            outcome.set_result(msgspec.structs.replace(result, evicted=evicted) if evicted else result)
+            evicted = ()
 
 
 def _copy_of(error: Exception) -> Exception:

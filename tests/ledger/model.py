@@ -285,16 +285,18 @@ class Model(CopyModel):
             assert not result.part_fields
 
     def cut_preallocated(self, name: Name, command: Commit) -> None:
-        """The commit's columns lie one after another from its offset, and no longer in the preallocated space."""
+        """The commit's columns, or their parts, follow each other from its offset, no longer in preallocated space."""
         assert command.reservation is not None
         assert command.offset is not None
         space = (name[0], command.reservation)
         unit, at, placements = self.reserved[space][0][0] if self.reserved[space] else 0, command.offset, []
         for number, column in enumerate(command.columns):
-            if len(column.lengths):
-                last = len(column.lengths)
-                placements.append(Placement(column=number, first=0, last=last, unit=unit, offset=at))
-            at += granules_of(sum(sizes_of(column)))
+            last = 0
+            for count in command.parts or [len(column.lengths)]:
+                first, last = last, last + count
+                if count:
+                    placements.append(Placement(column=number, first=first, last=last, unit=unit, offset=at))
+                at += granules_of(sum(sizes_of(column)[first:last]))
         self.granted[name] = Allocated(placements=tuple(placements))
         left = []
         for _, start, nbytes in self.reserved[space]:

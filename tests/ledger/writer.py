@@ -150,7 +150,7 @@ class LedgerWriter(LedgerDriver):
                 columns=columns,
                 tags=tags,
                 listed=data.draw(st.booleans()),
-                parts=draw_parts(data, len(samples)),
+                parts=() if any(column.index is not None for column in columns) else draw_parts(data, len(samples)),
             ),
         )
 

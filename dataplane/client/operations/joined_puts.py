@@ -1,39 +1,30 @@
-"""Small puts that are ready at the same moment, stored together: one copy, one reservation and one commit."""
+"""Small puts that are ready at the same moment, stored together with one commit into preallocated space."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
-from dataplane.client.operations.steps import Operation
+from dataplane.client.preallocated import SMALL_BYTES, bytes_of
 from dataplane.data.columns import EncodedColumn
-from dataplane.data.columns.values import FlatValues
-from dataplane.errors import (
-    CallTimeoutError,
-    ClientClosedError,
-    DataPlaneError,
-    ServiceUnavailableError,
-    SessionExpiredError,
-)
+from dataplane.data.columns.values import JoinedValues
 from dataplane.ledger import commands as c
 
 PUT_BYTES = 64 << 10
 """Maximum bytes of a put that is stored together with others: the copy of a larger one takes longer than its commit."""
-GROUP_BYTES = 256 << 10
-"""Maximum bytes of the puts that are stored together: preallocated space can hold as much."""
+GROUP_BYTES = SMALL_BYTES
+"""Maximum bytes of the puts that are stored together: as much preallocated space can be requested."""
 GROUP_PUTS = 256
 """Maximum number of puts that are stored together."""
-
-Store = Callable[[c.Commit, Sequence[str], Sequence[EncodedColumn]], Operation[c.Committed]]
-"""Stores columns together with the rest of a commit, or raises without waiting for space."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SmallPut:
-    """A put that can be stored together with others. ids: of its samples. key: puts with equal keys fit together."""
+    """A put that can be stored together with others. ids: of its samples. nbytes: its bytes in an arena. key: puts with
+    equal keys fit together."""
 
     commit: c.Commit
     ids: Sequence[str]
@@ -46,7 +37,7 @@ def small_put(commit: c.Commit, ids: Sequence[str], encoded: Sequence[EncodedCol
     """Return the put in the form in which it can be stored together with others, or None if it must be stored alone:
     it is large, shares values between samples, has values on an accelerator, or has tags for some of its samples
     only."""
-    nbytes = sum(column.nbytes for column in encoded)
+    nbytes = bytes_of(encoded)
     if nbytes > PUT_BYTES:
         return None
     if any(column.index is not None or not column.values.on_host for column in encoded):
@@ -77,16 +68,9 @@ def groups_of(puts: Sequence[SmallPut]) -> list[list[int]]:
     return groups
 
 
-def store_joined(store: Store, puts: Sequence[SmallPut]) -> Operation[list[c.Committed] | None]:
-    """Store puts of one group with one commit. Return the result of each (the counts `born` and `overwritten_bytes` are
-    those of the group), or None if the service rejected the commit: then nothing was stored, and each put has to be
-    stored alone. Raises the errors after which it is unknown what was stored."""
-    try:
-        committed = yield from store(_joined_commit(puts), [each for put in puts for each in put.ids], _columns(puts))
-    except (CallTimeoutError, ClientClosedError, ServiceUnavailableError, SessionExpiredError):
-        raise
-    except DataPlaneError:
-        return None
+def results_of(puts: Sequence[SmallPut], committed: c.Committed) -> list[c.Committed]:
+    """Return the result of each put of a group from that of their commit. The counts `born` and `overwritten_bytes`
+    stay those of the group, and samples that were evicted are in the first result only."""
     results, last = [], 0
     for number, put in enumerate(puts):
         first, last = last, last + len(put.ids)
@@ -94,7 +78,7 @@ def store_joined(store: Store, puts: Sequence[SmallPut]) -> Operation[list[c.Com
             committed,
             rows=committed.rows[first:last],
             generations=committed.generations[first:last],
-            evicted=() if number else committed.evicted,  # each evicted sample is reported once
+            evicted=() if number else committed.evicted,
             fields=committed.part_fields[number].names if put.commit.listed else (),
             tags=_tags_between(committed.tags, first, last),
             part_fields=(),
@@ -117,8 +101,8 @@ def _tags_between(tags: Sequence[c.TagColumn], first: int, last: int) -> tuple[c
     return tuple(found)
 
 
-def _joined_commit(puts: Sequence[SmallPut]) -> c.Commit:
-    """Return the commit of all samples and tags of the puts, still without columns."""
+def joined_commit(puts: Sequence[SmallPut]) -> c.Commit:
+    """Return the commit of all samples and tags of a group, with one part for each put, still without columns."""
     commit = puts[0].commit
     tags = tuple(
         c.TagColumn(name=tag.name, values=tuple(value for put in puts for value in put.commit.tags[number].values))
@@ -133,19 +117,12 @@ def _joined_commit(puts: Sequence[SmallPut]) -> c.Commit:
     return msgspec.structs.replace(commit, samples=samples, tags=tags, parts=tuple(len(put.ids) for put in puts))
 
 
-def _columns(puts: Sequence[SmallPut]) -> list[EncodedColumn]:
-    """Return the columns of the puts, one after another. The values are copied, so that the callers may change theirs
-    if they are cancelled."""
+def joined_columns(puts: Sequence[SmallPut]) -> list[EncodedColumn]:
+    """Return the columns of a group: the values of all puts, one after another, still in the memory of the callers."""
     joined = []
     for number, column in enumerate(puts[0].encoded):
         parts = [put.encoded[number] for put in puts]
-        sizes = np.concatenate([part.sizes for part in parts])
-        memory = np.empty(int(sizes.sum()), np.uint8)
-        end = 0
-        for part in parts:
-            begin, end = end, end + part.nbytes
-            part.write(0, len(part.sizes), memory[begin:end])
-        values = FlatValues(memory, np.cumsum(sizes) - sizes, sizes)
+        values = JoinedValues([part.values for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
-        joined.append(replace(column, lengths=lengths, sizes=sizes, values=values))
+        joined.append(replace(column, lengths=lengths, sizes=values.sizes, values=values))
     return joined

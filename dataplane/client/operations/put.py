@@ -15,7 +15,13 @@ from msgspec.structs import replace
 from tensordict import TensorDict
 
 from dataplane.client.operations.field_names import fetch_schema, schema_for_put
-from dataplane.client.operations.joined_puts import small_put
+from dataplane.client.operations.joined_puts import (
+    SmallPut,
+    joined_columns,
+    joined_commit,
+    results_of,
+    small_put,
+)
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples, tag_columns, tags_of
 from dataplane.client.operations.steps import Join, Operation, Post, Send, Work
@@ -28,11 +34,16 @@ from dataplane.core.types import FieldKind, Scalar
 from dataplane.data.columns import EncodedColumn, appended, checked, encode_fields, require_fields
 from dataplane.data.meta import KVBatchMeta
 from dataplane.errors import (
+    CallTimeoutError,
     CapacityTimeoutError,
+    ClientClosedError,
+    DataPlaneError,
     InvalidRequestError,
     RowsChangedError,
     SchemaError,
     ServiceRestartedError,
+    ServiceUnavailableError,
+    SessionExpiredError,
     StaleSchemaError,
     StorageUnitError,
 )
@@ -42,6 +53,9 @@ log = logging.getLogger(__name__)
 
 APPEND = "append"
 """A mode of puts only: its commit updates the rows that were read before, or creates missing rows."""
+
+_UNCERTAIN_ERRORS = (CallTimeoutError, ClientClosedError, ServiceUnavailableError, SessionExpiredError)
+"""Errors of a commit after which it is unknown whether it was executed."""
 
 PUT_TRIES = 8
 """Maximum number of attempts of a put when another client changes the schema or the rows that an append extends."""
@@ -233,12 +247,10 @@ def store(
     commit: c.Commit,
     ids: Sequence[str],
     encoded: Sequence[EncodedColumn],
-    *,
-    wait: bool = True,
 ) -> Operation[c.Committed]:
     """Reserve space, copy and commit the columns together with the rest of `commit`. A small put uses
     preallocated space of the client, if there is any, instead of its own reservation. ids: the caller's ids of the
-    samples. wait: whether to wait for other samples to free space."""
+    samples."""
     committed: c.Committed
     # Holds the part of preallocated space, if any. A list, so that an interrupt during `take` cannot lose the part.
     taken: list[PreallocatedPart] = []
@@ -264,7 +276,6 @@ def store(
             columns=tuple(_sizes(column) for column in encoded),
             update=commit.mode is c.Mode.UPDATE or commit.samples.ids is None,  # row handles name existing samples
             timeout_s=session_state.put_timeout_s,
-            on_full=c.OnFull.WAIT if wait else c.OnFull.REJECT,
             samples=commit.samples,
         )
     )
@@ -350,11 +361,21 @@ def _store_preallocated(
     encoded: Sequence[EncodedColumn],
 ) -> Operation[c.Committed]:
     """Copy the columns into the preallocated part and commit them."""
+    written = yield from _write_preallocated(session_state, part, encoded)
+    failpoints.hit("put.before_commit")
+    return (yield from send_for_samples(ids, _with_columns(commit, written, part.space.number, part.offset))).result  # type: ignore[no-any-return]
+
+
+def _write_preallocated(
+    session_state: SessionState, part: PreallocatedPart, encoded: Sequence[EncodedColumn], parts: Sequence[int] = ()
+) -> Operation[Sequence[EncodedColumn]]:
+    """Copy the columns into the preallocated part, and return them as `_write` does. parts: see
+    `PreallocatedPart.placements`."""
     space = part.space
     write = partial(
         _write,
         session_state,
-        part.placements(encoded),
+        part.placements(encoded, parts),
         encoded,
         reservation=space.number,
         unfinished=set(),  # stays empty: the arena is mapped, so no unit executes the write
@@ -365,9 +386,41 @@ def _store_preallocated(
     def brief() -> bool:
         return session_state.connections.mapped([space.unit]) and all(column.values.on_host for column in encoded)
 
-    written: Sequence[EncodedColumn] = yield Work(write, brief)
-    failpoints.hit("put.before_commit")
-    return (yield from send_for_samples(ids, _with_columns(commit, written, space.number, part.offset))).result  # type: ignore[no-any-return]
+    return (yield Work(write, brief))  # type: ignore[no-any-return]
+
+
+def store_joined(
+    session_state: SessionState, puts: Sequence[SmallPut], wanted: Callable[[], bool]
+) -> Operation[list[c.Committed] | None]:
+    """Store the puts of a group with one commit, and return the result of each. Return None if nothing was stored, so
+    that each put has to be stored alone: there is no preallocated space, the service rejected the commit, or `wanted`,
+    which is called immediately before the commit, returned False. Raise the errors after which it is unknown whether
+    the puts were stored."""
+    commit, columns = joined_commit(puts), joined_columns(puts)
+    taken: list[PreallocatedPart] = []  # as in `store`
+    is_sent = False
+    try:
+        yield from _take_preallocated(session_state, sum(put.nbytes for put in puts), taken)
+        if not taken:
+            return None
+        written = yield from _write_preallocated(session_state, taken[0], columns, commit.parts)
+        if not wanted():
+            return None
+        failpoints.hit("put.before_commit")
+        ids = [each for put in puts for each in put.ids]
+        full = _with_columns(commit, written, taken[0].space.number, taken[0].offset)
+        is_sent = True
+        committed = (yield from send_for_samples(ids, full)).result
+        session_state.preallocated.finish(taken[0], failed=False)
+        taken.clear()
+        return results_of(puts, committed)
+    except Exception as error:
+        if is_sent and (isinstance(error, _UNCERTAIN_ERRORS) or not isinstance(error, DataPlaneError)):
+            raise
+        return None
+    finally:
+        for part in taken:
+            session_state.preallocated.finish(part, failed=True)
 
 
 def release_space(session_state: SessionState, reservation: int, unfinished: set[int]) -> Operation[None]:

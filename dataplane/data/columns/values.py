@@ -13,6 +13,8 @@ Each class holds K values. `sizes` `[K]` are their sizes in bytes.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import struct
 from collections.abc import Iterator, Sequence
@@ -76,6 +78,43 @@ class FlatValues:
 
     def checksums(self) -> UInt32s:
         return checksums_of(self.memory, self.starts, self.sizes)
+
+
+class JoinedValues:
+    """The values of several columns, one after another. `_starts` has the number of the first value of each column."""
+
+    def __init__(self, parts: Sequence[Values]) -> None:
+        self.sizes: Int64s = np.concatenate([part.sizes for part in parts])
+        self._parts = parts
+        self._starts = [0, *itertools.accumulate(len(part.sizes) for part in parts)]
+
+    @property
+    def on_host(self) -> bool:
+        return all(part.on_host for part in self._parts)
+
+    def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
+        end = 0
+        for part, part_first, part_last in self._ranges(first, last):
+            begin, end = end, end + int(np.add.reduce(part.sizes[part_first:part_last]))
+            part.write(part_first, part_last, target[begin:end], later)
+
+    def buffers(self, first: int, last: int) -> list[UInt8s]:
+        return [buffer for part, *bounds in self._ranges(first, last) for buffer in part.buffers(*bounds)]
+
+    def take(self, indices: Int64s) -> JoinedValues:
+        ranges = [next(self._ranges(index, index + 1)) for index in indices.tolist()]
+        return JoinedValues([part.take(np.array([first])) for part, first, _ in ranges])
+
+    def checksums(self) -> UInt32s:
+        return np.concatenate([part.checksums() for part in self._parts])
+
+    def _ranges(self, first: int, last: int) -> Iterator[tuple[Values, int, int]]:
+        """Yield the columns with values of [first, last), and the range of these values in each."""
+        number = bisect.bisect_right(self._starts, first) - 1
+        while first < last:
+            begin, end = self._starts[number], min(self._starts[number + 1], last)
+            yield self._parts[number], first - begin, end - begin
+            first, number = end, number + 1
 
 
 def in_host_memory(values: Values) -> Values:

@@ -7,7 +7,6 @@ from itertools import chain
 
 import numpy as np
 
-from dataplane.core.types import GRANULE_BYTES
 from dataplane.errors import (
     CapacityTimeoutError,
     DataPlaneError,
@@ -28,7 +27,6 @@ from dataplane.ledger.allocation.placement import Piece, advance_target, give_ba
 from dataplane.ledger.commands import (
     Allocate,
     Allocated,
-    Commit,
     GrowArena,
     Int64s,
     OnFull,
@@ -38,9 +36,8 @@ from dataplane.ledger.commands import (
     WhenFull,
 )
 from dataplane.ledger.liveness import Liveness
-from dataplane.ledger.state.arrays import top, total
+from dataplane.ledger.state.arrays import top
 from dataplane.ledger.state.checksum_policy import checksums_are_wanted
-from dataplane.ledger.state.extents import Extents
 from dataplane.ledger.state.free_space import granules_up
 from dataplane.ledger.state.limits import check_limit
 from dataplane.ledger.state.partition import Partition
@@ -451,50 +448,3 @@ def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
         # The sum is only computed, in floats that do not overflow, if it may be too large.
         if most > MAX_BYTES or (most * len(sizes) > MAX_BYTES and float(sizes.sum(dtype=np.float64)) > MAX_BYTES):
             raise InvalidRequestError(f"column {name!r}: its values must have 0 to {MAX_BYTES} bytes in total")
-
-
-class PreallocatedPut(PutReservation):
-    """The reservation of a commit into preallocated `space`: its columns one after another from `offset`, `nbytes`
-    of each in whole granules, in the space's piece number `place` (None: the columns are empty). Nothing is taken
-    before `cut`. `space.pieces[0]` are the unused pieces, as (0, 0, extent, offset)."""
-
-    def __init__(self, state: State, space: Preallocation, partition: Partition, command: Commit) -> None:
-        if command.offset is None or command.offset % GRANULE_BYTES:
-            raise InvalidRequestError(
-                f"offset {command.offset}: a commit into preallocated space must begin at a multiple of {GRANULE_BYTES}"
-            )
-        sizes = [column.lengths * column.spec.unit_bytes for column in command.columns]
-        names = [column.name for column in command.columns]
-        check_columns(state, list(zip(names, sizes, strict=True)))
-        super().__init__(partition, names, sizes, update=False)
-        self.space = space
-        self.offset = command.offset
-        self.nbytes = [granules_up(total(column)) for column in sizes]
-        self.place = self._find_piece(state.extents)
-
-    def _find_piece(self, extents: Extents) -> int | None:
-        """Return the number of the piece that holds all columns (None: they are empty). Raises InvalidRequestError."""
-        nbytes = sum(self.nbytes)
-        if not nbytes:
-            return None
-        for number, (_, _, extent, start) in enumerate(self.space.pieces[0]):
-            if start <= self.offset and self.offset + nbytes <= start + int(extents.sizes[extent]):
-                return number
-        raise InvalidRequestError(
-            f"{nbytes} bytes at {self.offset} are not within the unused part of the preallocated space"
-        )
-
-    def cut(self, extents: Extents) -> None:
-        """Take the bytes out of the space, as one extent per column. The rest of the space's piece stays
-        preallocated."""
-        if self.place is not None:
-            pieces = self.space.pieces[0]
-            _, _, piece_extent, _ = pieces[self.place]
-            remaining = extents.cut(piece_extent, self.offset, sum(self.nbytes))
-            pieces[self.place : self.place + 1] = [(0, 0, extent, int(extents.starts[extent])) for extent in remaining]
-        offset, account = self.offset, self.partition.account
-        for column, sizes, nbytes in zip(self.pieces, self.sizes, self.nbytes, strict=True):
-            start = offset if nbytes else 0  # an extent of empty values holds no bytes
-            if len(sizes):  # a column without values needs no extent
-                column.append((0, len(sizes), extents.reserve(self.space.unit, start, nbytes, account), start))
-            offset += nbytes

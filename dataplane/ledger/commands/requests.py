@@ -180,7 +180,8 @@ class Commit(Answered[Committed], frozen=True, kw_only=True):
     With `listed`, the answer has fields and tags of the samples, as a List right after the commit would.
 
     `parts`, if any, are the numbers of samples of several puts, in the order of the samples: the client stores them
-    together. A listing then has the fields of each put (`part_fields`) instead of those of all.
+    together. In preallocated space, the values of each part begin at a granule and have an extent of their own; a
+    column has one value per sample then. A listing has the fields of each put (`part_fields`) instead of those of all.
     """
 
     partition: str

@@ -21,7 +21,8 @@ from dataplane.errors import (
     StorageUnitError,
 )
 from dataplane.ledger.allocation.budgets import Evictions, budget_excess, out_of_space
-from dataplane.ledger.allocation.reservations import MAX_BYTES, PreallocatedPut
+from dataplane.ledger.allocation.preallocated_put import PreallocatedPut
+from dataplane.ledger.allocation.reservations import MAX_BYTES
 from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, Int64s, Mode, TagColumn, UInt32s
 from dataplane.ledger.state.arrays import Bools, every, first_true, some, top, total
 from dataplane.ledger.state.extents import Several
@@ -112,7 +113,7 @@ class Commits:
         help. Other puts were checked when their space was reserved."""
         if not isinstance(reservation, PreallocatedPut) or partition.budget_bytes is None:
             return ()
-        update, wanted = not len(named.unborn), sum(reservation.nbytes)
+        update, wanted = not len(named.unborn), reservation.total_bytes
         another_waits = partition.account.number in self.state.space_waiters[update]
         excess = budget_excess(self.state, partition, wanted, update=update)
         evicted: tuple[str, ...] | None = None
