@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -41,9 +43,15 @@ def allocate(client: Client, nbytes: int = SPACE) -> tuple[int, int]:
     return number, got.offset
 
 
-def commit(reservation: int, offset: int | None, sample: str, x: int = 10, y: int = 0, **more: object) -> c.Commit:
+def commit(reservation: int, offset: int | None, sample: str, x: int = 10, y: int = 0, **more: Any) -> c.Commit:
     columns = commit_columns({"x": [x], **({"y": [y]} if y else {})})
-    settings = {"partition": "p", "samples": by_ids(sample), "mode": c.Mode.UPSERT, "columns": columns, **more}
+    settings: dict[str, Any] = {
+        "partition": "p",
+        "samples": by_ids(sample),
+        "mode": c.Mode.UPSERT,
+        "columns": columns,
+        **more,
+    }
     return c.Commit(reservation=reservation, offset=offset, **settings)
 
 
