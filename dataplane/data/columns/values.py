@@ -81,7 +81,8 @@ class FlatValues:
 
 
 class JoinedValues:
-    """The values of several columns, one after another. `_starts` has the number of the first value of each column."""
+    """The values of several columns, one after another. `_starts` has the number of the first value of each column, and
+    the number of all values."""
 
     def __init__(self, parts: Sequence[Values]) -> None:
         self.sizes: Int64s = np.concatenate([part.sizes for part in parts])
