@@ -32,7 +32,7 @@ from benchmarks.runner import ENTRIES
 from benchmarks.systems.base import Span
 from benchmarks.systems.ceiling import Ceiling
 from benchmarks.systems.round_trip import REFERENCE_S, at_reference
-from benchmarks.targets import BESIDE, MANY, TARGETS, Results, Target, judge
+from benchmarks.targets import BESIDE, COROUTINES, MANY, TARGETS, Results, Target, judge
 from tests.children import Child
 
 pytestmark = pytest.mark.integration
@@ -173,6 +173,7 @@ def _cases(quick: bool) -> list[Case]:
 def _figures() -> list[Figure]:
     """One of each name that a budget asks for."""
     names = [
+        *(f"{COROUTINES}{figure}" for figure in (" : TransferQueue", ", CPU of the client", ", CPU of the service")),
         "single-sample puts, 64 clients",
         "commit -> claim returns, p50",
         "commit -> claim returns, p99",

@@ -46,7 +46,7 @@ from dataplane.ledger.commands import (
 )
 from tests.ledger.claim_model import Faults, Held, Name, Partition, Place, Sample, fields_of_parts, matches
 from tests.ledger.copy_model import CopyModel
-from tests.ledger.values import placement_ranges, value_places
+from tests.ledger.values import parts_of, placement_ranges, value_places
 
 
 class Model(CopyModel):
@@ -184,7 +184,8 @@ class Model(CopyModel):
             return {"InvalidRequestError"}
         if command.offset is None:
             return set() if self.reserved_in[reservation] == partition.incarnation else {"PartitionDroppedError"}
-        start, total = command.offset, sum(granules_of(sum(sizes_of(column))) for column in command.columns)
+        parts = [part for column in command.columns for part in parts_of(sizes_of(column), command.parts)]
+        start, total = command.offset, sum(granules_of(sum(part)) for part in parts)
         fits = any(at <= start and start + total <= at + nbytes for _, at, nbytes in self.reserved[reservation])
         return set() if not start % GRANULE_BYTES and (fits or not total) else {"InvalidRequestError"}
 
@@ -280,9 +281,7 @@ class Model(CopyModel):
         if command.listed:
             self.check_contents(samples, result, command.parts)
         else:
-            assert not result.fields
-            assert not result.tags
-            assert not result.part_fields
+            assert not (result.fields or result.tags or result.part_fields)
 
     def cut_preallocated(self, name: Name, command: Commit) -> None:
         """The commit's columns, or their parts, follow each other from its offset, no longer in preallocated space."""
@@ -292,11 +291,11 @@ class Model(CopyModel):
         unit, at, placements = self.reserved[space][0][0] if self.reserved[space] else 0, command.offset, []
         for number, column in enumerate(command.columns):
             last = 0
-            for count in command.parts or [len(column.lengths)]:
-                first, last = last, last + count
-                if count:
+            for part in parts_of(sizes_of(column), command.parts):
+                first, last = last, last + len(part)
+                if part:
                     placements.append(Placement(column=number, first=first, last=last, unit=unit, offset=at))
-                at += granules_of(sum(sizes_of(column)[first:last]))
+                at += granules_of(sum(part))
         self.granted[name] = Allocated(placements=tuple(placements))
         left = []
         for _, start, nbytes in self.reserved[space]:

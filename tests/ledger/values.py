@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -61,6 +62,12 @@ def value_places(sizes: Sequence[Sequence[int]], allocated: Allocated) -> list[l
         whole.append([place if place is not None else (-1, 0) for place in column])
         assert all(place is not None or not sizes[c][k] for k, place in enumerate(column)), (c, column)
     return whole
+
+
+def parts_of(sizes: Sequence[int], parts: Sequence[int]) -> list[Sequence[int]]:
+    """The sizes of the values of each part of a column; all of them without parts."""
+    ends = list(accumulate(parts or [len(sizes)]))
+    return [sizes[end - count : end] for count, end in zip(parts or [len(sizes)], ends, strict=True)]
 
 
 def placement_ranges(sizes: Sequence[Sequence[int]], allocated: Allocated) -> list[tuple[int, int, int]]:
