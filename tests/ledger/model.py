@@ -281,7 +281,7 @@ class Model(CopyModel):
         if command.listed:
             self.check_contents(samples, result, command.parts)
         else:
-            assert not (result.fields or result.tags or result.part_fields)
+            assert (result.fields, result.tags, result.part_fields) == ((), (), ())
 
     def cut_preallocated(self, name: Name, command: Commit) -> None:
         """The commit's columns, or their parts, follow each other from its offset, no longer in preallocated space."""

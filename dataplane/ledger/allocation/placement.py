@@ -5,14 +5,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
 import numpy as np
 
 from dataplane.core.types import GRANULE_BYTES
-from dataplane.ledger.commands import Int64s
+from dataplane.errors import InvalidRequestError
+from dataplane.ledger.commands import Commit, Int64s
+from dataplane.ledger.state.arrays import top
 from dataplane.ledger.state.free_space import granules_up
+from dataplane.ledger.state.limits import check_limit
 from dataplane.ledger.state.sessions import Want
+from dataplane.ledger.state.state import State
 from dataplane.ledger.state.units import Unit
 
+MAX_BYTES = 1 << 62
 MIB = 1 << 20
 STEP_BYTES = 64 * MIB
 """Arenas grow by at least this much."""
@@ -180,3 +188,33 @@ def _take_piece(want: Want, units: list[Unit], size: int) -> tuple[Unit, int, in
             if offset is not None:
                 return unit, offset, size
     return None
+
+
+def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
+    """Check the columns of a put, given as (name, value sizes). Raises InvalidRequestError or LimitError."""
+    limits = state.limits
+    check_limit("columns of one put", len(columns), limits.columns, "Put fewer fields at a time.")
+    seen: set[str] = set()
+    for name, sizes in columns:
+        state.check_name("field", name)
+        if name in seen:
+            raise InvalidRequestError(f"column {name!r} is named twice in one put")
+        seen.add(name)
+        check_limit(f"values of column {name!r} in one put", len(sizes), limits.samples, "Put fewer rows at a time.")
+        most = top(sizes)  # a negative size counts as a very large one
+        # The sum is only computed, in floats that do not overflow, if it may be too large.
+        if most > MAX_BYTES or (most * len(sizes) > MAX_BYTES and float(sizes.sum(dtype=np.float64)) > MAX_BYTES):
+            raise InvalidRequestError(f"column {name!r}: its values must have 0 to {MAX_BYTES} bytes in total")
+
+
+def part_ranges(command: Commit, number: int) -> list[tuple[int, int]]:
+    """Return the values [first, last) of each part of column `number`. Raises InvalidRequestError."""
+    column = command.columns[number]
+    if not command.parts:
+        return [(0, len(column.lengths))]
+    ends = [0, *accumulate(command.parts)]
+    if column.index is not None or len(column.lengths) != ends[-1] or min(command.parts) < 0:
+        raise InvalidRequestError(
+            f"column {column.name!r}: a commit of {ends[-1]} samples in parts needs one value for each of them"
+        )
+    return list(pairwise(ends))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 
-import numpy as np
-
+from dataplane.core.types import GRANULE_BYTES
 from dataplane.errors import (
     CapacityTimeoutError,
     DataPlaneError,
@@ -23,12 +21,22 @@ from dataplane.ledger.allocation.budgets import (
     waits_for_larger_piece,
     waits_for_memory,
 )
-from dataplane.ledger.allocation.placement import Piece, advance_target, give_back, growth_target, place, retry_target
+from dataplane.ledger.allocation.placement import (
+    MAX_BYTES,
+    Piece,
+    advance_target,
+    check_columns,
+    give_back,
+    growth_target,
+    part_ranges,
+    place,
+    retry_target,
+)
 from dataplane.ledger.commands import (
     Allocate,
     Allocated,
+    Commit,
     GrowArena,
-    Int64s,
     OnFull,
     Placement,
     Preallocate,
@@ -36,17 +44,16 @@ from dataplane.ledger.commands import (
     WhenFull,
 )
 from dataplane.ledger.liveness import Liveness
-from dataplane.ledger.state.arrays import top
+from dataplane.ledger.state.arrays import total
 from dataplane.ledger.state.checksum_policy import checksums_are_wanted
+from dataplane.ledger.state.extents import Extents
 from dataplane.ledger.state.free_space import granules_up
-from dataplane.ledger.state.limits import check_limit
 from dataplane.ledger.state.partition import Partition
 from dataplane.ledger.state.sessions import ParkedAllocate, Preallocation, PutReservation, Session, Want
 from dataplane.ledger.state.state import State
 from dataplane.ledger.state.units import Unit
 from dataplane.ledger.state.wait_queues import Line, WaitQueues
 
-MAX_BYTES = 1 << 62
 RETRY_S = 1.0
 """How often an arena that could not grow is asked again while a put waits: other processes may have freed memory."""
 
@@ -433,18 +440,56 @@ def _waits_for_growth_only(parked: ParkedAllocate) -> bool:
     return rejecting or parked.command.on_full is OnFull.REJECT
 
 
-def check_columns(state: State, columns: Sequence[tuple[str, Int64s]]) -> None:
-    """Check the columns of a put, given as (name, value sizes). Raises InvalidRequestError or LimitError."""
-    limits = state.limits
-    check_limit("columns of one put", len(columns), limits.columns, "Put fewer fields at a time.")
-    seen: set[str] = set()
-    for name, sizes in columns:
-        state.check_name("field", name)
-        if name in seen:
-            raise InvalidRequestError(f"column {name!r} is named twice in one put")
-        seen.add(name)
-        check_limit(f"values of column {name!r} in one put", len(sizes), limits.samples, "Put fewer rows at a time.")
-        most = top(sizes)  # a negative size counts as a very large one
-        # The sum is only computed, in floats that do not overflow, if it may be too large.
-        if most > MAX_BYTES or (most * len(sizes) > MAX_BYTES and float(sizes.sum(dtype=np.float64)) > MAX_BYTES):
-            raise InvalidRequestError(f"column {name!r}: its values must have 0 to {MAX_BYTES} bytes in total")
+class PreallocatedPut(PutReservation):
+    """The reservation of a commit into preallocated `space`, in the space's piece number `place` (None: the columns are
+    empty). The columns are one after another from `offset`, and each part of a column begins at a granule: its values
+    [first, last) are a pair of `ranges`, its whole granules in bytes are in `nbytes`, by column. Without parts in the
+    commit, each column is one part. Nothing is taken before `cut`. `space.pieces[0]` are the unused pieces, as
+    (0, 0, extent, offset)."""
+
+    def __init__(self, state: State, space: Preallocation, partition: Partition, command: Commit) -> None:
+        if command.offset is None or command.offset % GRANULE_BYTES:
+            raise InvalidRequestError(
+                f"offset {command.offset}: a commit into preallocated space must begin at a multiple of {GRANULE_BYTES}"
+            )
+        sizes = [column.lengths * column.spec.unit_bytes for column in command.columns]
+        names = [column.name for column in command.columns]
+        check_columns(state, list(zip(names, sizes, strict=True)))
+        super().__init__(partition, names, sizes, update=False)
+        self.space = space
+        self.offset = command.offset
+        self.ranges = [part_ranges(command, number) for number in range(len(sizes))]
+        self.nbytes = [
+            [granules_up(total(column[first:last])) for first, last in ranges]
+            for column, ranges in zip(sizes, self.ranges, strict=True)
+        ]
+        self.total_bytes = sum(map(sum, self.nbytes))
+        self.place = self._find_piece(state.extents)
+
+    def _find_piece(self, extents: Extents) -> int | None:
+        """Return the number of the piece that holds all columns (None: they are empty). Raises InvalidRequestError."""
+        nbytes = self.total_bytes
+        if not nbytes:
+            return None
+        for number, (_, _, extent, start) in enumerate(self.space.pieces[0]):
+            if start <= self.offset and self.offset + nbytes <= start + int(extents.sizes[extent]):
+                return number
+        raise InvalidRequestError(
+            f"{nbytes} bytes at {self.offset} are not within the unused part of the preallocated space"
+        )
+
+    def cut(self, extents: Extents) -> None:
+        """Take the bytes out of the space, as one extent per part of a column. The rest of the space's piece stays
+        preallocated."""
+        if self.place is not None:
+            pieces = self.space.pieces[0]
+            _, _, piece_extent, _ = pieces[self.place]
+            remaining = extents.cut(piece_extent, self.offset, self.total_bytes)
+            pieces[self.place : self.place + 1] = [(0, 0, extent, int(extents.starts[extent])) for extent in remaining]
+        offset, account, unit = self.offset, self.partition.account, self.space.unit
+        for column, ranges, sizes in zip(self.pieces, self.ranges, self.nbytes, strict=True):
+            for (first, last), nbytes in zip(ranges, sizes, strict=True):
+                start = offset if nbytes else 0  # an extent of empty values holds no bytes
+                if last > first:  # a part without values needs no extent
+                    column.append((first, last, extents.reserve(unit, start, nbytes, account), start))
+                offset += nbytes

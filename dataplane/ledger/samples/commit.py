@@ -21,8 +21,8 @@ from dataplane.errors import (
     StorageUnitError,
 )
 from dataplane.ledger.allocation.budgets import Evictions, budget_excess, out_of_space
-from dataplane.ledger.allocation.preallocated_put import PreallocatedPut
-from dataplane.ledger.allocation.reservations import MAX_BYTES
+from dataplane.ledger.allocation.placement import MAX_BYTES
+from dataplane.ledger.allocation.reservations import PreallocatedPut
 from dataplane.ledger.commands import Commit, CommitColumn, Committed, Int32s, Int64s, Mode, TagColumn, UInt32s
 from dataplane.ledger.state.arrays import Bools, every, first_true, some, top, total
 from dataplane.ledger.state.extents import Several

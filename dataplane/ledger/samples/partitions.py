@@ -14,7 +14,8 @@ from dataplane.errors import (
     ServiceRestartedError,
 )
 from dataplane.ledger import commands as c
-from dataplane.ledger.allocation.reservations import MAX_BYTES, RETRY_S, Reservations
+from dataplane.ledger.allocation.placement import MAX_BYTES
+from dataplane.ledger.allocation.reservations import RETRY_S, Reservations
 from dataplane.ledger.allocation.shrink import Shrinks
 from dataplane.ledger.liveness import Liveness
 from dataplane.ledger.samples.commit import check_tags
