@@ -81,6 +81,16 @@ async def wait_in_loop(event: threading.Event) -> None:
             await asyncio.sleep(0.001)
 
 
+async def preallocated(client: AsyncDataPlaneClient, partition: str) -> None:
+    """Put a sample until the client has preallocated space. The service refuses it to a session that it does not know
+    to have mapped the arena."""
+    buffer = (await client._connection()).session_state.preallocated
+    async with asyncio.timeout(60):
+        while not buffer._open:
+            await client.put_samples(**one("first", partition))
+            await asyncio.sleep(0.02)
+
+
 def stored(client: DataPlaneClient, partition: str) -> dict[str, tuple[list[int], int, Any]]:
     """Return x, n and the tags of each sample of the partition."""
     meta = client.list_samples(partition)
@@ -271,8 +281,7 @@ def test_a_cancelled_put_is_before_the_next_command_of_its_caller(
     monkeypatch.setattr("dataplane.client.operations.put.joined_commit", committing)
 
     async def use(connected: AsyncDataPlaneClient) -> list[Any]:
-        for number in range(3):  # from the second on, small puts have preallocated space
-            await connected.put_samples(**one(f"first{number}", partition))
+        await preallocated(connected, partition)
         tasks.extend(asyncio.create_task(connected.put_samples(**one(f"s{i}", partition, i))) for i in range(3))
         await asyncio.wait(tasks[1:2])
         await connected.clear_samples(["s1"], partition)
@@ -320,8 +329,7 @@ def test_joined_puts_use_and_free_the_space_of_single_ones(
     ]
 
     async def use(connected: AsyncDataPlaneClient) -> None:
-        for _ in range(2):  # the second one requests preallocated space
-            await connected.put_samples(["first"], partition, puts[0]["fields"])
+        await preallocated(connected, partition)
         await connected.clear_samples(["first"], partition)
         if kind == "joined":
             await together(connected, puts)
