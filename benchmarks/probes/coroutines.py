@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -14,7 +14,7 @@ from benchmarks.measure import MIN_REPETITIONS, cores, cpu_seconds, percentile, 
 from benchmarks.probes.adapter import IN_FLIGHT, PARTITION, TOKENS, WARM_UP, Original
 from benchmarks.probes.base import Figure, side_by_side
 from benchmarks.systems.service import Service
-from dataplane import AsyncDataPlaneClient, connect_async
+from dataplane import connect_async
 
 PUTS_EACH = 4
 """Rollouts that a coroutine puts in one repetition."""
@@ -46,38 +46,34 @@ def _side(go: Callable[[], Any], number: int, rounds: int) -> dict[str, list[flo
     (0) or with `AsyncDataPlaneClient` (1). The order of the two alternates."""
     os.environ.update({"TQ_NUM_THREADS": str(cores()), "TQ_LOGGING_LEVEL": "ERROR"})
     loop = asyncio.new_event_loop()
-    with Original() if number == 0 else _Native(loop) as side:
-        turns: list[tuple[float, float, float]] = []
+    with _Package() if number == 0 else _Native(loop) as side:
+        turns: list[tuple[float, ...]] = []
         for round_number in range(rounds):
             for half in range(2):
                 go()
                 if (half + round_number) % 2 == number:
-                    turns.append(_turn(side, loop, number))
+                    turns.append(_turn(side, loop))
         go()
     loop.close()
     return {name: [turn[place] for turn in turns] for place, name in enumerate(("seconds", "client", "service"))}
 
 
-def _turn(side: Any, loop: asyncio.AbstractEventLoop, number: int) -> tuple[float, float, float]:
-    """Return the medians of the repetitions of one turn."""
-    put = _put_with_the_package(side) if number == 0 else side.put
+def _turn(side: _Package | _Native, loop: asyncio.AbstractEventLoop) -> tuple[float, ...]:
+    """Return the medians of the repetitions of one turn: seconds, and processor seconds of client and service."""
     repetitions = []
     with uncollected():
         for repetition in range(REPETITIONS):
             keys = [[f"{lane}-{repetition}-{turn}" for turn in range(PUTS_EACH)] for lane in range(IN_FLIGHT)]
-            count, pid = IN_FLIGHT * PUTS_EACH, side.pid if number else os.getpid()
-            begun, client, service = time.perf_counter(), time.process_time(), cpu_seconds(pid)
-            loop.run_until_complete(_put_all(put, keys))
-            now = time.perf_counter(), time.process_time(), cpu_seconds(pid)
-            repetitions.append(
-                tuple((each - before) / count for each, before in zip(now, (begun, client, service), strict=True))
-            )
-            every = [key for mine in keys for key in mine]
-            if number == 0:
-                side.kv_clear(every, PARTITION)
-            else:
-                loop.run_until_complete(side.client.clear_samples(every, PARTITION))
-    return tuple(percentile([each[place] for each in repetitions], 0.5) for place in range(3))  # type: ignore[return-value]
+            before = _clocks(side)
+            loop.run_until_complete(_put_all(side.put, keys))
+            taken = [after - each for after, each in zip(_clocks(side), before, strict=True)]
+            repetitions.append([each / (IN_FLIGHT * PUTS_EACH) for each in taken])
+            loop.run_until_complete(side.clear([key for mine in keys for key in mine]))
+    return tuple(percentile(list(values), 0.5) for values in zip(*repetitions, strict=True))
+
+
+def _clocks(side: _Package | _Native) -> tuple[float, float, float]:
+    return time.perf_counter(), time.process_time(), cpu_seconds(side.pid)
 
 
 async def _put_all(put: Put, keys: list[list[str]]) -> None:
@@ -91,11 +87,25 @@ async def _put_all(put: Put, keys: list[list[str]]) -> None:
     await asyncio.gather(*map(one_after_another, keys))
 
 
-def _put_with_the_package(module: Any) -> Put:
-    async def put(key: str, rollout: dict[str, Any]) -> None:
-        await module.async_kv_put(key, PARTITION, rollout)
+class _Package:
+    """The package's service, and its client in this process. pid: of this process, since the service has many."""
 
-    return put
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._original = Original()
+
+    async def put(self, key: str, rollout: dict[str, Any]) -> None:
+        await self._module.async_kv_put(key, PARTITION, rollout)
+
+    async def clear(self, keys: list[str]) -> None:
+        await self._module.async_kv_clear(keys, PARTITION)
+
+    def __enter__(self) -> Self:
+        self._module = self._original.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._original.__exit__()
 
 
 class _Native:
@@ -103,20 +113,22 @@ class _Native:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.client: AsyncDataPlaneClient
 
     async def put(self, key: str, rollout: dict[str, Any]) -> None:
         columns = {name: [value] for name, value in rollout.items()}
-        await self.client.put_samples([key], PARTITION, columns)
+        await self._client.put_samples([key], PARTITION, columns)
 
-    def __enter__(self) -> _Native:
+    async def clear(self, keys: list[str]) -> None:
+        await self._client.clear_samples(keys, PARTITION)
+
+    def __enter__(self) -> Self:
         self._service = Service({"capacity_bytes": 1 << 30})
         self.pid = self._service.pid
-        self.client = connect_async(self._service.address)
+        self._client = connect_async(self._service.address)
         names = ["input_ids", "mask", "logprobs", "reward"]
-        self._loop.run_until_complete(self.client.register_partition(PARTITION, names, None, ["train"]))
+        self._loop.run_until_complete(self._client.register_partition(PARTITION, names, None, ["train"]))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.run_until_complete(self.client.close())
+        self._loop.run_until_complete(self._client.close())
         self._service.close()

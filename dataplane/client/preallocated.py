@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from dataplane.core.types import GRANULE_BYTES
 from dataplane.data.columns import EncodedColumn
@@ -56,9 +57,7 @@ class PreallocatedPart:
         column; empty: each column is placed as a whole."""
         placements, offset = [], self.offset
         for number, column in enumerate(columns):
-            last = 0
-            for count in parts or [len(column.sizes)]:
-                first, last = last, last + count
+            for first, last in pairwise(accumulate(parts or [len(column.sizes)], initial=0)):
                 placements.append(Placement(column=number, first=first, last=last, unit=self.space.unit, offset=offset))
                 offset += _granules(column.bytes_of(first, last))
         return placements
@@ -167,7 +166,7 @@ class PreallocatedBuffer:
 
 
 def bytes_of(columns: Sequence[EncodedColumn]) -> int:
-    """Return the arena bytes that the columns of a put need as wholes."""
+    """Return the arena bytes that the columns of a put need."""
     return sum(_granules(column.nbytes) for column in columns)
 
 

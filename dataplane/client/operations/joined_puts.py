@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 import msgspec
 import numpy as np
@@ -50,30 +51,41 @@ def small_put(commit: c.Commit, ids: Sequence[str], encoded: Sequence[EncodedCol
     return SmallPut(commit, ids, encoded, nbytes, key)
 
 
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Puts to store together, as positions, with their samples and bytes."""
+
+    positions: list[int] = field(default_factory=list)
+    samples: set[str] = field(default_factory=set)
+    nbytes: int = 0
+
+    def has_room(self, put: SmallPut) -> bool:
+        """Whether the put is within the limits of the group, and names none of its samples."""
+        fits = len(self.positions) < GROUP_PUTS and self.nbytes + put.nbytes <= GROUP_BYTES
+        return fits and self.samples.isdisjoint(put.ids)
+
+
 def groups_of(puts: Sequence[SmallPut]) -> list[list[int]]:
     """Return the groups of puts to store together, as positions in `puts`. No group has a sample twice."""
-    groups: list[list[int]] = []
-    open_groups: dict[Hashable, tuple[list[int], set[str]]] = {}  # by key: the last group, and its samples
-    sizes: dict[Hashable, int] = {}  # bytes of the last group
+    groups: list[_Group] = []
+    last_groups: dict[Hashable, _Group] = {}  # by key
     for position, put in enumerate(puts):
-        group, samples = open_groups.get(put.key, ([], set()))
-        is_full = len(group) == GROUP_PUTS or sizes.get(put.key, 0) + put.nbytes > GROUP_BYTES
-        if not group or is_full or not samples.isdisjoint(put.ids):
-            group, samples = open_groups[put.key] = [], set()
+        group = last_groups.get(put.key)
+        if group is None or not group.has_room(put):
+            group = last_groups[put.key] = _Group()
             groups.append(group)
-            sizes[put.key] = 0
-        group.append(position)
-        samples.update(put.ids)
-        sizes[put.key] += put.nbytes
-    return groups
+        group.positions.append(position)
+        group.samples.update(put.ids)
+        group.nbytes += put.nbytes
+    return [group.positions for group in groups]
 
 
 def results_of(puts: Sequence[SmallPut], committed: c.Committed) -> list[c.Committed]:
     """Return the result of each put of a group from that of their commit. The counts `born` and `overwritten_bytes`
     stay those of the group, and samples that were evicted are in the first result only."""
-    results, last = [], 0
-    for number, put in enumerate(puts):
-        first, last = last, last + len(put.ids)
+    results = []
+    ranges = pairwise(accumulate((len(put.ids) for put in puts), initial=0))
+    for number, (put, (first, last)) in enumerate(zip(puts, ranges, strict=True)):
         result = msgspec.structs.replace(
             committed,
             rows=committed.rows[first:last],

@@ -87,7 +87,7 @@ class JoinedValues:
     def __init__(self, parts: Sequence[Values]) -> None:
         self.sizes: Int64s = np.concatenate([part.sizes for part in parts])
         self._parts = parts
-        self._starts = [0, *itertools.accumulate(len(part.sizes) for part in parts)]
+        self._starts = list(itertools.accumulate((len(part.sizes) for part in parts), initial=0))
 
     @property
     def on_host(self) -> bool:

@@ -212,7 +212,7 @@ def part_ranges(command: Commit, number: int) -> list[tuple[int, int]]:
     column = command.columns[number]
     if not command.parts:
         return [(0, len(column.lengths))]
-    ends = [0, *accumulate(command.parts)]
+    ends = list(accumulate(command.parts, initial=0))
     if column.index is not None or len(column.lengths) != ends[-1] or min(command.parts) < 0:
         raise InvalidRequestError(
             f"column {column.name!r}: a commit of {ends[-1]} samples in parts needs one value for each of them"

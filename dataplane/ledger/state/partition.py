@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -369,11 +370,8 @@ class Partition:
 
     def part_fields(self, rows: Int64s, parts: tuple[int, ...]) -> tuple[FieldNames, ...]:
         """Return the `common_fields` of each part. parts: the numbers of rows of consecutive parts."""
-        fields, end = [], 0
-        for count in parts:
-            begin, end = end, end + count
-            fields.append(FieldNames(names=self.common_fields(rows[begin:end])))
-        return tuple(fields)
+        ranges = pairwise(accumulate(parts, initial=0))
+        return tuple(FieldNames(names=self.common_fields(rows[first:last])) for first, last in ranges)
 
 
 def unrepeated(rows: Int64s) -> Int64s:
