@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,7 +27,7 @@ TICK_S = 0.005
 FORGET_S = 300.0
 """ZMQ clients resend pending calls far more often than this, so calls not resent for this long are abandoned."""
 TOGETHER = 64
-"""Maximum number of ZMQ messages that share one fsync."""
+"""Maximum number of ZMQ messages of an iteration, which share one fsync."""
 _FAILPOINTS = {"open": "controller.before_opened", "add": "controller.before_added"}
 COMPLAIN_S = 10.0
 """Minimum interval in seconds between log lines about a journal that is not writable."""
@@ -74,12 +74,12 @@ class _PendingRequest:
 class LedgerThread:
     """Runs `ledger` in a dedicated thread. Inputs come from the ZMQ server and from `submit` (any thread).
 
-    Each iteration handles all submitted inputs, then one message of the server. It first applies a `Tick` if the last
-    one is older than `TICK_S` or a deadline is reached. Outputs are delivered in the ledger's order. An exception in
+    Each iteration handles all submitted inputs, then up to `TOGETHER` messages of the server, until another input is
+    submitted. It first applies a `Tick` if the last one is older than `TICK_S` or a deadline is reached. Outputs are delivered in the ledger's order. An exception in
     the ledger is logged with its input and answered with `InternalError`. An input that the journal cannot record is
     rejected and changes nothing.
 
-    With `sync`, the outputs of an iteration, of up to `TOGETHER` messages, are delivered after one call of `sync`. If
+    With `sync`, the outputs of an iteration are delivered after one call of `sync`. If
     `sync` fails, these outputs are discarded and the thread stops. `ended` is set when the thread has stopped.
     `watch` observes every delivered answer and the busy time of the thread.
     """
@@ -196,9 +196,9 @@ class LedgerThread:
             self._shut_down()
 
     def _serve_zmq(self) -> None:
-        """Handle one message, or with `sync` up to `TOGETHER` pending messages that then share one fsync."""
-        for _ in range(1 if self._sync is None else TOGETHER):
-            if not self._zmq.serve(self):
+        """Handle pending messages: at most `TOGETHER`, and none after the first while a submitted input waits."""
+        for _ in range(TOGETHER):
+            if not self._zmq.serve(self) or self._inbox:
                 return
 
     def _deliver_outgoing(self) -> None:
@@ -206,8 +206,7 @@ class LedgerThread:
         if self._sync is not None and self._outgoing:
             self._sync_journal(self._sync)
             outgoing, self._outgoing = self._outgoing, []
-            for output in outgoing:
-                self._deliver(output)
+            self._deliver_all(outgoing)
 
     def _sync_journal(self, sync: Callable[[], None]) -> None:
         """Call `sync`, and report its duration to the observer."""
@@ -281,9 +280,16 @@ class LedgerThread:
             outputs = [] if answer is None else [answer]
         if self._sync is not None:
             self._outgoing += outputs
-            return
-        for output in outputs:
-            self._deliver(output)
+        elif len(outputs) == 1:
+            self._deliver(outputs[0])
+        elif outputs:
+            self._deliver_all(outputs)
+
+    def _deliver_all(self, outputs: Iterable[c.Output]) -> None:
+        """Deliver several outputs; replies to one caller over ZMQ travel in one message."""
+        with self._zmq.replies_together():
+            for output in outputs:
+                self._deliver(output)
 
     def _log_unwritable(self, error: StateDirError) -> None:
         """Log, at most every `COMPLAIN_S`, that requests are rejected because the journal is not writable."""

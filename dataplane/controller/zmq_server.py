@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import secrets
 from collections import Counter
+from collections.abc import Iterator
 from typing import Protocol
 
 import zmq
@@ -16,7 +18,7 @@ from dataplane.core.addresses import resolve_host
 from dataplane.core.limited_log import Complaints
 from dataplane.core.ports import cannot_listen
 from dataplane.core.zmq_io import NOBLOCK, bind_tcp, readable, receive, send
-from dataplane.errors import DataPlaneError, InternalError, InvalidRequestError
+from dataplane.errors import DataPlaneError, InternalError
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
 from dataplane.protocol.curve import ServerKeys
@@ -68,6 +70,7 @@ class ZmqServer:
         self._heartbeat_descriptors: set[int] = set()  # that carried a heartbeat since the last `notice_disconnects`
         self._handshake_failed = False  # of the peer whose disconnect is the next event
         self._closed = False
+        self._held: dict[bytes, list[bytes]] | None = None  # the frames of replies by caller, see `replies_together`
         try:
             refused = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if ticket else 0  # without a ticket, any peer is served
             self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | refused)
@@ -166,15 +169,24 @@ class ZmqServer:
         self._unauthenticated.hang_up()
 
     def _dispatch(self, handler: Handler, peer: zmq.Frame, *frames: zmq.Frame) -> None:
+        """Handle the requests of one message; reply with the error if it is malformed."""
+        if self._admission is not None:  # a peer whose message arrives has presented the ticket: `hang_up` keeps it
+            self._unauthenticated.spoke(int(peer.get(zmq.SRCFD)))
+        try:
+            requests = zmq_frames.split_requests([frame.bytes for frame in frames])
+        except DataPlaneError as error:
+            self._log_rejection(error)
+            self._send(peer.bytes, zmq_frames.refusal(number=0, error=error))
+            return
+        with self.replies_together() if len(requests) > 1 else contextlib.nullcontext():
+            for method, body in requests:
+                self._handle_request(handler, peer, method, body)
+
+    def _handle_request(self, handler: Handler, peer: zmq.Frame, method: str, body: bytes) -> None:
         """Parse one request and pass it to `handler`; reply with the error if it is malformed."""
         caller = peer.bytes
         try:
-            if self._admission is not None:  # a peer whose message arrives has presented the ticket: `hang_up` keeps it
-                self._unauthenticated.spoke(int(peer.get(zmq.SRCFD)))
-            if len(frames) < 2:
-                raise InvalidRequestError(f"a request needs 2 or more frames (method, message), got {len(frames)}")
-            method, *parts = [frame.bytes for frame in frames]
-            item = parse(method.decode(errors="replace"), parts[0] if len(parts) == 1 else b"".join(parts))
+            item = parse(method, body)
             if isinstance(item, c.Heartbeat):
                 self._handle_heartbeat(handler, item, peer)
             else:
@@ -217,8 +229,26 @@ class ZmqServer:
         self._send(caller, frames)
 
     def _send(self, caller: bytes, frames: list[bytes]) -> None:
-        """Send `frames` without blocking. A ROUTER drops messages that the peer does not accept; the client resends."""
-        send(self.socket, [caller, *frames])
+        """Send the frames of a reply, or hold them (see `replies_together`). Does not block. A ROUTER drops messages that
+        the peer does not accept; the client resends."""
+        if self._held is None:
+            send(self.socket, [caller, *frames])
+        else:
+            self._held.setdefault(caller, [caller]).extend(frames)
+
+    @contextlib.contextmanager
+    def replies_together(self) -> Iterator[None]:
+        """Hold the replies that are sent in this context, and send those of each caller as one message at its end."""
+        if self._held is not None:  # an outer context sends them
+            yield
+            return
+        self._held = {}
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            for frames in held.values():
+                send(self.socket, frames)
 
     def close(self) -> None:
         """Send the last replies, then close. Idempotent. Only for the serving thread, or before it starts."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 GRANULE_BYTES = 64
 """Alignment of extents: they start and end on multiples of this, so no two extents share a cache line."""
 

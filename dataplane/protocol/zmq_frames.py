@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from dataplane.errors import DataPlaneError, InternalError, RequestTooLargeError, from_wire, to_wire
+from dataplane.errors import (
+    DataPlaneError,
+    InternalError,
+    InvalidRequestError,
+    RequestTooLargeError,
+    from_wire,
+    to_wire,
+)
 from dataplane.ledger import commands as c
 from dataplane.protocol import codec
 
@@ -17,6 +25,10 @@ MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 1024
 REQUEST_FRAME_BYTES = 256 << 10
 """A longer request is split into frames, because the service may hold one frame of a peer without a valid ticket."""
 MAX_REQUEST_FRAME_BYTES = REQUEST_FRAME_BYTES + 1024
+GROUP = b""
+"""The first frame of a message with several requests, in place of a method."""
+MAX_GROUP = 32
+"""Maximum number of requests in a message. Their replies are sent together, so the first waits for the last."""
 
 
 def request(item: c.Input) -> list[bytes]:
@@ -28,6 +40,41 @@ def request(item: c.Input) -> list[bytes]:
         return [method.encode(), body]
     starts = range(0, len(body), REQUEST_FRAME_BYTES)
     return [method.encode(), *(body[start : start + REQUEST_FRAME_BYTES] for start in starts)]
+
+
+def messages(requests: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
+    """Yield the messages for these requests (see `request`), in their order: up to `MAX_GROUP` consecutive requests
+    share a message (GROUP, method, body, method, body, ...); a request of several body frames has its own."""
+    group: list[list[bytes]] = []
+    for each in requests:
+        if group and (len(each) > 2 or len(group) == MAX_GROUP):
+            yield _joined(group)
+            group = []
+        if len(each) > 2:
+            yield each
+        else:
+            group.append(each)
+    if group:
+        yield _joined(group)
+
+
+def _joined(group: Sequence[list[bytes]]) -> list[bytes]:
+    return group[0] if len(group) == 1 else [GROUP, *chain.from_iterable(group)]
+
+
+def split_requests(frames: Sequence[bytes]) -> list[tuple[str, bytes]]:
+    """Return method and body of each request in a message. Raises `InvalidRequestError` if it is malformed."""
+    if len(frames) < 2:
+        raise InvalidRequestError(f"a request needs 2 or more frames (method, message), got {len(frames)}")
+    method, *parts = frames
+    if method != GROUP:
+        return [(method.decode(errors="replace"), parts[0] if len(parts) == 1 else b"".join(parts))]
+    count, odd = divmod(len(parts), 2)
+    if odd or count > MAX_GROUP:
+        raise InvalidRequestError(
+            f"a message with several requests needs 2 frames for each of up to {MAX_GROUP} requests, got {len(parts)}"
+        )
+    return [(each.decode(errors="replace"), body) for each, body in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def check_size(body: bytes, what: str) -> None:
@@ -57,11 +104,14 @@ class Reply:
     body: bytes
 
     @classmethod
-    def parse(cls, frames: Sequence[bytes]) -> Reply:
-        """Parse a reply. Raises `InternalError` if the frames are malformed."""
-        if len(frames) != 3 or len(frames[0]) != 8:
+    def parse(cls, frames: Sequence[bytes]) -> list[Reply]:
+        """Parse a message of one or more replies. Raises `InternalError` if the frames are malformed."""
+        if not frames or len(frames) % 3 or any(len(number) != 8 for number in frames[::3]):
             raise InternalError(what=f"malformed reply of {len(frames)} frames on the ZMQ connection")
-        return cls(int.from_bytes(frames[0], "little"), frames[1].decode(errors="replace"), frames[2])
+        return [
+            cls(int.from_bytes(number, "little"), outcome.decode(errors="replace"), body)
+            for number, outcome, body in zip(frames[::3], frames[1::3], frames[2::3], strict=True)
+        ]
 
     @property
     def error(self) -> DataPlaneError | None:

@@ -473,13 +473,14 @@ def test_the_server_refuses_what_is_no_request(real: Controller) -> None:
     try:
         for frames, why in (
             ([b"Units"], "2 or more frames"),
+            ([b"", b"Units", b"", b"Units"], "2 frames for each"),
             ([b"Tick", b""], "unknown method 'Tick'"),
             ([b"SessionGone", b""], "unknown method 'SessionGone'"),
             ([b"Units", b"\xff\xff"], "not a Units message"),
         ):
             dealer.send_multipart(frames)
             assert dealer.poll(int(WAIT_S * 1000))
-            reply = zmq_frames.Reply.parse(dealer.recv_multipart())
+            (reply,) = zmq_frames.Reply.parse(dealer.recv_multipart())
             assert reply.number == 0
             with pytest.raises(InvalidRequestError, match=why):
                 reply.good_body()

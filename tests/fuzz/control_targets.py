@@ -111,7 +111,7 @@ def _answered(item: c.Input, output: c.Output) -> None:
         body = message_of(output, FACTS).SerializeToString()
         zmq_frames.answer(number, body)
     except DataPlaneError as error:
-        back = zmq_frames.Reply.parse(zmq_frames.refusal(number, error)).error
+        back = zmq_frames.Reply.parse(zmq_frames.refusal(number, error))[0].error
         if type(back) is not type(error) or str(back) != str(error):
             raise FindingError(f"the client reads {back!r} for {error!r}") from error
         return
@@ -207,7 +207,7 @@ def answers(data: bytes) -> None:
     """A reply of the ZMQ server as a client reads it: a result, or an error."""
     feed = Feed(data)
     method, number = RESULTS[feed.number(len(RESULTS))], feed.take(8)
-    body = zmq_frames.Reply.parse([number, feed.piece(), feed.rest()]).good_body()
+    body = zmq_frames.Reply.parse([number, feed.piece(), feed.rest()])[0].good_body()
     result = codec.decode_result(method, body)
     if repr(plain(codec.decode_result(method, codec.encode_result(result)))) != repr(plain(result)):
         raise FindingError(f"{result!r} changes on its way")
@@ -235,7 +235,7 @@ def errors(data: bytes) -> None:
     feed = Feed(data)
     names = sorted(ERROR_TYPES)
     frames = [b"\0" * 8, names[feed.number(len(names))].encode(), feed.rest()]
-    error = zmq_frames.Reply.parse(frames).error
+    error = zmq_frames.Reply.parse(frames)[0].error
     if error is not None:
         str(error)
         raise error

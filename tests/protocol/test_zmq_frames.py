@@ -31,9 +31,9 @@ def test_a_long_request_comes_in_short_frames() -> None:
 
 
 def test_answers_and_refusals_come_back() -> None:
-    reply = zmq_frames.Reply.parse(zmq_frames.answer(7, b"body"))
+    reply = zmq_frames.Reply.parse(zmq_frames.answer(7, b"body"))[0]
     assert (reply.number, reply.error, reply.good_body()) == (7, None, b"body")
-    refusal = zmq_frames.Reply.parse(zmq_frames.refusal(8, PartitionNotFoundError(partition="p")))
+    refusal = zmq_frames.Reply.parse(zmq_frames.refusal(8, PartitionNotFoundError(partition="p")))[0]
     assert refusal.number == 8
     with pytest.raises(PartitionNotFoundError, match="'p'"):
         refusal.good_body()

@@ -47,8 +47,9 @@ class AsyncChannel(OpenChannel):
     A forked child must open its own channel: in the child, every method of this object raises `ClientClosedError`,
     and `close` does nothing.
 
-    `_dealer` is the socket for commands; None until the first one is sent, and after a reconnection. `_none_pending` is
-    set while no call is pending; `close` waits for it.
+    `_dealer` is the socket for commands; None until the first one is sent, and after a reconnection. `_outbox` has the
+    requests to send at the end of this turn of the event loop, which share messages. `_none_pending` is set while no
+    call is pending; `close` waits for it.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class AsyncChannel(OpenChannel):
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._dealer: Socket | None = None
+        self._outbox: list[list[bytes]] = []
         self._waiting: dict[int, _Waiting] = {}  # pending calls by number
         self._none_pending = asyncio.Event()
         self._none_pending.set()
@@ -130,18 +132,27 @@ class AsyncChannel(OpenChannel):
             log.warning("%s will be sent later: %s", outgoing.method, error)
 
     def _send(self, frames: list[bytes]) -> None:
-        """Send frames, on a new socket if there is none. Raise `ServiceUnavailableError`, naming the remedy, if the
-        process has no free file descriptors."""
+        """Send a request at the end of this turn of the event loop, on a new socket if there is none. Raise
+        `ServiceUnavailableError`, naming the remedy, if the process has no free file descriptors."""
         if self._dealer is None:
             with enough_for(self.endpoint):
                 self._dealer = dealer_socket(self._context, self.endpoint, self._calls.session.keys)
             self._loop.add_reader(self._dealer.fileno(), self._receive)
-        send(self._dealer, frames)
-        # ZMQ's descriptor is edge-triggered, and sending may have consumed an edge.
-        self._loop.call_soon(self._receive)
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(frames)
+
+    def _flush(self) -> None:
+        """Send the requests of the outbox."""
+        outbox, self._outbox = self._outbox, []
+        if self._dealer is not None:
+            for message in zmq_frames.messages(outbox):
+                send(self._dealer, message)
+            self._receive()  # ZMQ's descriptor is edge-triggered, and sending may have consumed an edge
 
     def _close_socket(self) -> None:
         dealer, self._dealer = self._dealer, None
+        self._outbox.clear()  # what it had is resent over the next socket
         if dealer is not None:
             self._loop.remove_reader(dealer.fileno())
             dealer.close()
@@ -151,8 +162,9 @@ class AsyncChannel(OpenChannel):
         if self._dealer is None:
             return
         try:
-            for reply in arrived_replies(self._dealer):
-                self._dispatch(reply)
+            for replies in arrived_replies(self._dealer):
+                for reply in replies:
+                    self._dispatch(reply)
         except DataPlaneError as error:
             # The call of this response is unknown, so all pending calls fail; more responses may follow.
             for waiting in self._waiting.values():

@@ -137,12 +137,16 @@ class ControllerChannel(OpenChannel):
         when the pool is shut."""
         timeout_ms = max(0, int((outgoing.wake_at - time.monotonic()) * 1000) + 1)
         zmq.zmq_poll([(dealer, zmq.POLLIN), (pool.waker.fd, zmq.POLLIN)], timeout_ms)
-        for reply in arrived_replies(dealer):
-            if reply.number not in (outgoing.number, 0):  # 0: the service could not parse the message
-                self._calls.process_reply(reply)  # a late reply to an earlier call on this socket
-            elif self._calls.ends_call(outgoing, reply):
-                return reply
-        return None
+        last = None
+        for replies in arrived_replies(dealer):
+            for reply in replies:
+                if reply.number not in (outgoing.number, 0):  # 0: the service could not parse the message
+                    self._calls.process_reply(reply)  # a late reply to an earlier call on this socket
+                elif self._calls.ends_call(outgoing, reply):
+                    last = reply
+            if last is not None:
+                break
+        return last
 
     def _send_once(self, outgoing: OutgoingCall) -> None:
         """See `OpenChannel`. The reply is read later, by `_maintain` or by the next call on this socket."""
@@ -171,8 +175,9 @@ class ControllerChannel(OpenChannel):
                     self.post(command)
 
     def _process_replies(self, dealer: Socket) -> None:
-        for reply in arrived_replies(dealer):
-            self._calls.process_reply(reply)
+        for replies in arrived_replies(dealer):
+            for reply in replies:
+                self._calls.process_reply(reply)
 
     def _repeat_posted(self, due: list[OutgoingCall]) -> None:
         if not self._calls.over:
@@ -255,7 +260,7 @@ class ControllerChannel(OpenChannel):
             while (left_s := bye.deadline - time.monotonic()) > 0:
                 if not dealer.poll(int(left_s * 1000) + 1):
                     break
-                if any(reply.number == bye.number for reply in arrived_replies(dealer)):
+                if any(reply.number == bye.number for replies in arrived_replies(dealer) for reply in replies):
                     return
         finally:
             dealer.close()
@@ -270,8 +275,9 @@ def send(dealer: Socket, frames: list[bytes]) -> None:
         log.debug("Send queue to the controller is full")
 
 
-def arrived_replies(dealer: Socket) -> Iterator[zmq_frames.Reply]:
-    """Yield the replies that have arrived on the socket. Do not block. Raise a `DataPlaneError` for a malformed one."""
+def arrived_replies(dealer: Socket) -> Iterator[list[zmq_frames.Reply]]:
+    """Yield the replies of each message that has arrived on the socket. Do not block. Raise a `DataPlaneError` for a
+    malformed one."""
     while True:
         try:
             frames = zmq_io.receive(dealer, zmq_io.NOBLOCK)

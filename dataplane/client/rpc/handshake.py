@@ -320,7 +320,7 @@ def _request_reply(
 
 def _receive_reply(dealer: Socket, address: str) -> zmq_frames.Reply:
     try:
-        return zmq_frames.Reply.parse(dealer.recv_multipart())
+        return zmq_frames.Reply.parse(dealer.recv_multipart())[0]  # others answer resends
     except DataPlaneError as error:
         raise ServiceUnavailableError(address=address, why=_NO_SERVICE) from error
 

@@ -171,7 +171,8 @@ class HeartbeatThread:
             except zmq.Again:
                 return
             try:
-                self._handle_reply(zmq_frames.Reply.parse(frames))
+                for reply in zmq_frames.Reply.parse(frames):
+                    self._handle_reply(reply)
             except DataPlaneError as error:
                 self._end(error)
             except DecodeError:
