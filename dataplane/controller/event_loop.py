@@ -75,9 +75,9 @@ class LedgerThread:
     """Runs `ledger` in a dedicated thread. Inputs come from the ZMQ server and from `submit` (any thread).
 
     Each iteration handles all submitted inputs, then up to `TOGETHER` messages of the server, until another input is
-    submitted. It first applies a `Tick` if the last one is older than `TICK_S` or a deadline is reached. Outputs are delivered in the ledger's order. An exception in
-    the ledger is logged with its input and answered with `InternalError`. An input that the journal cannot record is
-    rejected and changes nothing.
+    submitted. It first applies a `Tick` if the last one is older than `TICK_S` or a deadline is reached. Outputs are
+    delivered in the ledger's order. An exception in the ledger is logged with its input and answered with
+    `InternalError`. An input that the journal cannot record is rejected and changes nothing.
 
     With `sync`, the outputs of an iteration are delivered after one call of `sync`. If
     `sync` fails, these outputs are discarded and the thread stops. `ended` is set when the thread has stopped.

@@ -229,8 +229,8 @@ class ZmqServer:
         self._send(caller, frames)
 
     def _send(self, caller: bytes, frames: list[bytes]) -> None:
-        """Send the frames of a reply, or hold them (see `replies_together`). Does not block. A ROUTER drops messages that
-        the peer does not accept; the client resends."""
+        """Send the frames of a reply, or hold them (see `replies_together`). Does not block. A ROUTER drops messages
+        that the peer does not accept; the client resends."""
         if self._held is None:
             send(self.socket, [caller, *frames])
         else:

@@ -17,6 +17,7 @@ from dataplane.controller.controller import Controller
 from dataplane.core import failpoints
 from dataplane.errors import CallTimeoutError, ClientClosedError, PartitionNotFoundError, ServiceUnavailableError
 from dataplane.ledger import commands as c
+from dataplane.protocol import zmq_frames
 from tests.controller.service import QUICK, STILL, ScriptedLedger, ledger, scripted, unhurried  # noqa: F401
 from tests.open_files import exhausted
 
@@ -215,3 +216,42 @@ def test_too_few_open_files_to_say_goodbye(
 
     run(scripted, script, STILL)
     assert [silent.session for silent in ledger.wait_for(c.SessionSilent)] == [1]
+
+
+def test_calls_of_one_turn_share_a_message(real: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[int] = []
+    send = async_channel.send
+
+    def counted(dealer: Any, frames: list[bytes]) -> None:
+        messages.append(len(zmq_frames.split_requests(frames)))
+        send(dealer, frames)
+
+    async def script(channel: AsyncChannel) -> None:
+        await channel.call(c.Register(partition="p", fields={}, num_samples=None, tasks=("t",)))
+        monkeypatch.setattr(async_channel, "send", counted)
+        await channel.call(c.Describe(partition="p"))
+        assert messages == [1]
+        wanted = [*["p"] * 40, "other", *["p"] * 4]
+        outcomes = await asyncio.gather(
+            *[channel.call(c.Describe(partition=name)) for name in wanted], return_exceptions=True
+        )
+        assert messages == [1, 32, 13]
+        assert [isinstance(each, PartitionNotFoundError) for each in outcomes] == [name == "other" for name in wanted]
+
+    run(real, script)
+
+
+def test_what_was_sent_before_the_loop_stops_arrives(scripted: Controller, ledger: ScriptedLedger) -> None:
+    """The program drives its loop only now and then."""
+    loop = asyncio.new_event_loop()
+    try:
+        channel = loop.run_until_complete(AsyncChannel.open(replace(STILL, address=scripted.address)))
+
+        async def post() -> None:
+            channel.post(c.Release(located=1))
+
+        loop.run_until_complete(post())
+        assert ledger.wait_for(c.Release, 1)
+        loop.run_until_complete(channel.close())
+    finally:
+        loop.close()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dataplane.client.rpc.handshake import zmq_address_of
 from dataplane.controller.requests import parse
-from dataplane.errors import AuthenticationError, InternalError, PartitionNotFoundError
+from dataplane.errors import AuthenticationError, InternalError, InvalidRequestError, PartitionNotFoundError
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
 from dataplane.protocol.proof import Ticket
 from dataplane.protocol.resolver import register_resolver, resolve
 from dataplane.protocol.token import Secret
+from dataplane.protocol.zmq_frames import MAX_GROUP
 
 
 def test_a_request_is_method_and_message() -> None:
@@ -74,3 +79,42 @@ def test_an_actors_address_needs_workers(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("dataplane.protocol.resolver._resolvers", {})
     with pytest.raises(ValueError, match="run `import workers` first"):
         resolve("actor:tq")
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["Units", "Seal"]), st.binary(max_size=9), st.booleans()), max_size=3 * MAX_GROUP + 2
+    )
+)
+def test_requests_keep_their_order_in_shared_messages(sent: list[tuple[str, bytes, bool]]) -> None:
+    frames = [[method.encode(), body, *([b"rest"] if long else [])] for method, body, long in sent]
+    messages = list(zmq_frames.messages(frames))
+    split = [zmq_frames.split_requests(message) for message in messages]
+    assert [each for message in split for each in message] == [
+        (method, body + b"rest" * long) for method, body, long in sent
+    ]
+    assert all(len(message) <= MAX_GROUP for message in split)
+    # Every message but the last is full, or one of its neighbours has several body frames.
+    for first, second in itertools.pairwise(messages):
+        assert len(first) in (3, 1 + 2 * MAX_GROUP) or len(second) == 3
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([], "2 or more frames"),
+        ([b"Units"], "2 or more frames"),
+        ([b"", b"Units"], "2 frames for each"),
+        ([b"", *[b"Units", b""] * (MAX_GROUP + 1)], "up to 32 requests, got 66"),
+    ],
+)
+def test_other_frames_are_no_requests(frames: list[bytes], why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        zmq_frames.split_requests(frames)
+
+
+def test_a_message_of_several_replies() -> None:
+    error = PartitionNotFoundError(partition="p")
+    replies = zmq_frames.Reply.parse([*zmq_frames.answer(7, b"body"), *zmq_frames.refusal(8, error)])
+    assert [(reply.number, reply.outcome) for reply in replies] == [(7, "ok"), (8, "PartitionNotFoundError")]
+    assert str(replies[1].error) == str(error)
