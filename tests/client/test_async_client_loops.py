@@ -165,13 +165,19 @@ def test_small_copies_are_made_on_the_loop_and_large_ones_elsewhere(
 ) -> None:
     """To hand a few kilobytes to another thread takes longer than to copy them; more would hold up the loop."""
     copied_by: dict[str, int] = {}
-    write = UnitConnections._write
+    read_by: dict[str, int] = {}
+    write, gather = UnitConnections._write, UnitConnections._gather
 
     def seen(self: UnitConnections, placements: Any, columns: Any, *more: Any) -> None:
         copied_by[columns[0].name] = threading.get_ident()
         write(self, placements, columns, *more)
 
+    def seen_reading(self: UnitConnections, located: Any, *more: Any) -> Any:
+        read_by[located[0].name] = threading.get_ident()
+        return gather(self, located, *more)
+
     monkeypatch.setattr(UnitConnections, "_write", seen)
+    monkeypatch.setattr(UnitConnections, "_gather", seen_reading)
     # On a busy machine puts count as soon after one another, too, and those ask again who ask before the service knows
     # that this client is on the unit's host.
     monkeypatch.setattr(preallocated, "SOON_S", 600.0)
@@ -186,8 +192,12 @@ def test_small_copies_are_made_on_the_loop_and_large_ones_elsewhere(
                     break
                 await asyncio.sleep(0.1)
             await client.put_samples(["s0"], "copies", {"large": torch.zeros(1, 100_000)})
+            for name in ("small", "large"):
+                await client.get_samples(["s0"], "copies", [name])
             await client.clear_samples(None, "copies")
 
     asyncio.run(puts())
     assert copied_by["small"] == threading.get_ident()
     assert copied_by["large"] != threading.get_ident()
+    assert read_by["small"] == threading.get_ident()
+    assert read_by["large"] != threading.get_ident()

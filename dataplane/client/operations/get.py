@@ -18,7 +18,8 @@ from torch import Tensor
 
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples
-from dataplane.client.operations.steps import Operation, Post, Send, Work
+from dataplane.client.operations.steps import Operation, Post, Send, Work, never
+from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import SessionState
 from dataplane.client.unit_connections import select_values, units_of
 from dataplane.core import failpoints
@@ -50,7 +51,7 @@ def get(
                 pickles=session_state.config.pickles,
             )
 
-        return (yield from _read(session_state, names, partition, select_fields, build))
+        return (yield from _read(session_state, names, partition, select_fields, build, unpadded=True))
     return (yield from _read_views(session_state, names, partition, select_fields))
 
 
@@ -302,8 +303,11 @@ def _read(
     partition: str,
     select_fields: Sequence[str],
     build: Callable[[Mapping[str, RowSource]], Any],
+    *,
+    unpadded: bool = False,
 ) -> Operation[Any]:
-    """Locate and pin, copy, release; return what `build` makes of the located rows. If the meta has locations, copy
+    """Locate and pin, copy, release; return what `build` makes of the located rows. unpadded: it copies no more bytes
+    than these have. If the meta has locations, copy
     from there while the lookup is pending. This copy is used only if the lookup returns the same locations: then each
     cell was present from before the copy until it was pinned. Otherwise the copy is discarded and the located rows
     are copied."""
@@ -331,7 +335,8 @@ def _read(
             else:
                 units = _refuse_failed(units_of(fields), failed)
                 yield from ensure_known(session_state, units)
-                built = yield Work(partial(work, fields, units))
+                brief = partial(_copies_little, session_state, fields, units) if unpadded else never
+                built = yield Work(partial(work, fields, units), brief)
             yield from _check_pins_lasted(session_state)
             return built
         finally:
@@ -339,6 +344,13 @@ def _read(
             yield Post(c.Release(located=located.number))
 
     return (yield from _retry_relocated(attempt))
+
+
+def _copies_little(session_state: SessionState, fields: Sequence[c.FieldLocations], units: set[int]) -> bool:
+    """Return whether the rows are few bytes in mapped arenas, so that a copy of them is brief (see `Work`)."""
+    if not session_state.connections.mapped(units):
+        return False
+    return sum(int(field.lengths.sum()) * field.spec.unit_bytes for field in fields) <= SMALL_BYTES
 
 
 def _retry_relocated(attempt: Callable[[StorageUnitError | None], Operation[Any]]) -> Operation[Any]:
