@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from dataplane.data.jagged import to_nested_by_length as to_nested_by_length
     from dataplane.data.meta import KVBatchMeta as KVBatchMeta
     from dataplane.data.packing import shard_meta_for_dp as shard_meta_for_dp
+    from dataplane.data.row_parts import ContextParallel as ContextParallel
     from dataplane.errors import ArenaSpaceError as ArenaSpaceError
     from dataplane.errors import AuthenticationError as AuthenticationError
     from dataplane.errors import BadRequestError as BadRequestError
@@ -129,6 +130,7 @@ _HOME = {
     "ClaimTimeoutError": "dataplane.errors",
     "ClientClosedError": "dataplane.errors",
     "ClientSampler": "dataplane.training.client_sampler",
+    "ContextParallel": "dataplane.data.row_parts",
     "DataPlaneClient": "dataplane.client.client",
     "DataPlaneConfig": "dataplane.config",
     "DataPlaneError": "dataplane.errors",

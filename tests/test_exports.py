@@ -30,6 +30,7 @@ EXPECTED = [
     "ClaimTimeoutError",
     "ClientClosedError",
     "ClientSampler",
+    "ContextParallel",
     "DataPlaneClient",
     "DataPlaneConfig",
     "DataPlaneError",

@@ -19,6 +19,7 @@ from dataplane.client.session_state import SessionState
 from dataplane.core.schema import Layout
 from dataplane.data.batch import BatchedDataDict
 from dataplane.data.meta import KVBatchMeta
+from dataplane.data.row_parts import Inner, Tokens
 from dataplane.ledger import commands as c
 
 P = ParamSpec("P")
@@ -67,10 +68,17 @@ class AsyncCalls:
         return await self.perform(put.put, sample_ids, partition_id, fields, tags, mode)
 
     async def get_samples(
-        self, sample_ids: Names, partition_id: str, select_fields: Sequence[str], *, copy: bool = True
+        self,
+        sample_ids: Names,
+        partition_id: str,
+        select_fields: Sequence[str],
+        *,
+        copy: bool = True,
+        tokens: Tokens | None = None,
+        inner: Inner | None = None,
     ) -> TensorDict:
         """See `DataPlaneClient.get_samples`."""
-        return await self.perform(get.get, sample_ids, partition_id, select_fields, copy)
+        return await self.perform(get.get, sample_ids, partition_id, select_fields, copy, tokens, inner)
 
     async def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """See `DataPlaneClient.get_data`."""
@@ -90,6 +98,8 @@ class AsyncCalls:
         pad_value_dict: Mapping[str, Any] | None = None,
         pad_to_seqlen: int = 0,
         device: torch.device | str | None = None,
+        tokens: Tokens | None = None,
+        inner: Inner | None = None,
     ) -> BatchedDataDict[Any]:
         """See `DataPlaneClient.get_batch`."""
         batch = await self.perform(
@@ -99,6 +109,8 @@ class AsyncCalls:
             layout=layout,
             pad_value_dict=pad_value_dict,
             pad_to_seqlen=pad_to_seqlen,
+            tokens=tokens,
+            inner=inner,
         )
         return batch if device is None else batch.to(device)
 

@@ -23,6 +23,7 @@ from dataplane.config import DataPlaneConfig
 from dataplane.core.schema import Layout
 from dataplane.data.batch import BatchedDataDict
 from dataplane.data.meta import KVBatchMeta
+from dataplane.data.row_parts import Inner, Tokens
 from dataplane.ledger import commands as c
 
 P = ParamSpec("P")
@@ -176,7 +177,14 @@ class DataPlaneClient:
         return self.perform(put.put, sample_ids, partition_id, fields, tags, mode)
 
     def get_samples(
-        self, sample_ids: Names, partition_id: str, select_fields: Sequence[str], *, copy: bool = True
+        self,
+        sample_ids: Names,
+        partition_id: str,
+        select_fields: Sequence[str],
+        *,
+        copy: bool = True,
+        tokens: Tokens | None = None,
+        inner: Inner | None = None,
     ) -> TensorDict:
         """Return the fields of exactly these samples, in this order, with `batch_size [N]`. Nothing is claimed.
 
@@ -184,8 +192,15 @@ class DataPlaneClient:
         `NonTensorStack`. With `copy=False`, rows that are contiguous on this host are read-only views of shared
         memory (do not write to them); their space is not reused while any view exists. Raise KeyError naming the
         missing partition, sample or field, or the field that was not produced for a sample.
+
+        tokens, inner: read parts of the rows, and transfer nothing else. `tokens` is one (start, stop) for all samples,
+        one for each, or the `ContextParallel` rank whose chunks are read, one after another; ranges end with the row.
+        They apply to jagged fields with one element per token (as in `get_batch`; without a meta, to those as long as
+        the first one of `TOKEN_ALIGNED_FIELDS`, or to all). `inner` maps names of dense and jagged fields to slices of
+        their first inner dimensions, for example `{"routed_experts": slice(12, 24)}`. Parts are not compared with
+        the checksums of their rows. ValueError for ranges and slices that do not fit.
         """
-        return self.perform(get.get, sample_ids, partition_id, select_fields, copy)
+        return self.perform(get.get, sample_ids, partition_id, select_fields, copy, tokens, inner)
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """Return `get_samples` of the meta's samples. `select_fields` defaults to `meta.fields` (ValueError if both
@@ -212,13 +227,16 @@ class DataPlaneClient:
         pad_value_dict: Mapping[str, Any] | None = None,
         pad_to_seqlen: int = 0,
         device: torch.device | str | None = None,
+        tokens: Tokens | None = None,
+        inner: Inner | None = None,
     ) -> BatchedDataDict[Any]:
         """Return `get_data` followed by `materialize`, with a single copy from the arena into the padded tensors.
 
         layout: "padded" makes jagged fields `[N, S, *inner]`. S is the longest row or, for per-token fields (see
         `materialize`; `meta.sequence_lengths` are the token counts), `pad_to_seqlen` if that is larger (ValueError
         if it is smaller). The padding is `pad_value_dict[field]` (default 0). "jagged" keeps them nested. device:
-        device of the returned tensors.
+        device of the returned tensors. tokens, inner: parts of the rows, as in `get_samples`. With a `ContextParallel`
+        that has `pad_to`, per-token fields have at least `pad_to / size` columns.
         """
         batch = self.perform(
             get.get_batch,
@@ -227,6 +245,8 @@ class DataPlaneClient:
             layout=layout,
             pad_value_dict=pad_value_dict,
             pad_to_seqlen=pad_to_seqlen,
+            tokens=tokens,
+            inner=inner,
         )
         return batch if device is None else batch.to(device)
 

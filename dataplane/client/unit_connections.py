@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.client.locations import units_of
+from dataplane.client.row_reader import gather
 from dataplane.config import DataPlaneConfig
 from dataplane.core import failpoints
 from dataplane.core.buffer_pool import BufferPool
 from dataplane.core.fan_out import Together
 from dataplane.core.row_copy import CopyRuns, Run, copy_runs
-from dataplane.data.columns import EncodedColumn, RowSource
+from dataplane.data.columns import EncodedColumn, InnerPart, RowSource
 from dataplane.errors import ClientClosedError, ServiceRestartedError, SessionExpiredError, StorageUnitError
 from dataplane.ledger import commands as c
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
 from dataplane.storage.arena import MappedArena
-from dataplane.storage.client import Received, UnitConnection
+from dataplane.storage.client import UnitConnection
 from dataplane.storage.session_lock import SessionLock
 from dataplane.storage.transport.registry import client_transport
 
@@ -31,13 +33,9 @@ log = logging.getLogger(__name__)
 UNITS_AT_ONCE = 16
 """Number of remote units that a session reads from or writes to in parallel, besides one for each call."""
 
+NO_PARTS: Mapping[str, InnerPart] = {}
+
 Bytes = npt.NDArray[np.uint8]
-
-
-class Pinned(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Read-only arena bytes that a user may keep. Views of it keep it alive, and it keeps the pin alive."""
-
-    guard: object | None = None
 
 
 class UnitConnections:
@@ -76,7 +74,8 @@ class UnitConnections:
         self._guard = threading.Lock()
         self._handshake = threading.Lock()
         self._closed = False
-        self._together = Together(UNITS_AT_ONCE)
+        self.together = Together(UNITS_AT_ONCE)
+        self.timeout_s = config.call_timeout_s
 
     def learn(self, units: Iterable[c.UnitInfo]) -> None:
         """Apply the service's list of units. Connections to an earlier epoch of a unit and to removed units are
@@ -110,7 +109,7 @@ class UnitConnections:
         see. Touching memory that a unit has released would allocate it again, and if none is free, the kernel would
         kill the process."""
         for unit in units_of(located):
-            arena = self._arena(unit)
+            arena = self.arena(unit)
             if arena is None:
                 continue  # the unit checks its own memory
             for field in located:
@@ -219,7 +218,7 @@ class UnitConnections:
         later: list[Run] = []
         for placement in placements:
             column = columns[placement.column]
-            arena = self._arena(placement.unit)
+            arena = self.arena(placement.unit)
             if arena is not None:
                 size = column.bytes_of(placement.first, placement.last)
                 failpoints.hit("put.mid_copy")
@@ -247,7 +246,7 @@ class UnitConnections:
             connection.write(offsets, buffers, reservation=reservation, timeout_s=self._config.call_timeout_s)
             unfinished.discard(unit)
 
-        self._together.run([partial(send, unit) for unit in remote])
+        self.together.run([partial(send, unit) for unit in remote])
 
     def _fsync(self, unit: int, ranges: list[tuple[int, int]]) -> None:
         """Fsync the ranges (offset, size) of the mapped arena if the unit's rows must survive a machine crash."""
@@ -349,47 +348,20 @@ class UnitConnections:
             unfinished.discard(unit)
 
     def gather(
-        self, located: Sequence[c.FieldLocations], units: set[int], *, guard: object | None = None
+        self,
+        located: Sequence[c.FieldLocations],
+        units: set[int],
+        *,
+        guard: object | None = None,
+        parts: Mapping[str, InnerPart] = NO_PARTS,
     ) -> dict[str, RowSource]:
         """Return the location of each field's rows in this process's memory: mapped arenas or received buffers.
 
-        units: `units_of(located)`. With `guard`, local buffers keep it alive while any view of them exists. Raise
-        as `write`.
+        units: `units_of(located)`. With `guard`, local buffers keep it alive while any view of them exists. parts: by
+        field, the part of each element to read, for fields that are not read whole. Raise as `write`.
         """
         with self._handling_errors(units):
-            return self._gather(located, units, guard)
-
-    def _gather(
-        self, located: Sequence[c.FieldLocations], units: set[int], guard: object | None
-    ) -> dict[str, RowSource]:
-        """Return one `RowSource` per field: in the mapped arenas, and in buffers read from the other units."""
-        arena = self._arena(min(units)) if len(units) == 1 else None  # `min`: the only unit
-        if arena is not None:  # one arena holds all rows (`which` is None): their offsets are valid as they are
-            whole = [_readable(arena, guard)]
-            return {field.name: RowSource(field.spec, whole, None, field.offsets, field.lengths) for field in located}
-        # All fields share `buffers`. For each field: the buffer index and offset of each row (`which`, `offsets`), and
-        # whether its buffer holds nothing else (`owned`).
-        buffers: list[Bytes] = []
-        which = [np.zeros(len(field.units), np.int32) for field in located]
-        owned = [False] * len(located)
-        offsets = [field.offsets.copy() for field in located]  # `_add_received` changes them
-        remote: list[int] = []
-        for unit in sorted(units):
-            arena = self._arena(unit)
-            if arena is not None:
-                for field, field_which in zip(located, which, strict=True):
-                    field_which[field.units == unit] = len(buffers)
-                buffers.append(_readable(arena, guard))
-            else:
-                remote.append(unit)
-        if remote:
-            fetched = self._together.run([partial(self._fetch, unit, located) for unit in remote])
-            for rows, received in fetched:
-                _add_received(rows, received, buffers, which, offsets, owned)
-        return {
-            field.name: RowSource(field.spec, buffers, field_which, field_offsets, field.lengths, field_owned)
-            for field, field_which, field_offsets, field_owned in zip(located, which, offsets, owned, strict=True)
-        }
+            return gather(self, located, units, guard, parts)
 
     @contextlib.contextmanager
     def _handling_errors(self, units: set[int]) -> Iterator[None]:
@@ -410,26 +382,10 @@ class UnitConnections:
                 raise _unlisted(unit) from None
             raise
 
-    def _arena(self, unit: int) -> MappedArena | None:
+    def arena(self, unit: int) -> MappedArena | None:
         """Return the mapped arena of a unit on this host; None if the connection, opened if needed, is remote."""
         connection = self.connection(unit)
         return connection.arena if connection.local else None
-
-    def _fetch(self, unit: int, located: Sequence[c.FieldLocations]) -> tuple[list[npt.NDArray[np.intp]], Received]:
-        """Read all values that `unit` holds in one call, each field into its own buffer. Return, for each field, the
-        rows that were read; and the result: the rows of the first field, then those of the second, ..."""
-        rows = [np.flatnonzero(field.units == unit) for field in located]
-        offsets = [field.offsets[unit_rows] for field, unit_rows in zip(located, rows, strict=True)]
-        sizes = [
-            field.lengths[unit_rows] * field.spec.unit_bytes for field, unit_rows in zip(located, rows, strict=True)
-        ]
-        received = self.connection(unit).read(
-            np.concatenate(offsets),
-            np.concatenate(sizes),
-            columns=[len(unit_rows) for unit_rows in rows],
-            timeout_s=self._config.call_timeout_s,
-        )
-        return rows, received
 
     def close(self) -> None:
         """Close every connection. Mappings that views need stay until the last view is deleted."""
@@ -439,7 +395,7 @@ class UnitConnections:
             self._replaced.clear()
         for connection in connections:
             connection.close()
-        self._together.close()
+        self.together.close()
         if self._transport is not None:
             self._transport.close()
 
@@ -448,53 +404,3 @@ def _unlisted(unit: int) -> StorageUnitError:
     """Return the error for a unit that is missing in the service's list."""
     why = "the service has no storage unit of this number; it may have been dropped"
     return StorageUnitError(unit=unit, endpoint="?", why=why)
-
-
-def _add_received(
-    rows: Sequence[npt.NDArray[np.intp]],
-    received: Received,
-    buffers: list[Bytes],
-    which: list[npt.NDArray[np.int32]],
-    offsets: list[c.Int64s],
-    owned: list[bool],
-) -> None:
-    """Append the received buffers to `buffers`. Enter the location of each received row in `which` and `offsets`, and
-    in `owned` whether the field has its buffer for itself. `rows` is what `_fetch` returns with `received`."""
-    first = 0
-    for column, column_rows in enumerate(rows):
-        last = first + len(column_rows)
-        which[column][column_rows] = received.which[first:last] + len(buffers)
-        offsets[column][column_rows] = received.offsets[first:last]
-        # True only if this one unit sent every row of the field, in a buffer that is not a slice of a common frame.
-        owned[column] = not received.shared and len(column_rows) == len(which[column])
-        first = last
-    buffers.extend(received.buffers)
-
-
-def select_values(located: c.FieldLocations, selection: npt.NDArray[Any] | slice) -> c.FieldLocations:
-    """Return the locations at these positions (indexes, booleans or a slice), without serials."""
-    return c.FieldLocations(
-        name=located.name,
-        spec=located.spec,
-        units=located.units[selection],
-        offsets=located.offsets[selection],
-        lengths=located.lengths[selection],
-        checksums=None if located.checksums is None else located.checksums[selection],
-    )
-
-
-def units_of(located: Sequence[c.FieldLocations]) -> set[int]:
-    """Return the units that hold any of the rows."""
-    # Columns of one put have equal unit arrays: comparing their bytes is faster than scanning each of them.
-    distinct = {field.units.tobytes(): field.units for field in located}
-    return {unit for units in distinct.values() for unit in set(units.tolist())}
-
-
-def _readable(arena: MappedArena, guard: object | None) -> Bytes:
-    """Return the whole arena, read-only; with `guard`, as an array that keeps `guard` alive."""
-    whole = arena.readonly(0, arena.capacity_bytes)
-    if guard is None:
-        return whole
-    pinned = whole.view(Pinned)
-    pinned.guard = guard
-    return pinned

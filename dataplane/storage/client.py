@@ -12,7 +12,6 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from dataplane.core.addresses import boot_id
 from dataplane.core.buffer_pool import FROM_BYTES, BufferPool
 from dataplane.core.failpoints import hit
 from dataplane.core.in_flight import InFlight
+from dataplane.core.inner_slice import InnerSlice
 from dataplane.errors import CallTimeoutError, ClientClosedError, InvalidRequestError, StorageUnitError
 from dataplane.ledger.commands import UnitInfo
 from dataplane.protocol.fd_limits import enough_for
@@ -33,17 +33,8 @@ from dataplane.storage.endpoints import candidates
 from dataplane.storage.session_lock import SessionLock
 from dataplane.storage.transport.connection import Wire, WireLostError, WireSilentError
 from dataplane.storage.transport.interface import ArrivedPayload, ClientPayloads, ClientTransport, SentPayload
-from dataplane.storage.transport.request_chunks import (
-    Buffer,
-    Bytes,
-    Int32s,
-    Int64s,
-    ReadPlan,
-    ReadRequest,
-    WriteChunk,
-    plan_read,
-    plan_write,
-)
+from dataplane.storage.transport.read_plans import ReadPlan, ReadRequest, Received, inner_to_pb, plan_read, plan_slices
+from dataplane.storage.transport.request_chunks import Buffer, Bytes, WriteChunk, plan_write
 from dataplane.storage.transport.zmq import ClientFrames
 
 log = logging.getLogger(__name__)
@@ -63,26 +54,6 @@ class _PendingRead(NamedTuple):
 
     call: int
     request: ReadRequest | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Received:
-    """The result of a read. Range i of the call is contiguous in `buffers[which[i]]` from byte `offsets[i]`.
-
-    Each column has one buffer. The buffer holds the column's ranges in address order, without gaps; bytes shared by
-    several ranges are stored once. shared: the buffers are slices of one ZMQ frame, their alignment is arbitrary, and
-    each of them keeps the whole frame in memory. Otherwise the caller owns the buffers, aligned to 16 bytes.
-    """
-
-    buffers: list[Bytes]
-    which: Int32s
-    offsets: Int64s
-    shared: bool
-
-    def range(self, number: int, nbytes: int) -> Bytes:
-        """Return the first `nbytes` of range `number`, without a copy."""
-        offset = int(self.offsets[number])
-        return self.buffers[int(self.which[number])][offset : offset + nbytes] if nbytes else np.empty(0, np.uint8)
 
 
 class UnitConnection:
@@ -297,6 +268,22 @@ class UnitConnection:
         """
         within = self.info.capacity_bytes
         plan = plan_read(np.asarray(offsets, np.int64), np.asarray(sizes, np.int64), within=within, columns=columns)
+        return self._execute_plan(plan, timeout_s)
+
+    def read_slices(
+        self,
+        offsets: npt.NDArray[np.int64],
+        elements: npt.NDArray[np.int64],
+        inner: InnerSlice,
+        *,
+        timeout_s: float,
+    ) -> Received:
+        """Read the part `inner` of each of the `elements[i]` elements that begin at byte `offsets[i]` of the arena.
+        Only these bytes are transferred, into one buffer, in this order. `timeout_s` and errors as in `write`."""
+        return self._execute_plan(plan_slices(offsets, elements, inner, within=self.info.capacity_bytes), timeout_s)
+
+    def _execute_plan(self, plan: ReadPlan, timeout_s: float) -> Received:
+        """Make the requests of a plan, several at a time."""
         if len(plan.requests) == 1:
             return self._read_whole(plan, timeout_s)  # saves the copy out of the frame
         buffers = [self._buffer(nbytes) for nbytes in plan.buffers]
@@ -331,6 +318,8 @@ class UnitConnection:
         header = self._new_header(wire)
         header.read.offsets.extend(request.offsets)
         header.read.sizes.extend(request.sizes)
+        if request.inner is not None:
+            header.read.inner.CopyFrom(inner_to_pb(request.inner))
         payloads.set_fetch(header.read, request.nbytes)
         wire.send(header, held=[])
         return _PendingRead(header.call, request)

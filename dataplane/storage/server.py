@@ -450,7 +450,7 @@ class BulkServer:
         if not write.HasField("source"):  # it was sent in frames
             return self._frames.collect(write)
         self._refuse_stopped(request)  # an aborted put, for which nothing is fetched
-        _, sizes = self._access.ranges(write.offsets, write.sizes)
+        sizes = self._access.ranges(write).sizes
         if self._engine is None or write.source.size != sum(sizes):
             raise self._fault(
                 f"cannot fetch a payload of {write.source.size} bytes for ranges of {sum(sizes)} bytes: the sizes "
@@ -468,15 +468,15 @@ class BulkServer:
     def _write(self, request: pb.BulkRequest, fill: Fill) -> int:
         """Copy the payload into the ranges of the request. Return its bytes."""
         self._refuse_stopped(request)
-        offsets, sizes = self._access.ranges(request.write.offsets, request.write.sizes)
-        self._access.write(offsets, sizes, fill)
-        return sum(sizes)
+        ranges = self._access.ranges(request.write)
+        self._access.write(ranges, fill)
+        return sum(ranges.sizes)
 
     def _read(self, request: pb.BulkRequest) -> Offer:
         """Copy the ranges into the memory of the reply; the result does not refer to the arena."""
-        offsets, sizes = self._access.ranges(request.read.offsets, request.read.sizes)
-        offer = self._reply_memory(request, sum(sizes))
-        self._access.read(offsets, sizes, offer.data)
+        ranges = self._access.ranges(request.read)
+        offer = self._reply_memory(request, sum(ranges.sizes))
+        self._access.read(ranges, offer.data)
         return offer
 
     def _reply_memory(self, request: pb.BulkRequest, nbytes: int) -> Offer:

@@ -22,7 +22,7 @@ from dataplane import (
     connect_async,
     serve,
 )
-from dataplane.client import preallocated
+from dataplane.client import preallocated, unit_connections
 from dataplane.client.unit_connections import UnitConnections
 from tests.restarts import wait_until
 
@@ -166,18 +166,18 @@ def test_small_copies_are_made_on_the_loop_and_large_ones_elsewhere(
     """To hand a few kilobytes to another thread takes longer than to copy them; more would hold up the loop."""
     copied_by: dict[str, int] = {}
     read_by: dict[str, int] = {}
-    write, gather = UnitConnections._write, UnitConnections._gather
+    write, gather = UnitConnections._write, unit_connections.gather
 
     def seen(self: UnitConnections, placements: Any, columns: Any, *more: Any) -> None:
         copied_by[columns[0].name] = threading.get_ident()
         write(self, placements, columns, *more)
 
-    def seen_reading(self: UnitConnections, located: Any, *more: Any) -> Any:
+    def seen_reading(connections: Any, located: Any, *more: Any) -> Any:
         read_by[located[0].name] = threading.get_ident()
-        return gather(self, located, *more)
+        return gather(connections, located, *more)
 
     monkeypatch.setattr(UnitConnections, "_write", seen)
-    monkeypatch.setattr(UnitConnections, "_gather", seen_reading)
+    monkeypatch.setattr(unit_connections, "gather", seen_reading)
     # On a busy machine puts count as soon after one another, too, and those ask again who ask before the service knows
     # that this client is on the unit's host.
     monkeypatch.setattr(preallocated, "SOON_S", 600.0)

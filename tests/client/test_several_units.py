@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,9 +14,11 @@ from dataplane.config import MIB, DataPlaneConfig
 from dataplane.core.buffer_pool import BufferPool
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.data.columns import EncodedColumn, FlatValues, assemble
+from dataplane.data.row_parts import ContextParallel, row_parts
 from dataplane.errors import ServiceRestartedError, StorageUnitError
 from dataplane.ledger import commands as c
 from dataplane.storage.server import BulkServer
+from dataplane.storage.session_lock import SessionLock
 from tests.storage.unit_under_test import TOKEN, Unit, changed, noise
 
 pytestmark = pytest.mark.integration
@@ -122,3 +126,32 @@ def test_writes_that_failed_are_named_and_no_others(units, unit_connections):
     with pytest.raises(StorageUnitError):
         unit_connections.write(placements, [column], 5, unfinished)
     assert unfinished == {2}
+
+
+def test_parts_of_rows_from_local_and_remote_units_at_once(units):
+    config = DataPlaneConfig(address="nowhere:1", token=TOKEN, call_timeout_s=WAIT_S)
+    with SessionLock.create() as lock:
+        connections = UnitConnections(config, session=1, lock=lock, memory=BufferPool(64 * MIB))
+        listed = [changed(unit.info, unit=number) for number, unit in units.items()]
+        connections.learn([changed(info, host="another") if info.unit == 2 else info for info in listed])
+        try:
+            spec = FieldSpec(FieldKind.JAGGED, "uint8", (5, 4))
+            field = msgspec.structs.replace(rows(size=30), spec=spec)
+            parts = row_parts(ContextParallel(rank=1, size=3), {"a": [slice(1, 4), slice(None, None, 2)]}, 9, ["a"])
+            (part,) = parts.of([field], None)
+            gathered = connections.gather([part.entries], {1, 2, 3}, parts={"a": part.inner})["a"]
+            assert [connections.connection(unit).local for unit in (1, 2, 3)] == [True, False, True]
+            batch = assemble({"a": dataclasses.replace(gathered, pieces=part.pieces)})["a"]
+            for row, content in zip(batch.unbind(), stored_bytes(units, field), strict=True):
+                whole = content.reshape(30, 5, 4)
+                cut = np.concatenate([whole[5:10], whole[20:25]])
+                assert np.array_equal(row.numpy(), cut[:, 1:4, ::2])
+        finally:
+            connections.close()
+
+
+def stored_bytes(units, field):
+    return [
+        units[unit].arena.data[at : at + size * field.spec.unit_bytes]
+        for unit, at, size in zip(field.units.tolist(), field.offsets, field.lengths, strict=True)
+    ]

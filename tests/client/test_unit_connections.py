@@ -11,6 +11,7 @@ from dataplane.config import MIB, DataPlaneConfig
 from dataplane.core.buffer_pool import BufferPool
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.data.columns import assemble, decode_batch
+from dataplane.data.row_parts import row_parts
 from dataplane.ledger import commands as c
 from dataplane.storage.server import BulkServer
 from dataplane.storage.transport.request_chunks import READ_BYTES
@@ -61,7 +62,7 @@ def replies(monkeypatch):
 def gathered(monkeypatch):
     """The bytes of each copy of values out of what was received."""
     copied = []
-    decode = sys.modules["dataplane.data.columns.decode"]
+    decode = sys.modules["dataplane.data.columns.row_source"]
 
     def counting(copy):
         def counted(buffers, which, offsets, sizes, *more, **named):
@@ -171,3 +172,25 @@ def test_what_is_received_is_warm_again_when_the_result_is_gone(unit, unit_conne
     assert view.contiguous().numpy().tobytes() == stored(unit, fields[0])[40:]
     del view
     assert memory.idle_bytes >= 8_000_000
+
+
+def test_only_the_selected_part_of_each_token_leaves_the_unit(unit, unit_connections, replies):
+    spec = FieldSpec(FieldKind.JAGGED, "int16", (47, 4))
+    lengths = np.array([300, 0, 5, 900], np.int64)
+    ends = np.cumsum(lengths * spec.unit_bytes) + 128
+    units = np.full(4, UNIT, np.int32)
+    field = c.FieldLocations(
+        name="experts", spec=spec, units=units, offsets=ends - lengths * spec.unit_bytes, lengths=lengths
+    )
+    other = c.FieldLocations(name="ids", spec=TOKENS, units=units, offsets=np.full(4, 64), lengths=np.full(4, 2))
+    parts = row_parts([(10, 200), (0, 9), (0, 9), (100, 600)], {"experts": slice(12, 24)}, 4, ["experts", "ids"])
+    experts, ids = parts.of([field, other], lengths.tolist())
+    read = unit_connections.gather([experts.entries, ids.entries], {UNIT}, parts={"experts": experts.inner})
+    # 190 + 5 + 500 tokens of 12 x 4 int16; the two tokens of the other field, which all its rows share.
+    assert sum(replies) == 695 * 12 * 4 * 2 + 2 * 8
+    rows = assemble(read)["experts"].unbind()
+    for row, begin, count, (start, stop) in zip(
+        rows, field.offsets, lengths, [(10, 200), (0, 0), (0, 5), (100, 600)], strict=True
+    ):
+        stored = unit.arena.data[begin : begin + count * spec.unit_bytes].view(np.int16).reshape(count, 47, 4)
+        assert np.array_equal(row.numpy(), stored[start:stop, 12:24])

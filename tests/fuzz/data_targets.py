@@ -13,7 +13,7 @@ from dataplane.data.object_codec import decode_object, encode_object
 from dataplane.errors import DataPlaneError, InvalidRequestError, UnsupportedValueError
 from dataplane.ledger import commands as c
 from dataplane.protocol import codec
-from dataplane.storage.transport.request_chunks import plan_read
+from dataplane.storage.transport.read_plans import plan_read
 from tests.data.columns_helpers import encode_one, store
 from tests.fuzz.target import Feed, FindingError, Target, piece
 

@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.errors import InvalidRequestError
-from dataplane.storage.transport import request_chunks
-from dataplane.storage.transport.request_chunks import plan_read, plan_write
+from dataplane.storage.transport import read_plans, request_chunks
+from dataplane.storage.transport.read_plans import plan_read
+from dataplane.storage.transport.request_chunks import plan_write
 
 ARENA_BYTES = 4096
 
@@ -15,6 +16,7 @@ def small_limits(monkeypatch):
     """Frames of their own from 48 bytes on, five ranges a request, so that little data meets every limit."""
     monkeypatch.setattr(request_chunks, "SMALL_BYTES", 48)
     monkeypatch.setattr(request_chunks, "CHUNK_RANGES", 5)
+    monkeypatch.setattr(read_plans, "CHUNK_RANGES", 5)
 
 
 def carry_out(chunks, arena):

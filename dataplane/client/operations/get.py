@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,12 +17,12 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
+from dataplane.client.locations import select_values, units_of
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples
 from dataplane.client.operations.steps import Operation, Post, Send, Work, never
 from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import SessionState
-from dataplane.client.unit_connections import select_values, units_of
 from dataplane.core import failpoints
 from dataplane.core.schema import VARIANTS, Layout, field_of, variants_of
 from dataplane.core.types import FieldKind
@@ -29,6 +30,7 @@ from dataplane.data.batch import BatchedDataDict
 from dataplane.data.columns import Column, RowSource, assemble, checked, decode_batch, decode_columns
 from dataplane.data.jagged import not_per_token
 from dataplane.data.meta import CellPlaces, KVBatchMeta
+from dataplane.data.row_parts import Inner, RowParts, Tokens, jagged_lengths, row_parts
 from dataplane.errors import InvalidRequestError, StorageUnitError, UnsupportedValueError
 from dataplane.ledger import commands as c
 
@@ -37,12 +39,20 @@ log = logging.getLogger(__name__)
 
 @with_retry
 def get(
-    session_state: SessionState, names: Names, partition: str, select_fields: Sequence[str], copy: bool
+    session_state: SessionState,
+    names: Names,
+    partition: str,
+    select_fields: Sequence[str],
+    copy: bool,
+    tokens: Tokens | None = None,
+    inner: Inner | None = None,
 ) -> Operation[TensorDict]:
-    """Return the fields of the samples as a TensorDict; with `copy=False`, as views where rows are contiguous."""
+    """Return the fields of the samples, or parts of them, as a TensorDict; with `copy=False`, as views where rows are
+    contiguous."""
+    parts = row_parts(tokens, inner, len(ids_of(names)), select_fields)
     if copy:
 
-        def build(sources: Mapping[str, RowSource]) -> TensorDict:
+        def build(sources: Mapping[str, RowSource], _: Sequence[c.FieldLocations]) -> TensorDict:
             """Copy the rows out of the storage units' memory."""
             return assemble(
                 sources,
@@ -51,8 +61,8 @@ def get(
                 pickles=session_state.config.pickles,
             )
 
-        return (yield from _read(session_state, names, partition, select_fields, build, unpadded=True))
-    return (yield from _read_views(session_state, names, partition, select_fields))
+        return (yield from _read(session_state, names, partition, select_fields, parts, build, unpadded=True))
+    return (yield from _read_views(session_state, names, partition, select_fields, parts))
 
 
 @with_retry
@@ -168,18 +178,20 @@ def get_batch(
     layout: Layout,
     pad_value_dict: Mapping[str, Any] | None,
     pad_to_seqlen: int,
+    tokens: Tokens | None = None,
+    inner: Inner | None = None,
 ) -> Operation[BatchedDataDict[Any]]:
-    """Gather the fields of the samples directly into padded tensors."""
+    """Gather the fields of the samples, or parts of them, directly into padded tensors."""
+    parts = row_parts(tokens, inner, meta.size, select_fields)
 
-    def build(sources: Mapping[str, RowSource]) -> BatchedDataDict[Any]:
+    def build(sources: Mapping[str, RowSource], located: Sequence[c.FieldLocations]) -> BatchedDataDict[Any]:
         """Copy the rows into a batch, which records which of its columns do not have one element per token."""
-        jagged = {name: each.lengths for name, each in sources.items() if each.spec.kind is FieldKind.JAGGED}
-        others = not_per_token(jagged, meta.sequence_lengths)
+        others = not_per_token(jagged_lengths(located), meta.sequence_lengths)
         columns = decode_batch(
             sources,
             layout=layout,
             pad_value_dict=pad_value_dict,
-            pad_to_seqlen=pad_to_seqlen,
+            pad_to_seqlen=pad_to_seqlen if parts is None else max(pad_to_seqlen, parts.width),
             others=others,
             empty=session_state.empty,
             copier=session_state.copier.copy,
@@ -189,7 +201,7 @@ def get_batch(
         batch.not_per_token = others
         return batch
 
-    batch: BatchedDataDict[Any] = yield from _read(session_state, meta, meta.partition_id, select_fields, build)
+    batch: BatchedDataDict[Any] = yield from _read(session_state, meta, meta.partition_id, select_fields, parts, build)
     return batch
 
 
@@ -302,20 +314,20 @@ def _read(
     names: Names,
     partition: str,
     select_fields: Sequence[str],
-    build: Callable[[Mapping[str, RowSource]], Any],
+    parts: RowParts | None,
+    build: Callable[[Mapping[str, RowSource], Sequence[c.FieldLocations]], Any],
     *,
     unpadded: bool = False,
 ) -> Operation[Any]:
-    """Locate and pin, copy, release; return what `build` makes of the located rows. unpadded: it copies no more bytes
-    than these have. If the meta has locations, copy
-    from there while the lookup is pending. This copy is used only if the lookup returns the same locations: then each
-    cell was present from before the copy until it was pinned. Otherwise the copy is discarded and the located rows
-    are copied."""
+    """Locate and pin, copy, release; return what `build` makes of the located rows, or of these parts. unpadded: it
+    copies no more bytes than these have. If the meta has locations, copy from there while the lookup is pending. This
+    copy is used only if the lookup returns the same locations: then each cell was present from before the copy until
+    it was pinned. Otherwise the copy is discarded and the located rows are copied."""
     ids = ids_of(names)
 
     def work(fields: tuple[c.FieldLocations, ...], units: set[int]) -> Any:
         failpoints.hit("get.mid_copy")
-        return build(checked(session_state.connections.gather(fields, units), fields, partition, ids))
+        return build(_sources(session_state, names, partition, ids, fields, units, parts), fields)
 
     def attempt(failed: StorageUnitError | None) -> Operation[Any]:
         """Read once. failed: the error of the attempt before, see `_retry_relocated`."""
@@ -344,6 +356,30 @@ def _read(
             yield Post(c.Release(located=located.number))
 
     return (yield from _retry_relocated(attempt))
+
+
+def _sources(
+    session_state: SessionState,
+    names: Names,
+    partition: str,
+    ids: Sequence[str],
+    fields: Sequence[c.FieldLocations],
+    units: set[int],
+    parts: RowParts | None,
+    guard: object | None = None,
+) -> dict[str, RowSource]:
+    """Return where the located rows, or these parts of them, are in this process's memory. Whole rows are compared with
+    their checksums, if they have any, when they are read. guard: see `UnitConnections.gather`."""
+    if parts is None:
+        return checked(session_state.connections.gather(fields, units, guard=guard), fields, partition, ids)
+    chosen = parts.of(fields, names.sequence_lengths if isinstance(names, KVBatchMeta) else None)
+    sources = session_state.connections.gather(
+        [part.entries for part in chosen],
+        units,
+        guard=guard,
+        parts={part.entries.name: part.inner for part in chosen if part.inner is not None},
+    )
+    return {part.entries.name: replace(sources[part.entries.name], pieces=part.pieces) for part in chosen}
 
 
 def _copies_little(session_state: SessionState, fields: Sequence[c.FieldLocations], units: set[int]) -> bool:
@@ -391,7 +427,11 @@ def _try_work(session_state: SessionState, work: Callable[..., Any], remembered:
 
 
 def _read_views(
-    session_state: SessionState, names: Names, partition: str, select_fields: Sequence[str]
+    session_state: SessionState,
+    names: Names,
+    partition: str,
+    select_fields: Sequence[str],
+    parts: RowParts | None,
 ) -> Operation[TensorDict]:
     """Read like `_read`, but hold the pin until the last view is deleted."""
     ids = ids_of(names)
@@ -409,9 +449,7 @@ def _read_views(
             def work() -> TensorDict:
                 """Return views of mapped arenas; `pins[0]` lives as long as any of them."""
                 failpoints.hit("get.mid_copy")
-                sources = checked(
-                    session_state.connections.gather(fields, units, guard=pins[0]), fields, partition, ids
-                )
+                sources = _sources(session_state, names, partition, ids, fields, units, parts, guard=pins[0])
                 return assemble(
                     sources,
                     copy=False,

@@ -14,6 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 from tensordict import TensorDict
 
+from dataplane.client.locations import select_values, units_of
 from dataplane.client.operations.field_names import fetch_schema, schema_for_put
 from dataplane.client.operations.joined_puts import (
     SmallPut,
@@ -27,7 +28,6 @@ from dataplane.client.operations.sample_names import Names, ids_of, samples_of, 
 from dataplane.client.operations.steps import Join, Operation, Post, Send, Work
 from dataplane.client.preallocated import PreallocatedPart, bytes_of
 from dataplane.client.session_state import Schema, SessionState
-from dataplane.client.unit_connections import select_values, units_of
 from dataplane.core import failpoints
 from dataplane.core.schema import EVICTED_SAMPLES
 from dataplane.core.types import FieldKind, Scalar

@@ -4,7 +4,6 @@ from dataplane.data.columns.append import appended
 from dataplane.data.columns.decode import (
     Column,
     Empty,
-    RowSource,
     SharedOffsets,
     assemble,
     decode,
@@ -16,6 +15,7 @@ from dataplane.data.columns.decode import (
     from_pool,
 )
 from dataplane.data.columns.encode import EncodedColumn, PerToken, Shared, encode_fields, require_fields
+from dataplane.data.columns.row_source import InnerPart, RowSource
 from dataplane.data.columns.specs import declared_specs
 from dataplane.data.columns.values import FlatValues
 from dataplane.data.columns.verify import checked
@@ -25,6 +25,7 @@ __all__ = [
     "Empty",
     "EncodedColumn",
     "FlatValues",
+    "InnerPart",
     "PerToken",
     "RowSource",
     "Shared",

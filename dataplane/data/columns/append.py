@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from dataplane.core.row_copy import Int64s, gather
-from dataplane.data.columns.decode import RowSource
 from dataplane.data.columns.encode import EncodedColumn
+from dataplane.data.columns.row_source import RowSource
 from dataplane.data.columns.values import FlatValues
 
 

@@ -7,12 +7,10 @@ only satisfies the type checker.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,18 +20,15 @@ from torch import Tensor
 from dataplane.core.buffer_pool import FROM_BYTES, BufferPool
 from dataplane.core.row_copy import (
     CopyRuns,
-    Int32s,
     Int64s,
     Run,
     UInt8s,
     address,
     copy_runs,
-    gather,
-    gather_padded,
     merge_runs,
-    row_outside,
 )
 from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec
+from dataplane.data.columns.row_source import RowSource
 from dataplane.data.columns.values import ragged_header_bytes
 from dataplane.data.jagged import jagged_from_values, pad_element, padded_width
 from dataplane.data.object_codec import decode_object, object_array
@@ -43,97 +38,8 @@ from dataplane.errors import InternalError, InvalidRequestError
 Column = Tensor | list[Tensor] | np.ndarray[Any, Any]
 """A decoded column: a dense or jagged tensor, a list of ragged tensors, or an object array."""
 
-MAX_LENGTH = 1 << 44
-"""Limit for the length of a row, so that sums of the lengths of one read cannot overflow int64."""
-
 Empty = Callable[[tuple[int, ...], torch.dtype], tuple[Tensor, UInt8s]]
 """Allocates an uninitialized contiguous tensor and returns (the tensor, its bytes)."""
-
-
-class Check(Protocol):
-    """Verifies `rows` of a column (their numbers, or a slice of all rows), which are at `offsets` of `memory`. Raises
-    if they differ from the expected content."""
-
-    def __call__(self, memory: UInt8s, offsets: Int64s, rows: Int64s | slice) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class RowSource:
-    """Memory locations of the N rows of one column, in the buffers from which they are decoded.
-
-    spec: settled. buffers: flat byte arrays (an arena's mapping, received frames). which: `[N]` int32 into `buffers`
-    (None: all rows are in the first one). offsets: `[N]` int64 byte offsets into the buffer. lengths: `[N]` int64 in
-    units of `spec.unit_bytes`. A row without bytes may have any offset. ours: the buffers are writable, private to this
-    process, have no other readers and hold only this column, so that a result may keep them. check: verifies the rows
-    at their final location (None: no verification).
-    """
-
-    spec: FieldSpec
-    buffers: Sequence[UInt8s]
-    which: Int32s | None
-    offsets: Int64s
-    lengths: Int64s
-    ours: bool = False
-    check: Check | None = None
-
-    @functools.cached_property
-    def sizes(self) -> Int64s:
-        """`[N]` int64 sizes in bytes. Raises InternalError if a row is outside its buffer, before any allocation."""
-        lengths, unit_bytes = self.lengths, self.spec.unit_bytes
-        if not len(lengths):
-            return lengths
-        longest = int(np.maximum.reduce(lengths))  # checked first: `lengths * unit_bytes` could overflow
-        if longest > MAX_LENGTH or longest * unit_bytes > max((buffer.nbytes for buffer in self.buffers), default=0):
-            raise self._outside_error(int(lengths.argmax()))
-        sizes: Int64s = lengths * unit_bytes
-        # A negative length, or a row that exceeds its buffer.
-        row = int(lengths.argmin()) if np.minimum.reduce(lengths) < 0 else self._find_row_outside(sizes)
-        if row is not None:
-            raise self._outside_error(row)
-        return sizes
-
-    def _find_row_outside(self, sizes: Int64s) -> int | None:
-        return row_outside(self.buffers, self.which, self.offsets, sizes)
-
-    def _outside_error(self, row: int) -> InternalError:
-        return InternalError(
-            what=f"row {row} of length {self.lengths[row]} at byte {self.offsets[row]} is outside the memory that "
-            "was read"
-        )
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def rows(self) -> list[UInt8s]:
-        """Return the bytes of each row, without a copy."""
-        locations = zip(self.buffer_numbers(), self.offsets.tolist(), self.sizes.tolist(), strict=True)
-        return [self.buffers[number][offset : offset + size] for number, offset, size in locations]
-
-    def verified_rows(self) -> list[UInt8s]:
-        """Return the bytes of each row. If the rows have a check, they are verified in a private copy, which other
-        processes cannot change afterwards."""
-        if self.check is None:
-            return self.rows()
-        ends = np.cumsum(self.sizes)
-        memory, starts = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8), ends - self.sizes
-        gather(self.buffers, self.which, self.offsets, self.sizes, memory)
-        self.check(memory, starts, slice(None))
-        return [memory[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
-
-    def check_in_place(self) -> None:
-        """Verify the rows at their current location."""
-        if self.check is None:
-            return
-        if self.which is None:  # one buffer
-            self.check(self.buffers[0], self.offsets, slice(None))
-            return
-        for number in np.unique(self.which).tolist():
-            rows = np.flatnonzero(self.which == number)
-            self.check(self.buffers[number], self.offsets[rows], rows)
-
-    def buffer_numbers(self) -> list[int]:
-        """Return the index into `buffers` of each row."""
-        return [0] * len(self) if self.which is None else self.which.tolist()
 
 
 class _Copies:
@@ -232,8 +138,9 @@ def decode_views(source: RowSource, *, offsets: SharedOffsets | None = None) -> 
 def _value_views(source: RowSource, offsets: SharedOffsets | None) -> Tensor | None:
     """Return a dense or jagged column as a view, or None; see `decode_views`."""
     # One element for each range of adjacent rows; rows without bytes are skipped.
-    buffer_numbers, starts, _ = merge_runs(source.which, source.offsets, source.sizes)
-    if not buffer_numbers:  # no row has bytes, so a new tensor without bytes serves as the view
+    sizes = source.sizes if source.part is None else source.stored_sizes
+    buffer_numbers, starts, _ = merge_runs(source.which, source.offsets, sizes)
+    if not buffer_numbers or not source.spec.unit_bytes:  # no bytes, so a new tensor serves as the view
         return _with_shape(source, _allocate_values(source, fresh)[0], offsets)
     values = _view_values(source, buffer_numbers[0], starts[0]) if len(buffer_numbers) == 1 else None
     return None if values is None else _with_shape(source, values, offsets)
@@ -328,8 +235,7 @@ def _prepare_copy(source: RowSource, offsets: SharedOffsets, empty: Empty, copie
             if in_place is not None:
                 return in_place
             values, target = _allocate_values(source, empty)
-            # checked: `source.sizes` has verified that all rows are inside their buffers.
-            gather(source.buffers, source.which, source.offsets, source.sizes, target, later=copies.runs, checked=True)
+            source.copy_to(target, copies.runs)
             copies.check_later(source, target, np.cumsum(source.sizes) - source.sizes)
             return _with_shape(source, values, offsets)
         case FieldKind.RAGGED:
@@ -343,13 +249,13 @@ def _prepare_padded(source: RowSource, pad_value: Any, width: int, empty: Empty,
     spec = source.spec
     if spec.kind is not FieldKind.JAGGED or spec.inner is None:
         raise InvalidRequestError(f"only jagged columns can be padded, got {spec}; read it with layout='jagged'")
-    dtype, sizes = TORCH_DTYPES[spec.dtype or ""], source.sizes
-    padded_length = padded_width(source.lengths, width)
+    dtype = TORCH_DTYPES[spec.dtype or ""]
+    source.sizes  # noqa: B018  # checks the rows before the allocation
+    padded_length = padded_width(source.row_lengths, width)
     pad = pad_element(pad_value, dtype)
     out, target = empty((len(source), padded_length, *spec.inner), dtype)
     rows = target.reshape(len(source), padded_length * spec.unit_bytes)  # the bytes of `out`, row by row
-    # checked: `source.sizes` has verified that all rows are inside their buffers.
-    gather_padded(source.buffers, source.which, source.offsets, sizes, rows, pad, later=copies.runs, checked=True)
+    source.copy_padded(rows, pad, copies.runs)
     copies.check_later(source, target, np.arange(len(source), dtype=np.int64) * rows.shape[1])  # starts of rows
     return out
 
@@ -365,20 +271,22 @@ def _with_shape(source: RowSource, values: Tensor, offsets: SharedOffsets | None
     """Return the values of all rows as the column: dense values unchanged, others as a jagged tensor over them."""
     if source.spec.kind is FieldKind.DENSE:
         return values
-    row_offsets, span = (offsets or SharedOffsets()).of(source.lengths)
+    row_offsets, span = (offsets or SharedOffsets()).of(source.row_lengths)
     return jagged_from_values(values, row_offsets, span=span)
 
 
 def _view_values(source: RowSource, buffer_number: int, start: int) -> Tensor | None:
     """View the values of all rows, which are adjacent from byte `start` of a buffer on, as `[sum of the lengths,
     *inner]`. Return None if they are not aligned to the element."""
-    spec = source.spec
+    part = source.part if buffer_number < source.arenas else None
+    spec = source.spec if part is None else part.whole
     buffer = source.buffers[buffer_number]
     memory_address = address(buffer) + start
     if memory_address % DTYPE_BYTES[spec.dtype or ""]:
         return None
     shape = (int(source.lengths.sum()), *(spec.inner or ()))
-    return tensor_at(memory_address, shape, TORCH_DTYPES[spec.dtype or ""], buffer)
+    values = tensor_at(memory_address, shape, TORCH_DTYPES[spec.dtype or ""], buffer)
+    return values if part is None else values[(slice(None), *part.slices)]
 
 
 def _ragged_views(source: RowSource) -> list[Tensor] | None:

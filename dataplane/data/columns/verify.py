@@ -9,7 +9,7 @@ import numpy as np
 
 from dataplane.core.checksums import damaged
 from dataplane.core.row_copy import UInt8s
-from dataplane.data.columns.decode import RowSource
+from dataplane.data.columns.row_source import RowSource
 from dataplane.errors import ChecksumError
 from dataplane.ledger.commands import FieldLocations, Int64s
 

@@ -136,14 +136,28 @@ class Stopped(_message.Message):
     def __init__(self) -> None: ...
 
 class ReadRanges(_message.Message):
-    __slots__ = ("offsets", "sizes", "fetch")
+    __slots__ = ("offsets", "sizes", "fetch", "inner")
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
+    INNER_FIELD_NUMBER: _ClassVar[int]
     offsets: _containers.RepeatedScalarFieldContainer[int]
     sizes: _containers.RepeatedScalarFieldContainer[int]
     fetch: bool
-    def __init__(self, offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., fetch: bool = ...) -> None: ...
+    inner: InnerSlice
+    def __init__(self, offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., fetch: bool = ..., inner: _Optional[_Union[InnerSlice, _Mapping]] = ...) -> None: ...
+
+class InnerSlice(_message.Message):
+    __slots__ = ("unit_bytes", "counts", "strides", "run")
+    UNIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    STRIDES_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    unit_bytes: int
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    strides: _containers.RepeatedScalarFieldContainer[int]
+    run: int
+    def __init__(self, unit_bytes: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., strides: _Optional[_Iterable[int]] = ..., run: _Optional[int] = ...) -> None: ...
 
 class ReadBytes(_message.Message):
     __slots__ = ("size", "source")

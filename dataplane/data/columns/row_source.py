@@ -1,0 +1,182 @@
+"""Stored rows in the memory of this process: where they are, and their copies."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from dataplane.core.inner_slice import InnerSlice
+from dataplane.core.row_copy import Int32s, Int64s, Run, UInt8s, gather, gather_padded, row_outside
+from dataplane.core.types import FieldSpec
+from dataplane.errors import InternalError
+
+MAX_LENGTH = 1 << 44
+"""Limit for the length of a row, so that sums of the lengths of one read cannot overflow int64."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerPart:
+    """A part of each element of a dense or jagged column. whole: the spec of the stored column. spec: that of the part.
+    slices: of the first inner dimensions. bytes: the part in memory."""
+
+    whole: FieldSpec
+    spec: FieldSpec
+    slices: tuple[slice, ...]
+    bytes: InnerSlice
+
+
+class Check(Protocol):
+    """Verifies `rows` of a column (their numbers, or a slice of all rows), which are at `offsets` of `memory`. Raises
+    if they differ from the expected content."""
+
+    def __call__(self, memory: UInt8s, offsets: Int64s, rows: Int64s | slice) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSource:
+    """Memory locations of the N rows of one column, in the buffers from which they are decoded.
+
+    spec: settled. buffers: flat byte arrays (an arena's mapping, received frames). which: `[N]` int32 into `buffers`
+    (None: all rows are in the first one). offsets: `[N]` int64 byte offsets into the buffer. lengths: `[N]` int64 in
+    units of `spec.unit_bytes`. A row without bytes may have any offset. ours: the buffers are writable, private to this
+    process, have no other readers and hold only this column, so that a result may keep them. check: verifies the rows
+    at their final location (None: no verification).
+
+    pieces: every row consists of so many consecutive entries of `which`, `offsets` and `lengths`, which then have
+    `N * pieces`. part: `spec` describes this part of each element; the first `arenas` buffers hold whole elements, the
+    others hold the parts only.
+    """
+
+    spec: FieldSpec
+    buffers: Sequence[UInt8s]
+    which: Int32s | None
+    offsets: Int64s
+    lengths: Int64s
+    ours: bool = False
+    check: Check | None = None
+    pieces: int = 1
+    part: InnerPart | None = None
+    arenas: int = 0
+
+    @functools.cached_property
+    def sizes(self) -> Int64s:
+        """Sizes of the entries in bytes, without unselected ones. Raises InternalError if an entry is outside its
+        buffer, before any allocation."""
+        lengths, unit_bytes = self.lengths, self.spec.unit_bytes
+        if not len(lengths):
+            return lengths
+        longest = int(np.maximum.reduce(lengths))  # checked first: `lengths * unit_bytes` could overflow
+        most = max((buffer.nbytes for buffer in self.buffers), default=0)
+        stored_bytes = unit_bytes if self.part is None else self.part.whole.unit_bytes
+        if longest > MAX_LENGTH or longest * unit_bytes > most or longest * stored_bytes > 1 << 62:
+            raise self._outside_error(int(lengths.argmax()))
+        sizes: Int64s = lengths * unit_bytes
+        # A negative length, or a row that exceeds its buffer.
+        row = int(lengths.argmin()) if np.minimum.reduce(lengths) < 0 else self._find_row_outside()
+        if row is not None:
+            raise self._outside_error(row)
+        return sizes
+
+    @functools.cached_property
+    def stored_sizes(self) -> Int64s:
+        """Sizes of the entries in their buffers in bytes, with the unselected ones of whole elements."""
+        if self.part is None:
+            return self.lengths * self.spec.unit_bytes
+        whole = self.part.whole.unit_bytes
+        if self.which is None:
+            return self.lengths * whole
+        return self.lengths * np.where(self.which < self.arenas, whole, self.spec.unit_bytes)
+
+    @functools.cached_property
+    def row_lengths(self) -> Int64s:
+        """`[N]` int64 lengths of the rows."""
+        return self.lengths if self.pieces == 1 else self.lengths.reshape(-1, self.pieces).sum(axis=1)
+
+    def _find_row_outside(self) -> int | None:
+        return row_outside(self.buffers, self.which, self.offsets, self.stored_sizes)
+
+    def _outside_error(self, row: int) -> InternalError:
+        return InternalError(
+            what=f"row {row} of length {self.lengths[row]} at byte {self.offsets[row]} is outside the memory that "
+            "was read"
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths) // self.pieces
+
+    def rows(self) -> list[UInt8s]:
+        """Return the bytes of each row, without a copy."""
+        locations = zip(self.buffer_numbers(), self.offsets.tolist(), self.sizes.tolist(), strict=True)
+        return [self.buffers[number][offset : offset + size] for number, offset, size in locations]
+
+    def verified_rows(self) -> list[UInt8s]:
+        """Return the bytes of each row. If the rows have a check, they are verified in a private copy, which other
+        processes cannot change afterwards."""
+        if self.check is None:
+            return self.rows()
+        ends = np.cumsum(self.sizes)
+        memory, starts = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8), ends - self.sizes
+        gather(self.buffers, self.which, self.offsets, self.sizes, memory)
+        self.check(memory, starts, slice(None))
+        return [memory[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+    def check_in_place(self) -> None:
+        """Verify the rows at their current location."""
+        if self.check is None:
+            return
+        if self.which is None:  # one buffer
+            self.check(self.buffers[0], self.offsets, slice(None))
+            return
+        for number in np.unique(self.which).tolist():
+            rows = np.flatnonzero(self.which == number)
+            self.check(self.buffers[number], self.offsets[rows], rows)
+
+    def buffer_numbers(self) -> list[int]:
+        """Return the index into `buffers` of each entry."""
+        return [0] * len(self.lengths) if self.which is None else self.which.tolist()
+
+    def copy_to(self, target: UInt8s, later: list[Run]) -> None:
+        """Copy all rows to `target`, back to back. later: as in `gather`."""
+        # checked: `sizes` has verified that all rows are inside their buffers.
+        if self.part is None:
+            gather(self.buffers, self.which, self.offsets, self.sizes, target, later=later, checked=True)
+        else:
+            self._copy_entries(target, np.cumsum(self.sizes) - self.sizes, later)
+
+    def copy_padded(self, target: UInt8s, pad: np.ndarray[Any, Any], later: list[Run]) -> None:
+        """Copy each row to its row of `target` and fill the rest with `pad`. See `gather_padded`."""
+        if self.part is None and self.pieces == 1:
+            gather_padded(self.buffers, self.which, self.offsets, self.sizes, target, pad, later=later, checked=True)
+            return
+        count, row_bytes = target.shape
+        flat = target.reshape(-1)
+        starts = np.arange(count, dtype=np.int64) * row_bytes
+        ends = np.cumsum(self.sizes).reshape(-1, self.pieces)  # of the entries, without padding
+        row_sizes = self.sizes.reshape(-1, self.pieces).sum(axis=1)
+        positions = ends - self.sizes.reshape(-1, self.pieces) - (ends[:, -1] - row_sizes - starts)[:, None]
+        self._copy_entries(flat, positions.reshape(-1), later)
+        for end, limit in zip((starts + row_sizes).tolist(), (starts + row_bytes).tolist(), strict=True):
+            flat[end:limit].view(pad.dtype)[...] = pad
+
+    def _copy_entries(self, target: UInt8s, positions: Int64s, later: list[Run]) -> None:
+        """Copy the selected bytes of entry i to `target[positions[i]:]`."""
+        entries = zip(
+            self.buffer_numbers(),
+            self.offsets.tolist(),
+            self.lengths.tolist(),
+            self.sizes.tolist(),
+            positions.tolist(),
+            strict=True,
+        )
+        for number, offset, length, size, position in entries:
+            if not size:
+                continue
+            buffer, place = self.buffers[number], target[position : position + size]
+            if self.part is not None and number < self.arenas:
+                self.part.bytes.copy(buffer, offset, length, place)
+            else:
+                later.append((place, buffer[offset : offset + size]))

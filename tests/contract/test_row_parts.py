@@ -1,0 +1,179 @@
+"""Parts of rows: what is read is what the same slices select of the whole rows, by every road and in every form."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dataplane import ContextParallel, DataPlaneClient
+from dataplane.errors import InvalidRequestError
+
+pytestmark = pytest.mark.integration
+
+FIELDS = {
+    "input_ids": (),
+    "routed_experts": (7, 3),
+    "pooled": (5, 2),  # dense
+    "turns": (),  # jagged, but not one element for each token
+}
+DTYPES = (torch.int64, torch.bfloat16, torch.bool, torch.int8, torch.float64)
+
+
+def values(chance: random.Random, lengths: Sequence[int]) -> dict[str, Any]:
+    def some(*shape: int) -> Tensor:
+        return torch.randint(0, 100, shape, dtype=torch.int64).to(dtype)
+
+    fields: dict[str, Any] = {}
+    for name, inner in FIELDS.items():
+        dtype = torch.int64 if name == "input_ids" else chance.choice(DTYPES)
+        if name == "pooled":
+            fields[name] = some(len(lengths), *inner)
+        elif name == "turns":
+            fields[name] = [some(length % 3 + 1) for length in lengths]
+        else:
+            fields[name] = [some(length, *inner) for length in lengths]
+    return fields
+
+
+def random_slices(chance: random.Random, inner: Sequence[int]) -> tuple[slice, ...]:
+    def one(size: int) -> slice:
+        return slice(*(chance.choice([None, *range(-size, size + 1)]) for _ in range(2)), chance.choice([None, 1, 2]))
+
+    return tuple(one(size) for size in inner[: chance.randrange(len(inner) + 1)])
+
+
+def random_tokens(chance: random.Random, lengths: Sequence[int]) -> Any:
+    size = chance.randrange(1, 5)
+    zigzag = chance.random() < 0.5
+    chunks = 2 * size if zigzag else size
+    longest = max(lengths, default=0)
+    pad_to = chance.choice([0, -(-max(longest, 1) // chunks) * chunks])
+    ranges = [tuple(sorted(chance.randrange(longest + 2) for _ in range(2))) for _ in lengths]
+    return chance.choice(
+        [
+            None,
+            (2, 5),
+            (0, 0),
+            ranges,
+            ContextParallel(rank=chance.randrange(size), size=size, zigzag=zigzag, pad_to=pad_to),
+        ]
+    )
+
+
+def chunks_of(row: Tensor, cp: ContextParallel) -> Tensor:
+    """The rank's chunks as Megatron cuts them: of the padded row."""
+    count = cp.chunks
+    padded = cp.pad_to or -(-len(row) // count) * count
+    pieces = [row[number * (padded // count) : (number + 1) * (padded // count)] for number in range(count)]
+    numbers = [cp.rank, count - 1 - cp.rank] if cp.zigzag else [cp.rank]
+    return torch.cat([pieces[number] for number in numbers])
+
+
+def part_of(name: str, rows: Sequence[Tensor], tokens: Any, inner: dict[str, Any]) -> list[Tensor]:
+    slices = inner.get(name, ())
+    if name == "pooled":
+        return [row[slices] for row in rows]
+    cut = list(rows)
+    if name != "turns":
+        if isinstance(tokens, ContextParallel):
+            cut = [chunks_of(row, tokens) for row in rows]
+        elif tokens is not None:
+            ranges = [tokens] * len(rows) if isinstance(tokens, tuple) else tokens
+            cut = [row[start:stop] for row, (start, stop) in zip(rows, ranges, strict=True)]
+    return [row[(slice(None), *slices)] for row in cut]
+
+
+def rows_of(value: Any) -> list[Tensor]:
+    return list(value.unbind()) if isinstance(value, Tensor) else list(value)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_part_is_what_the_slices_select(client: DataPlaneClient, partition: str, seed: int) -> None:
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    lengths = [chance.choice([0, 1, 2, 7, 30]) for _ in range(chance.choice([1, 3, 60]))]
+    if not any(lengths):
+        lengths[0] = 3
+    fields = values(chance, lengths)
+    client.register_partition(partition, [*FIELDS], None, [])
+    meta = client.put_samples([f"s{n}" for n in range(len(lengths))], partition, fields)
+    order = chance.sample(range(len(lengths)), len(lengths))
+    lengths = [lengths[place] for place in order]
+    meta = dataclasses.replace(meta.subset(order), sequence_lengths=lengths)
+    whole = {name: [rows_of(column)[place] for place in order] for name, column in fields.items()}
+    for _ in range(6):
+        tokens = random_tokens(chance, lengths)
+        inner = {name: random_slices(chance, FIELDS[name]) for name in ("routed_experts", "pooled")}
+        expected = {name: part_of(name, rows, tokens, inner) for name, rows in whole.items()}
+        wanted = chance.sample([*FIELDS], chance.randrange(1, len(FIELDS) + 1))
+        chosen = {name: each for name, each in inner.items() if name in wanted}
+        parts: dict[str, Any] = {"tokens": tokens, "inner": chosen}
+        for copy in (True, False):
+            got = client.get_samples(meta, partition, wanted, copy=copy, **parts)
+            for name in wanted:
+                assert all(map(torch.equal, rows_of(got[name]), expected[name])), (name, parts, copy)
+        jagged = client.get_batch(meta, wanted, layout="jagged", **parts)
+        padded = client.get_batch(meta, wanted, pad_value_dict={"input_ids": 9}, **parts)
+        for name in wanted:
+            assert all(map(torch.equal, rows_of(jagged[name]), expected[name])), (name, parts)
+            if name == "pooled":
+                assert torch.equal(padded[name], torch.stack(expected[name]))
+                continue
+            width = max(len(row) for row in expected[name])
+            if isinstance(tokens, ContextParallel) and name != "turns":
+                width = max(width, tokens.pad_to // tokens.size)
+            assert padded[name].shape[1] == width
+            for row, part in zip(padded[name], expected[name], strict=True):
+                assert torch.equal(row[: len(part)], part), (name, parts)
+                assert (row[len(part) :] == (9 if name == "input_ids" else 0)).all()
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ({"tokens": 5}, "one .start, stop. for each sample"),
+        ({"tokens": (1.0, 2.0)}, "one .start, stop. for each sample"),
+        ({"tokens": [(0, 1, 2)]}, "one .start, stop. for each sample"),
+        ({"tokens": [(0, 1), (2,)]}, "one .start, stop. for each sample"),
+        ({"tokens": [(0, 1)] * 3}, "3 ranges for 2 samples"),
+        ({"tokens": (-1, 2)}, "0 <= start <= stop"),
+        ({"tokens": [(0, 1), (3, 2)]}, r"\[3, 2\]: expected 0 <= start <= stop"),
+        ({"tokens": ContextParallel(rank=0, size=1, pad_to=2)}, "row 1 has 5 tokens"),
+        ({"inner": {"other": slice(1)}}, r"\['other'\], which are not among the fields"),
+        ({"inner": {"x": 3}}, "expected a slice"),
+        ({"inner": {"x": slice(None, None, -1)}}, "steps must be positive"),
+        ({"inner": {"x": [slice(1), slice(1)]}}, "2 slices, but the field is jagged int64 inner shape .4."),
+        ({"inner": {"label": slice(1)}}, "1 slices, but the field is object"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_in_words(
+    client: DataPlaneClient, partition: str, parts: dict[str, Any], why: str
+) -> None:
+    client.register_partition(partition, ["x", "label"], None, [])
+    meta = client.put_samples(
+        ["a", "b"], partition, {"x": [torch.zeros(3, 4).long(), torch.zeros(5, 4).long()], "label": ["a", "b"]}
+    )
+    with pytest.raises(InvalidRequestError, match=why):
+        client.get_samples(meta, partition, ["x", "label"], **parts)
+    with pytest.raises(InvalidRequestError, match=why):
+        client.get_batch(meta, ["x", "label"], **parts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"rank": 2, "size": 2}, "0 <= rank < size"),
+        ({"rank": -1, "size": 2}, "0 <= rank < size"),
+        ({"rank": 0, "size": 2, "pad_to": 6}, "multiple of the 4 chunks"),
+        ({"rank": 0, "size": 2, "pad_to": -4}, "multiple of the 4 chunks"),
+    ],
+)
+def test_a_rank_outside_its_group_is_refused(settings: dict[str, int], why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        ContextParallel(**settings)
