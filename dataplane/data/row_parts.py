@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -85,6 +86,14 @@ class RowParts:
         ranges = self.ranges
         return ranges.pad_to // ranges.size if isinstance(ranges, ContextParallel) else 0
 
+    def lengths(self, whole: Sequence[int]) -> list[int]:
+        """Return the number of tokens of each sample's part. whole: `[N]` tokens of the samples."""
+        if self.ranges is None:
+            return list(whole)
+        starts, stops = _within(self.ranges, np.array(whole, np.int64))
+        cut: list[int] = (stops - starts).sum(axis=1).tolist()
+        return cut
+
     def of(self, located: Sequence[FieldLocations], token_counts: Sequence[int] | None) -> list[PartLocations]:
         """Return the locations of the parts. Token ranges apply to the jagged fields with one element per token (see
         `not_per_token`, which takes `token_counts`). Raise `InvalidRequestError` for a field that cannot be sliced."""
@@ -96,10 +105,7 @@ class RowParts:
         inner = _inner_part(field.name, spec, self.slices[field.name]) if field.name in self.slices else None
         if ranges is None or spec.kind is not FieldKind.JAGGED or field.name in whole:
             return PartLocations(field, 1, inner)
-        if isinstance(ranges, ContextParallel):
-            starts, stops = ranges.ranges(field.lengths)
-        else:
-            starts, stops = (np.minimum(ranges[:, [column]], field.lengths[:, None]) for column in (0, 1))
+        starts, stops = _within(ranges, field.lengths)
         pieces = starts.shape[1]
         entries = FieldLocations(
             name=field.name,
@@ -109,6 +115,14 @@ class RowParts:
             lengths=(stops - starts).reshape(-1),
         )
         return PartLocations(entries, pieces, inner)
+
+
+def _within(ranges: Int64s | ContextParallel, lengths: Int64s) -> tuple[Int64s, Int64s]:
+    """Return starts and stops, `[N, ranges per row]` int64, of these token ranges within rows of `lengths` `[N]`."""
+    if isinstance(ranges, ContextParallel):
+        return ranges.ranges(lengths)
+    starts, stops = (np.minimum(ranges[:, [column]], lengths[:, None]) for column in (0, 1))
+    return starts, stops
 
 
 def jagged_lengths(located: Sequence[FieldLocations]) -> dict[str, Int64s]:
@@ -155,9 +169,18 @@ def _slices(name: str, value: Any) -> tuple[slice, ...]:
     slices = (value,) if isinstance(value, slice) else value
     if not isinstance(slices, Sequence) or not all(isinstance(each, slice) for each in slices):
         raise InvalidRequestError(f"inner[{name!r}]={value!r}: expected a slice, or a sequence of slices")
+    try:
+        slices = [slice(*map(_index, (each.start, each.stop, each.step))) for each in slices]
+    except TypeError as error:
+        raise InvalidRequestError(f"inner[{name!r}]={value!r}: {error}") from error
     if any(each.step is not None and each.step < 1 for each in slices):
         raise InvalidRequestError(f"inner[{name!r}]={value!r}: steps must be positive")
     return tuple(slices)
+
+
+def _index(value: Any) -> int | None:
+    """Return a bound or step of a slice as an int; TypeError if it is not an integer."""
+    return None if value is None else operator.index(value)
 
 
 def _inner_part(name: str, spec: FieldSpec, slices: tuple[slice, ...]) -> InnerPart:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,6 @@ from dataplane import (
     KVBatchMeta,
     StreamingDataLoader,
     build_data_plane_client,
-    materialize,
     shard_meta_for_dp,
     write_columns,
 )
@@ -36,10 +36,12 @@ from dataplane.core.schema import (
     TOKEN_ALIGNED_FIELDS,
     Layout,
 )
+from dataplane.data.row_parts import Inner, Tokens
 from workers.placement.ranks import DATA_PARALLEL_AXIS, REPLICATED_AXES
 from workers.placement.sharding import NamedSharding
-from workers.training.replica_fetch import FETCH_TIMEOUT_S, POLICIES, FetchedPart, FetchPolicy, ReplicaGroup
+from workers.training.replica_fetch import FETCH_TIMEOUT_S, POLICIES, FetchPolicy, ReplicaGroup
 from workers.training.reports import IS_REPLICA_LEADER
+from workers.training.row_fetch import RowFetch
 from workers.training.shared_loader import SharedStream
 from workers.training.stages import Stage, packing_arguments, stage_of
 
@@ -201,8 +203,10 @@ class TQWorkerMixin:
         fetch_policy: FetchPolicy = "auto",
         preprocess: Preprocess | None = None,
         dp_aligned_seq_len: bool = True,
+        tokens: Tokens | None = None,
+        inner: Inner | None = None,
     ) -> BatchedDataDict[Any]:
-        """Fetch the fields of `meta` for this rank's samples. All siblings get the same batch.
+        """Fetch the fields of `meta` for this rank's samples. All siblings get the same batch, or each its own part.
 
         layout: "padded" returns per-token columns `[N, S, ...]`, "jagged" returns nested ones. S is the pad length that
         the driver set, the same on all data-parallel ranks; with `dp_aligned_seq_len=False` it is this rank's longest
@@ -212,42 +216,36 @@ class TQWorkerMixin:
         group of one fetches). With "independent" every rank fetches. preprocess: `(worker, batch) -> batch`, called on
         every rank with the batch before it is returned.
 
+        tokens, inner: the part of the rows that this rank needs, as in `DataPlaneClient.get_batch`. If the parts of the
+        siblings differ, the leader reads them one after another and sends each only to the ranks that need it. A
+        `ContextParallel` without `pad_to` cuts rows that count as padded to S, if the driver has set it; other ranges
+        are padded to this rank's longest part.
+
         After a broadcast, the tensors are on the device of the group's backend (NCCL: CUDA, Gloo: CPU), otherwise on
         the CPU. Blocks for the data plane, and for siblings up to `fetch_timeout_s`. If one rank of a replica group
         fails, all raise (see `ReplicaGroup.fetch`). Raises the errors of `DataPlaneClient.get_batch`.
         """
         if fetch_policy not in POLICIES:
             raise ValueError(f"fetch_policy must be one of {', '.join(POLICIES)}, got {fetch_policy!r}")
-
-        def pad_length() -> int:
-            return self._forward_pad_seqlen(meta) if dp_aligned_seq_len and layout == "padded" else 0
-
-        def finish(columns: Mapping[str, Any]) -> BatchedDataDict[Any]:  # on every rank, after the broadcast
-            batch = materialize(
-                columns,
-                layout,
-                pad_value_dict=self._pad_value_dict(),
-                pad_to_seqlen=pad_length(),
-                sequence_lengths=meta.sequence_lengths,
-            )
-            return batch if preprocess is None else preprocess(self, batch)
-
-        part = FetchedPart(
+        fetch = RowFetch(
+            client=self._require_dp_client,
             leads=self._is_replica_leader,
-            digest=lambda: meta_digest(meta, f"{layout} {pad_length()}"),
-            read=lambda: self._require_dp_client().get_batch(meta, layout="jagged"),  # each rank pads, see `finish`
+            meta=meta,
+            layout=layout,
+            pad_values=self._pad_value_dict,
+            pad_length=lambda: self._forward_pad_seqlen(meta) if dp_aligned_seq_len and layout == "padded" else 0,
+            preprocess=None if preprocess is None else partial(preprocess, self),
+            tokens=tokens,
+            inner=inner,
         )
         replicas = self._current_replica_group()
         if fetch_policy == "leader_broadcast" and self._get_replica_group() is None:
             raise ValueError("fetch_policy='leader_broadcast' needs a replica group; _get_replica_group() gave None")
         if replicas is not None and fetch_policy != "independent":
-            return replicas.fetch(part, fetch_policy, finish)
+            return replicas.fetch(fetch.part(), fetch_policy, fetch.finish)
         if replicas is not None:  # the policy is "independent", which the siblings must use, too
-            replicas.agree(part, fetch_policy)
-        batch = self._require_dp_client().get_batch(
-            meta, layout=layout, pad_value_dict=self._pad_value_dict(), pad_to_seqlen=pad_length()
-        )
-        return batch if preprocess is None else preprocess(self, batch)
+            replicas.agree(fetch.part(), fetch_policy)
+        return fetch.alone()
 
     def _current_replica_group(self) -> ReplicaGroup | None:
         """Return the `ReplicaGroup` of the host's current process group, or None without siblings. It is kept in
@@ -484,16 +482,3 @@ def _rows_per_batch(counts: Sequence[int] | None) -> int | None:
     if len(set(counts)) > 1:
         raise ValueError(f"{ELEM_COUNTS_PER_GB}={counts}: global batches of different sizes cannot be packed again")
     return counts[0]
-
-
-def meta_digest(meta: KVBatchMeta, form: str) -> bytes:
-    """Return a digest of 16 bytes, equal for metas with the same samples (generations included) and fields, and for an
-    equal `form`: layout and pad length of the batch."""
-    digest = hashlib.blake2b(digest_size=16)
-    # Each text is preceded by its length, and "" separates fields from samples: different lists give different bytes.
-    for part in (meta.partition_id, form, *(meta.fields or ()), "", *meta.sample_ids):
-        data = part.encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    for array in meta.handles or ():
-        digest.update(array.tobytes())
-    return digest.digest()

@@ -23,6 +23,7 @@ from dataplane.core.durations import seconds
 
 _COMPLETE = "all present"
 """Value in the store if all ranks joined these connections. A rank that gave up stores its number instead."""
+_SCATTER_TAG = 1
 _UNUSED_TAG = 2**31 - 1
 
 
@@ -151,6 +152,18 @@ class Siblings:
             buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.broadcast(buffer, root, deadline)
         return bytes(buffer.cpu().numpy())
+
+    def send(self, buffer: Tensor, to: int, deadline: Deadline, *, purpose: str = "control") -> None:
+        """Send a buffer (uint8) to one rank, which calls `receive`. Raises as `_run_collective`."""
+        buffer = buffer.to(self.device)
+        self._run_collective(lambda: self._channel.send([buffer], to, _SCATTER_TAG), deadline)
+        self._count(purpose, buffer.numel())
+
+    def receive(self, buffer: Tensor, sender: int, deadline: Deadline, *, purpose: str = "control") -> None:
+        """Receive into a buffer (uint8, on `device`) what `sender` sends, of the same size. Raises as
+        `_run_collective`."""
+        self._run_collective(lambda: self._channel.recv([buffer], sender, _SCATTER_TAG), deadline)
+        self._count(purpose, buffer.numel())
 
     def name(self, rank: int) -> str:
         """Return a description of a rank for messages, with its global rank."""

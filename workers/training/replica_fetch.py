@@ -7,7 +7,9 @@ A fetch is four collectives, for any number of columns:
    failed read. All ranks get the same records and make the same checks: one leader, one policy, one meta, no failure.
    It is also the agreement at the start of a group's first fetch and of the first fetch after a failure.
 2. A broadcast of the header (or of the error of the rank that failed).
-3. A broadcast of the payload, the jagged bytes of every column in one buffer.
+3. A broadcast of the payload, the jagged bytes of every column in one buffer. If the ranks want different parts of the
+   rows, steps 2 and 3 are a scatter instead: an all-gather of what each rank wants, and then the leader reads the parts
+   one after another and sends each to the ranks that want it (`workers.training.scatter`).
 4. An all-gather of outcomes, so that a failure of one rank on its payload makes all ranks raise.
 
 With "independent" the ranks exchange records once, then fetch without collectives until the policy changes.
@@ -15,9 +17,11 @@ With "independent" the ranks exchange records once, then fetch without collectiv
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import torch
@@ -28,6 +32,7 @@ from dataplane.core import failpoints
 from dataplane.data.batch import BatchedDataDict
 from workers.training.batch_codec import Header, pack, unpack
 from workers.training.replica_collectives import Deadline, Fault, ReplicaGroupError, Siblings
+from workers.training.scatter import receive_part, send_parts
 
 T = TypeVar("T")
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
@@ -36,9 +41,9 @@ FETCH_TIMEOUT_S = 300.0
 """Default timeout of a fetch through a replica group, from a rank's call to its result. It is well above a client's
 `reconnect_s`, because siblings wait while the leader's client waits for a service that restarts."""
 
-_RECORD = struct.Struct("<4sBBBx16sQ")
+_RECORD = struct.Struct("<4sBBBx16sQ16sQ")
 """The encoding of `_Record`: `_MAGIC`, then its fields in order, with a padding byte before the digest."""
-_MAGIC = b"TQf1"
+_MAGIC = b"TQf2"
 _OUTCOME = struct.Struct("<Q")
 """The outcome of a fetch on one rank: the size of its encoded fault, 0 for success."""
 NO_DIGEST = bytes(16)
@@ -47,51 +52,65 @@ NO_DIGEST = bytes(16)
 @dataclass(frozen=True)
 class _Record:
     """The first message of a rank to its siblings. leads: whether the rank is the leader; digest: of its meta;
-    message_bytes: size of its next message, a header or a fault."""
+    message_bytes: size of its next message, a header or a fault. wanted_digest, wanted_bytes: of the part it wants."""
 
     leads: bool
     policy: str
     failed: bool
     digest: bytes
     message_bytes: int
+    wanted_digest: bytes
+    wanted_bytes: int
 
     def encode(self) -> bytes:
         policy = POLICIES.index(self.policy)
-        return _RECORD.pack(_MAGIC, self.leads, policy, self.failed, self.digest, self.message_bytes)
+        return _RECORD.pack(
+            _MAGIC,
+            self.leads,
+            policy,
+            self.failed,
+            self.digest,
+            self.message_bytes,
+            self.wanted_digest,
+            self.wanted_bytes,
+        )
 
     @classmethod
     def decode(cls, data: bytes) -> _Record:
-        magic, leads, policy, failed, digest, message_bytes = _RECORD.unpack(data)
+        magic, leads, policy, failed, *rest = _RECORD.unpack(data)
         if magic != _MAGIC or policy >= len(POLICIES):
             raise ReplicaGroupError(
                 "the ranks of this replica group make different collective calls at the same time; let all ranks make "
                 "the same calls in the same order, and restart the workers"
             )
-        return cls(bool(leads), POLICIES[policy], bool(failed), digest, message_bytes)
+        return cls(bool(leads), POLICIES[policy], bool(failed), *rest)
 
 
 @dataclass(frozen=True)
 class FetchedPart:
     """A rank's part in a fetch. If one of these functions raises, every rank of the group raises that error.
 
-    leads: whether this rank is the leader. digest: 16 bytes, equal for equal metas. read: returns the columns; called
-    on the leader only.
+    leads: whether this rank is the leader. digest: 16 bytes, equal for equal metas. wanted: the encoded part of the
+    rows that this rank wants; b"": whole rows. read: returns the columns of a part; called on the leader only.
     """
 
     leads: Callable[[], bool]
     digest: Callable[[], bytes]
-    read: Callable[[], Mapping[str, Any]]
+    read: Callable[[bytes], Mapping[str, Any]]
+    wanted: Callable[[], bytes] = bytes
 
 
 @dataclass(frozen=True)
 class _Offer:
     """A rank's input to a fetch: the fields of its record, and its next message, an encoded header or fault.
 
-    flat: the payload, on the leader only. fault: the exception that this rank raised, if any.
+    flat: the payload, on the leader only. wanted: the part that this rank wants. fault: the exception that this rank
+    raised, if any.
     """
 
     leads: bool = False
     digest: bytes = NO_DIGEST
+    wanted: bytes = b""
     message: bytes = b""
     flat: Tensor | None = None
     fault: Exception | None = None
@@ -146,36 +165,58 @@ class ReplicaGroup:
         deadline = Deadline(self.timeout_s)
         self.siblings.join(deadline)
         mine = self._prepare_offer(part, reads=True)
-        leader, message_bytes = self._exchange_records(mine, policy, deadline)
-        header = Header.decode(self.siblings.broadcast_bytes(mine.message, message_bytes, leader, deadline))
-        failpoints.hit("fetch.between_header_and_payload")
-        flat = self._broadcast_payload(header, mine.flat, leader, deadline)
-        result = self._finish_on_all_ranks(lambda: finish(BatchedDataDict(unpack(header, flat))), deadline)
+        leader, records = self._exchange_records(mine, policy, deadline)
+        if len({record.wanted_digest for record in records}) > 1:
+            columns = self._scatter(part, mine, leader, records, deadline)
+        else:
+            message = self.siblings.broadcast_bytes(mine.message, records[leader].message_bytes, leader, deadline)
+            header = Header.decode(message)
+            failpoints.hit("fetch.between_header_and_payload")
+            flat = self._broadcast_payload(header, mine.flat, leader, deadline)
+            columns = partial(unpack, header, flat)
+        result = self._finish_on_all_ranks(lambda: finish(BatchedDataDict(columns())), deadline)
         self._agreed = policy
         return result
+
+    def _scatter(
+        self, part: FetchedPart, mine: _Offer, leader: int, records: list[_Record], deadline: Deadline
+    ) -> Callable[[], dict[str, Any]]:
+        """Return a function that returns the columns of the part that this rank wants, or raises why the leader could
+        not read one."""
+        most = max(record.wanted_bytes for record in records)
+        gathered = self.siblings.all_gather(mine.wanted.ljust(most, b"\0"), deadline)
+        wanted = [data[: record.wanted_bytes] for data, record in zip(gathered, records, strict=True)]
+        if mine.flat is None:
+            return receive_part(self.siblings, leader, deadline)
+        own = partial(unpack, Header.decode(mine.message), mine.flat.to(self.siblings.device))
+        return send_parts(self.siblings, wanted, own, part.read, deadline)
 
     def _prepare_offer(self, part: FetchedPart, *, reads: bool) -> _Offer:
         """Return this rank's input. Everything that can fail before the transfer is done here; a failure becomes the
         fault of the offer. reads: whether the leader reads the columns."""
         try:
             leads, digest = part.leads(), part.digest()
+            wanted = part.wanted() if reads else b""
             if not (leads and reads):
-                return _Offer(leads, digest)
-            packed = pack(part.read())
-            return _Offer(leads, digest, message=packed.header.encode(), flat=packed.flat())
+                return _Offer(leads, digest, wanted)
+            packed = pack(part.read(wanted))
+            return _Offer(leads, digest, wanted, message=packed.header.encode(), flat=packed.flat())
         except Exception as error:
             return _Offer(message=Fault.of(error, self.siblings.rank).encode(), fault=error)
 
-    def _exchange_records(self, mine: _Offer, policy: str, deadline: Deadline) -> tuple[int, int]:
-        """Send this rank's record, and check the records of all ranks. Return the leader's rank and the size of its
-        header. Raise on every rank if a rank has failed, or if the records do not match."""
-        own_record = _Record(mine.leads, policy, mine.fault is not None, mine.digest, len(mine.message)).encode()
-        records = [_Record.decode(data) for data in self.siblings.all_gather(own_record, deadline)]
+    def _exchange_records(self, mine: _Offer, policy: str, deadline: Deadline) -> tuple[int, list[_Record]]:
+        """Send this rank's record, and check the records of all ranks. Return the leader's rank and all records. Raise
+        on every rank if a rank has failed, or if the records do not match."""
+        wanted_digest = hashlib.blake2b(mine.wanted, digest_size=16).digest()
+        failed_here = mine.fault is not None
+        own_record = _Record(
+            mine.leads, policy, failed_here, mine.digest, len(mine.message), wanted_digest, len(mine.wanted)
+        )
+        records = [_Record.decode(data) for data in self.siblings.all_gather(own_record.encode(), deadline)]
         failed = [rank for rank, record in enumerate(records) if record.failed]
         if failed:
             self._raise_first_fault(mine, failed[0], records[failed[0]].message_bytes, deadline)
-        leader = self._check_records(records)
-        return leader, records[leader].message_bytes
+        return self._check_records(records), records
 
     def _check_records(self, records: list[_Record]) -> int:
         """Check for one policy, one leader and one meta, and return the rank of the leader. Otherwise
@@ -257,7 +298,7 @@ def _broadcast_batched_data_dict(
             )
         return is_leader
 
-    def read() -> Mapping[str, Any]:
+    def read(_: bytes) -> Mapping[str, Any]:
         if data is None:
             raise ValueError("the leader passed data=None; it must pass the data for its siblings")
         return data

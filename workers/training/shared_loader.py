@@ -38,7 +38,7 @@ class SharedStream:
         Raises the errors of `ReplicaGroup.fetch`.
         """
 
-        def read() -> Mapping[str, Any]:
+        def read(_: bytes) -> Mapping[str, Any]:
             """Return the columns of the next micro-batch with its meta; nothing at the end. Runs on the leader."""
             micro_batch = take()
             return {} if micro_batch is None else {**micro_batch.data, _META: [_to_plain(micro_batch.meta)]}

@@ -70,7 +70,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def part_of(rank: int, *, leader: int = 0, digest: bytes = NO_DIGEST) -> FetchedPart:
-    return FetchedPart(leads=lambda: rank == leader, digest=lambda: digest, read=sample_batch)
+    return FetchedPart(leads=lambda: rank == leader, digest=lambda: digest, read=lambda _: sample_batch())
 
 
 # --- what travels ---------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_a_replica_group_is_part_of_the_world(four: Ranks) -> None:
 def count_collectives(rank: int, fields: int) -> dict[str, int]:
     offsets = torch.tensor([0, 4000, 4100, 12000])
 
-    def read() -> dict[str, Any]:
+    def read(_: bytes) -> dict[str, Any]:
         return {f"f{i}": torch.nested.nested_tensor_from_jagged(torch.randn(12000), offsets) for i in range(fields)}
 
     group = ReplicaGroup(dist.group.WORLD)
@@ -228,7 +228,7 @@ ERRORS: dict[str, Exception] = {
 def fail(rank: int, who: str, kind: str) -> Exception:
     group = ReplicaGroup(dist.group.WORLD, timeout_s=NEVER_S)
 
-    def boom() -> Any:
+    def boom(*_: bytes) -> Any:
         raise ERRORS[kind]
 
     culprit = 0 if who.startswith("leader") else group.size - 1
