@@ -48,6 +48,12 @@ class Batch:
         """Bytes of all values; strings count as UTF-8."""
         return sum(_nbytes(column) for column in self.columns.values())
 
+    def padded_nbytes(self, parts: int) -> int:
+        """Bytes of the tensors that `parts` slices become when the jagged columns of each are padded to its longest
+        row."""
+        edges = spans(len(self.ids), parts)
+        return sum(_padded_nbytes(column, first, last) for column in self.columns.values() for first, last in edges)
+
     @property
     def names(self) -> list[str]:
         return list(self.columns)
@@ -105,6 +111,14 @@ def _nbytes(column: Any) -> int:
         values = column.values() if column.is_nested else column
         return values.numel() * values.element_size()
     return sum(len(text.encode()) for text in column)
+
+
+def _padded_nbytes(column: Any, first: int, last: int) -> int:
+    if not isinstance(column, torch.Tensor) or not column.is_nested:
+        return _nbytes(column[first:last])
+    jagged: Any = column
+    longest = int(jagged.offsets()[first : last + 1].diff().max())
+    return (last - first) * longest * jagged.values()[:1].numel() * column.element_size()
 
 
 def _digest(column: Any) -> str:

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
+from benchmarks.cases import PARTS
 from benchmarks.measure import Spread, ratios
+from benchmarks.payload import build
+from benchmarks.plan import TOKENS
 from benchmarks.probes.base import Figure
 from benchmarks.race import Outcome
 from benchmarks.systems.round_trip import at_reference
@@ -98,6 +101,7 @@ TARGETS: tuple[Target, ...] = (
     Target("put 19 MB: x TransferQueue", 20, lambda r: r.speed(PUT, "local", TQ)),
     Target("put 19 MB: of memcpy, one thread", 0.5, lambda r: r.speed(PUT, "local", "memcpy-1")),
     Target("8 padded slices: x TransferQueue", 20, lambda r: r.speed(SLICES, "local", TQ)),
+    Target("8 padded slices: of the memory limit", 0.6, lambda r: _of_memory_limit(r)),
     Target("large dense put: x TransferQueue", 4, lambda r: r.speed(LARGE_PUT, "local", TQ)),
     Target("large dense read: x TransferQueue", 8, lambda r: r.speed(LARGE_READ, "local", TQ)),
     Target("large dense put: of memcpy, one thread", 0.6, lambda r: r.speed(LARGE_PUT, "local", "memcpy-1")),
@@ -230,6 +234,14 @@ def judge(results: Results) -> list[tuple[Target, Spread]]:
         except (KeyError, ValueError, StopIteration):  # not measured
             continue
     return judged
+
+
+def _of_memory_limit(results: Results) -> list[float]:
+    """Return the time of the limit over that of the slices. The limit: reading the rows and writing the padded slices
+    as fast as a memcpy, which reads and writes the rows."""
+    batch = build(TOKENS)
+    moved = (batch.nbytes + batch.padded_nbytes(PARTS)) / (2 * batch.nbytes)
+    return [moved * each for each in results.speed(SLICES, "local", "memcpy-1")]
 
 
 def _views_ms(results: Results) -> list[float]:

@@ -96,6 +96,16 @@ def test_what_the_kernel_says_of_a_process() -> None:
     assert Machine.here().cores >= 1
 
 
+def test_padded_slices_have_as_many_bytes_as_the_padded_tensors() -> None:
+    batch = build(SMALL)
+    whole = sum(
+        torch.nested.to_padded_tensor(column, 0).nbytes if column.is_nested else column.nbytes
+        for column in batch.columns.values()
+    )
+    assert batch.padded_nbytes(1) == whole
+    assert batch.nbytes == batch.padded_nbytes(len(batch.ids)) < batch.padded_nbytes(4) <= whole
+
+
 # --- payloads -------------------------------------------------------------------------------------------------
 
 
