@@ -51,11 +51,11 @@ class _Copies:
         self.runs: list[Run] = []
         self._checks: list[Callable[[], None]] = []
 
-    def check_later(self, source: RowSource, memory: UInt8s, offsets: Int64s) -> None:
-        """Verify the rows of `source` at `offsets` of `memory` once the copies are made."""
+    def check_later(self, source: RowSource, memory: UInt8s, offsets: Callable[[], Int64s]) -> None:
+        """Verify the rows of `source`, at `offsets()` of `memory`, once the copies are made."""
         check = source.check
         if check is not None:
-            self._checks.append(lambda: check(memory, offsets, slice(None)))
+            self._checks.append(lambda: check(memory, offsets(), slice(None)))
 
     def make(self, copier: CopyRuns) -> None:
         """Make the copies, then run the checks."""
@@ -236,7 +236,7 @@ def _prepare_copy(source: RowSource, offsets: SharedOffsets, empty: Empty, copie
                 return in_place
             values, target = _allocate_values(source, empty)
             source.copy_to(target, copies.runs)
-            copies.check_later(source, target, np.cumsum(source.sizes) - source.sizes)
+            copies.check_later(source, target, lambda: np.cumsum(source.sizes) - source.sizes)
             return _with_shape(source, values, offsets)
         case FieldKind.RAGGED:
             return [_ragged_copy(source.spec, row) for row in source.verified_rows()]
@@ -256,7 +256,7 @@ def _prepare_padded(source: RowSource, pad_value: Any, width: int, empty: Empty,
     out, target = empty((len(source), padded_length, *spec.inner), dtype)
     rows = target.reshape(len(source), padded_length * spec.unit_bytes)  # the bytes of `out`, row by row
     source.copy_padded(rows, pad, copies.runs)
-    copies.check_later(source, target, np.arange(len(source), dtype=np.int64) * rows.shape[1])  # starts of rows
+    copies.check_later(source, target, lambda: np.arange(len(source), dtype=np.int64) * rows.shape[1])  # row starts
     return out
 
 
