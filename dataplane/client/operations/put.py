@@ -450,14 +450,14 @@ def _put_meta(
         if column.spec.kind is FieldKind.JAGGED
     ]
     agreed = bool(lengths) and all(np.array_equal(lengths[0], other) for other in lengths[1:])
-    meta = KVBatchMeta(
+    return KVBatchMeta(
         partition_id=partition,
         task_name=None,
         sample_ids=ids,
         fields=[column.name for column in encoded] or None,
         sequence_lengths=lengths[0].tolist() if agreed else None,
+        extra_info={EVICTED_SAMPLES: list(committed.evicted)} if committed.evicted else {},
         tags=tags,
+        _rows=committed.rows,
+        _generations=committed.generations,
     )
-    if committed.evicted:
-        meta.extra_info[EVICTED_SAMPLES] = list(committed.evicted)
-    return meta.with_handles(committed.rows, committed.generations)
