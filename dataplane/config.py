@@ -70,8 +70,9 @@ class DataPlaneConfig:
     reserve_fraction: fraction of the capacity, and of every partition's budget, reserved for updates of existing rows.
     low_watermark, high_watermark: fractions of the space for new rows in a unit or a budget. At the high watermark the
         unit or budget becomes `pressed` in `stats()` and a warning is logged, until usage falls to the low watermark.
-    heartbeat_s: interval of client heartbeats; a session uses the smaller of the service's and the client's value.
-    session_timeout_s: silence after which a session is closed.
+    heartbeat_s: interval of client heartbeats; a session uses the smaller of the service's and the client's value, and
+        a longer one while more than 500 heartbeats per second would arrive from all sessions.
+    session_timeout_s: silence after which a session is closed; with longer intervals, twice the interval later.
     call_timeout_s: timeout of commands that do not wait. connect_timeout_s: timeout for connecting.
     put_timeout_s: how long a put waits for space. The value of a service applies to clients that set none (None: use
         the value of the service, which is 60 s by default).

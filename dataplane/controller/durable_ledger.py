@@ -169,6 +169,11 @@ class DurableLedger:
         return None if deadline is None else deadline - (self._clock_offset_s or 0.0)
 
     @property
+    def least_s(self) -> float:
+        """`Ledger.least_s`."""
+        return self._ledger.least_s
+
+    @property
     def live_bytes(self) -> int:
         """`Ledger.live_bytes`."""
         return self._ledger.live_bytes

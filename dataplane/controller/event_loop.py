@@ -42,6 +42,9 @@ class LedgerLike(Protocol):
     def next_deadline(self) -> float | None: ...
 
     @property
+    def least_s(self) -> float: ...
+
+    @property
     def live_bytes(self) -> int: ...
 
 
@@ -114,6 +117,11 @@ class LedgerThread:
         self._thread = threading.Thread(target=self._run, name="tq-ledger", daemon=True)
 
     # --- any thread
+
+    @property
+    def least_s(self) -> float:
+        """`Ledger.least_s`, which replies to heartbeats contain."""
+        return self._ledger.least_s
 
     def start(self) -> None:
         """Start the thread."""

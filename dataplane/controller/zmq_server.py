@@ -48,6 +48,9 @@ class Handler(Protocol):
 
     def handle(self, item: c.Input, reply: Reply | None, *, caller: object) -> None: ...
 
+    @property
+    def least_s(self) -> float: ...
+
 
 class ZmqServer:
     """Binds in the constructor, to `host`:`port` (0: any free port) and an ipc endpoint. One thread must serve: it
@@ -214,7 +217,8 @@ class ZmqServer:
         self._session_of[descriptor] = item.session
         self._heartbeat_descriptors.add(descriptor)
         handler.handle(item, None, caller=peer.bytes)
-        self._send(peer.bytes, zmq_frames.answer(0, heartbeat_reply(self._facts).SerializeToString()))
+        reply = heartbeat_reply(self._facts, handler.least_s)
+        self._send(peer.bytes, zmq_frames.answer(0, reply.SerializeToString()))
 
     def _reply(self, caller: bytes, output: c.Output) -> None:
         """Send the caller the reply for an output, or the error if it failed or is too large."""

@@ -104,6 +104,11 @@ class Ledger:
         return self._state.now
 
     @property
+    def least_s(self) -> float:
+        """The shortest time in seconds between two heartbeats of a session."""
+        return self._liveness.least_s
+
+    @property
     def live_bytes(self) -> int:
         """Bytes of all extents with live cells."""
         return sum(partition.account.live_bytes for partition in self._state.partitions.values())

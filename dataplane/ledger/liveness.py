@@ -29,6 +29,8 @@ from dataplane.ledger.state.limits import check_limit
 from dataplane.ledger.state.sessions import Session, SessionStatus
 from dataplane.ledger.state.state import State
 
+HEARTBEATS_PER_S = 500
+"""Maximum rate of the heartbeats of all sessions. More sessions send them less often."""
 SESSIONS_APART_NS = 100_000
 """Epochs are times in nanoseconds. A state can open ten thousand sessions per second before it reaches the
 numbers of a later state."""
@@ -43,8 +45,9 @@ class Liveness:
 
     A client process keeps a lock file locked while it runs. A session attached to a connected unit (local to it)
     stays live while its lock is held, however long it is silent. A session without attachment ends after
-    `session_timeout_s` of silence. A unit that fences a session ends its access to the unit's
-    bytes and reports `SessionGone`; if it finds the lock of a local session held, it reports `SessionAlive` instead.
+    `session_timeout_s` of silence, plus `2 * least_s` if many sessions send heartbeats less often. A unit that fences a
+    session ends its access to the unit's bytes and reports `SessionGone`; if it finds the lock of a local
+    session held, it reports `SessionAlive` instead.
     To probe a session is to order its units to fence it. `Session` explains its times `heard`, `probed` and
     `suspected`. `next_look` is when sessions must be checked.
     """
@@ -54,6 +57,17 @@ class Liveness:
         self.nonces: dict[str, int] = {}
         self.opened = state.epoch // SESSIONS_APART_NS
         self.next_look = float("inf")
+
+    @property
+    def least_s(self) -> float:
+        """The shortest time in seconds between two heartbeats of a session."""
+        return len(self.state.sessions) / HEARTBEATS_PER_S
+
+    def _record_heartbeat(self, session: Session) -> None:
+        """Record a heartbeat. If the next ones may be late, silence counts from a later time: two heartbeats are at
+        most `2 * (state.heartbeat_s + least_s)` apart."""
+        late = self.least_s > self.state.heartbeat_s
+        session.record_contact(self.state.now + 2 * self.least_s * late)
 
     # --- inputs
 
@@ -78,7 +92,7 @@ class Liveness:
             raise ServiceRestartedError(expected_epoch=item.epoch, got_epoch=state.epoch, what="the service", lost=lost)
         known = state.sessions.get(self.nonces.get(item.nonce, 0))  # no session has number 0
         if known is not None and known.live:
-            known.record_contact(state.now)
+            self._record_heartbeat(known)
             return known
         if item.protocol_version != PROTOCOL_VERSION:
             raise ProtocolVersionError(client_version=item.protocol_version, service_version=PROTOCOL_VERSION)
@@ -111,7 +125,7 @@ class Liveness:
     def heartbeat(self, item: Heartbeat) -> None:
         session = self.state.sessions.get(item.session)
         if session is not None and session.live:
-            session.record_contact(self.state.now)
+            self._record_heartbeat(session)
 
     def silent(self, item: SessionSilent) -> None:
         """Handle the end of a client's liveness stream: probe the session at once."""
@@ -244,7 +258,7 @@ class Liveness:
         numbers of sessions opened there are not used again."""
         self.opened = max(self.opened, self.state.epoch // SESSIONS_APART_NS)
         for session in self.state.sessions.values():
-            session.record_contact(self.state.now)
+            self._record_heartbeat(session)
             session.probed = None
         self._schedule_check(self.state.now + self.state.heartbeat_s)
 

@@ -34,7 +34,8 @@ LONGEST_PAUSE_S = 2.0
 
 
 class HeartbeatThread:
-    """One thread per session that sends a heartbeat every `session.heartbeat_s` and calls `maintain` each time.
+    """One thread per session that calls `maintain` every `session.heartbeat_s` and sends a heartbeat before, unless the
+    service has so many sessions that it asked for a later one.
 
     It reconnects when heartbeats remain unanswered, another epoch of the service responds, the connection to a
     durable service breaks, or `calls` requests a check (`on_doubt`). It resolves the address again, requests the
@@ -74,6 +75,8 @@ class HeartbeatThread:
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._reported_loss = False  # `moved` was called for the current loss of the service
         self._last_response = time.monotonic()
+        self._least_s = 0.0  # the shortest time between two heartbeats, from the service
+        self._beat_at = self._last_response  # the time of the last heartbeat
         self._next_beat_at = self._last_response + calls.session.heartbeat_s
         self._thread = threading.Thread(target=self._run, name="tq-heartbeat", daemon=True)
         calls.on_doubt = self.check
@@ -143,13 +146,15 @@ class HeartbeatThread:
                 self._check_requested = True
 
     def _send_heartbeat(self) -> None:
-        """Send one heartbeat, reconnect if needed, and call `maintain`. Errors are logged; the thread continues."""
-        beat_s = self._calls.session.heartbeat_s
-        self._next_beat_at = time.monotonic() + beat_s  # `_miss` may set another time
+        """Send a heartbeat if it is due, reconnect if needed, and call `maintain`. Log errors; the thread continues."""
+        now, beat_s = time.monotonic(), self._calls.session.heartbeat_s
+        self._next_beat_at = now + beat_s  # `_miss` may set another time
         try:
-            self._send_beat()
+            doubtful = self._check_requested or self._missed
+            if doubtful or now >= self._beat_at + self._least_s:
+                self._send_beat()
             # Also after two heartbeats without a response.
-            if self._check_requested or self._missed or time.monotonic() - self._last_response >= 2 * beat_s:
+            if doubtful or time.monotonic() - self._last_response >= 2 * (beat_s + self._least_s):
                 self._check_requested = False
                 self._reconnect()
             self._maintain()
@@ -157,6 +162,7 @@ class HeartbeatThread:
             log.exception("Heartbeat of session %d failed", self._calls.session.number)
 
     def _send_beat(self) -> None:
+        self._beat_at = time.monotonic()
         try:
             self._dealer.send_multipart(self._beat, zmq.NOBLOCK)
         except zmq.Again:
@@ -186,7 +192,9 @@ class HeartbeatThread:
         self._calls.process_reply(reply)
         if isinstance(reply.error, AuthenticationError):
             raise reply.error
-        if pb.HeartbeatReply.FromString(reply.good_body()).epoch != self._calls.session.epoch:
+        message = pb.HeartbeatReply.FromString(reply.good_body())
+        self._least_s = message.least_s
+        if message.epoch != self._calls.session.epoch:
             self._check_requested = True
 
     def _record_response(self) -> None:

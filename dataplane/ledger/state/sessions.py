@@ -171,9 +171,9 @@ class Session:
     report of the attachment was lost. `attached`: units that the session has attached to, in order, with the path of
     that lock. `fencing`: units that still have to prove that an ending session cannot access them, with the same path.
 
-    Ledger times: `heard`, of the last contact; `probed`, of the last order to units to prove the session's state;
-    `suspected`, when a session that timed out during a pause of the ledger got one more heartbeat. `silent`: its
-    liveness stream has ended, without a contact since.
+    Ledger times: `heard`, of the last contact, or later if heartbeats may be late; `probed`, of the last order to units
+    to prove the session's state; `suspected`, when a session that timed out during a pause of the ledger got one more
+    heartbeat. `silent`: its liveness stream has ended, without a contact since.
     """
 
     def __init__(self, number: int, nonce: str, name: str, host: str, lock_path: str, now: float) -> None:
@@ -212,7 +212,7 @@ class Session:
 
     def record_contact(self, now: float) -> None:
         """Record that the client was heard from, which clears every suspicion."""
-        self.heard = now
+        self.heard = max(self.heard, now)
         self.silent = False
         self.suspected = None
 
