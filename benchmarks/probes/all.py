@@ -18,6 +18,7 @@ from benchmarks.probes import (
     memory,
     messages,
     packing,
+    sessions,
     waiting,
 )
 from benchmarks.probes.base import Figure
@@ -26,6 +27,7 @@ PROBES: Mapping[str, Callable[..., list[Figure]]] = {
     "adapter beside TransferQueue": adapter.beside_the_original,
     "puts of concurrent coroutines": coroutines.puts_in_flight,
     "single-sample puts of many clients": crowd.small_puts,
+    "crowd of sessions": sessions.crowd,
     "large batches of several clients": crowd.large_batches,
     "waking a claim": claims.wake,
     "growth with stored samples": live.growth,
