@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.controller.requests import Facts, Reply, heartbeat_reply, message_of, parse
 from dataplane.core.addresses import resolve_host
 from dataplane.core.limited_log import Complaints
 from dataplane.core.ports import cannot_listen
-from dataplane.core.zmq_io import NOBLOCK, bind_tcp, readable, receive, send
+from dataplane.core.zmq_io import NOBLOCK, bind_tcp, readable, receive, receive_event, send
 from dataplane.errors import DataPlaneError, InternalError
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
@@ -70,6 +69,7 @@ class ZmqServer:
         self.socket.set(zmq.MAXMSGSIZE, zmq_frames.MAX_REQUEST_FRAME_BYTES)
         self._admission: Admission | None = None  # None without a ticket
         self._session_of: dict[int, int] = {}  # by the descriptor of the connection that carries its heartbeats
+        self._connections: Counter[int] = Counter()  # of each session in `_session_of`
         self._heartbeat_descriptors: set[int] = set()  # that carried a heartbeat since the last `notice_disconnects`
         self._handshake_failed = False  # of the peer whose disconnect is the next event
         self._closed = False
@@ -147,8 +147,7 @@ class ZmqServer:
         """Read the pending events of the monitor. Return (event, descriptor) pairs."""
         events = []
         while readable(self.monitor):
-            message = recv_monitor_message(self.monitor)
-            events.append((int(message["event"]), int(message["value"])))
+            events.append(receive_event(self.monitor))
         return events
 
     def _end_connection(self, handler: Handler, descriptor: int, replaced: bool) -> None:
@@ -159,9 +158,18 @@ class ZmqServer:
         if self._admission is not None and self._handshake_failed:  # the event before this one, of the same peer
             self._handshake_failed = False
             self._admission.complain(f"a peer at {peer or 'an unknown address'}", _NO_HANDSHAKE)
-        session = None if replaced else self._session_of.pop(descriptor, None)
-        if session is not None and session not in self._session_of.values():
+        session = None if replaced else self._forget(descriptor)
+        if session is not None and session not in self._connections:
             handler.handle(c.SessionSilent(session=session), None, caller=None)
+
+    def _forget(self, descriptor: int) -> int | None:
+        """Remove the session of a descriptor, and return it if there was one."""
+        session = self._session_of.pop(descriptor, None)
+        if session is not None:
+            self._connections[session] -= 1
+            if not self._connections[session]:
+                del self._connections[session]
+        return session
 
     def pause_ms(self, most: int | None) -> int | None:
         """Return the time until `hang_up` must be called, in milliseconds, at most `most` (None: unlimited)."""
@@ -214,7 +222,9 @@ class ZmqServer:
         assert self._facts is not None
         # Only this connection has the descriptor now, so an earlier session of the descriptor is obsolete.
         descriptor = int(peer.get(zmq.SRCFD))
+        self._forget(descriptor)
         self._session_of[descriptor] = item.session
+        self._connections[item.session] += 1
         self._heartbeat_descriptors.add(descriptor)
         handler.handle(item, None, caller=peer.bytes)
         reply = heartbeat_reply(self._facts, handler.least_s)

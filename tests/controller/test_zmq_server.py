@@ -94,19 +94,19 @@ def test_the_end_of_a_connection_is_not_told_before_what_came_just_before_it(
 ) -> None:
     """Whatever comes in the middle of a look."""
     taken = Taken()
-    real, told = zmq_server.recv_monitor_message, list[dict[str, Any]]()
+    real, told = zmq_server.receive_event, list[tuple[int, int]]()
 
     def ends_now(_: Any) -> bool:
         if not dealer.closed:
             dealer.send_multipart(zmq_frames.request(c.Heartbeat(session=3)))
             dealer.close(linger=WAIT_MS)
-            while not told or told[-1]["event"] != zmq.EVENT_DISCONNECTED:
+            while not told or told[-1][0] != zmq.EVENT_DISCONNECTED:
                 assert server.monitor.poll(WAIT_MS)
-                told.append(dict(real(server.monitor)))
+                told.append(real(server.monitor))
         return bool(told)
 
     monkeypatch.setattr(zmq_server, "readable", ends_now)
-    monkeypatch.setattr(zmq_server, "recv_monitor_message", lambda _: told.pop(0))
+    monkeypatch.setattr(zmq_server, "receive_event", lambda _: told.pop(0))
     server.notice_disconnects(taken)
     assert [type(item) for item in taken.items] == [c.Heartbeat, c.SessionSilent]
 
@@ -119,13 +119,13 @@ def test_the_end_of_an_earlier_connection_with_the_same_descriptor_is_not_the_en
     assert server.socket.poll(WAIT_MS)
     assert server.serve(taken)
     (descriptor,) = server._session_of
-    events: list[dict[str, int]] = []
+    events: list[tuple[int, int]] = []
     monkeypatch.setattr(zmq_server, "readable", lambda _: bool(events))
-    monkeypatch.setattr(zmq_server, "recv_monitor_message", lambda _: events.pop(0))
+    monkeypatch.setattr(zmq_server, "receive_event", lambda _: events.pop(0))
 
     def told_of(*kinds: int) -> list[type]:
         taken.items.clear()
-        events.extend({"event": kind, "value": descriptor} for kind in kinds)
+        events.extend((kind, descriptor) for kind in kinds)
         server.notice_disconnects(taken)
         return [type(item) for item in taken.items]
 
