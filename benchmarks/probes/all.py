@@ -18,6 +18,7 @@ from benchmarks.probes import (
     memory,
     messages,
     packing,
+    ranks,
     sessions,
     waiting,
 )
@@ -28,6 +29,7 @@ PROBES: Mapping[str, Callable[..., list[Figure]]] = {
     "puts of concurrent coroutines": coroutines.puts_in_flight,
     "single-sample puts of many clients": crowd.small_puts,
     "crowd of sessions": sessions.crowd,
+    "commands of many ranks": ranks.steps,
     "large batches of several clients": crowd.large_batches,
     "waking a claim": claims.wake,
     "growth with stored samples": live.growth,

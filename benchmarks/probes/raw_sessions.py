@@ -44,7 +44,7 @@ class RawSession:
 
     number: int = 0
     heartbeat_s: float = 0.0
-    least_s: float = 0.0
+    min_heartbeat_s: float = 0.0
     beats: Socket | None = None
     commands: Socket | None = None
     calls: CallNumbers | None = None
@@ -116,7 +116,7 @@ class RawSessions:
             if session.number:
                 self._beaten(session, frames)
                 return
-            message = pb.Opened.FromString(zmq_frames.Reply.parse(frames).good_body())
+            message = pb.Opened.FromString(zmq_frames.Reply.parse(frames)[0].good_body())
             session.number, session.heartbeat_s = message.session, message.heartbeat_s
             session.calls = CallNumbers(session.number)
             self._beat(session)  # a client sends one at once: its connection then represents it
@@ -133,10 +133,11 @@ class RawSessions:
     def _beat(self, session: RawSession) -> None:
         assert session.beats is not None
         self._send(session.beats, zmq_frames.request(c.Heartbeat(session=session.number)))
-        self._after(max(session.heartbeat_s, session.least_s), lambda: self._beat(session))
+        self._after(max(session.heartbeat_s, session.min_heartbeat_s), lambda: self._beat(session))
 
     def _beaten(self, session: RawSession, frames: list[bytes]) -> None:
-        session.least_s = pb.HeartbeatReply.FromString(zmq_frames.Reply.parse(frames).good_body()).least_s
+        (reply,) = zmq_frames.Reply.parse(frames)
+        session.min_heartbeat_s = pb.HeartbeatReply.FromString(reply.good_body()).min_heartbeat_s
         self.beats += 1
 
     def _advance(self, session: RawSession, script: Script, result: Any) -> None:
@@ -150,14 +151,17 @@ class RawSessions:
             return
         assert session.calls is not None
         if session.commands is None:
-            session.commands = self._connect(lambda frames: self._answered(session, frames))
+            session.commands = self._connect(lambda frames: self._take_answers(session, frames))
         call = session.calls.issue(step, now=0.0)
         session.scripts[call.number] = script, step
         self._send(session.commands, zmq_frames.request(call))
 
-    def _answered(self, session: RawSession, frames: list[bytes]) -> None:
+    def _take_answers(self, session: RawSession, frames: list[bytes]) -> None:
+        for reply in zmq_frames.Reply.parse(frames):
+            self._answered(session, reply)
+
+    def _answered(self, session: RawSession, reply: zmq_frames.Reply) -> None:
         assert session.calls is not None
-        reply = zmq_frames.Reply.parse(frames)
         script, command = session.scripts.pop(reply.number)
         session.calls.record_answer(reply.number)
         self.commands += 1
@@ -197,10 +201,13 @@ def sample_columns() -> Mapping[str, EncodedColumn]:
     return {column.name: column for column in columns}
 
 
-def put_sample(partition: str, samples: c.Samples, columns: Mapping[str, EncodedColumn]) -> Script:
+def put_values(
+    partition: str, samples: c.Samples, columns: Mapping[str, EncodedColumn], mode: c.Mode = c.Mode.UPSERT
+) -> Script:
     """Allocate and commit the columns of the samples, without their values."""
     sizes = tuple(c.ColumnSizes(name=name, sizes=column.sizes) for name, column in columns.items())
-    number, allocated = yield c.Allocate(partition=partition, columns=sizes, samples=samples)
+    update = mode is c.Mode.UPDATE
+    number, allocated = yield c.Allocate(partition=partition, columns=sizes, samples=samples, update=update)
     committed = tuple(
         c.CommitColumn(
             name=name,
@@ -211,6 +218,4 @@ def put_sample(partition: str, samples: c.Samples, columns: Mapping[str, Encoded
         )
         for name, column in columns.items()
     )
-    return (
-        yield c.Commit(partition=partition, samples=samples, mode=c.Mode.UPSERT, reservation=number, columns=committed)
-    )
+    yield c.Commit(partition=partition, samples=samples, mode=mode, reservation=number, columns=committed)

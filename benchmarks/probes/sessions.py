@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.measure import anonymous_bytes, cpu_seconds, percentile
 from benchmarks.probes.base import PARTITION, Figure, service, side_by_side
-from benchmarks.probes.raw_sessions import RawSession, RawSessions, Script, put_sample, sample_columns
+from benchmarks.probes.raw_sessions import RawSession, RawSessions, Script, put_values, sample_columns
 from dataplane.ledger import commands as c
 
 SESSIONS = 8192
@@ -22,6 +22,7 @@ ROUND_S = 5.0
 ROUNDS = 4
 SETTLE_S = 20.0
 """Time after the opening, in which the sessions learn their heartbeat interval."""
+QUICK_ROUNDS, QUICK_SETTLE_S = 2, 4.0
 CLAIM_S = 600.0
 """Longer than the probe runs."""
 STATES = ("idle", "with a claim elsewhere", "with a claim in the partition")
@@ -54,9 +55,12 @@ def crowd(*, quick: bool) -> list[Figure]:
     """Measure puts of one sample with four fields by one session in 20, once a second each, while the other sessions
     are idle, wait for a claim in another partition, and wait for a claim in the same partition as well."""
     count = (QUICK_SESSIONS if quick else SESSIONS) // PROCESSES
+    turns, settle_s = (QUICK_ROUNDS, QUICK_SETTLE_S) if quick else (ROUNDS, SETTLE_S)
     with service(fields=list(sample_columns())) as (running, client):
         client.register_partition("elsewhere", ["late"], None, ["task"])
-        parts: list[Part] = side_by_side(_part, [(running.address, running.pid, count, n) for n in range(PROCESSES)])
+        parts: list[Part] = side_by_side(
+            _part, [(running.address, running.pid, count, n, turns, settle_s) for n in range(PROCESSES)]
+        )
     errors = [error for part in parts for error in part.errors]
     if errors:
         raise RuntimeError(f"{len(errors)} errors, of which the first is: {errors[0]}")
@@ -74,7 +78,7 @@ def crowd(*, quick: bool) -> list[Figure]:
         grown = parts[0].sizes[place + 1] - parts[0].sizes[place]
         figures.append(Figure(name=f"service memory for each of {name}", rounds=[grown / number / KIB], unit="KiB"))
     for place, state in enumerate(STATES):
-        rounds = [[part.rounds[place][number] for part in parts] for number in range(ROUNDS)]
+        rounds = [[part.rounds[place][number] for part in parts] for number in range(turns)]
         figures += _figures(f"{others:,} sessions {state}", rounds)
     return figures
 
@@ -93,7 +97,7 @@ def _figures(beside: str, rounds: Sequence[Sequence[Round]]) -> Iterator[Figure]
     yield Figure(name=f"processor time of the service, {beside}", rounds=shares, unit="% of a core")
 
 
-def _part(go: Callable[[], Any], address: str, pid: int, count: int, process: int) -> Part:
+def _part(go: Callable[[], Any], address: str, pid: int, count: int, process: int, turns: int, settle_s: float) -> Part:
     """Measure with `count` sessions. The processes take their steps together."""
     clients = RawSessions(address, count, number=process)
     sizes: list[int] = []
@@ -107,7 +111,7 @@ def _part(go: Callable[[], Any], address: str, pid: int, count: int, process: in
 
     together(lambda: None)
     together(lambda: clients.open(count))
-    clients.run_for(SETTLE_S)
+    clients.run_for(settle_s)
     latencies: list[float] = []
     putters = clients.sessions[::ONE_IN]
     for number, session in enumerate(putters):
@@ -115,13 +119,13 @@ def _part(go: Callable[[], Any], address: str, pid: int, count: int, process: in
         clients.start(session, script, after_s=PUT_EVERY_S * number / len(putters))
     clients.run_for(PUT_EVERY_S)
     others = [session for number, session in enumerate(clients.sessions) if number % ONE_IN]
-    rounds.append(_measure(clients, latencies, pid))
+    rounds.append(_measure(clients, latencies, pid, turns))
     together(lambda: _run(clients, others, c.Describe(partition=PARTITION)))
     for partition in ("elsewhere", PARTITION):
         claim = c.Claim(partition=partition, task="task", fields=("late",), batch_size=1, timeout_s=CLAIM_S)
         together(lambda claim=claim: _run(clients, others, claim, answered=False))
         clients.run_for(ROUND_S)
-        rounds.append(_measure(clients, latencies, pid))
+        rounds.append(_measure(clients, latencies, pid, turns))
     clients.run_beside(go)
     clients.close()
     return Part(rounds=rounds, sizes=sizes, errors=clients.errors)
@@ -134,7 +138,7 @@ def _put_each_second(latencies: list[float], prefix: str) -> Script:
     while True:
         samples = c.Samples(ids=(f"{prefix}-{due}",))
         began = time.perf_counter()
-        yield from put_sample(PARTITION, samples, columns)
+        yield from put_values(PARTITION, samples, columns)
         latencies.append(time.perf_counter() - began)
         yield c.Clear(partition=PARTITION, samples=samples)
         due += PUT_EVERY_S
@@ -156,9 +160,9 @@ def _run(clients: RawSessions, sessions: Sequence[RawSession], command: c.Comman
     clients.run_until(lambda: len(done) >= len(sessions))
 
 
-def _measure(clients: RawSessions, latencies: list[float], pid: int) -> list[Round]:
+def _measure(clients: RawSessions, latencies: list[float], pid: int, count: int) -> list[Round]:
     rounds = []
-    for _ in range(ROUNDS):
+    for _ in range(count):
         latencies.clear()
         clients.beats = clients.commands = 0
         began, service_s = time.perf_counter(), cpu_seconds(pid)

@@ -169,9 +169,9 @@ class DurableLedger:
         return None if deadline is None else deadline - (self._clock_offset_s or 0.0)
 
     @property
-    def least_s(self) -> float:
-        """`Ledger.least_s`."""
-        return self._ledger.least_s
+    def min_heartbeat_s(self) -> float:
+        """`Ledger.min_heartbeat_s`."""
+        return self._ledger.min_heartbeat_s
 
     @property
     def live_bytes(self) -> int:

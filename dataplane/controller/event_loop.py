@@ -42,7 +42,7 @@ class LedgerLike(Protocol):
     def next_deadline(self) -> float | None: ...
 
     @property
-    def least_s(self) -> float: ...
+    def min_heartbeat_s(self) -> float: ...
 
     @property
     def live_bytes(self) -> int: ...
@@ -119,9 +119,9 @@ class LedgerThread:
     # --- any thread
 
     @property
-    def least_s(self) -> float:
-        """`Ledger.least_s`, which replies to heartbeats contain."""
-        return self._ledger.least_s
+    def min_heartbeat_s(self) -> float:
+        """`Ledger.min_heartbeat_s`, which replies to heartbeats contain."""
+        return self._ledger.min_heartbeat_s
 
     def start(self) -> None:
         """Start the thread."""

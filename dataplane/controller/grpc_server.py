@@ -273,7 +273,7 @@ class _Service:
 
     async def _heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> Message:
         self._ledger_thread.submit(codec.from_pb(c.Heartbeat, request))
-        return heartbeat_reply(self._facts, self._ledger_thread.least_s)
+        return heartbeat_reply(self._facts, self._ledger_thread.min_heartbeat_s)
 
     async def _keep_session(
         self, requests: AsyncIterator[pb.HeartbeatRequest], context: Context
@@ -286,7 +286,7 @@ class _Service:
                 if session is None:  # the first heartbeat; only this one gets a reply
                     session = beat.session
                     self._heartbeat_streams[session] += 1
-                    yield heartbeat_reply(self._facts, self._ledger_thread.least_s)
+                    yield heartbeat_reply(self._facts, self._ledger_thread.min_heartbeat_s)
                 elif beat.session != session:
                     await abort(context, InvalidRequestError("a KeepSession stream serves one session, got a second"))
                 self._ledger_thread.submit(beat)

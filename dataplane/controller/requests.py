@@ -105,7 +105,7 @@ def message_of(output: c.Output, facts: Facts) -> Message:
     raise InternalError(what=f"{type(output).__name__} does not answer a request")
 
 
-def heartbeat_reply(facts: Facts, least_s: float) -> pb.HeartbeatReply:
+def heartbeat_reply(facts: Facts, min_heartbeat_s: float) -> pb.HeartbeatReply:
     """Return the reply to a heartbeat. An epoch that differs from the session's epoch means that the session ended.
-    least_s: the shortest time until the next heartbeat."""
-    return pb.HeartbeatReply(epoch=facts.epoch, least_s=least_s)
+    min_heartbeat_s: the shortest time until the next heartbeat."""
+    return pb.HeartbeatReply(epoch=facts.epoch, min_heartbeat_s=min_heartbeat_s)

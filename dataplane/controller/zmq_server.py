@@ -48,7 +48,7 @@ class Handler(Protocol):
     def handle(self, item: c.Input, reply: Reply | None, *, caller: object) -> None: ...
 
     @property
-    def least_s(self) -> float: ...
+    def min_heartbeat_s(self) -> float: ...
 
 
 class ZmqServer:
@@ -227,7 +227,7 @@ class ZmqServer:
         self._connections[item.session] += 1
         self._heartbeat_descriptors.add(descriptor)
         handler.handle(item, None, caller=peer.bytes)
-        reply = heartbeat_reply(self._facts, handler.least_s)
+        reply = heartbeat_reply(self._facts, handler.min_heartbeat_s)
         self._send(peer.bytes, zmq_frames.answer(0, reply.SerializeToString()))
 
     def _reply(self, caller: bytes, output: c.Output) -> None:

@@ -104,9 +104,9 @@ class Ledger:
         return self._state.now
 
     @property
-    def least_s(self) -> float:
+    def min_heartbeat_s(self) -> float:
         """The shortest time in seconds between two heartbeats of a session."""
-        return self._liveness.least_s
+        return self._liveness.min_heartbeat_s
 
     @property
     def live_bytes(self) -> int:

@@ -45,7 +45,7 @@ class Liveness:
 
     A client process keeps a lock file locked while it runs. A session attached to a connected unit (local to it)
     stays live while its lock is held, however long it is silent. A session without attachment ends after
-    `session_timeout_s` of silence, plus `2 * least_s` if many sessions send heartbeats less often. A unit that fences a
+    `session_timeout_s` of silence, plus `2 * min_heartbeat_s` if many sessions send heartbeats less often. A unit that fences a
     session ends its access to the unit's bytes and reports `SessionGone`; if it finds the lock of a local
     session held, it reports `SessionAlive` instead.
     To probe a session is to order its units to fence it. `Session` explains its times `heard`, `probed` and
@@ -59,15 +59,15 @@ class Liveness:
         self.next_look = float("inf")
 
     @property
-    def least_s(self) -> float:
+    def min_heartbeat_s(self) -> float:
         """The shortest time in seconds between two heartbeats of a session."""
         return len(self.state.sessions) / HEARTBEATS_PER_S
 
     def _record_heartbeat(self, session: Session) -> None:
         """Record a heartbeat. If the next ones may be late, silence counts from a later time: two heartbeats are at
-        most `2 * (state.heartbeat_s + least_s)` apart."""
-        late = self.least_s > self.state.heartbeat_s
-        session.record_contact(self.state.now + 2 * self.least_s * late)
+        most `2 * (state.heartbeat_s + min_heartbeat_s)` apart."""
+        late = self.min_heartbeat_s > self.state.heartbeat_s
+        session.record_contact(self.state.now + 2 * self.min_heartbeat_s * late)
 
     # --- inputs
 

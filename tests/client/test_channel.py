@@ -441,9 +441,9 @@ def test_a_service_with_many_sessions_gets_fewer_heartbeats(
     scripted: Controller, ledger: ScriptedLedger, open_channel: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything else that a client does with each heartbeat is done as often as before."""
-    ledger.least_s = NEVER_S
+    ledger.min_heartbeat_s = NEVER_S
     heartbeat = open_channel(scripted)._heartbeat
-    wait_until(lambda: heartbeat._least_s == NEVER_S, "the service's answer to a heartbeat")
+    wait_until(lambda: heartbeat._min_heartbeat_s == NEVER_S, "the service's answer to a heartbeat")
     done: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr(heartbeat, "_maintain", lambda: done.put("maintained"))
     monkeypatch.setattr(heartbeat, "_send_beat", lambda: done.put("sent"))

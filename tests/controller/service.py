@@ -43,7 +43,7 @@ class ScriptedLedger:
         self.ticks = 0
         self.deadline: float | None = None
         self.live_bytes = 0
-        self.least_s = 0.0
+        self.min_heartbeat_s = 0.0
         self._changed = threading.Condition()
 
     def apply(self, item: c.Input) -> list[c.Output]:

@@ -35,7 +35,7 @@ CALLS = 20
 class Taken:
     """A handler that keeps what it is given."""
 
-    least_s = 0.0
+    min_heartbeat_s = 0.0
 
     def __init__(self) -> None:
         self.items: list[c.Input] = []

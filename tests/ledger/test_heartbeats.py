@@ -24,7 +24,7 @@ class Beating:
     session: int
     wakes_at: float
     sent_at: float
-    least_s: float = 0.0
+    min_heartbeat_s: float = 0.0
     sent: int = 0
     ends_by: float = 0.0
     called: int = 0
@@ -33,15 +33,15 @@ class Beating:
         if driver.now < self.wakes_at:
             return
         self.wakes_at += HEARTBEAT_S
-        if driver.now >= self.sent_at + self.least_s:
+        if driver.now >= self.sent_at + self.min_heartbeat_s:
             self.send(driver)
 
     def send(self, driver: Driver) -> None:
         self.sent_at, self.sent = driver.now, self.sent + 1
         if self.sent % 2:
             driver.apply(c.Heartbeat(session=self.session))
-            self.least_s = driver.ledger.least_s
-            self.ends_by = max(self.ends_by, driver.now + TIMEOUT_S + 2 * self.least_s + TICK_S)
+            self.min_heartbeat_s = driver.ledger.min_heartbeat_s
+            self.ends_by = max(self.ends_by, driver.now + TIMEOUT_S + 2 * self.min_heartbeat_s + TICK_S)
 
     def call(self, driver: Driver, command: c.Command) -> None:
         self.called += 1

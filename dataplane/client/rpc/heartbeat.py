@@ -75,7 +75,7 @@ class HeartbeatThread:
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._reported_loss = False  # `moved` was called for the current loss of the service
         self._last_response = time.monotonic()
-        self._least_s = 0.0  # the shortest time between two heartbeats, from the service
+        self._min_heartbeat_s = 0.0  # the shortest time between two heartbeats, from the service
         self._beat_at = self._last_response  # the time of the last heartbeat
         self._next_beat_at = self._last_response + calls.session.heartbeat_s
         self._thread = threading.Thread(target=self._run, name="tq-heartbeat", daemon=True)
@@ -151,10 +151,10 @@ class HeartbeatThread:
         self._next_beat_at = now + beat_s  # `_miss` may set another time
         try:
             doubtful = self._check_requested or self._missed
-            if doubtful or now >= self._beat_at + self._least_s:
+            if doubtful or now >= self._beat_at + self._min_heartbeat_s:
                 self._send_beat()
             # Also after two heartbeats without a response.
-            if doubtful or time.monotonic() - self._last_response >= 2 * (beat_s + self._least_s):
+            if doubtful or time.monotonic() - self._last_response >= 2 * (beat_s + self._min_heartbeat_s):
                 self._check_requested = False
                 self._reconnect()
             self._maintain()
@@ -193,7 +193,7 @@ class HeartbeatThread:
         if isinstance(reply.error, AuthenticationError):
             raise reply.error
         message = pb.HeartbeatReply.FromString(reply.good_body())
-        self._least_s = message.least_s
+        self._min_heartbeat_s = message.min_heartbeat_s
         if message.epoch != self._calls.session.epoch:
             self._check_requested = True
 

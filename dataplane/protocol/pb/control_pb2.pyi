@@ -399,12 +399,12 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("epoch", "least_s")
+    __slots__ = ("epoch", "min_heartbeat_s")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LEAST_S_FIELD_NUMBER: _ClassVar[int]
+    MIN_HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    least_s: float
-    def __init__(self, epoch: _Optional[int] = ..., least_s: _Optional[float] = ...) -> None: ...
+    min_heartbeat_s: float
+    def __init__(self, epoch: _Optional[int] = ..., min_heartbeat_s: _Optional[float] = ...) -> None: ...
 
 class ByeRequest(_message.Message):
     __slots__ = ("header",)
