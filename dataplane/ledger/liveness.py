@@ -45,8 +45,8 @@ class Liveness:
 
     A client process keeps a lock file locked while it runs. A session attached to a connected unit (local to it)
     stays live while its lock is held, however long it is silent. A session without attachment ends after
-    `session_timeout_s` of silence, plus `2 * min_heartbeat_s` if many sessions send heartbeats less often. A unit that fences a
-    session ends its access to the unit's bytes and reports `SessionGone`; if it finds the lock of a local
+    `session_timeout_s` of silence, plus `2 * min_heartbeat_s` if many sessions send heartbeats less often. A unit that
+    fences a session ends its access to the unit's bytes and reports `SessionGone`; if it finds the lock of a local
     session held, it reports `SessionAlive` instead.
     To probe a session is to order its units to fence it. `Session` explains its times `heard`, `probed` and
     `suspected`. `next_look` is when sessions must be checked.
