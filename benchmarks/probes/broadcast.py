@@ -54,7 +54,7 @@ def _rank(go: Callable[[], Any], store: str, rank: int) -> tuple[float, float, l
     batch = build(TOKENS)
     flat = torch.zeros(batch.nbytes, dtype=torch.uint8)
     group = ReplicaGroup(dist.group.WORLD)
-    part = FetchedPart(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=lambda: batch.columns)
+    part = FetchedPart(leads=lambda: rank == 0, digest=lambda: NO_DIGEST, read=lambda _: batch.columns)
     fetches, bare = [], []
     go()
     for _ in range(REPETITIONS + 2):

@@ -17,6 +17,9 @@ from dataplane.data.jagged import not_per_token
 from dataplane.errors import InvalidRequestError
 from dataplane.ledger.commands import FieldLocations
 
+MOST_TOKENS = 1 << 40
+"""Limit for the numbers of a `ContextParallel`; larger stops of token ranges are this."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextParallel:
@@ -35,7 +38,16 @@ class ContextParallel:
     pad_to: int = 0
 
     def __post_init__(self) -> None:
-        """Raise `InvalidRequestError` (a ValueError) for values out of range."""
+        """Convert the numbers to ints. Raise `InvalidRequestError` (a ValueError) for values out of range, and for
+        others than integers."""
+        for name in ("rank", "size", "pad_to"):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, operator.index(value))
+            except TypeError:
+                raise InvalidRequestError(f"ContextParallel: {name}={value!r}: expected an integer") from None
+        if max(self.size, self.pad_to) > MOST_TOKENS:
+            raise InvalidRequestError(f"{self}: size and pad_to are limited to {MOST_TOKENS:,}")
         if not 0 <= self.rank < self.size:
             raise InvalidRequestError(f"{self}: expected 0 <= rank < size")
         if self.pad_to < 0 or self.pad_to % self.chunks:
@@ -50,7 +62,9 @@ class ContextParallel:
         """Return the first and the end of each range of tokens as `[N, ranges per row]`, within rows of `lengths`
         `[N]`. Raise `InvalidRequestError` if a row is longer than `pad_to`."""
         if self.pad_to and len(lengths) and int(lengths.max()) > self.pad_to:
-            raise InvalidRequestError(f"{self}: row {int(lengths.argmax())} has {int(lengths.max())} tokens")
+            raise InvalidRequestError(
+                f"{self}: sample {int(lengths.argmax())} has {int(lengths.max())} tokens, more than pad_to"
+            )
         chunk = -(-lengths // self.chunks) if not self.pad_to else np.full(len(lengths), self.pad_to // self.chunks)
         numbers = [self.rank, self.chunks - 1 - self.rank] if self.zigzag else [self.rank]
         starts = np.stack([np.minimum(chunk * number, lengths) for number in numbers], axis=1)
@@ -133,9 +147,11 @@ def jagged_lengths(located: Sequence[FieldLocations]) -> dict[str, Int64s]:
 def row_parts(tokens: Tokens | None, inner: Inner | None, samples: int, fields: Collection[str]) -> RowParts | None:
     """Validate the parts of a read of `samples` samples and these fields; None if both are None. Raise
     `InvalidRequestError` for malformed ranges or slices, or slices of other fields."""
-    if tokens is None and not inner:
-        return None
+    if inner is not None and not isinstance(inner, Mapping):
+        raise InvalidRequestError(f"inner={inner!r}: expected a mapping of field names to slices")
     slices = {name: _slices(name, value) for name, value in (inner or {}).items()}
+    if tokens is None and not slices:
+        return None
     unknown = [name for name in slices if name not in fields]
     if unknown:
         raise InvalidRequestError(f"inner has slices of {unknown}, which are not among the fields to read: {[*fields]}")
@@ -158,11 +174,12 @@ def _ranges(tokens: Any, samples: int) -> Int64s:
             f"tokens={tokens!r}: expected (start, stop), one (start, stop) for each sample, or a ContextParallel"
         )
     if len(ranges) not in (1, samples):
-        raise InvalidRequestError(f"tokens has {len(ranges)} ranges for {samples} samples")
+        raise InvalidRequestError(f"tokens has {len(ranges)} ranges for {samples} samples; pass one for each, or one")
     wrong = np.flatnonzero((ranges[:, 0] < 0) | (ranges[:, 1] < ranges[:, 0]))
     if len(wrong):
-        raise InvalidRequestError(f"tokens: range {ranges[wrong[0]].tolist()}: expected 0 <= start <= stop")
-    return ranges.astype(np.int64)
+        raise InvalidRequestError(f"tokens[{wrong[0]}]: {ranges[wrong[0]].tolist()}: expected 0 <= start <= stop")
+    limited: Int64s = np.minimum(ranges, MOST_TOKENS).astype(np.int64)
+    return limited
 
 
 def _slices(name: str, value: Any) -> tuple[slice, ...]:

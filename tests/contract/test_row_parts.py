@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -144,9 +145,11 @@ def test_a_part_is_what_the_slices_select(client: DataPlaneClient, partition: st
         ({"tokens": [(0, 1)] * 3}, "3 ranges for 2 samples"),
         ({"tokens": (-1, 2)}, "0 <= start <= stop"),
         ({"tokens": [(0, 1), (3, 2)]}, r"\[3, 2\]: expected 0 <= start <= stop"),
-        ({"tokens": ContextParallel(rank=0, size=1, pad_to=2)}, "row 1 has 5 tokens"),
+        ({"tokens": ContextParallel(rank=0, size=1, pad_to=2)}, "sample 1 has 5 tokens, more than pad_to"),
         ({"inner": {"other": slice(1)}}, r"\['other'\], which are not among the fields"),
         ({"inner": {"x": 3}}, "expected a slice"),
+        ({"inner": [slice(1)]}, "expected a mapping of field names to slices"),
+        ({"inner": {"x": slice(0.5)}}, r"inner\['x'\].*float"),
         ({"inner": {"x": slice(None, None, -1)}}, "steps must be positive"),
         ({"inner": {"x": [slice(1), slice(1)]}}, "2 slices, but the field is jagged int64 inner shape .4."),
         ({"inner": {"label": slice(1)}}, "1 slices, but the field is object"),
@@ -172,8 +175,21 @@ def test_parts_that_do_not_fit_are_refused_in_words(
         ({"rank": -1, "size": 2}, "0 <= rank < size"),
         ({"rank": 0, "size": 2, "pad_to": 6}, "multiple of the 4 chunks"),
         ({"rank": 0, "size": 2, "pad_to": -4}, "multiple of the 4 chunks"),
+        ({"rank": 0.5, "size": 2}, "rank=0.5: expected an integer"),
+        ({"rank": 0, "size": "2"}, "size='2': expected an integer"),
+        ({"rank": 0, "size": 1, "pad_to": 1 << 62}, "limited to"),
     ],
 )
-def test_a_rank_outside_its_group_is_refused(settings: dict[str, int], why: str) -> None:
+def test_a_rank_outside_its_group_is_refused(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidRequestError, match=why):
         ContextParallel(**settings)
+
+
+def test_integers_of_numpy_and_huge_ranges(client: DataPlaneClient, partition: str) -> None:
+    client.register_partition(partition, ["x"], None, [])
+    meta = client.put_samples(["a"], partition, {"x": [torch.arange(2000)]})
+    cp = ContextParallel(rank=np.uint8(3), size=np.uint8(200))  # type: ignore[arg-type]
+    assert client.get_batch(meta, ["x"], tokens=cp)["x"].tolist() == [[*range(15, 20), *range(1980, 1985)]]
+    for stop in (1 << 62, np.array([5, (1 << 64) - 1], np.uint64)[1]):
+        ranges: Any = np.array([[1998, stop]], np.uint64)
+        assert client.get_batch(meta, ["x"], tokens=ranges)["x"].tolist() == [[1998, 1999]]
