@@ -130,8 +130,8 @@ def steps(*, quick: bool) -> list[Figure]:
 
 
 def _cost(clients: RawSessions, ranks: list[Rank], kind: Kind, pid: int, idle: float, rate: float = RATE) -> float:
-    """Let each rank do this work, at this rate of commands. Return the microseconds of
-    processor time for each command."""
+    """Let each rank do this work. Return the microseconds of the service's processor time for each command. rate:
+    commands per second. idle: processor time per second without commands, which is subtracted."""
     done: list[Rank] = []
 
     def once(rank: Rank) -> Script:

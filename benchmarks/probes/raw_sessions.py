@@ -40,7 +40,7 @@ OPENING = 64
 @dataclass(eq=False, slots=True)
 class RawSession:
     """One simulated client. As a real one it has a connection for heartbeats, and one for commands from its first
-    command. `opened`: None until the service has answered."""
+    command. `number`: 0 until the service has answered."""
 
     number: int = 0
     heartbeat_s: float = 0.0
@@ -71,7 +71,7 @@ class RawSessions:
         self._random = random.Random(sessions)
 
     def open(self, number: int) -> None:
-        """Open this many more sessions and return once the service has answered."""
+        """Open `number` more sessions. Block until the service has answered all of them."""
         opened = len(self.sessions)
         self.sessions += [RawSession() for _ in range(number)]
         for index in range(opened, min(opened + OPENING, len(self.sessions))):

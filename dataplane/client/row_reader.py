@@ -119,8 +119,8 @@ def _source(
     arenas: int,
     ours: bool = False,
 ) -> RowSource:
-    """Return the source of a field whose values, or parts of them, are in these buffers. arenas: so many buffers, the
-    first ones, are arenas."""
+    """Return the source of a field whose values, or parts of them, are in these buffers. arenas: number of arenas; they
+    are the first buffers."""
     if part is None:
         return RowSource(field.spec, buffers, which, offsets, field.lengths, ours)
     return RowSource(part.spec, buffers, which, offsets, field.lengths, ours, part=part, arenas=arenas)

@@ -243,7 +243,7 @@ class UnitConnections:
             offsets, buffers = remote[unit]
             connection = self.connection(unit)
             unfinished.add(unit)  # it stays if the write fails: the unit may execute it later
-            connection.write(offsets, buffers, reservation=reservation, timeout_s=self._config.call_timeout_s)
+            connection.write(offsets, buffers, reservation=reservation, timeout_s=self.timeout_s)
             unfinished.discard(unit)
 
         self.together.run([partial(send, unit) for unit in remote])

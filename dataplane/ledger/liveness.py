@@ -66,8 +66,8 @@ class Liveness:
     def _record_heartbeat(self, session: Session) -> None:
         """Record a heartbeat. If the next ones may be late, silence counts from a later time: two heartbeats are at
         most `2 * (state.heartbeat_s + min_heartbeat_s)` apart."""
-        late = self.min_heartbeat_s > self.state.heartbeat_s
-        session.record_contact(self.state.now + 2 * self.min_heartbeat_s * late)
+        may_be_late = self.min_heartbeat_s > self.state.heartbeat_s
+        session.record_contact(self.state.now + (2 * self.min_heartbeat_s if may_be_late else 0.0))
 
     # --- inputs
 

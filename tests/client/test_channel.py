@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import socket
 import sys
 import traceback
@@ -50,7 +49,6 @@ from tests.controller.service import (  # noqa: F401
     unhurried,
 )
 from tests.ports import free_ports
-from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -435,22 +433,6 @@ def test_a_service_cannot_be_started_in_a_child_of_one(real: Controller) -> None
 
 
 # --- the end
-
-
-def test_a_service_with_many_sessions_gets_fewer_heartbeats(
-    scripted: Controller, ledger: ScriptedLedger, open_channel: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Everything else that a client does with each heartbeat is done as often as before."""
-    ledger.min_heartbeat_s = NEVER_S
-    heartbeat = open_channel(scripted)._heartbeat
-    wait_until(lambda: heartbeat._min_heartbeat_s == NEVER_S, "the service's answer to a heartbeat")
-    done: queue.SimpleQueue[str] = queue.SimpleQueue()
-    monkeypatch.setattr(heartbeat, "_maintain", lambda: done.put("maintained"))
-    monkeypatch.setattr(heartbeat, "_send_beat", lambda: done.put("sent"))
-    assert {done.get(timeout=WAIT_S) for _ in range(5)} == {"maintained"}
-    heartbeat.check()
-    while done.get(timeout=WAIT_S) != "sent":
-        pass
 
 
 def test_closing_says_bye_and_refuses_calls(scripted: Controller, ledger: ScriptedLedger, unhurried: None) -> None:

@@ -12,9 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataplane.core.inner_slice import InnerSlice
 from dataplane.core.types import FieldKind, FieldSpec
 from dataplane.data.batch import materialize
-from dataplane.data.columns import RowSource, assemble, decode, decode_batch, decode_padded, decode_views, encode_fields
+from dataplane.data.columns import (
+    InnerPart,
+    RowSource,
+    assemble,
+    decode,
+    decode_batch,
+    decode_padded,
+    decode_views,
+    encode_fields,
+)
 from dataplane.data.tensor_memory import TORCH_DTYPES
 from dataplane.errors import InternalError, InvalidRequestError
 from tests.data.columns_helpers import encode_one, pick, random_tensor, same_bits, same_rows, store
@@ -237,6 +247,18 @@ def flat_source(kind: FieldKind, data: bytes, dtype: str | None = None) -> RowSo
     return RowSource(
         FieldSpec(kind, dtype), [np.frombuffer(data, dtype=np.uint8)], none.astype(np.int32), none, none + len(data)
     )
+
+
+@pytest.mark.parametrize("read", [decode, decode_views, decode_padded])
+@pytest.mark.parametrize("offset", [-8, 9, 1 << 62])
+def test_a_part_of_elements_that_are_outside_their_buffer_is_an_error(read: Any, offset: int) -> None:
+    """The selected bytes alone would be inside, or the sums overflow."""
+    whole, part = (FieldSpec(FieldKind.JAGGED, "uint8", (size,)) for size in (8, 1))
+    inner = InnerPart(whole, part, (slice(1),), InnerSlice.of((8,), 1, (slice(1),)))
+    buffer = np.zeros(16, np.uint8)
+    source = RowSource(part, [buffer], None, np.array([offset]), np.array([1]), part=inner, arenas=1)
+    with pytest.raises(InternalError, match="outside the memory"):
+        read(source)
 
 
 @settings(max_examples=150, deadline=None)

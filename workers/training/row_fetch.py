@@ -43,13 +43,13 @@ class RowFetch:
 
     def alone(self) -> BatchedDataDict[Any]:
         """Return the batch, read by this rank itself."""
-        parts = self._parts()
         batch = self.client().get_batch(
             self.meta,
             layout=self.layout,
             pad_value_dict=self.pad_values(),
-            pad_to_seqlen=self.pad_length() if parts is None or parts.ranges is None else 0,
-            **arguments(encoded(parts)),
+            pad_to_seqlen=self.pad_length() if self.tokens is None else 0,
+            tokens=self._cut(),
+            inner=self.inner,
         )
         return batch if self.preprocess is None else self.preprocess(batch)
 
@@ -60,7 +60,7 @@ class RowFetch:
             columns,
             self.layout,
             pad_value_dict=self.pad_values(),
-            pad_to_seqlen=self.pad_length() if parts is None or parts.ranges is None else parts.width,
+            pad_to_seqlen=self.pad_length() if parts is None or self.tokens is None else parts.width,
             sequence_lengths=lengths if parts is None or lengths is None else parts.lengths(lengths),
         )
         return batch if self.preprocess is None else self.preprocess(batch)
@@ -69,12 +69,16 @@ class RowFetch:
         """Return the jagged columns of the part that a sibling wants; each rank pads, see `finish`."""
         return self.client().get_batch(self.meta, layout="jagged", **arguments(wanted))
 
-    def _parts(self) -> RowParts | None:
-        """Return this rank's part; None: whole rows."""
+    def _cut(self) -> Tokens | None:
+        """Return the token ranges; a context-parallel rank cuts rows that are padded to the pad length."""
         tokens = self.tokens
         if isinstance(tokens, ContextParallel) and not tokens.pad_to and self.layout == "padded":
-            tokens = replace(tokens, pad_to=self.pad_length())
-        return row_parts(tokens, self.inner, self.meta.size, self.meta.fields or ())
+            return replace(tokens, pad_to=self.pad_length())
+        return tokens
+
+    def _parts(self) -> RowParts | None:
+        """Return this rank's part; None: whole rows."""
+        return row_parts(self._cut(), self.inner, self.meta.size, self.meta.fields or ())
 
 
 class _Wanted(msgspec.Struct, frozen=True, array_like=True):

@@ -34,8 +34,8 @@ LONGEST_PAUSE_S = 2.0
 
 
 class HeartbeatThread:
-    """One thread per session that calls `maintain` every `session.heartbeat_s` and sends a heartbeat before, unless the
-    service has so many sessions that it asked for a later one.
+    """One thread per session. Every `session.heartbeat_s` it sends a heartbeat and calls `maintain`. A service with
+    many sessions asks for a longer time between heartbeats (`_min_heartbeat_s`); `maintain` is called as often.
 
     It reconnects when heartbeats remain unanswered, another epoch of the service responds, the connection to a
     durable service breaks, or `calls` requests a check (`on_doubt`). It resolves the address again, requests the

@@ -138,8 +138,7 @@ def decode_views(source: RowSource, *, offsets: SharedOffsets | None = None) -> 
 def _value_views(source: RowSource, offsets: SharedOffsets | None) -> Tensor | None:
     """Return a dense or jagged column as a view, or None; see `decode_views`."""
     # One element for each range of adjacent rows; rows without bytes are skipped.
-    sizes = source.sizes if source.part is None else source.stored_sizes
-    buffer_numbers, starts, _ = merge_runs(source.which, source.offsets, sizes)
+    buffer_numbers, starts, _ = merge_runs(source.which, source.offsets, source.stored_sizes)
     if not buffer_numbers or not source.spec.unit_bytes:  # no bytes, so a new tensor serves as the view
         return _with_shape(source, _allocate_values(source, fresh)[0], offsets)
     values = _view_values(source, buffer_numbers[0], starts[0]) if len(buffer_numbers) == 1 else None
@@ -250,7 +249,7 @@ def _prepare_padded(source: RowSource, pad_value: Any, width: int, empty: Empty,
     if spec.kind is not FieldKind.JAGGED or spec.inner is None:
         raise InvalidRequestError(f"only jagged columns can be padded, got {spec}; read it with layout='jagged'")
     dtype = TORCH_DTYPES[spec.dtype or ""]
-    source.sizes  # noqa: B018  # checks the rows before the allocation
+    _ = source.sizes  # checks the rows before the allocation
     padded_length = padded_width(source.row_lengths, width)
     pad = pad_element(pad_value, dtype)
     out, target = empty((len(source), padded_length, *spec.inner), dtype)

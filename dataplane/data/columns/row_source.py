@@ -46,9 +46,9 @@ class RowSource:
     process, have no other readers and hold only this column, so that a result may keep them. check: verifies the rows
     at their final location (None: no verification).
 
-    pieces: every row consists of so many consecutive entries of `which`, `offsets` and `lengths`, which then have
-    `N * pieces`. part: `spec` describes this part of each element; the first `arenas` buffers hold whole elements, the
-    others hold the parts only.
+    pieces: number of entries of each row. `which`, `offsets` and `lengths` then have `N * pieces` entries, those of a
+    row one after another. part: the part of each element that is read, which `spec` describes. The first `arenas`
+    buffers hold whole elements, the others hold the parts only.
     """
 
     spec: FieldSpec
@@ -75,29 +75,30 @@ class RowSource:
         if longest > MAX_LENGTH or longest * unit_bytes > most or longest * stored_bytes > 1 << 62:
             raise self._outside_error(int(lengths.argmax()))
         sizes: Int64s = lengths * unit_bytes
-        # A negative length, or a row that exceeds its buffer.
-        row = int(lengths.argmin()) if np.minimum.reduce(lengths) < 0 else self._find_row_outside()
+        if np.minimum.reduce(lengths) < 0:
+            raise self._outside_error(int(lengths.argmin()))
+        row = row_outside(self.buffers, self.which, self.offsets, self._in_buffers(sizes))
         if row is not None:
             raise self._outside_error(row)
         return sizes
 
-    @functools.cached_property
+    @property
     def stored_sizes(self) -> Int64s:
-        """Sizes of the entries in their buffers in bytes, with the unselected ones of whole elements."""
+        """Sizes of the entries in their buffers in bytes, with the unselected ones of whole elements. Raises as
+        `sizes`."""
+        return self._in_buffers(self.sizes)
+
+    def _in_buffers(self, sizes: Int64s) -> Int64s:
+        """Return the sizes in the buffers of entries of which `sizes` bytes are read."""
         if self.part is None:
-            return self.lengths * self.spec.unit_bytes
-        whole = self.part.whole.unit_bytes
-        if self.which is None:
-            return self.lengths * whole
-        return self.lengths * np.where(self.which < self.arenas, whole, self.spec.unit_bytes)
+            return sizes
+        whole = self.lengths * self.part.whole.unit_bytes
+        return whole if self.which is None else np.where(self.which < self.arenas, whole, sizes)
 
     @functools.cached_property
     def row_lengths(self) -> Int64s:
         """`[N]` int64 lengths of the rows."""
         return self.lengths if self.pieces == 1 else self.lengths.reshape(-1, self.pieces).sum(axis=1)
-
-    def _find_row_outside(self) -> int | None:
-        return row_outside(self.buffers, self.which, self.offsets, self.stored_sizes)
 
     def _outside_error(self, row: int) -> InternalError:
         return InternalError(
@@ -153,14 +154,12 @@ class RowSource:
             gather_padded(self.buffers, self.which, self.offsets, self.sizes, target, pad, later=later, checked=True)
             return
         count, row_bytes = target.shape
-        flat = target.reshape(-1)
-        starts = np.arange(count, dtype=np.int64) * row_bytes
-        ends = np.cumsum(self.sizes).reshape(-1, self.pieces)  # of the entries, without padding
-        row_sizes = self.sizes.reshape(-1, self.pieces).sum(axis=1)
-        positions = ends - self.sizes.reshape(-1, self.pieces) - (ends[:, -1] - row_sizes - starts)[:, None]
-        self._copy_entries(flat, positions.reshape(-1), later)
-        for end, limit in zip((starts + row_sizes).tolist(), (starts + row_bytes).tolist(), strict=True):
-            flat[end:limit].view(pad.dtype)[...] = pad
+        sizes = self.sizes.reshape(count, self.pieces)
+        ends = np.cumsum(sizes, axis=1)  # of the entries, within their rows
+        starts = np.arange(count, dtype=np.int64)[:, None] * row_bytes
+        self._copy_entries(target.reshape(-1), (starts + ends - sizes).reshape(-1), later)
+        for row, end in zip(target, ends[:, -1].tolist(), strict=True):
+            row[end:].view(pad.dtype)[...] = pad
 
     def _copy_entries(self, target: UInt8s, positions: Int64s, later: list[Run]) -> None:
         """Copy the selected bytes of entry i to `target[positions[i]:]`."""
