@@ -48,7 +48,7 @@ with serve({"capacity_bytes": 32 << 20}) as service:
     after = (lambda step: client.stats()) if scene == "post" else go_on
     assert interrupt_everywhere(scenes[scene], most, after, within=within) > min(most, 200) // 2
     connections = session.session_state.connections._connections.values()
-    in_flight = [session._copies, session._channel._pool._using, *[connection._in_flight for connection in connections]]
+    in_flight = [session._copies, session._channel._in_flight, *[connection._in_flight for connection in connections]]
     assert not any(map(len, in_flight)), [len(each) for each in in_flight]
     client.clear_samples(None, "p")
 

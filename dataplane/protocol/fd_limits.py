@@ -64,7 +64,7 @@ def _count_free(most: int) -> int:
 def enough_for(address: str, *, least: int = 0) -> Iterator[None]:
     """Raise `ServiceUnavailableError` if the body, which opens connections to `address`, fails because the process
     cannot open more files; before the body if it can open fewer than `least`."""
-    takes = "of which a session takes about fifteen and each concurrent call two"
+    takes = "of which a session takes about fifteen"
     remedy = "raise the limit, or share a client between threads"
 
     def unavailable(shortage: str) -> Exception:

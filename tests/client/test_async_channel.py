@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq
 
-from dataplane.client.rpc import async_channel, pending_calls
+from dataplane.client.rpc import call_socket, pending_calls
 from dataplane.client.rpc.async_channel import AsyncChannel
 from dataplane.config import DataPlaneConfig
 from dataplane.controller.controller import Controller
@@ -175,7 +175,7 @@ def test_too_few_open_files_are_a_named_error_and_lose_no_post(
     scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def script(channel: AsyncChannel) -> None:
-        with exhausted(monkeypatch, async_channel, "dealer_socket", zmq.ZMQError):
+        with exhausted(monkeypatch, call_socket, "dealer_socket", zmq.ZMQError):
             with pytest.raises(ServiceUnavailableError, match="cannot open more files"):
                 await channel.call(c.Seal(partition="p"))
             channel.post(c.Release(located=1))
@@ -196,7 +196,7 @@ def test_too_few_open_files_when_the_session_moved(
         ledger.answer = lambda call: None if isinstance(call.command, c.Claim) else c.Done()
         waiting = asyncio.create_task(channel.call(CLAIM))
         await seen(ledger, c.Claim)
-        with exhausted(monkeypatch, async_channel, "dealer_socket", zmq.ZMQError):
+        with exhausted(monkeypatch, call_socket, "dealer_socket", zmq.ZMQError):
             channel._reconnect()
             with pytest.raises(ServiceUnavailableError, match="cannot open more files"):
                 await waiting
@@ -211,7 +211,7 @@ def test_too_few_open_files_to_say_goodbye(
     scripted: Controller, ledger: ScriptedLedger, monkeypatch: pytest.MonkeyPatch, unhurried: None
 ) -> None:
     async def script(channel: AsyncChannel) -> None:
-        with exhausted(monkeypatch, async_channel, "dealer_socket", zmq.ZMQError):
+        with exhausted(monkeypatch, call_socket, "dealer_socket", zmq.ZMQError):
             await channel.close()
 
     run(scripted, script, STILL)
@@ -220,7 +220,7 @@ def test_too_few_open_files_to_say_goodbye(
 
 def test_calls_of_one_turn_share_a_message(real: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[int] = []
-    send = async_channel.send
+    send = call_socket.send
 
     def counted(dealer: Any, frames: list[bytes]) -> None:
         messages.append(len(zmq_frames.split_requests(frames)))
@@ -228,7 +228,7 @@ def test_calls_of_one_turn_share_a_message(real: Controller, monkeypatch: pytest
 
     async def script(channel: AsyncChannel) -> None:
         await channel.call(c.Register(partition="p", fields={}, num_samples=None, tasks=("t",)))
-        monkeypatch.setattr(async_channel, "send", counted)
+        monkeypatch.setattr(call_socket, "send", counted)
         await channel.call(c.Describe(partition="p"))
         assert messages == [1]
         wanted = [*["p"] * 40, "other", *["p"] * 4]

@@ -8,12 +8,12 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import zmq
 
-from dataplane.client.rpc.channel import CLOSE_S, arrived_replies, send
-from dataplane.client.rpc.handshake import OpenedSession, Socket, dealer_socket, open_session
+from dataplane.client.rpc.call_socket import CallSocket, WaitingCall
+from dataplane.client.rpc.channel import CLOSE_S
+from dataplane.client.rpc.handshake import OpenedSession, Socket, open_session
 from dataplane.client.rpc.heartbeat import HeartbeatThread
 from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCall
 from dataplane.config import DataPlaneConfig
@@ -26,17 +26,24 @@ from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Waiting(WaitingCall):
     """A pending call and the future of its reply."""
 
-    outgoing: OutgoingCall
-    answered: asyncio.Future[zmq_frames.Reply]
+    def __init__(self, outgoing: OutgoingCall, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(outgoing)
+        self.answered: asyncio.Future[zmq_frames.Reply] = loop.create_future()
 
-    def fail(self, error: BaseException) -> None:
-        """Raise this error in the caller, unless the reply has arrived."""
-        if not self.answered.done():
-            self.answered.set_exception(error)
+    @property
+    def ended(self) -> bool:
+        return self.answered.done()
+
+    def end(self, outcome: zmq_frames.Reply | DataPlaneError) -> None:
+        if self.answered.done():
+            return
+        if isinstance(outcome, DataPlaneError):
+            self.answered.set_exception(outcome)
+        else:
+            self.answered.set_result(outcome)
 
 
 class AsyncChannel(OpenChannel):
@@ -47,9 +54,8 @@ class AsyncChannel(OpenChannel):
     A forked child must open its own channel: in the child, every method of this object raises `ClientClosedError`,
     and `close` does nothing.
 
-    `_dealer` is the socket for commands; None until the first one is sent, and after a reconnection. `_outbox` has the
-    requests to send at the end of this turn of the event loop, which share messages. `_none_pending` is set while no
-    call is pending; `close` waits for it.
+    Requests of one turn of the event loop share messages. `_reads` is the descriptor of `_socket` that the loop
+    watches, -1 if none. `_none_pending` is set while no call is pending; `close` waits for it.
     """
 
     def __init__(
@@ -60,9 +66,9 @@ class AsyncChannel(OpenChannel):
         self._context = context
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
-        self._dealer: Socket | None = None
-        self._outbox: list[list[bytes]] = []
-        self._waiting: dict[int, _Waiting] = {}  # pending calls by number
+        self._socket = CallSocket(context, self._calls)
+        self._waiting = self._socket.waiting
+        self._reads = -1
         self._none_pending = asyncio.Event()
         self._none_pending.set()
         self._closing = False
@@ -114,8 +120,8 @@ class AsyncChannel(OpenChannel):
     async def _exchange(self, outgoing: OutgoingCall) -> zmq_frames.Reply:
         """Send the call and return its reply; resend it after silence, until its deadline (see `prepare_resend`). The
         call stays in `_waiting` until `call` removes it."""
-        answered: asyncio.Future[zmq_frames.Reply] = self._loop.create_future()
-        self._waiting[outgoing.number] = _Waiting(outgoing, answered)
+        waiting = self._waiting[outgoing.number] = _Waiting(outgoing, self._loop)
+        answered = waiting.answered
         self._send(outgoing.frames)
         while True:
             await asyncio.wait([answered], timeout=max(0.0, outgoing.wake_at - time.monotonic()))
@@ -132,60 +138,19 @@ class AsyncChannel(OpenChannel):
             log.warning("%s will be sent later: %s", outgoing.method, error)
 
     def _send(self, frames: list[bytes]) -> None:
-        """Send a request at the end of this turn of the event loop, on a new socket if there is none. Raise
-        `ServiceUnavailableError`, naming the remedy, if the process has no free file descriptors."""
-        if self._dealer is None:
-            with enough_for(self.endpoint):
-                self._dealer = dealer_socket(self._context, self.endpoint, self._calls.session.keys)
-            self._loop.add_reader(self._dealer.fileno(), self._receive)
-        if not self._outbox:
-            self._loop.call_soon(self._flush)
-        self._outbox.append(frames)
-
-    def _flush(self) -> None:
-        """Send the requests of the outbox."""
-        outbox, self._outbox = self._outbox, []
-        if self._dealer is not None:
-            for message in zmq_frames.messages(outbox):
-                send(self._dealer, message)
-            self._receive()  # ZMQ's descriptor is edge-triggered, and sending may have consumed an edge
+        """Send a request at the end of this turn of the event loop. Raises as `CallSocket.open`."""
+        self._socket.open()
+        if self._reads < 0:
+            self._reads = self._socket.fd
+            self._loop.add_reader(self._reads, self._socket.exchange)
+        if self._socket.add(frames):
+            self._loop.call_soon(self._socket.exchange)
 
     def _close_socket(self) -> None:
-        dealer, self._dealer = self._dealer, None
-        self._outbox.clear()  # what it had is resent over the next socket
-        if dealer is not None:
-            self._loop.remove_reader(dealer.fileno())
-            dealer.close()
-
-    def _receive(self) -> None:
-        """Process the replies that have arrived. The event loop calls this when the socket is readable."""
-        if self._dealer is None:
-            return
-        try:
-            for replies in arrived_replies(self._dealer):
-                for reply in replies:
-                    self._dispatch(reply)
-        except DataPlaneError as error:
-            # The call of this response is unknown, so all pending calls fail; more responses may follow.
-            for waiting in self._waiting.values():
-                waiting.fail(error)
-            self._loop.call_soon(self._receive)
-
-    def _dispatch(self, reply: zmq_frames.Reply) -> None:
-        """Pass a reply to its pending call; if there is none, only record it."""
-        if reply.number == 0:
-            # The controller could not parse a message: each pending call may have sent it.
-            for waiting in self._waiting.values():
-                self._complete(waiting, reply)
-        elif reply.number in self._waiting:
-            self._complete(self._waiting[reply.number], reply)
-        else:
-            self._calls.process_reply(reply)
-
-    def _complete(self, waiting: _Waiting, reply: zmq_frames.Reply) -> None:
-        """Set the reply of a pending call, unless the call continues to wait (see `Calls.ends_call`)."""
-        if not waiting.answered.done() and self._calls.ends_call(waiting.outgoing, reply):
-            waiting.answered.set_result(reply)
+        if self._reads >= 0:
+            self._loop.remove_reader(self._reads)
+            self._reads = -1
+        self._socket.close()
 
     def _schedule_maintain(self) -> None:
         """Schedule `_maintain` in the loop. The heartbeat thread calls this with every heartbeat."""
@@ -221,7 +186,7 @@ class AsyncChannel(OpenChannel):
             try:
                 self._send(self._calls.prepare_resend(waiting.outgoing))
             except DataPlaneError as error:
-                waiting.fail(error)
+                waiting.end(error)
         if not self._calls.unreachable:
             for outgoing in self._calls.due(all_of_them=True):
                 self._send_once(outgoing)
@@ -249,8 +214,7 @@ class AsyncChannel(OpenChannel):
         session expires at the service."""
         self._closing = True
         self._calls.end(ClientClosedError())
-        if self._dealer is not None:  # not by `_close_socket`, which needs the loop
-            self._dealer.close()
+        self._socket.close()  # not by `_close_socket`, which needs the loop
         self._end_thread_and_context()
 
     async def close(self) -> None:
@@ -261,7 +225,7 @@ class AsyncChannel(OpenChannel):
         unreachable = self._calls.unreachable  # read before `end`, after which it is always True
         self._calls.end(ClientClosedError())
         for waiting in self._waiting.values():
-            waiting.fail(ClientClosedError())
+            waiting.end(ClientClosedError())
         await self._none_pending.wait()  # until the failed calls have cleaned up
         try:
             if not unreachable:
@@ -279,15 +243,14 @@ class AsyncChannel(OpenChannel):
     async def _send_bye(self) -> None:
         """Report the end of the session to the service. Wait up to `CLOSE_S` for its confirmation; log a failure."""
         bye = self._calls.begin(c.Bye(), CLOSE_S)
-        answered: asyncio.Future[zmq_frames.Reply] = self._loop.create_future()
-        self._waiting[bye.number] = _Waiting(bye, answered)
+        waiting = self._waiting[bye.number] = _Waiting(bye, self._loop)
         try:
             self._send(bye.frames)
         except ServiceUnavailableError as error:
             log.warning("Session close could not be sent: %s", error)
             return
-        await asyncio.wait([answered], timeout=CLOSE_S)
-        if not answered.done():
+        await asyncio.wait([waiting.answered], timeout=CLOSE_S)
+        if not waiting.ended:
             log.warning("Service at %s did not confirm the session close; the session will expire there", self.address)
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import cast
 
 import zmq
 
+from dataplane.client.rpc.call_socket import CallSocket, WaitingCall, arrived_replies, send
 from dataplane.client.rpc.handshake import OpenedSession, Socket, dealer_socket, open_session
 from dataplane.client.rpc.heartbeat import HeartbeatThread
 from dataplane.client.rpc.pending_calls import OpenChannel, OutgoingCall
-from dataplane.client.rpc.socket_pool import SocketPool
 from dataplane.config import DataPlaneConfig
-from dataplane.core import zmq_io
 from dataplane.core.failpoints import hit
-from dataplane.errors import ClientClosedError, ServiceUnavailableError
+from dataplane.core.in_flight import InFlight
+from dataplane.core.wakeup import Waker, poll_ms
+from dataplane.errors import ClientClosedError, DataPlaneError, ServiceUnavailableError, from_wire, to_wire
 from dataplane.ledger import commands as c
 from dataplane.protocol import zmq_frames
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
@@ -29,19 +32,52 @@ CLOSE_S = 5.0
 """Timeout of each stage of closing."""
 
 
-MOST_SOCKETS = 4096
-"""Maximum number of sockets, and thus of concurrent calls, of one session."""
+class _Waiting(WaitingCall):
+    """A call whose thread waits: it polls for all threads, or sleeps until another thread wakes it.
+
+    `active` is held while the call waits. `polling` is set while the thread polls, which `waker` ends.
+    """
+
+    def __init__(self, outgoing: OutgoingCall, waker: Waker) -> None:
+        super().__init__(outgoing)
+        self.outcome: zmq_frames.Reply | DataPlaneError | None = None
+        self.active = threading.Lock()
+        self.polling = False
+        self._waker = waker
+        self._asleep = threading.Lock()  # taken by a thread that sleeps, released by the one that wakes it
+        self._asleep.acquire()
+
+    @property
+    def ended(self) -> bool:
+        return self.outcome is not None or not self.active.locked()
+
+    def end(self, outcome: zmq_frames.Reply | DataPlaneError) -> None:
+        if self.outcome is None:
+            self.outcome = outcome
+            self.wake()
+
+    def sleep(self, timeout_s: float) -> None:
+        """Wait for `wake`, which may have been called already."""
+        self._asleep.acquire(timeout=timeout_s)
+
+    def wake(self) -> None:
+        """End `sleep` or the poll of the thread, now or the next time."""
+        with contextlib.suppress(RuntimeError):  # it was released already
+            self._asleep.release()
+        if self.polling:
+            self._waker.wake()
 
 
 class ControllerChannel(OpenChannel):
-    """An open session. Thread-safe: each call takes its own socket and polls it. After a reconnection, pending
-    calls are resent to the new endpoint under their numbers.
+    """An open session. Thread-safe: the threads share one socket. Requests of threads that send at the same moment
+    share messages. One of the threads that wait for replies polls for all and wakes the others; when its own reply has
+    arrived, another one polls. After a reconnection, pending calls are resent to the new endpoint under their numbers.
 
     A forked child must open its own channel: in the child, every method of this object raises `ClientClosedError`,
     and `close` does nothing.
 
-    `_pool` has the sockets to the current endpoint. `_replaced_pools` are shut pools of earlier endpoints that still
-    have sockets in use. `_guard` protects both, and `_closing`, against concurrent changes.
+    `_use` is held by the thread that uses `_socket`, without blocking operations. `_poller` is the call whose thread
+    polls; one that is no longer active, after an interrupt, counts as none. `_guard` protects it and `_closing`.
     """
 
     def __init__(
@@ -51,12 +87,15 @@ class ControllerChannel(OpenChannel):
         super().__init__(session, config)
         self._context = context
         self._pid = os.getpid()
-        self._pool = SocketPool(context, session.endpoint, session.keys)
-        self._replaced_pools: list[SocketPool] = []
+        self._socket = CallSocket(context, self._calls)
+        self._use = threading.Lock()
+        self._waker = Waker()
+        self._poller: _Waiting | None = None
+        self._in_flight = InFlight()
         self._guard = threading.Lock()
         self._closing = False
         self._heartbeat = HeartbeatThread(
-            self._calls, config, context, dealer, maintain=self._maintain, moved=self._replace_pool
+            self._calls, config, context, dealer, maintain=self._maintain, moved=self._reconnect
         )
 
     @classmethod
@@ -65,7 +104,6 @@ class ControllerChannel(OpenChannel):
         `open_session`. lock_path: see `open_session`."""
         with enough_for(config.address or "", least=OF_A_CONTEXT):
             context: zmq.Context[Socket] = zmq.Context()
-            context.max_sockets = MOST_SOCKETS
             try:
                 session, dealer = open_session(config, context, lock_path)
                 return cls(config, session, context, dealer)
@@ -110,63 +148,37 @@ class ControllerChannel(OpenChannel):
     def _exchange(self, outgoing: OutgoingCall, meanwhile: Callable[[], None]) -> zmq_frames.Reply:
         """Send the call and return its reply; resend it after silence and after a reconnection, until its deadline (see
         `prepare_resend`)."""
-        sent = answered = False
-        while True:  # once per socket pool: a reconnection replaces the pool
-            with (using := threading.Lock()):
-                pool, dealer = self._take(using)
-                try:
-                    send(dealer, outgoing.frames)
-                    if not sent:
-                        sent = True
-                        meanwhile()
-                    while not pool.shut:
-                        reply = self._poll_reply(pool, dealer, outgoing)
-                        if reply is not None:
-                            answered = True
-                            return reply
+        waiting = _Waiting(outgoing, self._waker)
+        with waiting.active:
+            if not self._in_flight.enter(waiting.active):
+                raise ClientClosedError()
+            self._socket.waiting[outgoing.number] = waiting
+            try:
+                self._send(outgoing.frames)
+                meanwhile()
+                while waiting.outcome is None:
+                    self._wait(waiting)
+                    if waiting.outcome is None:
                         self._calls.check()
                         if time.monotonic() >= outgoing.wake_at:
-                            send(dealer, self._calls.prepare_resend(outgoing))
-                finally:
-                    pool.put_back(dealer, using, sound=answered)
-            # The pool is shut: continue with the next one, unless calls are impossible now.
-            outgoing.frames = self._calls.prepare_resend(outgoing)
-
-    def _poll_reply(self, pool: SocketPool, dealer: Socket, outgoing: OutgoingCall) -> zmq_frames.Reply | None:
-        """Wait for the call's reply and return it. Return None if none arrives before the call must be checked, or
-        when the pool is shut."""
-        timeout_ms = max(0, int((outgoing.wake_at - time.monotonic()) * 1000) + 1)
-        zmq.zmq_poll([(dealer, zmq.POLLIN), (pool.waker.fd, zmq.POLLIN)], timeout_ms)
-        last = None
-        for replies in arrived_replies(dealer):
-            for reply in replies:
-                if reply.number not in (outgoing.number, 0):  # 0: the service could not parse the message
-                    self._calls.process_reply(reply)  # a late reply to an earlier call on this socket
-                elif self._calls.ends_call(outgoing, reply):
-                    last = reply
-            if last is not None:
-                break
-        return last
+                            self._send(self._calls.prepare_resend(outgoing))
+            finally:
+                self._leave(waiting)
+        if isinstance(waiting.outcome, DataPlaneError):
+            raise from_wire(*to_wire(waiting.outcome))  # a new exception for each thread
+        return waiting.outcome
 
     def _send_once(self, outgoing: OutgoingCall) -> None:
-        """See `OpenChannel`. The reply is read later, by `_maintain` or by the next call on this socket."""
-        with (using := threading.Lock()):
-            try:
-                pool, dealer = self._take(using)
-            except ServiceUnavailableError as error:
-                log.warning("%s will be sent later: %s", outgoing.method, error)
-                return
-            sent = False
-            try:
-                send(dealer, outgoing.frames)
-                sent = True
-            finally:
-                pool.put_back(dealer, using, sound=sent)
+        """See `OpenChannel`. The reply is read by the next call or by `_maintain`."""
+        try:
+            self._send(outgoing.frames)
+        except ServiceUnavailableError as error:
+            log.warning("%s will be sent later: %s", outgoing.method, error)
 
     def _maintain(self) -> None:
         """Process responses to posted calls, resend the unanswered ones, and post the commands of `leftovers`. The
         heartbeat thread calls this with every heartbeat."""
-        self._pool.serve_idle(self._process_replies)
+        self._use_socket()
         self._repeat_posted(self._calls.due())
         with contextlib.suppress(ClientClosedError):
             # While the service is unreachable, leftovers are not taken; a later heartbeat posts them.
@@ -174,42 +186,84 @@ class ControllerChannel(OpenChannel):
                 for command in self.leftovers():
                     self.post(command)
 
-    def _process_replies(self, dealer: Socket) -> None:
-        for replies in arrived_replies(dealer):
-            for reply in replies:
-                self._calls.process_reply(reply)
-
     def _repeat_posted(self, due: list[OutgoingCall]) -> None:
         if not self._calls.over:
-            with contextlib.suppress(ClientClosedError):
-                for outgoing in due:
-                    self._send_once(outgoing)
+            for outgoing in due:
+                self._send_once(outgoing)
 
-    # --- sockets
+    # --- the shared socket
 
-    def _take(self, using: threading.Lock) -> tuple[SocketPool, Socket]:
-        """Return the current pool and a socket of it, which the caller puts back into this pool. using: lock that the
-        caller holds in the meantime (see `SocketPool.take`). Raise `ClientClosedError` if the channel is closing."""
-        while True:
-            pool = self._pool
-            dealer = pool.take(using)
-            if dealer is not None:
-                return pool, dealer
-            # The pool is shut: either the channel is closing, or `_replace_pool` has set another one.
-            if self._closing:
-                raise ClientClosedError()
+    def _send(self, frames: list[bytes]) -> None:
+        """Send a request, or leave it to another thread that is about to send. Raises as `CallSocket.open`."""
+        self._socket.add(frames)
+        self._use_socket()
 
-    def _replace_pool(self) -> None:
-        """Replace the socket pool after the session moved, ended or was given up; pending calls switch to the new
-        pool. Resend all posted calls. The heartbeat thread calls this."""
-        session = self._calls.session
+    def _use_socket(self) -> None:
+        """Send the requests of all threads and process the replies that have arrived."""
+        with self._use:
+            try:
+                self._socket.exchange()
+            except BaseException:  # no socket could be opened, or an interrupt may have left half a message
+                self._socket.close()
+                self._resend_all()
+                raise
+
+    def _wait(self, waiting: _Waiting) -> None:
+        """Wait until the call has ended or must be checked, and poll the socket unless another thread does."""
+        timeout_s = max(0.0, waiting.outgoing.wake_at - time.monotonic())
+        if not self._polls(waiting):
+            waiting.sleep(timeout_s)
+            return
+        poll = select.poll()
+        poll.register(self._waker.fd, select.POLLIN)
+        if (fd := self._socket.fd) >= 0:
+            poll.register(fd, select.POLLIN)
+        waiting.polling = True
+        if waiting.outcome is None:  # read after `polling` was set: whoever ends the call now wakes this poll
+            poll.poll(poll_ms(timeout_s))
+        waiting.polling = False
+        if not self._closing:  # otherwise all threads must wake up
+            self._waker.clear()
+        self._use_socket()
+
+    def _polls(self, waiting: _Waiting) -> bool:
+        """Return whether the thread of this call polls for all; it does if no other one does."""
+        if self._poller is not waiting:
+            with self._guard:
+                if self._poller is not None and self._poller.active.locked():
+                    return False
+                self._poller = waiting
+        return True
+
+    def _leave(self, waiting: _Waiting) -> None:
+        """Remove the call. If no other thread polls now, wake one that waits."""
+        self._socket.waiting.pop(waiting.outgoing.number, None)
+        self._in_flight.leave(waiting.active)
         with self._guard:
-            if self._closing:
+            if self._poller is not None and self._poller is not waiting and self._poller.active.locked():
                 return
-            replaced, self._pool = self._pool, SocketPool(self._context, session.endpoint, session.keys)
-            replaced.close()  # wakes up the pending calls; they find the new pool, which is set already
-            # Keep the pools that still have sockets in use (`wait` counts them): `close` waits for these.
-            self._replaced_pools = [pool for pool in [*self._replaced_pools, replaced] if pool.wait(0.0)]
+            self._poller = None
+        for other in self._waiting():
+            if not other.ended:
+                other.wake()
+                break
+
+    def _waiting(self) -> list[_Waiting]:
+        return cast("list[_Waiting]", list(self._socket.waiting.values()))
+
+    def _resend_all(self) -> None:
+        """Wake all threads that wait for replies. They check whether calls are possible, and resend theirs."""
+        for waiting in self._waiting():
+            waiting.outgoing.resend_at = 0.0
+            waiting.wake()
+
+    def _reconnect(self) -> None:
+        """Resend pending and posted calls over a new socket to the session's endpoint, after the session moved, ended
+        or was given up. The heartbeat thread calls this."""
+        session = self._calls.session
+        with self._use:
+            self._socket.close()  # `exchange` opens another one
+        self._resend_all()
         if not self._calls.unreachable:
             self.on_units(session.units)
             self._repeat_posted(self._calls.due(all_of_them=True))
@@ -235,21 +289,24 @@ class ControllerChannel(OpenChannel):
             self._closing = True
         unreachable = self._calls.unreachable  # read before `end`, after which it is always True
         self._calls.end(ClientClosedError())
-        self._pool.close()
-        end = time.monotonic() + CLOSE_S
-        in_flight = sum(pool.wait(max(0.0, end - time.monotonic())) for pool in [self._pool, *self._replaced_pools])
+        self._in_flight.shut()
+        self._waker.wake()
+        self._resend_all()  # they raise
+        active = self._in_flight.wait(CLOSE_S)
         if not unreachable:
             self._send_bye()
         thread_ended = self._heartbeat.close(CLOSE_S)
-        if in_flight:
-            log.error("Channel closed with %d pending calls that did not end within %.1f s", in_flight, CLOSE_S)
-        elif thread_ended:  # destroying the context while another thread uses its sockets would be unsafe
+        if active:
+            log.error("Channel closed with %d pending calls that did not end within %.1f s", active, CLOSE_S)
+        elif thread_ended:  # freeing sockets while another thread uses them would be unsafe
+            self._socket.close()
+            self._waker.close()
             self._context.destroy()  # closes sockets that an interrupt left open, too
 
     def _send_bye(self) -> None:
         """Report the end of the session to the service. Wait up to `CLOSE_S` for its confirmation; log a failure."""
         try:
-            with enough_for(self.endpoint):  # a socket of its own, because the pool is shut
+            with enough_for(self.endpoint):  # a socket of its own: a call that did not end may use the other one
                 dealer = dealer_socket(self._context, self.endpoint, self._calls.session.keys)
         except ServiceUnavailableError as error:
             log.warning("Session close could not be sent: %s", error)
@@ -265,22 +322,3 @@ class ControllerChannel(OpenChannel):
         finally:
             dealer.close()
         log.warning("Service at %s did not confirm the session close; the session will expire there", self.address)
-
-
-def send(dealer: Socket, frames: list[bytes]) -> None:
-    """Send without blocking. If the queue is full, the message is dropped and resent with the call."""
-    try:
-        zmq_io.send(dealer, frames, zmq_io.NOBLOCK)
-    except zmq.Again:
-        log.debug("Send queue to the controller is full")
-
-
-def arrived_replies(dealer: Socket) -> Iterator[list[zmq_frames.Reply]]:
-    """Yield the replies of each message that has arrived on the socket. Do not block. Raise a `DataPlaneError` for a
-    malformed one."""
-    while True:
-        try:
-            frames = zmq_io.receive(dealer, zmq_io.NOBLOCK)
-        except zmq.Again:
-            return
-        yield zmq_frames.Reply.parse([frame.bytes for frame in frames])
