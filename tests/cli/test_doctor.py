@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -22,6 +23,7 @@ from dataplane.cli.checks.finding import run_check
 from dataplane.cli.checks.trial import trial
 from dataplane.compat import switch
 from dataplane.config import GIB, MIB
+from dataplane.core import devices
 from dataplane.core.file_locks import new_arena_name
 from dataplane.core.memory_limits import AvailableMemory
 from dataplane.core.private_dir import own_directory
@@ -261,22 +263,25 @@ def test_a_zmq_that_cannot_encrypt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pyzmq" in found.mend
 
 
+@pytest.mark.parametrize("kind", ["nvidia", "davinci"])
 @pytest.mark.parametrize(
-    ("usable", "devices", "found", "ok"),
+    ("usable", "files", "found", "ok"),
     [
         (2, 2, "2 for torch: Card", True),
         (0, 2, "2 in /dev, but torch cannot use any", False),
         (0, 0, "none; tensors on CPUs only", True),
     ],
 )
-def test_gpus(usable: int, devices: int, found: str, ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(devices):
-        (tmp_path / f"nvidia{number}").touch()
+def test_gpus(
+    usable: int, files: int, found: str, ok: bool, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(files):
+        (tmp_path / f"{kind}{number}").touch()
     (tmp_path / "nvidiactl").touch()
+    (tmp_path / "davinci_manager").touch()
     monkeypatch.setattr(packages, "_DEVICES", tmp_path)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: usable > 0)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: usable)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda number: "Card")
+    platform = SimpleNamespace(device_count=lambda: usable, get_device_name=lambda number: "Card")
+    monkeypatch.setattr(devices, "platform", lambda: platform if usable else None)
     gpu = only(packages.packages(), "GPU")
     assert (gpu.found, gpu.ok) == (found, ok)
 

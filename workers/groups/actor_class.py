@@ -20,6 +20,7 @@ from typing import Any
 import ray
 from ray.actor import ActorClass
 
+from dataplane.core.devices import VISIBLE_DEVICES
 from workers.groups.remote_errors import methods_of, portable
 
 SERVING_FILE = __file__
@@ -27,7 +28,6 @@ SERVING_FILE = __file__
 DURATIONS_KEPT = 1024
 """A worker keeps the durations of this many calls."""
 _CAUGHT_SIGNALS = (signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 Durations = dict[str, float]
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def _make_init(cls: type) -> Callable[..., None]:
     def init(self: Any, environment: Mapping[str, str], /, *args: Any, **kwargs: Any) -> None:
         """Set `environment`, and construct the worker with the other arguments."""
         os.environ.update(environment)
-        os.environ[_DEVICES_VARIABLE] = _visible_devices(environment[_DEVICES_VARIABLE])
+        os.environ.update(_visible_devices(environment))
         with Serving(f"{cls.__name__}.__init__", (), self._tq_catch_failures):
             cls.__init__(self, *args, **kwargs)  # type: ignore[misc]
             self._tq_check()  # raises if `cls` did not call the constructor of `Worker`
@@ -112,8 +112,9 @@ def _make_init(cls: type) -> Callable[..., None]:
     return init
 
 
-def _visible_devices(indices: str) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a worker that may see these accelerators, given as indices separated by commas.
+def _visible_devices(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return CUDA_VISIBLE_DEVICES and its siblings for a worker that may see the accelerators which `environment` has
+    there, given as indices separated by commas.
 
     On a node that was restricted to some devices, index i is the i-th of these. Their names are in the environment with
     which this process started; `os.environ` has other values by now.
@@ -122,10 +123,13 @@ def _visible_devices(indices: str) -> str:
     for entry in Path("/proc/self/environ").read_text().split("\0"):
         name, _, value = entry.partition("=")
         initial_environment[name] = value
-    usable = [name for name in initial_environment.get(_DEVICES_VARIABLE, "").split(",") if name]
-    if not usable:  # the node was not restricted
-        return indices
-    return ",".join(usable[int(index)] for index in indices.split(",") if index)
+    visible = {}
+    for variable in VISIBLE_DEVICES.values():
+        indices = [int(index) for index in environment[variable].split(",") if index]
+        names = [name for name in initial_environment.get(variable, "").split(",") if name]
+        # Without names, the node was not restricted.
+        visible[variable] = ",".join(names[index] if names else str(index) for index in indices)
+    return visible
 
 
 class CallDurations:

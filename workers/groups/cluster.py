@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Node:
-    """ident: Ray's id of the node; host: its address; accelerators: the number of GPUs that Ray counts."""
+    """ident: Ray's id of the node; host: its address; accelerators: the number of GPUs or NPUs that Ray counts."""
 
     ident: str
     host: str
@@ -341,4 +342,9 @@ def _await_nodes(count: int, first_id: str) -> list[Node]:
     # False sorts before True, so the node `first_id` comes first.
     alive.sort(key=lambda node: (node["NodeID"] != first_id, node["NodeManagerAddress"], node["NodeID"]))
     chosen = alive[:count] if count else alive
-    return [Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0))) for node in chosen]
+    return [Node(node["NodeID"], node["NodeManagerAddress"], _count_accelerators(node["Resources"])) for node in chosen]
+
+
+def _count_accelerators(resources: Mapping[str, float]) -> int:
+    """Return the number of a node's accelerators. Ray counts Ascend NPUs as "NPU", those of other makers as "GPU"."""
+    return int(resources.get("GPU") or resources.get("NPU") or 0)

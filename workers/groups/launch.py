@@ -19,6 +19,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dataplane.core.devices import VISIBLE_DEVICES
 from workers.channels.settings import NODE_RANK_VARIABLE, NODES_VARIABLE
 from workers.directory import DIRECTORY_VARIABLE, DirectoryClient, DirectoryEntry, Facts, Kind
 from workers.directory.address import WorkerAddress
@@ -190,7 +191,7 @@ def place_environment(placement: WorkerPlacement) -> dict[str, str]:
         "CLUSTER_NODE_RANK": str(placement.cluster_node_rank),
         NODE_RANK_VARIABLE: str(placement.cluster_node_rank),
         "LOCAL_ACCELERATOR_RANK": str(placement.local_accelerator_rank),
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, placement.visible)),
+        **dict.fromkeys(VISIBLE_DEVICES.values(), ",".join(map(str, placement.visible))),
     }
 
 

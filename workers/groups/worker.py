@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import ray
 import torch
 
+from dataplane.core import devices
 from workers.channels import Channel
 from workers.directory import DIRECTORY_VARIABLE, DirectoryClient
 from workers.directory.address import WorkerAddress
@@ -38,14 +39,14 @@ _LOG_FORMAT = "[%(levelname)s %(asctime)s {name}] %(message)s"
 Self = TypeVar("Self", bound="Worker")
 
 
-class _OnAccelerator:
-    """A class attribute that is computed on access, because a query of CUDA in the class body would initialize CUDA."""
+class _OnAccess:
+    """A class attribute that is computed on access: in the class body, a query could initialize the accelerator."""
 
     def __init__(self, value: Callable[[], Any]) -> None:
         self._value = value
 
     def __get__(self, instance: object, owner: type) -> Any:
-        return self._value() if torch.cuda.is_available() else None
+        return self._value()
 
 
 class Worker:
@@ -63,8 +64,8 @@ class Worker:
     Ray.
 
     `Worker.current_worker` is the worker of this process and `Worker.logger` its logger. `torch_platform`
-    (torch.cuda) and `torch_device_type` ("cuda") are None without an accelerator. Message methods raise the errors
-    of `workers.messages.Messenger`.
+    (such as torch.cuda or torch.npu) and `torch_device_type` ("cuda", "npu", "xpu") are None without an accelerator.
+    Message methods raise the errors of `workers.messages.Messenger`.
 
     `_messenger` sends and receives the messages. `_directory` finds groups, workers and channels of the job by name.
     `_ports` holds the ports of `acquire_free_port`. All three belong to this worker until `_close`.
@@ -72,8 +73,8 @@ class Worker:
 
     current_worker: ClassVar[Worker | None] = None
     logger: logging.Logger = logging.getLogger("workers")
-    torch_platform: Any = _OnAccelerator(lambda: torch.cuda)
-    torch_device_type: Any = _OnAccelerator(lambda: "cuda")
+    torch_platform: Any = _OnAccess(devices.platform)
+    torch_device_type: Any = _OnAccess(devices.device_type)
 
     def __init__(
         self, parent_address: WorkerAddress | None = None, world_size: int | None = None, rank: int | None = None
@@ -101,7 +102,7 @@ class Worker:
         self._ports = PortKeeper()
         self._device_lock = DeviceLock(
             self._worker_address.get_name(),
-            [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name],
+            devices.visible_devices(),
             os.environ[DIRECTORY_VARIABLE],
         )
         self._directory = DirectoryClient.from_environment()

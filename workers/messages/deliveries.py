@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,10 +61,10 @@ class Arrival:
 
 @dataclass(eq=False)
 class Posting:
-    """A waiting receive. target: of recv_tensor, None for recv; form: what it expects; device: the GPU on which tensors
-    of recv arrive, if any; ready: an event to wait for on the GPU before target is written; eager: no thread waits yet,
-    so the I/O thread copies messages of any size; begun, deadline: on the monotonic clock; future: gets the delivery or
-    the error; number: of its message, in a broadcast, otherwise -1."""
+    """A waiting receive. target: of recv_tensor, None for recv; form: what it expects; device: the accelerator on
+    which tensors of recv arrive, if any; ready: the accelerator's event to wait for before target is written, or None;
+    eager: no thread waits yet, so the I/O thread copies messages of any size; begun, deadline: on the monotonic clock;
+    future: gets the delivery or the error; number: of its message, in a broadcast, otherwise -1."""
 
     source: str
     stream: bytes
@@ -71,7 +72,7 @@ class Posting:
     target: Tensor | None
     form: ObjectForm | TensorForm
     device: torch.device | None
-    ready: torch.cuda.Event | None
+    ready: Any
     eager: bool
     what: str
     begun: float

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dataplane.core import devices
 from dataplane.core.durations import seconds
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, allow_more
 from workers.directory import DirectoryClient, Facts, Kind
@@ -451,7 +452,7 @@ class Messenger:
             options=options,
             target=target,
             form=form,
-            device=tensors.current_device(),
+            device=devices.current_device(),
             ready=tensors.record_event(target),
             eager=async_op,
             what=what,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
+from dataplane.core import devices
 from workers.messages.wire import TensorForm
 from workers.transport import pickling
 
@@ -13,8 +15,8 @@ def form_of(tensor: Tensor) -> TensorForm:
     """Return the form of a tensor for send_tensor and recv_tensor. TypeError for anything but a plain tensor."""
     if not isinstance(tensor, Tensor) or not pickling.is_plain(tensor):
         raise TypeError(
-            "send_tensor and recv_tensor expect a dense tensor (strided, not nested, not quantized, on CPU or CUDA), "
-            "got a "
+            "send_tensor and recv_tensor expect a dense tensor (strided, not nested, not quantized, on the CPU or the "
+            "accelerator), got a "
             f"{type(tensor).__name__}{f' ({tensor.layout}, {tensor.device})' if isinstance(tensor, Tensor) else ''}"
         )
     return TensorForm(str(tensor.dtype), tuple(tensor.shape))
@@ -34,16 +36,7 @@ def check_target(tensor: Tensor) -> None:
             span += stride * (size - 1)
 
 
-def current_device() -> torch.device | None:
-    """Return the GPU on which received tensors arrive, None for the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-
-
-def record_event(target: Tensor | None) -> torch.cuda.Event | None:
-    """Record and return an event on the current stream of a GPU tensor, after which the tensor may be written. None
-    for other tensors."""
-    if target is None or not target.is_cuda:
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(target.device))
-    return event
+def record_event(target: Tensor | None) -> Any:
+    """Record and return an event on the current stream of an accelerator's tensor, after which the tensor may be
+    written. None for other tensors."""
+    return None if target is None or target.is_cpu else devices.record_event(target.device)

@@ -36,7 +36,7 @@ from workers.rlinf.worker.routing import split_batch as split_batch
 from workers.rlinf.worker.routing import split_channel_message as split_channel_message
 
 _ROBOTS = "descriptions of robots in `cluster.node_groups` are not supported"
-_DEVICES = "accelerators are those that torch.cuda sees: use `Worker.torch_platform` and `Worker.torch_device_type`"
+_DEVICES = "the accelerator is the one that torch names: use `Worker.torch_platform` and `Worker.torch_device_type`"
 _QUEUES = "channels are not implemented by workers here: use `Channel`"
 
 MISSING = {

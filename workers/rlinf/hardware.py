@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class AcceleratorType(StrEnum):
-    """A worker of this package has `NV_GPU` or `NO_ACCEL`, never another type."""
+    """A worker has the type of torch's accelerator. AMD's GPUs count as `NV_GPU`, because torch calls them "cuda"."""
 
     NV_GPU = "NV_GPU"
     AMD_GPU = "AMD_GPU"
@@ -15,3 +15,12 @@ class AcceleratorType(StrEnum):
     MUSA_GPU = "MUSA_GPU"
     KUNLUN_XPU = "KUNLUN_XPU"
     NO_ACCEL = "NO_ACCEL"
+
+
+BY_DEVICE_TYPE = {
+    "cuda": AcceleratorType.NV_GPU,
+    "xpu": AcceleratorType.INTEL_GPU,
+    "npu": AcceleratorType.NPU,
+    "musa": AcceleratorType.MUSA_GPU,
+}
+"""Types of accelerators by torch's device type."""

@@ -19,6 +19,7 @@ from torch.distributed import BroadcastOptions
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from dataplane import errors
+from dataplane.core import devices
 from dataplane.core.durations import seconds
 
 _COMPLETE = "all present"
@@ -118,10 +119,9 @@ class Siblings:
 
     @property
     def device(self) -> torch.device:
-        """The device for the buffers of the group's backend: this process's CUDA device for NCCL, otherwise the CPU."""
-        if "nccl" in str(dist.get_backend_config(self.group)).lower():
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+        """The device for the buffers of the group's backend: this process's current accelerator for NCCL, HCCL and the
+        like, otherwise the CPU."""
+        return devices.group_device(self.group)
 
     def all_gather(self, mine: bytes, deadline: Deadline) -> list[bytes]:
         """Return every rank's `mine`, in rank order. All must have the same length. Raises as `_run_collective`."""

@@ -19,6 +19,7 @@ import torch
 from ray import cloudpickle
 from torch import Tensor
 
+from dataplane.core import devices
 from dataplane.core.buffer_pool import FROM_BYTES, BufferPool
 from dataplane.data.tensor_memory import flat_bytes
 from workers.errors import NotSerializableError
@@ -37,13 +38,13 @@ _DTYPES: dict[str, torch.dtype] = {
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
     """A run of bytes: a tensor's values, C-contiguous, or (if dtype is empty) a buffer of another object. start: its
-    offset in the bytes of the object; cuda: whether the tensor was on a GPU."""
+    offset in the bytes of the object; on_accelerator: whether the tensor was not on the CPU."""
 
     start: int
     nbytes: int
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    cuda: bool = False
+    on_accelerator: bool = False
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
@@ -142,7 +143,7 @@ def is_plain(tensor: Tensor) -> bool:
         tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_quantized
-        and tensor.device.type in ("cpu", "cuda")
+        and devices.has_values(tensor)
     )
 
 
@@ -176,15 +177,16 @@ def unpack(
     device: torch.device | None = None,
 ) -> Unpacked:
     """Return the parts of an object that `Packed.write` wrote into `memory`, [at least nbytes]. Tensors and buffers
-    refer to `memory` if `own`; otherwise they are copies, large ones in memory of `pool`. Tensors from a GPU are put
-    on `device`, default this thread's current GPU, or on the CPU if there is none. Blocks until all is copied."""
+    refer to `memory` if `own`; otherwise they are copies, large ones in memory of `pool`. Tensors from an
+    accelerator of any type are put on `device`, default this thread's current accelerator, or the CPU without one.
+    Blocks until all is copied."""
     unpacked = Unpacked(memory[layout.skeleton_from : layout.nbytes].tobytes())
     for segment in layout.segments:
         run = _segment_bytes(memory, segment)
         if not segment.dtype:  # a buffer of another object
             unpacked.buffers.append(run if own else _copy(run, pool))
             continue
-        tensor_device = _device_or_default(device) if segment.cuda else torch.device("cpu")
+        tensor_device = (device or devices.accelerator() or devices.CPU) if segment.on_accelerator else devices.CPU
         if segment.nbytes == 0:
             unpacked.tensors.append(torch.empty(segment.shape, dtype=_DTYPES[segment.dtype], device=tensor_device))
             continue
@@ -223,9 +225,9 @@ def _copy(run: Bytes, pool: BufferPool) -> Bytes:
 
 
 def _synchronize(tensors: Sequence[Tensor]) -> None:
-    """Wait for copies to GPUs that this thread started."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
+    """Wait for copies to accelerators that this thread started."""
+    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+        devices.current_stream(device).synchronize()
 
 
 def _lay_out(skeleton: bytes, parts: Sequence[Tensor | memoryview]) -> Packed:
@@ -235,7 +237,7 @@ def _lay_out(skeleton: bytes, parts: Sequence[Tensor | memoryview]) -> Packed:
         start = -(-end // ALIGN_BYTES) * ALIGN_BYTES  # rounded up
         if isinstance(part, Tensor):
             nbytes = part.numel() * part.element_size()
-            segments.append(Segment(start, nbytes, str(part.dtype), tuple(part.shape), part.is_cuda))
+            segments.append(Segment(start, nbytes, str(part.dtype), tuple(part.shape), not part.is_cpu))
         else:
             nbytes = part.nbytes
             segments.append(Segment(start, nbytes))
@@ -271,10 +273,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
         source = source.resolve_conj().resolve_neg().contiguous()
     data: memoryview = flat_bytes(source.cpu()).numpy().data
     return data
-
-
-def _device_or_default(device: torch.device | None) -> torch.device:
-    return device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -20,6 +20,11 @@ _CLAUSE = re.compile(r"(>=|<=|==|<|>)\s*([0-9][0-9.]*)")
 """Operator and version of one clause."""
 _DEVICES = Path("/dev")
 """The directory with the device files of GPUs."""
+_DEVICE_FILES = {
+    "nvidia[0-9]*": "install a torch with CUDA for this driver (`nvidia-smi`), and check CUDA_VISIBLE_DEVICES",
+    "davinci[0-9]*": "install torch-npu for this driver (`npu-smi info`), and check ASCEND_RT_VISIBLE_DEVICES",
+}
+"""What to do if torch cannot use the devices of these files. Those of Intel's GPUs do not name their maker."""
 
 
 def packages() -> Iterator[Finding]:
@@ -142,13 +147,15 @@ def _check_torch() -> Iterator[Finding]:
     """Report the version of torch, and check that it can use the GPUs of this machine."""
     import torch
 
+    from dataplane.core import devices
+
     yield Finding(what="torch", found=str(torch.__version__))
-    devices = list(_DEVICES.glob("nvidia[0-9]*"))
-    if torch.cuda.is_available():
-        names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}))
-        yield Finding(what="GPU", found=f"{torch.cuda.device_count()} for torch: {names}")
-    elif devices:
-        mend = "install a torch with CUDA for this driver (`nvidia-smi`), and check CUDA_VISIBLE_DEVICES"
-        yield Finding(what="GPU", found=f"{len(devices)} in /dev, but torch cannot use any", mend=mend)
-    else:
-        yield Finding(what="GPU", found="none; tensors on CPUs only")
+    if platform := devices.platform():
+        names = ", ".join(sorted({platform.get_device_name(number) for number in range(platform.device_count())}))
+        yield Finding(what="GPU", found=f"{platform.device_count()} for torch: {names}")
+        return
+    for pattern, mend in _DEVICE_FILES.items():
+        if files := list(_DEVICES.glob(pattern)):
+            yield Finding(what="GPU", found=f"{len(files)} in /dev, but torch cannot use any", mend=mend)
+            return
+    yield Finding(what="GPU", found="none; tensors on CPUs only")

@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-
+from dataplane.core import devices
 from workers.directory import DirectoryClient
 from workers.directory.address import WorkerAddress as WorkerAddress
 from workers.groups.worker import Worker as PlainWorker
 from workers.rlinf.cluster import load_user_extension_module
-from workers.rlinf.hardware import AcceleratorType
+from workers.rlinf.hardware import BY_DEVICE_TYPE, AcceleratorType
 from workers.rlinf.manager.worker_manager import WorkerInfo
 
 
 class _AcceleratorTypeAttribute:
-    """`Worker.accelerator_type`, a class attribute that is computed on access: at class creation it would initialize
-    CUDA."""
+    """`Worker.accelerator_type`, a class attribute that is computed on access: at class creation it could initialize
+    the accelerator."""
 
     def __get__(self, instance: object, owner: type) -> AcceleratorType:
-        return AcceleratorType.NV_GPU if torch.cuda.is_available() else AcceleratorType.NO_ACCEL
+        return BY_DEVICE_TYPE.get(devices.device_type() or "", AcceleratorType.NO_ACCEL)
 
 
 class Worker(PlainWorker):
@@ -50,14 +49,14 @@ class Worker(PlainWorker):
     def worker_info(self) -> WorkerInfo:
         """The worker's rank, node and accelerators."""
         # The variable can name a device by its UUID instead of its index; such a device is left out.
-        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.isdigit()]
+        visible = [name for name in devices.visible_devices() if name.isdigit()]
         return WorkerInfo(
             address=self.worker_address,
             rank=self._rank,
             group_world_size=self._world_size,
             cluster_node_rank=self._cluster_node_rank,
             accelerator_type=self.accelerator_type,
-            accelerator_model=torch.cuda.get_device_name() if self.has_accelerator else "",
+            accelerator_model=devices.platform().get_device_name() if self.has_accelerator else "",
             accelerator_rank=self._local_accelerator_rank,
             node_ip=os.environ["TQ_HOST"],
             node_port=int(os.environ["MASTER_PORT"]),
