@@ -196,8 +196,8 @@ class DataPlaneClient:
         tokens, inner: read parts of the rows, and transfer nothing else. `tokens` is one (start, stop) for all samples,
         one for each, or the `ContextParallel` rank whose chunks are read, one after another; ranges end with the row.
         They apply to jagged fields with one element per token (as in `get_batch`; without a meta, to those as long as
-        the first one of `TOKEN_ALIGNED_FIELDS`, or to all). `inner` maps names of dense and jagged fields to slices of
-        their first inner dimensions, for example `{"routed_experts": slice(12, 24)}`. Parts are not compared with
+        one of `TOKEN_ALIGNED_FIELDS` in this read, or to all). `inner` maps names of dense and jagged fields to slices
+        of their first inner dimensions, for example `{"routed_experts": slice(12, 24)}`. Parts are not compared with
         the checksums of their rows. ValueError for ranges and slices that do not fit.
         """
         return self.perform(get.get, sample_ids, partition_id, select_fields, copy, tokens, inner)

@@ -300,8 +300,8 @@ def materialize(
     layout "padded": jagged columns become `[N, S, *inner]`, right-padded with `pad_value_dict[name]` or 0. S is the
     longest row of the column. For per-token columns, S is `pad_to_seqlen` if that is more than 0, else the longest row
     rounded up to `pad_to_multiple`. A column is per-token if `schema.TOKEN_ALIGNED_FIELDS` names it, or if its row
-    lengths equal `sequence_lengths` `[N]` (if None: those of the first column that the schema names). Without either
-    reference, all columns are per-token. The other jagged columns, such as images, are listed in `not_per_token` of
+    lengths equal `sequence_lengths` `[N]` or those of a column that the schema names. Without either reference, all
+    columns are per-token. The other jagged columns, such as images, are listed in `not_per_token` of
     the batch. Nested columns of another layout are padded like jagged ones. layout "jagged": nested columns stay
     unchanged. All other columns are passed through without padding; a NonTensorStack becomes a list if all its rows
     are tensors (ragged columns), else an object array.

@@ -317,16 +317,15 @@ def _pad_by_mask(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad
 def not_per_token(columns: Mapping[str, Int64s], tokens: Sequence[int] | None) -> frozenset[str]:
     """Return the jagged columns that do not have one element per token. `columns` maps names to row lengths `[N]`.
 
-    These are the columns that `schema.TOKEN_ALIGNED_FIELDS` does not name and whose row lengths differ from `tokens`
-    `[N]` (if None: from those of the first column that the schema names). Empty if neither reference exists."""
-    aligned = (lengths for name, lengths in columns.items() if name in TOKEN_ALIGNED_FIELDS)
-    token_counts = next(aligned, None) if tokens is None else tokens
-    if token_counts is None:
-        return frozenset()
+    These are the columns that `schema.TOKEN_ALIGNED_FIELDS` does not name, and whose row lengths differ from `tokens`
+    `[N]` and from those of every column that the schema names. Empty if there is neither."""
+    references = [lengths for name, lengths in columns.items() if name in TOKEN_ALIGNED_FIELDS]
+    if tokens is not None:
+        references.append(np.asarray(tokens))
     return frozenset(
         name
         for name, lengths in columns.items()
-        if name not in TOKEN_ALIGNED_FIELDS and not np.array_equal(lengths, token_counts)
+        if references and not any(np.array_equal(lengths, reference) for reference in references)
     )
 
 

@@ -193,3 +193,23 @@ def test_integers_of_numpy_and_huge_ranges(client: DataPlaneClient, partition: s
     for stop in (1 << 62, np.array([5, (1 << 64) - 1], np.uint64)[1]):
         ranges: Any = np.array([[1998, stop]], np.uint64)
         assert client.get_batch(meta, ["x"], tokens=ranges)["x"].tolist() == [[1998, 1999]]
+
+
+def test_fields_as_long_as_the_ids_are_cut_when_the_lengths_of_the_meta_are_old(
+    client: DataPlaneClient, partition: str
+) -> None:
+    client.register_partition(partition, ["input_ids", "hidden", "turns"], None, [])
+
+    def values(*lengths: int) -> dict[str, Any]:
+        shapes = {"input_ids": (), "hidden": (3,), "turns": (2,)}
+        return {name: [torch.ones(n + (name == "turns"), *shape) for n in lengths] for name, shape in shapes.items()}
+
+    client.put_samples(["a", "b"], partition, values(8, 5), tags=[{"input_lengths": 8}, {"input_lengths": 5}])
+    client.put_samples(["a", "b"], partition, values(2, 2), mode="append")
+    meta = client.list_samples(partition)
+    assert meta.sequence_lengths == [8, 5]
+    rows = client.get_samples(meta, partition, ["input_ids", "hidden", "turns"], tokens=(2, 6))
+    assert [[len(row) for row in rows[name].unbind()] for name in ("input_ids", "hidden")] == [[4, 4]] * 2
+    assert [len(row) for row in rows["turns"].unbind()] == [12, 9]
+    batch = client.get_batch(meta, ["input_ids", "hidden"], tokens=ContextParallel(rank=0, size=2, pad_to=16))
+    assert (batch["input_ids"].shape, batch["hidden"].shape) == ((2, 8), (2, 8, 3))

@@ -16,6 +16,7 @@ from dataplane.data.jagged import (
     is_jagged,
     jagged_from_values,
     maybe_pack_jagged,
+    not_per_token,
     pack_jagged_fields,
     pad_element,
     pad_nested,
@@ -298,3 +299,18 @@ def test_response_of_tensors_with_holes_and_inner_dimensions() -> None:
 def test_response_that_does_not_fit(full: Any, mask: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         response_from_nested(full, mask)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "others"),
+    [(None, {"turns", "tagged"}), ([5, 5], {"turns"}), ([8, 5], {"turns", "tagged"}), ([1, 1], {"turns", "tagged"})],
+)
+def test_a_column_is_per_token_by_its_name_or_by_any_known_lengths(tokens: Any, others: set[str]) -> None:
+    columns = {"input_ids": [8, 5], "advantages": [4, 2], "like ids": [8, 5], "like advantages": [4, 2]}
+    columns |= {"turns": [1, 2], "tagged": [5, 5]}
+    assert not_per_token({name: np.array(lengths) for name, lengths in columns.items()}, tokens) == others
+
+
+def test_without_lengths_to_compare_with_every_column_is_per_token() -> None:
+    assert not not_per_token({"turns": np.array([1, 2])}, None)
+    assert not_per_token({"turns": np.array([1, 2])}, [8, 5]) == {"turns"}
