@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dataplane.core.schema import Layout, round_up
 from dataplane.data.jagged import (
+    checked_width,
     is_jagged,
     jagged_from_values,
     not_per_token,
@@ -312,6 +313,7 @@ def materialize(
     """
     if layout not in ("padded", "jagged"):
         raise InvalidRequestError(f"layout={layout!r}: expected 'padded' or 'jagged'")
+    pad_to_seqlen = checked_width(pad_to_seqlen)
     pads = pad_value_dict or {}
     batch: BatchedDataDict[Any] = BatchedDataDict()
     columns: dict[str, Any] = dict(td.items())

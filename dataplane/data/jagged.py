@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
+import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,9 @@ from dataplane.core.row_copy import WORD_TYPES, Int64s, gather_padded
 from dataplane.core.schema import TOKEN_ALIGNED_FIELDS
 from dataplane.data.tensor_memory import DTYPE_NAMES, byte_view, tensor_from_numpy
 from dataplane.errors import InvalidRequestError
+
+MOST_TOKENS = 1 << 40
+"""Limit for numbers of tokens that a caller passes. Larger stops of token ranges are this."""
 
 Lengths = Tensor | np.ndarray[Any, Any] | Sequence[int]
 """Row lengths as callers pass them; `as_lengths` converts them to an int64 CPU tensor `[N]`."""
@@ -327,6 +332,19 @@ def not_per_token(columns: Mapping[str, Int64s], tokens: Sequence[int] | None) -
         for name, lengths in columns.items()
         if references and not any(np.array_equal(lengths, reference) for reference in references)
     )
+
+
+def checked_width(pad_to_seqlen: Any) -> int:
+    """Return the width as an int. InvalidRequestError unless it is an integer from 0 to `MOST_TOKENS`."""
+    try:
+        width = operator.index(pad_to_seqlen)
+    except TypeError:
+        width = -1
+    if not 0 <= width <= MOST_TOKENS:
+        raise InvalidRequestError(
+            f"pad_to_seqlen={reprlib.repr(pad_to_seqlen)}: expected an integer from 0 to {MOST_TOKENS:,}"
+        )
+    return width
 
 
 def padded_width(lengths: Int64s, width: int) -> int:

@@ -13,12 +13,9 @@ from dataplane.core.inner_slice import InnerSlice
 from dataplane.core.row_copy import Int64s
 from dataplane.core.types import DTYPE_BYTES, FieldKind, FieldSpec
 from dataplane.data.columns import InnerPart
-from dataplane.data.jagged import not_per_token
+from dataplane.data.jagged import MOST_TOKENS, not_per_token
 from dataplane.errors import InvalidRequestError
 from dataplane.ledger.commands import FieldLocations
-
-MOST_TOKENS = 1 << 40
-"""Limit for the numbers of a `ContextParallel`; larger stops of token ranges are this."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,6 +201,11 @@ def _inner_part(name: str, spec: FieldSpec, slices: tuple[slice, ...]) -> InnerP
     if spec.kind not in (FieldKind.DENSE, FieldKind.JAGGED) or len(slices) > len(spec.inner or ()):
         raise InvalidRequestError(f"inner[{name!r}] has {len(slices)} slices, but the field is {spec}")
     inner = spec.inner or ()
+    # A step beyond the size selects as much as one of this size, and fits the int64 of the strides.
+    slices = tuple(
+        slice(each.start, each.stop, each.step and min(each.step, max(size, 1)))
+        for size, each in zip(inner, slices, strict=False)
+    )
     sizes = [len(range(size)[each]) for size, each in zip(inner, slices, strict=False)]
     part = FieldSpec(spec.kind, spec.dtype, (*sizes, *inner[len(slices) :]))
     return InnerPart(spec, part, slices, InnerSlice.of(inner, DTYPE_BYTES[spec.dtype or ""], slices))

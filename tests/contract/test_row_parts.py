@@ -185,6 +185,31 @@ def test_a_rank_outside_its_group_is_refused(settings: dict[str, Any], why: str)
         ContextParallel(**settings)
 
 
+@pytest.mark.parametrize("step", [4, 5, (1 << 63) - 1, 1 << 63, 1 << 80])
+def test_a_step_beyond_the_size_selects_one_element(client: DataPlaneClient, partition: str, step: int) -> None:
+    client.register_partition(partition, ["x", "image"], None, [])
+    fields = {"x": [torch.arange(12).view(3, 4), torch.arange(4).view(1, 4)], "image": torch.arange(16).view(2, 4, 2)}
+    meta = client.put_samples(["a", "b"], partition, fields)
+    inner = {"x": slice(1, None, step), "image": slice(None, None, step)}
+    rows = client.get_samples(meta, partition, ["x", "image"], inner=inner)
+    assert [row.tolist() for row in rows["x"].unbind()] == [[[1], [5], [9]], [[1]]]
+    assert rows["image"].tolist() == [[[0, 1]], [[8, 9]]]
+    assert client.get_batch(meta, ["image"], inner={"image": inner["image"]})["image"].tolist() == [[[0, 1]], [[8, 9]]]
+
+
+@pytest.mark.parametrize("width", [-1, 1.5, "8", None, 1 << 70])
+@pytest.mark.parametrize("parts", [{}, {"tokens": (0, 2)}, {"tokens": ContextParallel(rank=0, size=2, pad_to=8)}])
+def test_a_width_that_is_none_is_refused(
+    client: DataPlaneClient, partition: str, width: Any, parts: dict[str, Any]
+) -> None:
+    client.register_partition(partition, ["x", "reward"], None, [])
+    meta = client.put_samples(["a"], partition, {"x": [torch.arange(3)], "reward": torch.zeros(1)})
+    for fields in (["x"], ["reward"]):
+        with pytest.raises(InvalidRequestError, match=r"pad_to_seqlen=.*: expected an integer from 0 to"):
+            client.get_batch(meta, fields, pad_to_seqlen=width, **parts)
+    assert client.get_batch(meta, ["x"], pad_to_seqlen=np.int64(4), **parts)["x"].shape[1] == 4  # type: ignore[arg-type]
+
+
 def test_integers_of_numpy_and_huge_ranges(client: DataPlaneClient, partition: str) -> None:
     client.register_partition(partition, ["x"], None, [])
     meta = client.put_samples(["a"], partition, {"x": [torch.arange(2000)]})

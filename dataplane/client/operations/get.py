@@ -28,7 +28,7 @@ from dataplane.core.schema import VARIANTS, Layout, field_of, variants_of
 from dataplane.core.types import FieldKind
 from dataplane.data.batch import BatchedDataDict
 from dataplane.data.columns import Column, RowSource, assemble, checked, decode_batch, decode_columns
-from dataplane.data.jagged import not_per_token
+from dataplane.data.jagged import checked_width, not_per_token
 from dataplane.data.meta import CellPlaces, KVBatchMeta
 from dataplane.data.row_parts import Inner, RowParts, Tokens, jagged_lengths, row_parts
 from dataplane.errors import InvalidRequestError, StorageUnitError, UnsupportedValueError
@@ -182,7 +182,7 @@ def get_batch(
     inner: Inner | None = None,
 ) -> Operation[BatchedDataDict[Any]]:
     """Gather the fields of the samples, or parts of them, directly into padded tensors."""
-    parts = row_parts(tokens, inner, meta.size, select_fields)
+    width, parts = checked_width(pad_to_seqlen), row_parts(tokens, inner, meta.size, select_fields)
 
     def build(sources: Mapping[str, RowSource], located: Sequence[c.FieldLocations]) -> BatchedDataDict[Any]:
         """Copy the rows into a batch, which records which of its columns do not have one element per token."""
@@ -191,7 +191,7 @@ def get_batch(
             sources,
             layout=layout,
             pad_value_dict=pad_value_dict,
-            pad_to_seqlen=pad_to_seqlen if parts is None else max(pad_to_seqlen, parts.width),
+            pad_to_seqlen=width if parts is None else max(width, parts.width),
             others=others,
             empty=session_state.empty,
             copier=session_state.copier.copy,
