@@ -12,7 +12,7 @@ from typing import Any
 
 from dataplane.client.operations.joined_puts import SmallPut
 from dataplane.client.operations.put import store_joined
-from dataplane.client.operations.steps import Join, Operation, Post, Send, Sent, Step, T, Work
+from dataplane.client.operations.steps import Join, Operation, Post, Send, Sent, Step, T, Wait, Work
 from dataplane.client.put_joiner import PutJoiner
 from dataplane.client.rpc.async_channel import AsyncChannel
 from dataplane.client.session import begin_copy, end_copies, session_lock, session_states
@@ -110,6 +110,8 @@ class AsyncConnection:
                 return await self._work(step, operation, call)
             case Join(put):
                 return await self._joiner.offer(put, self._store_joined)
+            case Wait(future):
+                await asyncio.shield(asyncio.wrap_future(future))  # a cancelled call does not cancel the future
         return None
 
     async def _store_joined(self, puts: Sequence[SmallPut], wanted: Callable[[], bool]) -> list[c.Committed] | None:

@@ -159,12 +159,12 @@ class DataPlaneClient:
         "append" is for samples that are still being generated. Values of jagged fields are appended to the stored
         rows; a new sample or field starts with the given values. Other fields and tags are replaced. The whole
         append becomes visible atomically, so a tag such as `finished` that is put with the last piece matches
-        predicates exactly when the piece is visible. Appends of one client keep their order. If another client
-        writes the same rows concurrently, the append is retried, and after several attempts raises
-        `RowsChangedError`. Every append copies the existing rows through this process to new space, so that reads
-        find each row contiguous: append the output of a stretch of generation, not single tokens. With ids, a
-        sample that was cleared in the meantime may be created again; with the meta of an earlier put, that raises
-        `StaleSampleError`.
+        predicates exactly when the piece is visible. Appends of one client to a sample are executed one after another,
+        in the order of their calls. If another client writes the same rows concurrently, the append is retried, and
+        after several attempts raises `RowsChangedError`. Every append copies the existing rows through this process to
+        new space, so that reads find each row contiguous: append the output of a stretch of generation, not single
+        tokens. With ids, a sample that was cleared in the meantime may be created again; with the meta of an earlier
+        put, that raises `StaleSampleError`.
 
         Return a meta with handles and, if all per-token columns agree, sequence lengths. On return the bytes are in
         the arena and visible, and the caller may modify its tensors. Wait for space up to `config.put_timeout_s`

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from dataplane.client.operations.steps import Operation, Post, Send, Sent, Step, T, Work
+from dataplane.client.operations.steps import Operation, Post, Send, Sent, Step, T, Wait, Work
 from dataplane.client.rpc.call_numbers import undo_of
 from dataplane.client.rpc.channel import ControllerChannel
 from dataplane.client.session_state import SessionState, check_pickles
@@ -242,6 +242,8 @@ class Connection:
                     # when an `Allocate` may be undone.
                     acquired[:] = [each for each in acquired if not isinstance(each[1], Allocate)]
                 return run()
+            case Wait(future):
+                future.result()
         return None
 
     def _send(self, step: Send, call: threading.Lock, acquired: list[tuple[int, Command]]) -> Sent:

@@ -15,6 +15,7 @@ from dataplane.client.preallocated import PreallocatedBuffer
 from dataplane.client.unit_connections import UnitConnections
 from dataplane.config import PUT_TIMEOUT_S, DataPlaneConfig
 from dataplane.core.buffer_pool import BufferPool
+from dataplane.core.turns import Turns
 from dataplane.core.types import FieldSpec
 from dataplane.data.columns import from_pool
 from dataplane.data.columns.parallel_copy import Copier, default_threads
@@ -194,8 +195,9 @@ class SessionState:
 
     `memory` is the pool of buffers that reads reuse, and `empty` allocates tensors from it. `copier` copies long runs
     in several threads. `warned` and `schemas` avoid repeated warnings and requests. `pins` are the pins of returned
-    views, `preallocated` is the space for small puts. `_lock` is the session's file lock (None: no shared memory);
-    `_hold` is the session's reference that keeps it held (see `Hold`).
+    views, `preallocated` is the space for small puts, `appends` are the turns of the calls that append to samples.
+    `_lock` is the session's file lock (None: no shared memory); `_hold` is the session's reference that keeps it held
+    (see `Hold`).
     """
 
     def __init__(
@@ -217,6 +219,7 @@ class SessionState:
         self.warned = Warned()
         self.pins = Pins()
         self.preallocated = PreallocatedBuffer()
+        self.appends = Turns()
         self.memory = BufferPool(config.result_memory_bytes)
         self.copier = Copier(config.copy_threads or default_threads())
         self.connections = UnitConnections(

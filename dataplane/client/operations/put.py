@@ -25,11 +25,12 @@ from dataplane.client.operations.joined_puts import (
 )
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples, tag_columns, tags_of
-from dataplane.client.operations.steps import Join, Operation, Post, Send, Work
+from dataplane.client.operations.steps import Join, Operation, Post, Send, Wait, Work
 from dataplane.client.preallocated import PreallocatedPart, bytes_of
 from dataplane.client.session_state import Schema, SessionState
 from dataplane.core import failpoints
 from dataplane.core.schema import EVICTED_SAMPLES
+from dataplane.core.turns import Turn
 from dataplane.core.types import FieldKind, Scalar
 from dataplane.data.columns import EncodedColumn, appended, checked, encode_fields, require_fields
 from dataplane.data.meta import KVBatchMeta
@@ -72,12 +73,25 @@ def put(
     """Encode, allocate, copy, commit. The rows become visible atomically; a failed put leaves nothing behind."""
     ids = ids_of(names)
     tag_values = tag_columns(tags, len(ids))
-    encoded, committed = yield from put_rows(session_state, names, ids, partition, fields, tag_values, mode)
+    stored = put_rows(session_state, names, ids, partition, fields, tag_values, mode)
+    if mode == APPEND:
+        stored = _in_turn(session_state, Turn((partition, each) for each in ids), stored)
+    encoded, committed = yield from stored
     return _put_meta(ids, partition, None if tags is None else tags_of(tag_values, len(ids)), encoded, committed)
 
 
 Stored = tuple[Sequence[EncodedColumn], c.Committed]
 """The stored columns of a put, and the response to its commit."""
+
+
+def _in_turn(session_state: SessionState, turn: Turn, append: Operation[Stored]) -> Operation[Stored]:
+    """Execute an append after the session's earlier appends to any of its samples."""
+    try:
+        if not session_state.appends.enter(turn):
+            yield Wait(turn.ready)
+        return (yield from append)
+    finally:
+        session_state.appends.leave(turn)
 
 
 @with_retry

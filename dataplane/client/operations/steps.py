@@ -8,6 +8,7 @@ in `except` and `finally` like any function, with `Post` and `Work` only.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -71,5 +72,12 @@ class Join:
     put: SmallPut
 
 
-Step = Send | Post | Work | Join
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for a future that another operation of the session completes. Outcome: None."""
+
+    future: Future[None]
+
+
+Step = Send | Post | Work | Join | Wait
 Operation = Generator[Step, Any, T]
