@@ -145,3 +145,11 @@ def test_facts_that_make_no_such_error_are_an_internal_error(facts: bytes) -> No
     error = e.from_wire("AuthenticationError", facts)
     assert isinstance(error, e.InternalError)
     assert "AuthenticationError" in str(error)
+
+
+@pytest.mark.parametrize("field", ["x", "a b", "value", "tags", "sample_ids"])
+def test_an_unsupported_value_of_a_field_is_described_as_such(field: str) -> None:
+    error = e.UnsupportedValueError(field=field, row=3, got="int", hint="")
+    assert str(error).startswith(f"field {field!r}, row 3: int")
+    for other in ("argument tags", "tag lang", "a stored value"):
+        assert str(e.UnsupportedValueError(field=other, row=None, got="int", hint="")).startswith(f"{other}: int")

@@ -141,7 +141,10 @@ class KVBatchMeta:
         tags = None if self.tags is None else _one_per_sample("tags", self.tags, len(ids))
         if tags is not None and not all(isinstance(tag, Mapping) for tag in tags):
             raise UnsupportedValueError(
-                field="tags", row=None, got="a list of other values than mappings", hint="Pass one mapping per sample."
+                field="argument tags",
+                row=None,
+                got="a list of other values than mappings",
+                hint="Pass one mapping per sample.",
             )
         values = {
             "sample_ids": ids,
@@ -245,7 +248,9 @@ class KVBatchMeta:
         that is equal in all metas that have it, but the global pad target only if every meta has it.
         """
         if isinstance(metas, KVBatchMeta):
-            raise UnsupportedValueError(field="metas", row=None, got="one KVBatchMeta", hint="Pass a list of metas.")
+            raise UnsupportedValueError(
+                field="argument metas", row=None, got="one KVBatchMeta", hint="Pass a list of metas."
+            )
         given = list(metas)
         partitions = list(dict.fromkeys(meta.partition_id for meta in given))
         tasks = [task for task in dict.fromkeys(meta.task_name for meta in given) if task is not None]
@@ -350,13 +355,13 @@ def _check_names(what: str, names: Iterable[str]) -> list[str]:
     """Return the names as a list. UnsupportedValueError for a single str, and unless all are str."""
     if isinstance(names, str | bytes):
         got = f"a single {type(names).__name__}"
-        raise UnsupportedValueError(field=what, row=None, got=got, hint=f"Pass {what} as a list of str.")
+        raise UnsupportedValueError(field=f"argument {what}", row=None, got=got, hint=f"Pass {what} as a list of str.")
     listed = list(names)
     if set(map(type, listed)) - {str}:  # other types than exactly str: subclasses of str are accepted
         for row, name in enumerate(listed):
             if not isinstance(name, str):
                 got, hint = type(name).__name__, f"Pass {what} as a list of str."
-                raise UnsupportedValueError(field=what, row=row, got=got, hint=hint)
+                raise UnsupportedValueError(field=f"argument {what}", row=row, got=got, hint=hint)
     return listed
 
 

@@ -119,7 +119,7 @@ def decode_object(data: bytes | bytearray | memoryview, *, pickles: bool = False
     # The decoder returns only the extension of a pickle undecoded; see `_decode_extension`.
     if not pickles:
         hint = "Set objects='pickle' in this client to read it. This lets the programs that put objects run code here."
-        raise UnsupportedValueError(field="value", row=None, got="a pickled object", hint=hint)
+        raise UnsupportedValueError(field="a stored value", row=None, got="a pickled object", hint=hint)
     return pickle.loads(value.data)  # noqa: S301  # this client enabled it, and all clients are authenticated
 
 

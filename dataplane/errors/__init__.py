@@ -305,17 +305,18 @@ class RolloutAbortedError(BadRequestError):
 # --- wrong kind of value --------------------------------------------------------------------------------------
 
 
-_ARGUMENTS = ("fields", "meta", "metas", "sample_ids", "tags", "value")
+_DESCRIPTIONS = ("argument ", "tag ", "a stored value", "a list of a ")
+"""Beginnings of what is not the name of a field."""
 
 
 class UnsupportedValueError(DataPlaneError, TypeError):
-    """No column kind can hold the value. Names field, row (or None) and type."""
+    """No column kind can hold the value. Names row (or None), type, and the field, or an argument or tag as in
+    "argument tags" and "tag lang"."""
 
     grpc_status = "INVALID_ARGUMENT"
 
     def __init__(self, *, field: str, row: int | None, got: str, hint: str) -> None:
-        # `field` may also be an argument, or a description with a space, such as "tag lang".
-        name = field if field in _ARGUMENTS or " " in field else f"field {field!r}"
+        name = field if field.startswith(_DESCRIPTIONS) else f"field {field!r}"
         where = name if row is None else f"{name}, row {row}"
         super().__init__(f"{where}: {got} is not supported here. {hint}", field=field, row=row, got=got, hint=hint)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from dataplane.client.operations.sample_names import ids_of, tag_columns, tags_of
+from dataplane.client.operations.sample_names import ids_of, name_tuple, tag_columns, tags_of
 from dataplane.data.columns import require_fields
 from dataplane.errors import InvalidRequestError, UnsupportedValueError
 
@@ -48,3 +49,15 @@ def test_only_what_is_no_plain_number_is_converted() -> None:
 
     tags = [{"a": 1, "b": None}, {"a": "x", "b": [1]}]
     assert tags_of(tag_columns(tags, 2, convert), 2) == [{"a": 1, "b": None}, {"a": "a 1 x", "b": "b 1 [1]"}]
+
+
+@pytest.mark.parametrize("names", [5, None, [5], ["x", None], b"x"])
+def test_other_names_than_strings_are_refused_with_their_value(names: Any) -> None:
+    with pytest.raises(UnsupportedValueError, match=re.escape(f"argument fields: {names!r} is not supported")):
+        name_tuple("fields", names)
+
+
+@pytest.mark.parametrize("name", [5, None, b"x", ("x",), ""])
+def test_other_names_of_fields_than_strings_are_refused_with_their_value(name: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(f"non-empty strings, got {name!r}")):
+        require_fields({name: [torch.zeros(1)]})

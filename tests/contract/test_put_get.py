@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from dataplane import DataPlaneClient, FieldSpec, Shared
 from dataplane.errors import (
     FieldNotFoundError,
     FieldNotProducedError,
+    InvalidRequestError,
     PartitionNotFoundError,
     SampleExistsError,
     SampleNotFoundError,
@@ -311,3 +313,26 @@ def test_a_declared_spec_decides(client: DataPlaneClient, partition: str) -> Non
     assert client.get_samples(ids(2), partition, ["tokens"])["tokens"].is_nested
     with pytest.raises(ValueError, match=r"int32.*int64"):
         client.put_samples(["t0"], partition, {"tokens": torch.zeros(1, 3, dtype=torch.int32)})
+
+
+@pytest.mark.parametrize("names", [5, [None], [b"tokens"]])
+def test_names_that_are_no_strings_are_refused_with_their_value(
+    client: DataPlaneClient, partition: str, names: Any
+) -> None:
+    client.register_partition(partition, ["x"], None, ["train"])
+    meta = client.put_samples(["a"], partition, {"x": torch.zeros(1)})
+    for call in (
+        lambda: client.claim_meta(partition, "train", names, 1, timeout_s=0),
+        lambda: client.get_samples(["a"], partition, names),
+        lambda: client.get_samples(["a"], partition, names, inner={"x": slice(1)}),
+        lambda: client.get_batch(meta, names),
+        lambda: client.register_partition(f"{partition} more", ["x"], None, names),
+    ):
+        with pytest.raises(TypeError, match=re.escape(f"{names!r} is not supported here")):
+            call()
+    for call in (
+        lambda: client.put_samples(["b"], partition, {5: torch.zeros(1)}),  # type: ignore[dict-item]
+        lambda: client.register_partition(f"{partition} more", [5], None, []),  # type: ignore[list-item]
+    ):
+        with pytest.raises(InvalidRequestError, match="field names must be non-empty strings, got 5"):
+            call()

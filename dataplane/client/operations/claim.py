@@ -174,7 +174,10 @@ def settle_claims(
     `InvalidRequestError` for a meta that has samples but no claim."""
     if not isinstance(meta, KVBatchMeta):
         raise UnsupportedValueError(
-            field="meta", row=None, got=type(meta).__name__, hint="Pass the KVBatchMeta that claim_meta returned."
+            field="argument meta",
+            row=None,
+            got=type(meta).__name__,
+            hint="Pass the KVBatchMeta that claim_meta returned.",
         )
     if not meta.size:
         return []

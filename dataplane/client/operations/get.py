@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dataplane.client.locations import select_values, units_of
 from dataplane.client.operations.retry import ensure_known, with_retry
-from dataplane.client.operations.sample_names import Names, ids_of, samples_of, send_for_samples
+from dataplane.client.operations.sample_names import Names, ids_of, name_tuple, samples_of, send_for_samples
 from dataplane.client.operations.steps import Operation, Post, Send, Work, never
 from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import SessionState
@@ -49,6 +49,7 @@ def get(
 ) -> Operation[TensorDict]:
     """Return the fields of the samples, or parts of them, as a TensorDict; with `copy=False`, as views where rows are
     contiguous."""
+    select_fields = name_tuple("select_fields", select_fields)
     parts = row_parts(tokens, inner, len(ids_of(names)), select_fields)
     if copy:
 
@@ -207,10 +208,12 @@ def get_batch(
 
 def chosen_fields(meta: KVBatchMeta, select_fields: Sequence[str] | None) -> Sequence[str]:
     """Return `select_fields`, or the fields of the meta if it is None. Raise ValueError if there are none,
-    `UnsupportedValueError` if `meta` is not a KVBatchMeta."""
+    `UnsupportedValueError` if `meta` is not a KVBatchMeta, or `select_fields` no list of strings."""
     if not isinstance(meta, KVBatchMeta):
-        raise UnsupportedValueError(field="meta", row=None, got=type(meta).__name__, hint="Pass a KVBatchMeta.")
-    fields = meta.fields if select_fields is None else select_fields
+        raise UnsupportedValueError(
+            field="argument meta", row=None, got=type(meta).__name__, hint="Pass a KVBatchMeta."
+        )
+    fields = meta.fields if select_fields is None else name_tuple("select_fields", select_fields)
     if not fields:
         raise InvalidRequestError("no fields to read: select_fields and meta.fields are both empty; pass select_fields")
     return fields
@@ -251,8 +254,8 @@ def _locate(
     **more: bool,
 ) -> Operation[Any]:
     """Look up the fields of the samples, and pin them unless `more` has `unpinned`. Return `Sent` with `Located`.
-    meanwhile: see `Send`. more: options of `Locate`. Raise `InvalidRequestError` for no fields or a single string."""
-    if isinstance(select_fields, str) or not select_fields:
+    meanwhile: see `Send`. more: options of `Locate`. Raise `InvalidRequestError` for no fields."""
+    if not select_fields:
         raise InvalidRequestError(f"select_fields={select_fields!r}: expected a list of at least one field name")
     locate = c.Locate(partition=partition, samples=samples_of(names, ids), fields=tuple(select_fields), **more)
     return (yield from send_for_samples(ids, locate, meanwhile))

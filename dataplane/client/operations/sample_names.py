@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numbers
+import reprlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,14 +30,17 @@ def ids_of(names: Names) -> list[str]:
         return list(names.sample_ids)
     if isinstance(names, str | bytes) or not isinstance(names, Sequence):
         raise UnsupportedValueError(
-            field="sample_ids", row=None, got=type(names).__name__, hint="Pass a list of strings or a KVBatchMeta."
+            field="argument sample_ids",
+            row=None,
+            got=type(names).__name__,
+            hint="Pass a list of strings or a KVBatchMeta.",
         )
     ids = list(names)
     if set(map(type, ids)) - {str}:  # a fast test; the exact one also accepts subclasses of str
         for row, name in enumerate(ids):
             if not isinstance(name, str):
                 raise UnsupportedValueError(
-                    field="sample_ids", row=row, got=type(name).__name__, hint="Sample ids are strings."
+                    field="argument sample_ids", row=row, got=type(name).__name__, hint="Sample ids are strings."
                 )
     if len(set(ids)) != len(ids):
         duplicates = [name for name, count in Counter(ids).items() if count > 1]
@@ -89,7 +93,10 @@ def tag_columns(
         return ()
     if isinstance(tags, Mapping) or not isinstance(tags, Sequence):
         raise UnsupportedValueError(
-            field="tags", row=None, got=type(tags).__name__, hint="Pass one mapping of tags per sample, in a list."
+            field="argument tags",
+            row=None,
+            got=type(tags).__name__,
+            hint="Pass one mapping of tags per sample, in a list.",
         )
     if len(tags) != count:
         raise InvalidRequestError(f"tags: got {len(tags)} mappings for {count} samples; pass one per sample")
@@ -99,7 +106,7 @@ def tag_columns(
         if not isinstance(mapping, Mapping) or set(map(type, mapping)) - {str}:
             got = "a mapping with non-string names" if isinstance(mapping, Mapping) else type(mapping).__name__
             hint = "Pass a mapping of tag names to values for each sample."
-            raise UnsupportedValueError(field="tags", row=row, got=got, hint=hint)
+            raise UnsupportedValueError(field="argument tags", row=row, got=got, hint=hint)
         for name, value in mapping.items():
             column = columns.get(name)
             if column is None:
@@ -150,10 +157,15 @@ def meta_of(
 
 
 def name_tuple(what: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return a list of names as a tuple. Reject a single string."""
+    """Return a list of names as a tuple. Raise `InvalidRequestError` for a single string, and `UnsupportedValueError`
+    for other values."""
     if isinstance(names, str):
         raise InvalidRequestError(f"{what}={names!r}: pass a list of names, not one string")
-    return tuple(names)
+    listed = tuple(names) if isinstance(names, Iterable) else ()
+    if not all(isinstance(name, str) for name in listed) or not isinstance(names, Iterable):
+        hint = "Pass a list of strings."
+        raise UnsupportedValueError(field=f"argument {what}", row=None, got=reprlib.repr(names), hint=hint)
+    return listed
 
 
 def send_for_samples(

@@ -16,6 +16,7 @@ from dataplane.core.checksums import UInt32s
 from dataplane.core.row_copy import Int64s, Run, UInt8s
 from dataplane.core.schema import TOKEN_ALIGNED_FIELDS
 from dataplane.core.types import FieldKind, FieldSpec
+from dataplane.data.columns.specs import check_field_name
 from dataplane.data.columns.values import (
     FlatValues,
     ListValues,
@@ -179,10 +180,13 @@ def encode_fields(
 
 
 def require_fields(fields: Any) -> None:
-    """Raise UnsupportedValueError unless `fields` is a TensorDict or a mapping."""
+    """Raise UnsupportedValueError unless `fields` is a TensorDict or a mapping, InvalidRequestError for names that are
+    not non-empty strings."""
     if not isinstance(fields, TensorDictBase | Mapping):
         hint = "Pass a TensorDict or a mapping of field names to N rows each."
-        raise UnsupportedValueError(field="fields", row=None, got=type_name(fields), hint=hint)
+        raise UnsupportedValueError(field="argument fields", row=None, got=type_name(fields), hint=hint)
+    for name in fields.keys():  # noqa: SIM118  # a TensorDict iterates over its rows
+        check_field_name(name)
 
 
 def _named_values(fields: TensorDictBase | Mapping[str, Any], rows: int) -> list[tuple[str, Any]]:
@@ -194,11 +198,7 @@ def _named_values(fields: TensorDictBase | Mapping[str, Any], rows: int) -> list
                 f"the TensorDict has batch_size {list(batch)}, expected [{rows}] (one per sample)"
             )
     require_fields(fields)
-    named_values = list(fields.items())
-    for name, _ in named_values:
-        if type(name) is not str or not name:
-            raise InvalidRequestError(f"field names must be non-empty strings, got {name!r}")
-    return named_values
+    return list(fields.items())
 
 
 @dataclasses.dataclass(frozen=True)
