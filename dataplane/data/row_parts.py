@@ -99,11 +99,18 @@ class RowParts:
 
     def lengths(self, whole: Sequence[int]) -> list[int]:
         """Return the number of tokens of each sample's part. whole: `[N]` tokens of the samples."""
-        if self.ranges is None:
-            return list(whole)
-        starts, stops = _within(self.ranges, np.array(whole, np.int64))
+        starts, stops = self.bounds(np.array(whole, np.int64))
         cut: list[int] = (stops - starts).sum(axis=1).tolist()
         return cut
+
+    def bounds(self, whole: Int64s) -> tuple[Int64s, Int64s]:
+        """Return starts and stops of the token ranges, `[N, ranges per row]`, in samples of `whole` `[N]` tokens."""
+        if self.ranges is None:
+            return np.zeros((len(whole), 1), np.int64), whole[:, None]
+        if isinstance(self.ranges, ContextParallel):
+            return self.ranges.ranges(whole)
+        starts, stops = (np.minimum(self.ranges[:, [column]], whole[:, None]) for column in (0, 1))
+        return starts, stops
 
     def of(self, located: Sequence[FieldLocations], token_counts: Sequence[int] | None) -> list[PartLocations]:
         """Return the locations of the parts. Token ranges apply to the jagged fields with one element per token (see
@@ -112,11 +119,11 @@ class RowParts:
         return [self._of_field(field, whole) for field in located]
 
     def _of_field(self, field: FieldLocations, whole: Collection[str]) -> PartLocations:
-        spec, ranges = field.spec, self.ranges
+        spec = field.spec
         inner = _inner_part(field.name, spec, self.slices[field.name]) if field.name in self.slices else None
-        if ranges is None or spec.kind is not FieldKind.JAGGED or field.name in whole:
+        if self.ranges is None or spec.kind is not FieldKind.JAGGED or field.name in whole:
             return PartLocations(field, 1, inner)
-        starts, stops = _within(ranges, field.lengths)
+        starts, stops = self.bounds(field.lengths)
         pieces = starts.shape[1]
         entries = FieldLocations(
             name=field.name,
@@ -126,14 +133,6 @@ class RowParts:
             lengths=(stops - starts).reshape(-1),
         )
         return PartLocations(entries, pieces, inner)
-
-
-def _within(ranges: Int64s | ContextParallel, lengths: Int64s) -> tuple[Int64s, Int64s]:
-    """Return starts and stops, `[N, ranges per row]` int64, of these token ranges within rows of `lengths` `[N]`."""
-    if isinstance(ranges, ContextParallel):
-        return ranges.ranges(lengths)
-    starts, stops = (np.minimum(ranges[:, [column]], lengths[:, None]) for column in (0, 1))
-    return starts, stops
 
 
 def jagged_lengths(located: Sequence[FieldLocations]) -> dict[str, Int64s]:
@@ -151,7 +150,7 @@ def row_parts(tokens: Tokens | None, inner: Inner | None, samples: int, fields: 
         return None
     unknown = [name for name in slices if name not in fields]
     if unknown:
-        raise InvalidRequestError(f"inner has slices of {unknown}, which are not among the fields to read: {[*fields]}")
+        raise InvalidRequestError(f"inner has slices of {unknown}, which are not among the fields: {[*fields]}")
     if tokens is None or isinstance(tokens, ContextParallel):
         return RowParts(tokens, slices)
     return RowParts(_ranges(tokens, samples), slices)

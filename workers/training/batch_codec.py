@@ -167,7 +167,7 @@ class _Packer:
         return _Dense(name, start, DTYPE_NAMES[value.dtype], tuple(value.shape))
 
     def _add_nested(self, name: str, value: Tensor) -> _Jagged:
-        values, lengths = _values_and_lengths(value)
+        values, lengths = values_and_lengths(value)
         # Columns with equal row lengths share one entry of the header's list.
         lengths_index = self.lengths.setdefault(lengths.numpy().tobytes(), len(self.lengths))
         start = self._align()
@@ -267,7 +267,7 @@ def _view(flat: Tensor, start: int, dtype: str, shape: Sequence[int]) -> Tensor:
     return flat[start : start + nbytes].view(torch_dtype).view(tuple(shape))
 
 
-def _values_and_lengths(nested: Tensor) -> tuple[Tensor, Tensor]:
+def values_and_lengths(nested: Tensor) -> tuple[Tensor, Tensor]:
     """Return (values [T, *inner] without holes, row lengths [N] int64 on the CPU) of a nested tensor."""
     jagged: Any = nested
     if is_jagged(jagged) and jagged.lengths() is None:  # without lengths, rows have no holes between them

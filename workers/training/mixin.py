@@ -21,7 +21,6 @@ from dataplane import (
     StreamingDataLoader,
     build_data_plane_client,
     shard_meta_for_dp,
-    write_columns,
 )
 from dataplane.core.addresses import boot_id
 from dataplane.core.durations import seconds
@@ -33,7 +32,6 @@ from dataplane.core.schema import (
     MICRO_BATCH_LENGTHS,
     PREV_LOGPROBS,
     REFERENCE_POLICY_LOGPROBS,
-    TOKEN_ALIGNED_FIELDS,
     Layout,
 )
 from dataplane.data.row_parts import Inner, Tokens
@@ -42,8 +40,9 @@ from workers.placement.sharding import NamedSharding
 from workers.training.replica_fetch import FETCH_TIMEOUT_S, POLICIES, FetchPolicy, ReplicaGroup
 from workers.training.reports import IS_REPLICA_LEADER
 from workers.training.row_fetch import RowFetch
+from workers.training.row_write_back import RowWriteBack, result_field
 from workers.training.shared_loader import SharedStream
-from workers.training.stages import Stage, packing_arguments, stage_of
+from workers.training.stages import Stage, packing_arguments, rows_per_batch, stage_of
 
 TOKEN_ID_FIELDS = (INPUT_IDS, "prompts", "responses", "prompt_ids_for_adv")
 """Columns of token ids, by their names in NeMo-RL and verl. They are padded with the tokenizer's pad id."""
@@ -315,7 +314,7 @@ class TQWorkerMixin:
         arguments = packing_arguments(getattr(self, "cfg", None), stage)
         if not arguments or (stage == "train" and meta.sequence_lengths is None):
             return meta
-        rows = _rows_per_batch(info.get(ELEM_COUNTS_PER_GB))
+        rows = rows_per_batch(info.get(ELEM_COUNTS_PER_GB))
         metas, _ = shard_meta_for_dp(meta, dp_world=1, batch_size=rows, **arguments)  # one shard: only reordered
         return metas[0]
 
@@ -329,7 +328,7 @@ class TQWorkerMixin:
         arguments = packing_arguments(getattr(self, "cfg", None), stage)
         if not arguments:
             return data
-        options: dict[str, Any] = {"batch_size": _rows_per_batch(data.elem_counts_per_gb), **arguments}
+        options: dict[str, Any] = {"batch_size": rows_per_batch(data.elem_counts_per_gb), **arguments}
         sharded = data.shard_by_batch_size(1, **options)
         assert isinstance(sharded, tuple)  # with micro-batches: (shards, their order)
         return sharded[0][0]  # the only shard
@@ -356,52 +355,74 @@ class TQWorkerMixin:
 
     # --- write-back ---------------------------------------------------------------------------------------------
 
-    def _write_back(self, meta: KVBatchMeta, fields: dict[str, torch.Tensor]) -> None:
-        """Store new columns of the meta's samples on the leader. On other ranks, do nothing.
+    def _write_back(
+        self,
+        meta: KVBatchMeta,
+        fields: dict[str, torch.Tensor],
+        *,
+        tokens: Tokens | None = None,
+        inner: Inner | None = None,
+    ) -> None:
+        """Store new columns of the meta's samples on the leader. On other ranks, do nothing without a part.
 
         Per-token tensors `[N, S, ...]` are cut to the samples' lengths and stored as jagged. These are all tensors
         whose S is the pad length of the batch, and those with a name in `schema.TOKEN_ALIGNED_FIELDS`. A
         `FieldSpec("dense")` of the partition takes precedence. TypeError for values other than tensors. ValueError for
         another number of rows or rows narrower than their sample; it names the field and its shape. `StaleSampleError`
         (a KeyError) if a sample was cleared since the meta was made; then no column is stored.
-        """
-        if not self._is_replica_leader():
-            return
-        for name, value in fields.items():
-            if not isinstance(value, torch.Tensor):
-                raise TypeError(f"write-back of {name!r}: expected a tensor, got {type(value).__name__}")
-            if value.dim() == 0 or value.size(0) != meta.size:
-                got = f"{value.size(0)} nested rows" if value.is_nested else f"shape {list(value.shape)}"
-                raise ValueError(
-                    f"write-back of {name!r}: expected {meta.size} rows, one per sample of the meta, got {got}"
-                )
-        pad_length = self._forward_pad_seqlen(meta) or max(meta.sequence_lengths or [0])  # default: the longest sample
-        padded = {name for name, value in fields.items() if not value.is_nested and value.dim() > 1}  # [N, S, ...]
-        per_token = TOKEN_ALIGNED_FIELDS | {name for name in padded if fields[name].size(1) == pad_length}
-        write_columns(self._require_dp_client(), meta, fields, token_aligned_fields=per_token)
 
-    def _write_back_result_field(self, meta: KVBatchMeta, result: Any, *, result_key: str, tq_field: str) -> None:
-        """Store `result[result_key]` of a worker method as column `tq_field`, on the leader only.
-
-        TypeError if `result` is not a mapping or the value is not a tensor. KeyError if it lacks `result_key`.
-        ValueError for log-probs without a token dimension, a wrong number of rows, or rows narrower than their sample.
-        Each error names the key, the type and the shapes.
+        tokens, inner: the part of the rows that `fields` has, as in `_fetch`. If one is given, all siblings call this,
+        each with its part; they send the parts to the leader, which stores the joined rows in one put. With `tokens`,
+        all columns but `[N]` are per-token and have the widths of the batch that `_fetch` returned (nested ones the
+        lengths); padding is dropped. A rank may pass any columns, also none. Columns that several ranks have whole, or
+        with equal `tokens` and `inner`, must have equal values: one of them is stored. ValueError, naming the field and
+        the sample, if the parts do not cover whole rows, or overlap without being equal. Slices must have bounds of at
+        least 0; a sliced dimension ends where the last slice does. The leader holds the joined rows and one part at a
+        time. Blocks for siblings up to `fetch_timeout_s`; if one rank fails, all raise (see `ReplicaGroup.write_back`).
         """
-        if not self._is_replica_leader():
-            return
-        if not isinstance(result, Mapping):
-            raise TypeError(f"the method must return a mapping with {result_key!r}, got {type(result).__name__}")
-        if result_key not in result:
-            raise KeyError(f"the result has no {result_key!r}; it has {', '.join(map(str, result)) or 'nothing'}")
-        value = result[result_key]
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"result[{result_key!r}] (for {tq_field!r}): expected a tensor, got {type(value).__name__}")
-        if tq_field in (PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS) and not value.is_nested and value.dim() < 2:
-            raise ValueError(
-                f"result[{result_key!r}] (for {tq_field!r}): expected a per-token tensor [{meta.size}, S], got shape "
-                f"{list(value.shape)}"
-            )
-        self._write_back(meta, {tq_field: value})
+        self._store(meta, lambda: fields, tokens, inner)
+
+    def _write_back_result_field(
+        self,
+        meta: KVBatchMeta,
+        result: Any,
+        *,
+        result_key: str,
+        tq_field: str,
+        tokens: Tokens | None = None,
+        inner: Inner | None = None,
+    ) -> None:
+        """Store `result[result_key]` of a worker method as column `tq_field`, as `_write_back` does.
+
+        Raises the errors of `_write_back`. TypeError if `result` is not a mapping or the value is not a tensor.
+        KeyError if it lacks `result_key`. ValueError for log-probs without a token dimension. Each error names the key,
+        the type and the shapes.
+        """
+        self._store(meta, lambda: result_field(meta, result, result_key, tq_field), tokens, inner)
+
+    def _store(
+        self,
+        meta: KVBatchMeta,
+        fields: Callable[[], Mapping[str, torch.Tensor]],
+        tokens: Tokens | None,
+        inner: Inner | None,
+    ) -> None:
+        """Write back whole rows or parts, see `_write_back`."""
+        write_back = RowWriteBack(
+            client=self._require_dp_client,
+            leads=self._is_replica_leader,
+            meta=meta,
+            fields=fields,
+            pad_length=lambda: self._forward_pad_seqlen(meta),
+            tokens=tokens,
+            inner=inner,
+        )
+        whole = tokens is None and inner is None
+        replicas = None if whole else self._current_replica_group()
+        if replicas is not None:
+            write_back.through(replicas)
+        elif self._is_replica_leader():
+            write_back.whole() if whole else write_back.alone()
 
     # --- entrypoints --------------------------------------------------------------------------------------------
 
@@ -473,12 +494,3 @@ class TQWorkerMixin:
         """Drop the open step, if any, with `abort_train_step`. The worker can then begin another step."""
         if hasattr(self, "abort_train_step"):  # a host without it cannot have an open step
             self.abort_train_step()
-
-
-def _rows_per_batch(counts: Sequence[int] | None) -> int | None:
-    """Return the rows of each global batch, or None for one batch of all rows. ValueError if the sizes differ."""
-    if not counts:
-        return None
-    if len(set(counts)) > 1:
-        raise ValueError(f"{ELEM_COUNTS_PER_GB}={counts}: global batches of different sizes cannot be packed again")
-    return counts[0]

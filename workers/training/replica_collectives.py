@@ -37,11 +37,12 @@ class ReplicaLostError(ReplicaGroupError, ConnectionError):
 
 
 class Deadline:
-    """The deadline of one fetch, for all its collectives together."""
+    """The deadline of one call, for all its collectives together. call: its name for messages."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, call: str = "fetch") -> None:
         """`timeout_s` must be finite, otherwise ValueError."""
         self.timeout_s = seconds("timeout_s", timeout_s)
+        self.call = call
         self._end = time.monotonic() + self.timeout_s
 
     @property
@@ -196,7 +197,9 @@ class Siblings:
             ) from error
 
     def _timeout_error(self, deadline: Deadline) -> errors.CallTimeoutError:
-        what = "fetch through a replica group (a sibling did not take part; check that all run the same method)"
+        what = (
+            f"{deadline.call} through a replica group (a sibling did not take part; check that all run the same method)"
+        )
         return errors.CallTimeoutError(what=what, waited_s=deadline.timeout_s, peer=f"its {self.size} ranks")
 
     def _give_up(self) -> None:
@@ -225,8 +228,8 @@ class Siblings:
         self._ended = True
         self._close_connections()
         raise errors.CallTimeoutError(
-            what=f"fetch through a replica group ({quitter_name} gave up waiting for this rank or another rank; fetch "
-            "again)",
+            what=f"{deadline.call} through a replica group ({quitter_name} gave up waiting for this rank or another "
+            f"rank; repeat the {deadline.call})",
             waited_s=deadline.timeout_s - deadline.left_s,
             peer=quitter_name,
         )
@@ -299,7 +302,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
             error = builtin(self.text)
         else:
             error = ReplicaGroupError(f"{who} raised {self.name}: {self.text}")
-        error.add_note(f"raised by {who} of this replica group; all its ranks share one fetch")
+        error.add_note(f"raised by {who} of this replica group; all its ranks share one call")
         return error
 
 

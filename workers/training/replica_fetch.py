@@ -13,13 +13,16 @@ A fetch is four collectives, for any number of columns:
 4. An all-gather of outcomes, so that a failure of one rank on its payload makes all ranks raise.
 
 With "independent" the ranks exchange records once, then fetch without collectives until the policy changes.
+
+A write-back of parts is the reverse: records, an all-gather of what each rank has, the transfer of each part to the
+leader, and the outcomes, the leader's put included.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar, get_args
@@ -32,11 +35,14 @@ from dataplane.core import failpoints
 from dataplane.data.batch import BatchedDataDict
 from workers.training.batch_codec import Header, pack, unpack
 from workers.training.replica_collectives import Deadline, Fault, ReplicaGroupError, Siblings
-from workers.training.scatter import receive_part, send_parts
+from workers.training.scatter import Transfer, gather_parts, receive_part, send_parts
 
 T = TypeVar("T")
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
 POLICIES: tuple[str, ...] = get_args(FetchPolicy)
+_WRITE_BACK = "write-back of parts"
+_CALLS = (*POLICIES, _WRITE_BACK)
+"""The values of a record's `policy`: those of fetches, and a write-back. New ones are added at the end."""
 FETCH_TIMEOUT_S = 300.0
 """Default timeout of a fetch through a replica group, from a rank's call to its result. It is well above a client's
 `reconnect_s`, because siblings wait while the leader's client waits for a service that restarts."""
@@ -63,7 +69,7 @@ class _Record:
     wanted_bytes: int
 
     def encode(self) -> bytes:
-        policy = POLICIES.index(self.policy)
+        policy = _CALLS.index(self.policy)
         return _RECORD.pack(
             _MAGIC,
             self.leads,
@@ -78,25 +84,26 @@ class _Record:
     @classmethod
     def decode(cls, data: bytes) -> _Record:
         magic, leads, policy, failed, *rest = _RECORD.unpack(data)
-        if magic != _MAGIC or policy >= len(POLICIES):
+        if magic != _MAGIC or policy >= len(_CALLS):
             raise ReplicaGroupError(
                 "the ranks of this replica group make different collective calls at the same time; let all ranks make "
                 "the same calls in the same order, and restart the workers"
             )
-        return cls(bool(leads), POLICIES[policy], bool(failed), *rest)
+        return cls(bool(leads), _CALLS[policy], bool(failed), *rest)
 
 
 @dataclass(frozen=True)
 class FetchedPart:
-    """A rank's part in a fetch. If one of these functions raises, every rank of the group raises that error.
+    """A rank's part in a call. If one of these functions raises, every rank of the group raises that error.
 
     leads: whether this rank is the leader. digest: 16 bytes, equal for equal metas. wanted: the encoded part of the
-    rows that this rank wants; b"": whole rows. read: returns the columns of a part; called on the leader only.
+    rows that this rank wants, b"": whole rows; in a write-back, the description of what it has. read: returns the
+    columns of a part; called on the leader of a fetch only.
     """
 
     leads: Callable[[], bool]
     digest: Callable[[], bytes]
-    read: Callable[[bytes], Mapping[str, Any]]
+    read: Callable[[bytes], Mapping[str, Any]] | None = None
     wanted: Callable[[], bytes] = bytes
 
 
@@ -149,10 +156,10 @@ class ReplicaGroup:
             return
         self._agreed = None
         # Ranks that fetch independently may have different metas, so all send the same digest.
-        agreement = FetchedPart(leads=part.leads, digest=lambda: NO_DIGEST, read=part.read)
+        agreement = FetchedPart(leads=part.leads, digest=lambda: NO_DIGEST)
         deadline = Deadline(self.timeout_s)
         self.siblings.join(deadline)
-        self._exchange_records(self._prepare_offer(agreement, reads=False), policy, deadline)
+        self._exchange_records(self._prepare_offer(agreement), policy, deadline)
         self._agreed = policy
 
     def fetch(self, part: FetchedPart, policy: str, finish: Callable[[BatchedDataDict[Any]], T]) -> T:
@@ -164,7 +171,7 @@ class ReplicaGroup:
         self._agreed = None  # stays so unless the whole fetch succeeds
         deadline = Deadline(self.timeout_s)
         self.siblings.join(deadline)
-        mine = self._prepare_offer(part, reads=True)
+        mine = self._prepare_offer(part)
         leader, records = self._exchange_records(mine, policy, deadline)
         if len({record.wanted_digest for record in records}) > 1:
             columns = self._scatter(part, mine, leader, records, deadline)
@@ -183,21 +190,48 @@ class ReplicaGroup:
     ) -> Callable[[], dict[str, Any]]:
         """Return a function that returns the columns of the part that this rank wants, or raises why the leader could
         not read one."""
-        most = max(record.wanted_bytes for record in records)
-        gathered = self.siblings.all_gather(mine.wanted.ljust(most, b"\0"), deadline)
-        wanted = [data[: record.wanted_bytes] for data, record in zip(gathered, records, strict=True)]
-        if mine.flat is None:
+        wanted = self._gather_wanted(mine, records, deadline)
+        if mine.flat is None or part.read is None:
             return receive_part(self.siblings, leader, deadline)
         own = partial(unpack, Header.decode(mine.message), mine.flat.to(self.siblings.device))
         return send_parts(self.siblings, wanted, own, part.read, deadline)
 
-    def _prepare_offer(self, part: FetchedPart, *, reads: bool) -> _Offer:
+    def write_back(
+        self, part: FetchedPart, plan: Callable[[int, list[bytes]], Sequence[Transfer]], put: Callable[[], None]
+    ) -> None:
+        """Transfer columns to the leader and call `put` there, or raise on every rank.
+
+        plan: returns the transfers for the leader's rank and the `wanted` of all ranks. All ranks call it with the same
+        arguments, so that all get the same transfers or raise the same error. Blocks for the siblings, up to the
+        timeout. Raises as `fetch`, and errors of `put`.
+        """
+        self._agreed = None
+        deadline = Deadline(self.timeout_s, "write-back")
+        self.siblings.join(deadline)
+        mine = self._prepare_offer(part)
+        leader, records = self._exchange_records(mine, _WRITE_BACK, deadline)
+        transfers = plan(leader, self._gather_wanted(mine, records, deadline))
+        placed = gather_parts(self.siblings, transfers, leader, deadline)
+
+        def finish() -> None:
+            placed()
+            if mine.leads:
+                put()
+
+        self._finish_on_all_ranks(finish, deadline)
+
+    def _gather_wanted(self, mine: _Offer, records: list[_Record], deadline: Deadline) -> list[bytes]:
+        """Return the `wanted` of all ranks, in their order."""
+        most = max(record.wanted_bytes for record in records)
+        gathered = self.siblings.all_gather(mine.wanted.ljust(most, b"\0"), deadline)
+        return [data[: record.wanted_bytes] for data, record in zip(gathered, records, strict=True)]
+
+    def _prepare_offer(self, part: FetchedPart) -> _Offer:
         """Return this rank's input. Everything that can fail before the transfer is done here; a failure becomes the
-        fault of the offer. reads: whether the leader reads the columns."""
+        fault of the offer."""
         try:
-            leads, digest = part.leads(), part.digest()
-            wanted = part.wanted() if reads else b""
-            if not (leads and reads):
+            leads, digest, wanted = part.leads(), part.digest(), part.wanted()
+            if not leads or part.read is None:
                 return _Offer(leads, digest, wanted)
             packed = pack(part.read(wanted))
             return _Offer(leads, digest, wanted, message=packed.header.encode(), flat=packed.flat())
@@ -226,7 +260,8 @@ class ReplicaGroup:
         if len(policies) > 1:
             policy_of_each = ", ".join(f"{name(rank)} {record.policy!r}" for rank, record in enumerate(records))
             raise ReplicaGroupError(
-                f"the ranks of a replica group fetch with different policies: {policy_of_each}; use one fetch_policy"
+                "the ranks of a replica group make different calls, or fetch with different policies: "
+                f"{policy_of_each}; let all make the same calls with one fetch_policy"
             )
         leaders = [rank for rank, record in enumerate(records) if record.leads]
         if len(leaders) != 1:
@@ -240,7 +275,7 @@ class ReplicaGroup:
         if differing:
             raise ReplicaGroupError(
                 f"{' and '.join(map(name, differing))} passed a meta (samples, fields or padding) that differs from "
-                f"the meta of the leader, {name(leader)}; nothing was fetched. Pass the same meta to all ranks"
+                f"the meta of the leader, {name(leader)}; nothing was transferred. Pass the same meta to all ranks"
             )
         return leader
 

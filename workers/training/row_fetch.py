@@ -70,15 +70,18 @@ class RowFetch:
         return self.client().get_batch(self.meta, layout="jagged", **arguments(wanted))
 
     def _cut(self) -> Tokens | None:
-        """Return the token ranges; a context-parallel rank cuts rows that are padded to the pad length."""
-        tokens = self.tokens
-        if isinstance(tokens, ContextParallel) and not tokens.pad_to and self.layout == "padded":
-            return replace(tokens, pad_to=self.pad_length())
-        return tokens
+        return cut_like_fetched(self.tokens, self.layout, self.pad_length)
 
     def _parts(self) -> RowParts | None:
         """Return this rank's part; None: whole rows."""
         return row_parts(self._cut(), self.inner, self.meta.size, self.meta.fields or ())
+
+
+def cut_like_fetched(tokens: Tokens | None, layout: Layout, pad_length: Callable[[], int]) -> Tokens | None:
+    """Return the token ranges of a batch of this layout: a context-parallel rank cuts padded rows at the pad length."""
+    if isinstance(tokens, ContextParallel) and not tokens.pad_to and layout == "padded":
+        return replace(tokens, pad_to=pad_length())
+    return tokens
 
 
 class _Wanted(msgspec.Struct, frozen=True, array_like=True):

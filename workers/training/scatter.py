@@ -1,14 +1,15 @@
-"""The transfer of different parts of rows from the leader of a replica group to its siblings.
+"""The transfer of different parts of rows from the leader of a replica group to its siblings, and back.
 
 The leader holds one part at a time, besides its own: it reads a part, sends it to each rank that wants it, and drops
-it. A message is its size, a description, and the columns' bytes in pieces.
+it. A message is its size, a description, and the columns' bytes in pieces. On the way back, all ranks know beforehand
+who sends which bytes, and the leader puts them into place before it receives the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import torch
@@ -90,6 +91,42 @@ def receive_part(siblings: Siblings, leader: int, deadline: Deadline) -> Columns
     for start, nbytes in description.pieces:
         siblings.receive(flat[start : start + nbytes], leader, deadline, purpose="payload")
     return partial(unpack, header, flat)
+
+
+class Transfer(NamedTuple):
+    """Bytes that the leader needs, at least one: `piece` returns them (uint8 `[nbytes]`) on the rank `sender`, and
+    `place` stores them on the leader."""
+
+    sender: int
+    nbytes: int
+    piece: Callable[[], torch.Tensor]
+    place: Callable[[torch.Tensor], None]
+
+
+def gather_parts(
+    siblings: Siblings, transfers: Sequence[Transfer], leader: int, deadline: Deadline
+) -> Callable[[], None]:
+    """Make the transfers, the same on all ranks, one after another. Return a function that raises the first error of
+    `place` on the leader, which receives the rest nevertheless, so that no sibling waits."""
+    failed: Exception | None = None
+    for transfer in transfers:
+        if siblings.rank == leader:
+            received = None if transfer.sender == leader else _received(siblings, transfer, deadline)
+            if failed is None:
+                try:
+                    transfer.place(transfer.piece() if received is None else received)
+                except Exception as error:
+                    failed = error
+            del received  # before the next one is received
+        elif siblings.rank == transfer.sender:
+            siblings.send(transfer.piece(), leader, deadline, purpose="payload")
+    return (lambda: None) if failed is None else partial(_raise, failed)
+
+
+def _received(siblings: Siblings, transfer: Transfer, deadline: Deadline) -> torch.Tensor:
+    buffer = torch.empty(transfer.nbytes, dtype=torch.uint8, device=siblings.device)
+    siblings.receive(buffer, transfer.sender, deadline, purpose="payload")
+    return buffer
 
 
 def _tensor(data: bytes) -> torch.Tensor:

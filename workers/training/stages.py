@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from dataplane import KVBatchMeta, shard_meta_for_dp
+from dataplane.core.schema import ELEM_COUNTS_PER_GB
 
 PREV_LP_TASK, REF_LP_TASK, TRAIN_TASK = "prev_lp", "ref_lp", "train"
 
@@ -108,3 +109,12 @@ def _budget_name(settings: Any, stage: Stage) -> str | None:
     if both are missing."""
     names = (f"{stage}_mb_tokens", MAX_TOKENS)
     return next((name for name in names if setting(settings, name) is not None), None)
+
+
+def rows_per_batch(counts: Sequence[int] | None) -> int | None:
+    """Return the rows of each global batch, or None for one batch of all rows. ValueError if the sizes differ."""
+    if not counts:
+        return None
+    if len(set(counts)) > 1:
+        raise ValueError(f"{ELEM_COUNTS_PER_GB}={counts}: global batches of different sizes cannot be packed again")
+    return counts[0]
