@@ -197,6 +197,33 @@ def test_a_thread_that_was_interrupted_while_it_polled_does_not_count_as_polling
     assert not len(channel._in_flight)
 
 
+@pytest.mark.parametrize("where", ["sending", "polling"])
+def test_a_finalizer_or_signal_handler_may_call_while_its_thread_is_in_a_call(
+    where: str, scripted: Controller, open_channel: Open, monkeypatch: pytest.MonkeyPatch, unhurried: None
+) -> None:
+    """It interrupts the thread while it holds the socket, and while it polls for all."""
+    channel = open_channel(scripted, heartbeat_s=NEVER_S)
+    seal(channel, "p")
+    owner, name = (call_socket, "send") if where == "sending" else (sync_channel, "poll_ms")
+    interrupted = getattr(owner, name)
+    inner: list[c.Result] = []
+
+    def handler(*arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            channel.post(c.Release(located=1))
+            inner.append(seal(channel, "inner"))
+        monkeypatch.setattr(owner, name, interrupted)
+        return interrupted(*arguments)
+
+    monkeypatch.setattr(owner, name, handler)
+    seal(channel, "p")
+    assert len(inner) == 1
+    seal(channel, "p")
+    assert not len(channel._in_flight)
+    wait_until(lambda: channel._maintain() or channel._calls._numbering.unanswered == 0, "the post is answered")
+
+
 def test_a_malformed_reply_fails_all_calls_with_an_exception_for_each(
     scripted: Controller,
     open_channel: Open,

@@ -86,9 +86,10 @@ class CallNumbers:
     def issue(self, command: Command, *, now: float, posted: bool = False) -> Call:
         """Assign a new number to `command`, which is about to be sent. `posted`: no caller waits for it; `due`
         returns it for resending."""
-        number = self._next
+        entry = _Open(command, posted, now, self._count_listed())
+        number = self._next  # from here on nothing is allocated: no finalizer can make a call between the steps
         self._next += 1
-        self._open[number] = _Open(command, posted, now, self._count_listed())
+        self._open[number] = entry
         return self._call(number)
 
     def repeat(self, number: int, *, now: float) -> Call:

@@ -9,6 +9,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from itertools import chain
 from typing import cast
 
 import zmq
@@ -35,12 +36,14 @@ CLOSE_S = 5.0
 class _Waiting(WaitingCall):
     """A call whose thread waits: it polls for all threads, or sleeps until another thread wakes it.
 
-    `active` is held while the call waits. `polling` is set while the thread polls, which `waker` ends.
+    `thread` is the ident of its thread. `active` is held while the call waits. `polling` is set while the thread polls,
+    which `waker` ends.
     """
 
     def __init__(self, outgoing: OutgoingCall, waker: Waker) -> None:
         super().__init__(outgoing)
         self.outcome: zmq_frames.Reply | DataPlaneError | None = None
+        self.thread = threading.get_ident()
         self.active = threading.Lock()
         self.polling = False
         self._waker = waker
@@ -76,8 +79,10 @@ class ControllerChannel(OpenChannel):
     A forked child must open its own channel: in the child, every method of this object raises `ClientClosedError`,
     and `close` does nothing.
 
-    `_use` is held by the thread that uses `_socket`, without blocking operations. `_poller` is the call whose thread
-    polls; one that is no longer active, after an interrupt, counts as none. `_guard` protects it and `_closing`.
+    `_use` is held by the thread that uses `_socket`, without blocking operations; `_user` is its ident. A finalizer or
+    a signal handler may interrupt this thread and make a call, which gets a socket of its own. `_poller` is the call
+    whose thread polls; one that is no longer active, after an interrupt, counts as none. `_guard` protects it and
+    `_closing`.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class ControllerChannel(OpenChannel):
         self._pid = os.getpid()
         self._socket = CallSocket(context, self._calls)
         self._use = threading.Lock()
+        self._user = 0
         self._waker = Waker()
         self._poller: _Waiting | None = None
         self._in_flight = InFlight()
@@ -154,7 +160,10 @@ class ControllerChannel(OpenChannel):
                 raise ClientClosedError()
             self._socket.waiting[outgoing.number] = waiting
             try:
-                self._send(outgoing.frames)
+                if self._user == waiting.thread:
+                    waiting.outcome = self._exchange_apart(outgoing)
+                else:
+                    self._send(outgoing.frames)
                 meanwhile()
                 while waiting.outcome is None:
                     self._wait(waiting)
@@ -191,6 +200,20 @@ class ControllerChannel(OpenChannel):
             for outgoing in due:
                 self._send_once(outgoing)
 
+    def _exchange_apart(self, outgoing: OutgoingCall) -> zmq_frames.Reply | None:
+        """Send the call on a socket of its own and return its reply, or None if none arrives until its deadline."""
+        with enough_for(self.endpoint):
+            dealer = dealer_socket(self._context, self.endpoint, self._calls.session.keys)
+        try:
+            send(dealer, outgoing.frames)
+            while (left_s := outgoing.deadline - time.monotonic()) > 0 and dealer.poll(poll_ms(left_s)):
+                for reply in chain.from_iterable(arrived_replies(dealer)):
+                    if reply.number == outgoing.number:
+                        return reply
+            return None
+        finally:
+            dealer.close()
+
     # --- the shared socket
 
     def _send(self, frames: list[bytes]) -> None:
@@ -199,14 +222,21 @@ class ControllerChannel(OpenChannel):
         self._use_socket()
 
     def _use_socket(self) -> None:
-        """Send the requests of all threads and process the replies that have arrived."""
+        """Send the requests of all threads and process the replies that have arrived. If this thread was interrupted
+        while it did that, leave them to it."""
+        ident = threading.get_ident()
+        if self._user == ident:
+            return
         with self._use:
+            self._user = ident
             try:
                 self._socket.exchange()
             except BaseException:  # no socket could be opened, or an interrupt may have left half a message
                 self._socket.close()
                 self._resend_all()
                 raise
+            finally:
+                self._user = 0
 
     def _wait(self, waiting: _Waiting) -> None:
         """Wait until the call has ended or must be checked, and poll the socket unless another thread does."""
@@ -230,7 +260,9 @@ class ControllerChannel(OpenChannel):
         """Return whether the thread of this call polls for all; it does if no other one does."""
         if self._poller is not waiting:
             with self._guard:
-                if self._poller is not None and self._poller.active.locked():
+                other = self._poller
+                # A call of this thread polls on after this one, of a finalizer or a signal handler.
+                if other is not None and other.active.locked() and other.thread != waiting.thread:
                     return False
                 self._poller = waiting
         return True
@@ -244,7 +276,7 @@ class ControllerChannel(OpenChannel):
                 return
             self._poller = None
         for other in self._waiting():
-            if not other.ended:
+            if not other.ended or other.polling:  # polling: this call interrupted its thread, and took its turn
                 other.wake()
                 break
 
@@ -306,19 +338,9 @@ class ControllerChannel(OpenChannel):
     def _send_bye(self) -> None:
         """Report the end of the session to the service. Wait up to `CLOSE_S` for its confirmation; log a failure."""
         try:
-            with enough_for(self.endpoint):  # a socket of its own: a call that did not end may use the other one
-                dealer = dealer_socket(self._context, self.endpoint, self._calls.session.keys)
+            if self._exchange_apart(self._calls.begin(c.Bye(), CLOSE_S)) is not None:
+                return
         except ServiceUnavailableError as error:
             log.warning("Session close could not be sent: %s", error)
             return
-        bye = self._calls.begin(c.Bye(), CLOSE_S)
-        try:
-            send(dealer, bye.frames)
-            while (left_s := bye.deadline - time.monotonic()) > 0:
-                if not dealer.poll(int(left_s * 1000) + 1):
-                    break
-                if any(reply.number == bye.number for replies in arrived_replies(dealer) for reply in replies):
-                    return
-        finally:
-            dealer.close()
         log.warning("Service at %s did not confirm the session close; the session will expire there", self.address)

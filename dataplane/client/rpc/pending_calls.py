@@ -80,7 +80,7 @@ class Calls:
         self._reconnect_s = config.reconnect_s
         self._timeout_s = config.call_timeout_s
         self._numbering = CallNumbers(session.number)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer or a signal handler that interrupts its thread may make a call
         self._pid = os.getpid()
         self._over: DataPlaneError | None = None
         """Why the session ended; None while it is open."""
