@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -208,6 +209,18 @@ def test_a_switched_job_pickles_unless_it_says_otherwise(
     assert said.startswith("TQ_REPLACE is set, so objects that no column can store are pickled")
     monkeypatch.setenv("TQ_TOKEN", "secret")
     assert native.objects_with(bare) == "pickle"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("token", ["", "mine"])
+def test_a_session_takes_away_the_token_that_it_set_and_no_other(monkeypatch: pytest.MonkeyPatch, token: str) -> None:
+    monkeypatch.setenv("TQ_TOKEN", token)
+    tq.init({"dataplane": SMALL | {"objects": "pickle"}})
+    assert os.environ["TQ_TOKEN"] if not token else os.environ["TQ_TOKEN"] == token
+    assert "TQ_ADDRESS" in os.environ
+    tq.close()
+    assert os.environ.get("TQ_TOKEN", "") == token
+    assert "TQ_ADDRESS" not in os.environ
 
 
 @pytest.mark.integration

@@ -259,6 +259,28 @@ def test_endpoints_are_held_until_they_are_released(cluster: RayVirtualCluster) 
     cluster.release_endpoints(held)
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_no_port_stays_held_when_a_node_fails(
+    cluster: RayVirtualCluster, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    before, held_ports = standing(), cluster._held_ports
+    kept = cluster.hold_endpoints([(0, 0)] * others)
+    asked: list[int] = []
+
+    def fail(*args: Any) -> list[int]:
+        asked.extend(held_ports(*args))
+        raise ResourcesNotReadyError("no response")
+
+    monkeypatch.setattr(cluster, "_held_ports", fail)
+    with pytest.raises(ResourcesNotReadyError):
+        cluster.hold_endpoints([(0, 1), (1, 0)])
+    assert len(asked) == 2
+    wait_until(lambda: all(map(can_bind, asked)), "a busy node has let go of the ports")
+    assert [can_bind(port) for _, port in kept] == [False] * others
+    cluster.release_endpoints(kept)
+    assert nothing_but(before)
+
+
 def test_endpoints_go_with_their_cluster(ray_cluster: None) -> None:
     before = standing()
     with RayVirtualCluster([1], use_gpus=False) as cluster:

@@ -300,15 +300,18 @@ class RayVirtualCluster:
                         f"(placement group, bundle) {bundle} does not exist; this cluster has {sorted(self._host_of)}"
                     )
             hosts = [self._host_of[bundle] for bundle in bundles]  # ids of Ray nodes
-            # `dict.fromkeys`: each host once. One request asks for the ports of all bundles of a host.
-            requests = {host: self._keeper_on(host).hold.remote(hosts.count(host)) for host in dict.fromkeys(hosts)}
+            keepers = {host: self._keeper_on(host) for host in dict.fromkeys(hosts)}  # each host once
+            # One request asks for the ports of all bundles of a host.
+            requests = {host: keeper.hold.remote(hosts.count(host)) for host, keeper in keepers.items()}
             address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in alive_nodes()}
             new: dict[str, list[Endpoint]] = {}  # the new endpoints by host
             try:
                 for host, ports in requests.items():
                     new[host] = [(address_of[host], port) for port in self._held_ports(ports, host)]
-                    self._held.update(dict.fromkeys(new[host], self._keepers[host]))
+                    self._held.update(dict.fromkeys(new[host], keepers[host]))
             except BaseException:
+                for host in requests.keys() - new.keys():
+                    keepers[host].release.remote(requests[host])  # executed after the request, with its result
                 self.release_endpoints([endpoint for endpoints in new.values() for endpoint in endpoints])
                 raise
             # `hosts` has one entry per bundle: each bundle takes the next endpoint of its host.
@@ -323,11 +326,11 @@ class RayVirtualCluster:
                 keeper = self._held.pop(endpoint, None)
                 if keeper is not None:
                     ports_of.setdefault(keeper, []).append(endpoint[1])
-            if not ports_of or not ray.is_initialized():
+            if not ray.is_initialized():
                 return
             try:
-                requests = [keeper.release.remote(ports) for keeper, ports in ports_of.items()]
-                ray.wait(requests, num_returns=len(requests), timeout=RELEASE_TIMEOUT_S)
+                if requests := [keeper.release.remote(ports) for keeper, ports in ports_of.items()]:
+                    ray.wait(requests, num_returns=len(requests), timeout=RELEASE_TIMEOUT_S)
             except Exception as error:
                 logger.warning("Cannot release ports: %s", error)
             needed = set(self._held.values())

@@ -250,8 +250,10 @@ def _start_here(settings: Settings, sampler: BaseSampler) -> Session:
     variables: dict[str, str] = {}
     if config.pickles and config.secret() is None:
         # Unpickling runs code, so only processes with a token may connect. Children get it from the environment.
-        variables[ENV_TOKEN] = os.environ.get(ENV_TOKEN) or secrets.token_urlsafe(32)
-        config = replace(config, token=variables[ENV_TOKEN])
+        token = os.environ.get(ENV_TOKEN)
+        if not token:
+            token = variables[ENV_TOKEN] = secrets.token_urlsafe(32)
+        config = replace(config, token=token)
     server = serve(config)
     try:
         to_store = {**settings_to_store(settings), "metrics": server.http_address or None}
