@@ -54,8 +54,8 @@ class Channel:
 
     An item belongs to the getter once it has arrived in the getter's process (and, if the broker is on another host,
     once the broker has confirmed that). If that process dies earlier, the next getter receives the item. Any Python
-    object that can be pickled is an item. Tensors arrive on the CPU, those of a CUDA device on the getter's current
-    device, if it has one. Received tensors own their memory and are not views.
+    object that can be pickled is an item. Tensors arrive on the CPU, those of an accelerator on the getter's
+    current one, if it has any. Received tensors own their memory and are not views.
 
     With `async_op` a call returns a handle (`wait`, `async_wait`, `done`, `then`) at once; a put then sends the item
     as it was at the call. If a handle is garbage-collected before its item is taken, the next getter receives the

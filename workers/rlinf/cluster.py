@@ -83,7 +83,7 @@ def _read_num_nodes(cluster_cfg: Mapping[str, Any], num_nodes: int | None) -> in
     for name in UNSUPPORTED:
         if cluster_cfg.get(name):
             raise ValueError(
-                f"cluster.{name} is not supported: all nodes of a cluster are alike here, with NVIDIA GPUs or none. "
+                f"cluster.{name} is not supported: all nodes of a cluster are alike here. "
                 "Remove it, or run on RLinf's own scheduler"
             )
     for name in UNUSED:

@@ -220,9 +220,10 @@ class TQWorkerMixin:
         `ContextParallel` without `pad_to` cuts rows that count as padded to S, if the driver has set it; other ranges
         are padded to this rank's longest part.
 
-        After a broadcast, the tensors are on the device of the group's backend (NCCL: CUDA, Gloo: CPU), otherwise on
-        the CPU. Blocks for the data plane, and for siblings up to `fetch_timeout_s`. If one rank of a replica group
-        fails, all raise (see `ReplicaGroup.fetch`). Raises the errors of `DataPlaneClient.get_batch`.
+        After a broadcast, the tensors are on the device of the group's backend (NCCL, HCCL or XCCL: the accelerator;
+        Gloo: the CPU), otherwise on the CPU. Blocks for the data plane, and for siblings up to `fetch_timeout_s`. If
+        one rank of a replica group fails, all raise (see `ReplicaGroup.fetch`). Raises the errors of
+        `DataPlaneClient.get_batch`.
         """
         if fetch_policy not in POLICIES:
             raise ValueError(f"fetch_policy must be one of {', '.join(POLICIES)}, got {fetch_policy!r}")

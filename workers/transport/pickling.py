@@ -80,7 +80,7 @@ class Packed:
         return self.layout.nbytes
 
     def write(self, memory: Bytes) -> None:
-        """Copy everything into `memory`, [at least nbytes]. Blocks until all is copied, also from a GPU."""
+        """Copy everything into `memory`, [at least nbytes]. Blocks until all is copied, also from an accelerator."""
         memory[self.layout.skeleton_from : self.nbytes] = np.frombuffer(self.skeleton, np.uint8)
         for segment, part in zip(self.layout.segments, self.parts, strict=True):
             if segment.nbytes == 0:
@@ -92,8 +92,8 @@ class Packed:
                 np.copyto(run, np.frombuffer(part, np.uint8))
 
     def runs(self) -> list[memoryview]:
-        """Return the same bytes as consecutive buffers. Only tensors that are not contiguous or are on a GPU are
-        copied."""
+        """Return the same bytes as consecutive buffers. Only tensors that are not contiguous or not on the CPU
+        are copied."""
         buffers, end = [], 0
         for segment, part in zip(self.layout.segments, self.parts, strict=True):
             buffers.append(_PADDING[: segment.start - end])  # the gap before the aligned start

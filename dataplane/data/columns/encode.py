@@ -16,7 +16,6 @@ from dataplane.core.checksums import UInt32s
 from dataplane.core.row_copy import Int64s, Run, UInt8s
 from dataplane.core.schema import TOKEN_ALIGNED_FIELDS
 from dataplane.core.types import FieldKind, FieldSpec
-from dataplane.data.columns.specs import check_field_name
 from dataplane.data.columns.values import (
     FlatValues,
     ListValues,
@@ -186,7 +185,8 @@ def require_fields(fields: Any) -> None:
         hint = "Pass a TensorDict or a mapping of field names to N rows each."
         raise UnsupportedValueError(field="argument fields", row=None, got=type_name(fields), hint=hint)
     for name in fields.keys():  # noqa: SIM118  # a TensorDict iterates over its rows
-        check_field_name(name)
+        if type(name) is not str or not name:
+            raise InvalidRequestError(f"field names must be non-empty strings, got {name!r}")
 
 
 def _named_values(fields: TensorDictBase | Mapping[str, Any], rows: int) -> list[tuple[str, Any]]:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dataplane.core.types import FieldSpec, field_spec
 from dataplane.errors import InvalidRequestError, UnsupportedValueError
-
-
-def check_field_name(name: object) -> None:
-    """Raise InvalidRequestError unless the name is a non-empty str."""
-    if type(name) is not str or not name:
-        raise InvalidRequestError(f"field names must be non-empty strings, got {reprlib.repr(name)}")
 
 
 def declared_specs(fields: Iterable[str] | Mapping[str, Any] | None) -> dict[str, FieldSpec]:
@@ -30,7 +23,8 @@ def declared_specs(fields: Iterable[str] | Mapping[str, Any] | None) -> dict[str
     pairs = list(fields.items()) if isinstance(fields, Mapping) else [(name, None) for name in fields or ()]
     specs: dict[str, FieldSpec] = {}
     for name, given in pairs:
-        check_field_name(name)
+        if type(name) is not str or not name:
+            raise InvalidRequestError(f"field names must be non-empty strings, got {name!r}")
         if name in specs:
             raise InvalidRequestError(f"field {name!r} is declared twice; name each field once")
         specs[name] = _parse_spec(name, given)
