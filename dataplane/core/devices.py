@@ -13,11 +13,7 @@ import torch
 import torch.distributed as dist
 
 CPU = torch.device("cpu")
-VISIBLE_DEVICES = {
-    "cuda": "CUDA_VISIBLE_DEVICES",
-    "npu": "ASCEND_RT_VISIBLE_DEVICES",
-    "xpu": "ZE_AFFINITY_MASK",
-}
+VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 """The environment variable that limits the devices of a process, by device type. torch has no table of these."""
 
 
@@ -48,10 +44,8 @@ def current_device() -> torch.device | None:
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is on the CPU or the accelerator, where it has values; not on "meta" and the like."""
-    if tensor.is_cpu:
-        return True
     device = torch.accelerator.current_accelerator()
-    return device is not None and device.type == tensor.device.type
+    return tensor.is_cpu or (device is not None and device.type == tensor.device.type)
 
 
 def current_stream(device: torch.device) -> Any:
