@@ -187,8 +187,9 @@ def _joined(name: str, parts: list[PlacedPart], meta: KVBatchMeta) -> JoinedFiel
 
 
 def _check_disjoint(field: JoinedField, meta: KVBatchMeta) -> None:
-    for one, other in itertools.combinations(field.parts, 2):
-        common = _first_common(one.indices(field.inner), other.indices(field.inner))
+    indexed = [(part, part.indices(field.inner)) for part in field.parts]
+    for (one, of_one), (other, of_other) in itertools.combinations(indexed, 2):
+        common = _first_common(of_one, of_other)
         if common is None:
             continue
         starts = np.maximum(one.starts[:, :, None], other.starts[:, None, :]).reshape(len(field.lengths), -1)

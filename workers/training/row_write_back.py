@@ -84,12 +84,11 @@ class RowWriteBack:
         lengths = rows.lengths(whole)
         if value.is_nested:
             given = values_and_lengths(value)[1].tolist()
-            wrong = next((row for row, pair in enumerate(zip(given, lengths, strict=True)) if pair[0] != pair[1]), None)
-            if wrong is not None:
-                raise InvalidRequestError(
-                    f"write-back of {name!r}: the part of sample {self.meta.sample_ids[wrong]!r} has {lengths[wrong]} "
-                    f"tokens, got a row of {given[wrong]}"
-                )
+            for sample, wanted, got in zip(self.meta.sample_ids, lengths, given, strict=True):
+                if wanted != got:
+                    raise InvalidRequestError(
+                        f"write-back of {name!r}: the part of sample {sample!r} has {wanted} tokens, got a row of {got}"
+                    )
             return rows, value
         width = padded_width(np.array(lengths), rows.width)
         if value.size(1) != width:

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 
 from dataplane import ContextParallel, DataPlaneClient, KVBatchMeta, Server
+from dataplane.data.row_parts import row_parts
 from dataplane.errors import CallTimeoutError, InvalidRequestError, StaleSampleError
 from tests.gloo import Ranks
 from tests.service import client, server  # noqa: F401
 from tests.workers.training.mixin_service import alone, partition  # noqa: F401
 from tests.workers.training.mixin_worker import LENGTHS, NEVER_S, Worker, fingerprints, put, rows, worker_on
-from workers.training.row_join import JoinedField
+from workers.training.row_fetch import encoded
+from workers.training.row_join import FieldPart, JoinedField, join_plan
 
 pytestmark = pytest.mark.integration
 
@@ -429,6 +431,22 @@ def test_slices_of_dense_fields(alone: Worker, client: DataPlaneClient, partitio
     assert client.get_batch(meta, ["hidden"])["hidden"].equal(hidden)
     with pytest.raises(ValueError, match=r"'hidden': no rank has inner index \[0\] of sample 's0'"):
         alone._write_back(meta, {"hidden": hidden}, inner={"hidden": slice(1, None)})
+
+
+def test_copies_are_taken_from_the_leader_wherever_it_is() -> None:
+    meta = KVBatchMeta("p", "train", ["a"], sequence_lengths=[4])
+    for leader, senders in ((0, [0, 2]), (1, [1, 2]), (3, [3, 0])):
+        ranges = [(0, 2), (0, 2), (2, 4), (2, 4)]
+        described = [
+            [FieldPart("x", encoded(row_parts(bounds, None, 1, ["x"])), "int64", (), b"")] for bounds in ranges
+        ]
+        (field,) = join_plan(described, leader, meta)
+        assert [placed.rank for placed in field.parts] == senders
+
+
+def test_no_samples(alone: Worker, client: DataPlaneClient, partition: str) -> None:
+    meta = put(client, partition).slice(0, 0)
+    alone._write_back(meta, {"kl": torch.zeros(0, 0), "score": torch.zeros(0)}, tokens=(0, 3))
 
 
 def break_a_part(rank: int, address: str, meta: KVBatchMeta) -> Any:
