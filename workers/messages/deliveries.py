@@ -8,14 +8,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dataplane.core.buffer_pool import BufferPool
 from workers.messages.options import CollectiveGroupOptions
+from workers.messages.shared_buffers import Mappings
 from workers.messages.wire import ObjectForm, PostMessage, TensorForm
-from workers.transport.pickling import Bytes, Unpacked, copy_into, unpack
+from workers.transport.pickling import Bytes, Unpacked, copy_into, copy_tensor, unpack
 
+EAGER_BYTES = 32 << 20
+"""The I/O thread copies messages up to this size at once, which avoids waking another thread first. Copying larger
+ones would delay other messages."""
 Key = tuple[str, bytes]
 """Messages queue by source and stream."""
 MessageId = tuple[str, bytes, int]
@@ -29,7 +34,8 @@ class Arrival:
     route: where its answers are sent; memory: its values, None before they are fetched and after they are taken; own:
     whether only this process has that memory; queued: no receive has taken the message yet; lost: set if its sender
     was lost before the values were fetched, and raised by the receive that takes the message; unpacked: its values,
-    if they were copied out of memory for a receive whose handle was garbage-collected.
+    if they came by collectives, or were copied out of memory for a receive whose handle was garbage-collected;
+    skeleton: of a message with an offer.
     """
 
     route: bytes
@@ -39,6 +45,19 @@ class Arrival:
     queued: bool = False
     lost: Exception | None = None
     unpacked: Unpacked | None = None
+    skeleton: bytes = b""
+
+    @classmethod
+    def of(cls, route: bytes, post: PostMessage, inline: Any, mappings: Mappings) -> Arrival:
+        """Return an arrived message; parameters as in `Incoming.arrive`. ValueError if it has too few bytes."""
+        memory = np.frombuffer(bytearray(inline), np.uint8) if post.slab is None else mappings.open(post.slab)
+        skeleton_only = post.slab is None and post.offer is not None
+        expected = post.nbytes - post.layout.skeleton_from if skeleton_only else post.nbytes
+        if memory is not None and memory.size < expected:
+            raise ValueError(f"message has {memory.size} bytes, its header names {expected}")
+        if memory is not None and skeleton_only:
+            return cls(route, post, None, own=True, skeleton=memory.tobytes())
+        return cls(route, post, memory, own=post.slab is None)
 
     @property
     def complete(self) -> bool:
@@ -107,11 +126,30 @@ class Delivery:
     def __init__(self, posting: Posting, arrival: Arrival, pool: BufferPool, notify_sender: Callable[[], None]) -> None:
         """notify_sender: tells the sender that it may reuse its memory."""
         self.form = arrival.post.form
+        self._nbytes = arrival.post.nbytes
         self._pending: tuple[Posting, Arrival, Callable[[], None]] | None = (posting, arrival, notify_sender)
         self._pool = pool
         self._guard = threading.Lock()
         self._copied = False
         self._values: Unpacked | None = None
+
+    def complete(self, posting: Posting, send_held: Callable[[], None]) -> None:
+        """Complete the receive, or fail it. Copy the values out first if they are small or no thread waits. send_held:
+        called if the receipt is reported only later, by `take`, so that the send need not wait for it. That is for a
+        tensor with `async_op`: until the caller has observed the end, the next receive may get the message."""
+        revocable = posting.eager and posting.target is not None
+        if posting.eager or self._nbytes <= EAGER_BYTES:
+            try:
+                if posting.target is None or revocable:
+                    self.copy()  # of an object: also notifies its sender
+                else:
+                    self.take()
+            except Exception as error:
+                posting.fail(error)
+                return
+        if revocable:
+            send_held()
+        posting.future.set_result(self)
 
     def copy(self) -> None:
         """Copy the values out, and notify the sender of an object. The sender of a tensor is notified by `take`, and
@@ -152,6 +190,8 @@ class Delivery:
                 posting.ready.synchronize()
             if posting.target is None:
                 self._values = arrival.unpacked = self._unpack(posting, arrival)
+            elif arrival.unpacked is not None:
+                copy_tensor(posting.target, arrival.unpacked.tensors[0])
             else:
                 copy_into(posting.target, arrival.post.layout, _memory(arrival))
             self._copied = True

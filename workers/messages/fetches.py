@@ -8,16 +8,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from dataplane.core.buffer_pool import BufferPool
 from workers.messages.deliveries import Arrival, MessageId, Posting
 from workers.messages.relays import RELAY_S, Relays, Schedule
-from workers.messages.wire import Answer, Pull, Relay, WantMessage
+from workers.messages.wire import Answer, Data, Pull, Relay, WantMessage, incarnations
 from workers.transport.pickling import Bytes, fresh
 
 CHUNK_BYTES = 4 << 20
 CHUNKS_AHEAD = 4
 """Values in memory of another host are requested in chunks, this many at a time."""
+
+NO_BYTES = np.empty(0, np.uint8)
 
 Reply = Callable[[bytes, Answer], None]
 _log = logging.getLogger(__name__)
@@ -45,7 +50,7 @@ class Fetch:
 class Fetches(dict[MessageId, Fetch]):
     """The current fetches, by their messages. relays: told which bytes it may forward; reply: sends a request to the
     source, along a message's route; ask_relay: sends one to a relay, False if that fails; schedule: calls a function in
-    the I/O thread after some seconds."""
+    the I/O thread after some seconds; request_transfer: asks the source for a transfer by collectives."""
 
     def __init__(
         self,
@@ -55,6 +60,7 @@ class Fetches(dict[MessageId, Fetch]):
         reply: Reply,
         ask_relay: Callable[[Relay, WantMessage], bool],
         schedule: Schedule,
+        request_transfer: Callable[[Fetch], None],
     ) -> None:
         super().__init__()
         self._pool = pool
@@ -62,17 +68,30 @@ class Fetches(dict[MessageId, Fetch]):
         self._reply = reply
         self._ask_relay = ask_relay
         self._schedule = schedule
+        self._request_transfer = request_transfer
 
     def begin(self, posting: Posting | None, arrival: Arrival) -> None:
         """Pull the bytes of a message for a receive, from its relay if it names one. posting None: only for other
         workers that receive it; does nothing if the bytes cannot be forwarded."""
         post = arrival.post
+        if post.offer is not None:
+            fetch = self[arrival.id] = Fetch(posting, arrival, NO_BYTES, None, forwarded=False)
+            self._request_transfer(fetch)
+            return
         staging = fresh(post.nbytes, self._pool)
         forwarded = self._relays.begin(post, staging)
         if posting is None and not forwarded:
             return
         fetch = Fetch(posting, arrival, staging, post.relay, forwarded)
         self[arrival.id] = fetch
+        self._request_first_chunks(fetch)
+
+    def pull_instead(self, fetch: Fetch) -> None:
+        """Pull the bytes of a message with an offer, which are in the source's host memory now."""
+        fetch.staging = fresh(fetch.arrival.post.nbytes, self._pool)
+        self._request_first_chunks(fetch)
+
+    def _request_first_chunks(self, fetch: Fetch) -> None:
         for _ in range(CHUNKS_AHEAD):
             self.request_chunk(fetch)
         self._watch(fetch)
@@ -82,6 +101,27 @@ class Fetches(dict[MessageId, Fetch]):
         fetch = self[arrival.id]
         fetch.posting = posting
         self._watch(fetch)  # again, because the timer depends on the receive's deadline
+
+    def store_chunk(self, chunk: Data, body: Any) -> Fetch | None:
+        """Store a chunk, and return its fetch if that completes it. ValueError for a malformed chunk."""
+        fetch = self.get((chunk.source, chunk.stream, chunk.number))
+        if fetch is None or incarnations(fetch.arrival.post) != incarnations(chunk):
+            return None  # the chunk of an earlier message
+        part = np.frombuffer(body, dtype=np.uint8)
+        end, expected = chunk.start + part.size, fetch.requested.get(chunk.start, part.size)  # a duplicate: any size
+        if not part.size or end > fetch.staging.size or part.size != expected:
+            raise ValueError(f"malformed chunk of {part.size} bytes at {chunk.start} of {fetch.staging.size}")
+        if chunk.start not in fetch.requested:  # a duplicate: it came from both the relay and the source
+            return None
+        del fetch.requested[chunk.start]
+        fetch.staging[chunk.start : chunk.start + part.size] = part
+        fetch.received_bytes += part.size
+        self._relays.record_chunk(fetch.arrival.post, chunk.start, part.size)
+        if fetch.received_bytes < fetch.staging.size:
+            self.request_chunk(fetch)
+            return None
+        fetch.arrival.memory, fetch.arrival.own = fetch.staging, not fetch.forwarded
+        return fetch
 
     def request_chunk(self, fetch: Fetch) -> None:
         """Request the next chunk, if any is left."""

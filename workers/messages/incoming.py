@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import numpy as np
+import msgspec
 
 from dataplane.core.buffer_pool import BufferPool
 from dataplane.errors import DataPlaneError, InternalError
@@ -23,27 +23,26 @@ from workers.errors import (
 )
 from workers.messages.broadcast_calls import BroadcastCalls
 from workers.messages.deliveries import Arrival, Delivery, Key, MessageId, Posting
-from workers.messages.fetches import Fetches, Reply
+from workers.messages.fetches import Fetch, Fetches, Reply
 from workers.messages.options import CollectiveGroupOptions
 from workers.messages.outgoing import Contact
 from workers.messages.relays import Relays, Schedule
 from workers.messages.shared_buffers import Mappings
+from workers.messages.transfers import Groups, TransferReceiver
 from workers.messages.wire import (
     Absent,
     Data,
     FaultForm,
     Held,
+    HostValues,
     MessageReceived,
     PostMessage,
     Relay,
     Settled,
     WantMessage,
+    incarnations,
     refused,
 )
-
-EAGER_BYTES = 32 << 20
-"""The I/O thread copies messages up to this size at once, which avoids waking another thread first. Copying larger
-ones would delay other messages."""
 
 _Q = TypeVar("_Q")
 _log = logging.getLogger(__name__)
@@ -58,7 +57,8 @@ class Incoming:
     is_alive: whether a source is known to be alive, and watched; outdated: whether a message is from or for an earlier
     incarnation. `_arrivals`, `_postings`: queued messages and waiting receives, by source and stream; `_unsettled`:
     messages whose senders wait for a `Settled`; `_missed`: by key, the error that the next receive raises; `_fetches`:
-    messages whose values are being pulled; `_calls`: the numbers of this worker's broadcast calls."""
+    messages whose values are being pulled; transfers: those by collectives; `_calls`: the numbers of this worker's
+    broadcast calls."""
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class Incoming:
         mappings: Mappings,
         pool: BufferPool,
         relays: Relays,
+        groups: Groups,
         *,
         reply: Reply,
         ask_relay: Callable[[Relay, WantMessage], bool],
@@ -90,7 +91,15 @@ class Incoming:
         self._outdated = outdated
         self._arrivals: dict[Key, deque[Arrival]] = {}
         self._postings: dict[Key, deque[Posting]] = {}
-        self._fetches = Fetches(pool, relays, reply=reply, ask_relay=ask_relay, schedule=schedule)
+        self.transfers = TransferReceiver(groups, reply, lambda id: self._fetches.get(id), self._finish_fetch)
+        self._fetches = Fetches(
+            pool,
+            relays,
+            reply=reply,
+            ask_relay=ask_relay,
+            schedule=schedule,
+            request_transfer=self.transfers.request,
+        )
         self._unsettled: list[Arrival] = []
         self._missed: dict[Key, Exception] = {}
         self._calls = BroadcastCalls(self._postings)
@@ -245,10 +254,7 @@ class Incoming:
         """Match an arrived message with the receive that has waited longest for it, or queue it. ValueError if it has
         fewer bytes than its header names. inline: its bytes if it has no slab; copied. A slab that cannot be mapped
         leaves `memory` None: the values are fetched later. Then handle the requests of other workers for its values."""
-        memory = np.frombuffer(bytearray(inline), np.uint8) if post.slab is None else self._mappings.open(post.slab)
-        if memory is not None and memory.size < post.nbytes:
-            raise ValueError(f"message has {memory.size} bytes, its header names {post.nbytes}")
-        self._match_or_queue(Arrival(route, post, memory, own=post.slab is None))
+        self._match_or_queue(Arrival.of(route, post, inline, self._mappings))
         if post.passes_on:
             for asker, want in self._relays.record_message(post):
                 self.handle_want(asker, want)
@@ -270,30 +276,39 @@ class Incoming:
     def receive_chunk(self, chunk: Data, body: Any) -> None:
         """Store a chunk of a message that is being pulled. A malformed chunk fails the receive and its message. After
         the last chunk, deliver the message, or leave it queued if no receive waits for it."""
-        key = (chunk.source, chunk.stream, chunk.number)
-        fetch = self._fetches.get(key)
-        if fetch is None or _incarnations(fetch.arrival.post) != _incarnations(chunk):
-            return  # the chunk of an earlier message
-        part = np.frombuffer(body, dtype=np.uint8)
-        end, expected = chunk.start + part.size, fetch.requested.get(chunk.start, part.size)  # a duplicate: any size
-        if not part.size or end > fetch.staging.size or part.size != expected:
-            self._fail_fetch(key, f"malformed chunk of {part.size} bytes at {chunk.start} of {fetch.staging.size}")
+        try:
+            fetch = self._fetches.store_chunk(chunk, body)
+        except ValueError as error:
+            self._fail_fetch((chunk.source, chunk.stream, chunk.number), str(error))
             return
-        if chunk.start not in fetch.requested:  # a duplicate: it came from both the relay and the source
-            return
-        del fetch.requested[chunk.start]
-        fetch.staging[chunk.start : chunk.start + part.size] = part
-        fetch.received_bytes += part.size
-        self._relays.record_chunk(fetch.arrival.post, chunk.start, part.size)
-        if fetch.received_bytes < fetch.staging.size:
-            self._fetches.request_chunk(fetch)
-            return
-        del self._fetches[key]
-        fetch.arrival.memory, fetch.arrival.own = fetch.staging, not fetch.forwarded
-        if fetch.posting is None:  # no receive waits for it: it stays queued
+        if fetch is not None:
+            self._finish_fetch(fetch)
+
+    def _finish_fetch(self, fetch: Fetch) -> None:
+        """Deliver a message that is complete now. It stays queued if no receive waits for it."""
+        del self._fetches[fetch.arrival.id]
+        if fetch.posting is None:
             self._send_held(fetch.arrival, busy=True)
         else:
             self._attempt(self._deliver, fetch.posting, fetch.arrival)
+
+    def use_host_values(self, values: HostValues) -> None:
+        """Take the values of a message with an offer from host memory."""
+        id = (values.source, values.stream, values.number)
+        fetch = self._fetches.get(id)
+        queued = self._arrivals.get(id[:2], ()) if fetch is None else [fetch.arrival]
+        arrival = next((each for each in queued if each.id == id), None)
+        if arrival is None or arrival.complete or incarnations(arrival.post) != incarnations(values):
+            return
+        arrival.post = msgspec.structs.replace(arrival.post, slab=values.slab, offer=None)
+        arrival.memory, arrival.own = self._mappings.open(values.slab), False
+        if fetch is None:
+            if arrival.complete:
+                self._send_held(arrival, busy=True)
+        elif arrival.complete:
+            self._finish_fetch(fetch)
+        else:
+            self._fetches.pull_instead(fetch)
 
     def handle_absent(self, absent: Absent) -> None:
         """Pull from the source, because the relay does not forward these values."""
@@ -447,21 +462,7 @@ class Incoming:
         """Complete a receive with its message, and copy the values out if they are small or no thread waits."""
         # Any thread may take the delivery, and answers are sent in this one.
         delivery = Delivery(posting, arrival, self._pool, lambda: self._call(lambda: self._send_received(arrival)))
-        # With `async_op` the caller may drop the work. Until it has observed the end, a tensor's message is not taken:
-        # the next receive may get it.
-        revocable = posting.eager and posting.target is not None
-        if posting.eager or arrival.post.nbytes <= EAGER_BYTES:
-            try:
-                if posting.target is None or revocable:
-                    delivery.copy()  # of an object: also notifies its sender
-                else:
-                    delivery.take()
-            except Exception as error:
-                posting.fail(error)
-                return
-        if revocable:  # its receipt is reported once it is taken: the send need not wait for that
-            self._send_held(arrival, busy=True)
-        posting.future.set_result(delivery)
+        delivery.complete(posting, lambda: self._send_held(arrival, busy=True))
 
     def _send_held(self, arrival: Arrival, busy: bool) -> None:
         post, kept = arrival.post, arrival.complete
@@ -483,11 +484,6 @@ class Incoming:
 
     def _send_received(self, arrival: Arrival) -> None:
         self._reply(arrival.route, MessageReceived(stream=arrival.post.stream, number=arrival.post.number))
-
-
-def _incarnations(message: PostMessage | Data) -> tuple[int, int]:
-    """Return the incarnations of the source and of the receiver."""
-    return message.incarnation, message.receiver
 
 
 def _pop_first(queues: dict[Key, deque[_Q]], key: Key) -> _Q:

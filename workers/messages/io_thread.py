@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import enum
 import heapq
 import itertools
 import logging
@@ -12,8 +11,8 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import zmq
 
@@ -27,11 +26,15 @@ from workers.directory.address import WorkerAddress
 from workers.errors import MessengerClosedError, WorkerLostError
 from workers.messages import wire
 from workers.messages.backlog import Backlog
+from workers.messages.collectives import Road
 from workers.messages.deliveries import Posting
 from workers.messages.incoming import Incoming
-from workers.messages.outgoing import OutgoingMessages, Sending, ValueSnapshot
+from workers.messages.outgoing import OutgoingMessages, Sending
+from workers.messages.peers import Peer, PeerState
 from workers.messages.relays import Relays
 from workers.messages.shared_buffers import Mappings, Slabs
+from workers.messages.snapshots import ValueSnapshot
+from workers.messages.transfers import Groups, TransferSource
 from workers.messages.wire import Absent, Data, ForgetMessage, PostMessage, Pull, Relay, WantMessage
 from workers.transport.encoding import encode
 from workers.transport.links import LINGER_MS, Links
@@ -43,24 +46,6 @@ KEEP_BYTES = 1 << 30
 """Most memory of dropped tensors that is kept for the next received ones."""
 
 _log = logging.getLogger(__name__)
-
-
-class _PeerState(enum.Enum):
-    """What this worker knows of a peer. UNKNOWN: the next operation looks it up; LOOKUP: this waits for the directory's
-    answer; ALIVE: the peer is registered, and the directory reports its end."""
-
-    UNKNOWN = enum.auto()
-    LOOKUP = enum.auto()
-    ALIVE = enum.auto()
-
-
-@dataclass
-class _Peer:
-    """A worker with which messages are exchanged. incarnation: that of its latest message or directory entry."""
-
-    state: _PeerState = _PeerState.UNKNOWN
-    incarnation: int = 0
-    endpoint: str = ""
 
 
 class IoThread:
@@ -88,6 +73,7 @@ class IoThread:
         slabs: Slabs,
         mappings: Mappings,
         backlog: Backlog,
+        road: Road,
         *,
         host: str,
         facts: Facts,
@@ -99,7 +85,7 @@ class IoThread:
         self._slabs = slabs
         self._mappings = mappings
         self._lookup_s = lookup_s
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
         self._until_registered: list[Callable[[], None]] = []
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -109,12 +95,16 @@ class IoThread:
         self._ended: Exception | None = None
         self._expelled_error: Exception | None = None
         self._pool = BufferPool(KEEP_BYTES)
+        self.host = resolve_host(host)
         self.outgoing = OutgoingMessages(self.name, self._transmit, self._schedule)
+        self._groups = Groups(self.host, road, lookup_s, schedule=self._schedule, call=self.call)
+        self.transfers = TransferSource(self.name, self.outgoing, slabs, self._groups, self._tell)
         self.incoming = Incoming(
             self.name,
             mappings,
             self._pool,
             Relays(backlog, self._reply, self._schedule),
+            self._groups,
             reply=self._reply,
             ask_relay=self._ask_relay,
             schedule=self._schedule,
@@ -122,7 +112,7 @@ class IoThread:
             contact=self.outgoing.contact,
             forget=self.outgoing.forget,
             busy=self._has_waiting,
-            is_alive=lambda name: self._peer(name).state is _PeerState.ALIVE,
+            is_alive=lambda name: self._peer(name).state is PeerState.ALIVE,
             outdated=self._outdated,
         )
         self._context: zmq.Context[Socket] = zmq.Context()
@@ -137,7 +127,6 @@ class IoThread:
             undo.callback(self._thread.forget)
             self._unsubscribe = directory.subscribe(self._entry_changed)
             undo.callback(self._unsubscribe)
-            self.host = resolve_host(host)
             port = bind_tcp(self._router, self.host)
             self.incarnation = directory.register_worker(address, join_address(self.host, port), facts).incarnation
             undo.pop_all()
@@ -205,6 +194,7 @@ class IoThread:
         self._ended = error = self._expelled_error or error  # from now on, callers of `call` run their own work
         self.outgoing.fail_all(error)
         self.incoming.fail_all(error)
+        self._groups.close()
         self._mappings.close()
         self._pool.drop()
         self._context.destroy(linger=LINGER_MS)
@@ -293,33 +283,33 @@ class IoThread:
     def _post_receive(self, posting: Posting) -> None:
         """Match a receive with an arrived message, or let it wait and look its source up."""
         self._next_expiry = min(self._next_expiry, posting.deadline)
-        is_alive = self._peer(posting.source).state is _PeerState.ALIVE
+        is_alive = self._peer(posting.source).state is PeerState.ALIVE
         if self.incoming.post(posting, is_alive):
             self._contact_peer(posting.source, posting.deadline)
 
     # --- peers ----------------------------------------------------------------------------------------------------
 
-    def _peer(self, name: str) -> _Peer:
-        return self._peers.setdefault(name, _Peer())
+    def _peer(self, name: str) -> Peer:
+        return self._peers.setdefault(name, Peer())
 
     def _contact_peer(self, name: str, deadline: float) -> None:
         """Look the peer up, so that its death is reported to this end, and then send the messages queued for it. Send
         them now if it is known; a no-op while it is looked up. deadline: of the operation; the lookup lasts until then,
         and at least `_lookup_s`."""
         peer = self._peer(name)
-        if peer.state is _PeerState.ALIVE:
+        if peer.state is PeerState.ALIVE:
             self.outgoing.flush(name, self.incarnation, peer.incarnation, peer.endpoint)
-        elif peer.state is _PeerState.UNKNOWN:
+        elif peer.state is PeerState.UNKNOWN:
             wait_s = max(self._lookup_s, deadline - time.monotonic())
             lookup = self._directory.ask(Kind.WORKER, name, wait_s)
-            peer.state = _PeerState.LOOKUP
+            peer.state = PeerState.LOOKUP
             lookup.add_done_callback(lambda future: self.call(partial(self._attempt_lookup, name, future)))
 
     def _attempt_lookup(self, name: str, future: Future[tuple[DirectoryEntry, ...]]) -> None:
         """Handle the directory's answer about a peer. An exception fails the messages to and from that peer."""
         defect = self._attempt(partial(self._handle_lookup, name, future))
         if defect is not None:
-            self._peer(name).state = _PeerState.UNKNOWN
+            self._peer(name).state = PeerState.UNKNOWN
             self._fail_messages(name, InternalError(what=f"{self.name} found {name}: {defect!r}"))
 
     def _handle_lookup(self, name: str, future: Future[tuple[DirectoryEntry, ...]]) -> None:
@@ -333,12 +323,12 @@ class IoThread:
         peer = self._peer(name)
         error = future.exception()
         if isinstance(error, Exception):
-            peer.state = _PeerState.UNKNOWN
+            peer.state = PeerState.UNKNOWN
             self._fail_messages(name, error)
             return
         (entry,) = future.result()
         self._record_incarnation(name, peer, entry.incarnation)
-        peer.state = _PeerState.ALIVE
+        peer.state = PeerState.ALIVE
         peer.endpoint = entry.endpoints[0]
         self.outgoing.flush(name, self.incarnation, entry.incarnation, peer.endpoint)
         self.incoming.match(name)
@@ -379,12 +369,12 @@ class IoThread:
             self.outgoing.fail_all(error)
             self.incoming.fail_all(error)
 
-    def _record_incarnation(self, name: str, peer: _Peer, incarnation: int) -> None:
+    def _record_incarnation(self, name: str, peer: Peer, incarnation: int) -> None:
         """Record the incarnation of a peer, and discard the state of an earlier one. A peer that was alive has been
         restarted: fail the messages to it."""
         if peer.incarnation == incarnation:
             return
-        was_alive = peer.state is _PeerState.ALIVE
+        was_alive = peer.state is PeerState.ALIVE
         peer.incarnation = incarnation
         self.incoming.outdate(name, incarnation)
         if was_alive:
@@ -393,9 +383,10 @@ class IoThread:
             if self.incoming.waits_for(name):
                 self._contact_peer(name, 0.0)  # looks it up for at least `_lookup_s`
 
-    def _disconnect(self, name: str, peer: _Peer) -> None:
+    def _disconnect(self, name: str, peer: Peer) -> None:
         """Close the connection to a peer. The next operation looks the peer up again."""
-        peer.state = _PeerState.UNKNOWN
+        peer.state = PeerState.UNKNOWN
+        self._groups.end_with(name)
         self._links.cut(name)
 
     def _fail_messages(self, name: str, error: Exception) -> None:
@@ -419,7 +410,7 @@ class IoThread:
         """Send a request to a relay. Return False if another process has its name or port by now, or if it cannot be
         reached."""
         peer = self._peer(relay.worker)
-        if peer.state is _PeerState.ALIVE and peer.incarnation != relay.incarnation:
+        if peer.state is PeerState.ALIVE and peer.incarnation != relay.incarnation:
             return False
         try:
             if self._links.others(relay.worker, relay.endpoint):
@@ -458,6 +449,12 @@ class IoThread:
             case WantMessage():
                 if request.receiver == self.incarnation:  # otherwise the asker soon turns to the source
                     self.incoming.handle_want(route, request)
+            case wire.Transfer():
+                self.incoming.transfers.begin(route, request)
+            case wire.HostValues():
+                self.incoming.use_host_values(request)
+            case wire.EndGroup():
+                self._groups.end(request.group)
 
     def _receive_answers(self) -> None:
         """Handle what peers send over the connections of this worker to them. Tell them which slabs are closed now."""
@@ -467,6 +464,10 @@ class IoThread:
                     self._attempt(partial(self._send_chunk, name, answer))
                 case Data():  # frames[0] is the header
                     self._attempt(partial(self.incoming.receive_chunk, answer, frames[1].buffer))
+                case wire.Ready():
+                    self._attempt(partial(self.transfers.handle_ready, name, answer))
+                case wire.WantHost():
+                    self._attempt(partial(self.transfers.handle_want_host, name, answer))
                 case Absent():
                     self._attempt(partial(self.incoming.handle_absent, answer))
                 case _:
@@ -482,17 +483,15 @@ class IoThread:
         sending = self.outgoing.message_to_pull(name, pull)
         if sending is None or sending.snapshot.slab is None:
             return
-        peer = self._peer(name)
         chunk = sending.snapshot.slab.memory[pull.start : pull.start + pull.nbytes]
-        data = Data(
-            stream=pull.stream,
-            number=pull.number,
-            source=self.name,
-            incarnation=self.incarnation,
-            receiver=peer.incarnation,
-            start=pull.start,
-        )
-        self._links.send(name, peer.endpoint, (encode(data), frame(chunk)), self.outgoing.idle)
+        self._tell(name, Data, frame(chunk), stream=pull.stream, number=pull.number, start=pull.start)
+
+    def _tell(self, name: str, kind: Callable[..., wire.Request], *frames: zmq.Frame, **facts: Any) -> None:
+        """Send a message of this kind with `facts` and the names of both ends to a peer, unless it is lost."""
+        peer = self._peer(name)
+        if peer.state is PeerState.ALIVE and self._ended is None:
+            message = kind(source=self.name, incarnation=self.incarnation, receiver=peer.incarnation, **facts)
+            self._links.send(name, peer.endpoint, (encode(message), *frames), self.outgoing.idle)
 
     def _announce_closed_slabs(self) -> None:
         inodes = self._slabs.pop_closed()

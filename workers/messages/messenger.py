@@ -46,12 +46,14 @@ from workers.errors import DirectoryLostError, MessageBacklogError, MessengerClo
 from workers.messages import broadcast_members, tensors
 from workers.messages.async_work import AsyncWork, TensorWork, all_of
 from workers.messages.backlog import Backlog
+from workers.messages.collectives import AUTO, Road
 from workers.messages.deliveries import Delivery, Posting
 from workers.messages.io_thread import IoThread
 from workers.messages.options import CollectiveGroupOptions, checked
-from workers.messages.outgoing import Sending, ValueSnapshot
+from workers.messages.outgoing import Sending
 from workers.messages.relays import RECEIVERS_FROM, Tree
-from workers.messages.shared_buffers import Mappings, OwnSlab, Slabs
+from workers.messages.shared_buffers import Mappings, Slabs
+from workers.messages.snapshots import Snapshots, ValueSnapshot, half_of_memory
 from workers.messages.wire import FaultForm, Form, ObjectForm, TensorForm
 from workers.transport import pickling
 from workers.transport.pickling import Packed
@@ -60,9 +62,6 @@ TIMEOUT_S = 1800.0
 """Default timeout of an operation."""
 LINGER_S = 5.0
 """How long `close` waits until the sent messages can outlive this worker."""
-INLINE_BYTES = 64 << 10
-MESSAGE_BYTES = 4 << 10
-"""Approximate bytes of a message at each of its ends besides its values; counted with them."""
 _PAIR = b""
 """The stream of messages between a pair of workers. A broadcast's stream has a name."""
 
@@ -83,8 +82,9 @@ class Messenger:
     workers of the job reach this host; facts: for the directory entry; timeout_s: default timeout of operations,
     finite; backlog_bytes: limit of the bytes that are sent and not yet received (each message counts `MESSAGE_BYTES`
     for itself and for each receiver, besides its values) or are forwarded for other broadcasts, half of the host's
-    memory if None; shared_memory: whether receivers on this host may map this worker's memory. `NameInUseError` if
-    another process is registered under the address; `OpenFilesError`.
+    memory if None; shared_memory: whether receivers on this host may map this worker's memory; collectives: which
+    tensors travel by the collectives of their device, see `Road`. `NameInUseError` if another process is registered
+    under the address; `OpenFilesError`; ValueError for an unknown mode of collectives.
 
     Operations raise these errors, from the call or from the `wait` of their work. `MessageTimeoutError` or
     `NameNotFoundError`: the timeout passed. `WorkerLostError`, which names the peer: within seconds after the peer
@@ -114,6 +114,7 @@ class Messenger:
         timeout_s: float = TIMEOUT_S,
         backlog_bytes: int | None = None,
         shared_memory: bool = True,
+        collectives: str = AUTO,
     ) -> None:
         allow_more()  # open files: raises this process's limit
         self.address = address
@@ -122,17 +123,20 @@ class Messenger:
         self._name = address.get_name()
         self._closed = False
         self._guard = threading.Lock()
-        self._backlog = Backlog(_half_of_memory() if backlog_bytes is None else backlog_bytes)
+        road = Road(collectives, self._name)
+        self._backlog = Backlog(half_of_memory() if backlog_bytes is None else backlog_bytes)
         with OpenFilesError.of(f"messages of worker {self._name}", least=OF_A_CONTEXT):
             # Memory is shared among workers with equal `here`; a unique one shares none.
             here = this_host() if shared_memory else f"only {this_host()}/{os.getpid()}/{self._name}"
             self._slabs = Slabs(here)
+            self._snapshots = Snapshots(self._slabs, self._backlog, road)
             self._io_thread = IoThread(
                 address,
                 directory,
                 self._slabs,
                 Mappings(here),
                 self._backlog,
+                road,
                 host=host,
                 facts=facts or {},
                 lookup_s=self.timeout_s,
@@ -286,7 +290,7 @@ class Messenger:
         error, and send it to the others instead."""
         try:
             self._check_arguments(options, timeout_s, *others)
-            snapshot = self._snapshot(ObjectForm(), pickling.pack(object), len(others), f"{self._name}: broadcast")
+            snapshot = self._snapshots.take(ObjectForm(), pickling.pack(object), others, f"{self._name}: broadcast")
         except BaseException as error:
             self._send_fault(error, others, stream, options)
             raise
@@ -304,7 +308,7 @@ class Messenger:
         the call uses up its number in either case."""
         fault = FaultForm(f"{type(error).__name__}: {error}")
         try:
-            nothing = self._snapshot(fault, pickling.NOTHING, len(others), "a fault")
+            nothing = self._snapshots.take(fault, pickling.NOTHING, others, "a fault")
         except MessageBacklogError:
             # The receivers' calls of this number then fail when the message of a later call arrives.
             self._io_thread.call(lambda: self._io_thread.outgoing.skip(others, stream))
@@ -325,6 +329,7 @@ class Messenger:
             return
         # Before the directory entry is ended: that fails the receives of messages whose values are incomplete.
         with contextlib.suppress(FutureTimeout):
+            self._io_thread.call(self._io_thread.transfers.send_all_host)
             self._io_thread.settled().result(LINGER_S)
         with contextlib.suppress(DirectoryLostError):
             self._directory.end(Kind.WORKER, self._name, self._io_thread.incarnation, why="it was closed")
@@ -369,7 +374,7 @@ class Messenger:
         async_op: bool,
     ) -> AsyncWork[None] | None:
         """Send to one worker. Return the work with `async_op`, otherwise wait for it."""
-        snapshot = self._snapshot(form, packed, receivers=1, what=f"{self._name}: send to {dst}")
+        snapshot = self._snapshots.take(form, packed, [dst], f"{self._name}: send to {dst}")
         (work,) = self._submit_sends(snapshot, [dst], _PAIR, options, timeout_s)
         if async_op:
             return work
@@ -402,34 +407,6 @@ class Messenger:
         ]
         self._io_thread.submit_send(sendings)
         return [AsyncWork(sending.future, sending.what) for sending in sendings]
-
-    def _snapshot(self, form: Form, packed: Packed, receivers: int, what: str) -> ValueSnapshot:
-        """Copy the values as they are now, and count them in the backlog until all receivers have them. Large values
-        are copied into a slab, others into one bytes object. receivers: their number; what: names the operation."""
-        size = packed.nbytes + MESSAGE_BYTES * (1 + receivers)
-        self._backlog.admit(size, what)
-        try:
-            slab, inline = None, b""
-            if packed.nbytes > INLINE_BYTES:
-                slab = self._slabs.take(packed.nbytes)
-                packed.write(slab.memory)
-            else:
-                inline = b"".join(packed.runs())
-        except BaseException:
-            self._backlog.free(size)
-            if slab is not None:
-                self._slabs.give_back(slab)
-            raise
-
-        # may_be_read: a receiver that was given up may still read the slab, so it is not reused.
-        def free_memory(slab: OwnSlab | None, may_be_read: bool) -> None:
-            self._backlog.free(size)
-            if slab is not None and may_be_read:
-                self._slabs.abandon(slab)
-            elif slab is not None:
-                self._slabs.give_back(slab)
-
-        return ValueSnapshot(form, packed, slab, inline, receivers, free_memory)
 
     def _receive(
         self,
@@ -484,7 +461,3 @@ def _load_result(delivery: Delivery) -> Any:
 
 def _take_tensor(delivery: Delivery) -> None:
     delivery.take()
-
-
-def _half_of_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

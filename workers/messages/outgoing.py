@@ -5,79 +5,33 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import zmq
-
 from dataplane.errors import DataPlaneError, InternalError
 from workers.directory.address import WorkerAddress
 from workers.errors import GroupOptionsError, MessageTimeoutError, WorkerLostError
 from workers.messages.options import CollectiveGroupOptions
-from workers.messages.relays import Schedule, Tree
-from workers.messages.shared_buffers import OwnSlab
-from workers.messages.wire import Form, Held, MessageReceived, PostMessage, Pull, RefusedMessage, Settled
+from workers.messages.relays import Schedule
+from workers.messages.snapshots import ValueSnapshot
+from workers.messages.wire import Held, MessageReceived, PostMessage, Pull, Ready, RefusedMessage, Settled, WantHost
 from workers.transport.encoding import error_of
-from workers.transport.pickling import Packed
 
 SETTLE_S = 1.0
 """At first contact a sender waits this long for the receiver to take or refuse the announced message."""
 
 _log = logging.getLogger(__name__)
 _DEFAULT = CollectiveGroupOptions()
-_serials = itertools.count()
-
-
-class ValueSnapshot:
-    """A message's bytes as they were at the call, kept in a slab or inline until all receivers have them.
-
-    inline: the frame of the inline bytes, made once for all receivers; slab: None if the bytes are inline, and after
-    the release; serial: number of the values in this process; tree: the tree of relays, None if all receivers pull from
-    this worker. free: called once all receivers released the bytes (at once if there are none), with the slab and
-    whether a receiver that was given up may still read it. `_references`: receivers that have not released the bytes.
-    """
-
-    def __init__(
-        self,
-        form: Form,
-        packed: Packed,
-        slab: OwnSlab | None,
-        inline: bytes,
-        receivers: int,
-        free: Callable[[OwnSlab | None, bool], None],
-    ) -> None:
-        self.form = form
-        self.serial = next(_serials)
-        self.layout = packed.layout
-        self.slab = slab
-        self.inline = zmq.Frame(inline, copy=True)
-        self.tree: Tree | None = None
-        self._references = receivers
-        self._free = free
-        self._guard = threading.Lock()
-        self._may_be_read = False
-        if not receivers:
-            free(slab, False)
-
-    def release(self, *, may_be_read: bool = False) -> None:
-        """Drop one receiver's reference. may_be_read: that receiver was given up and may still be reading."""
-        with self._guard:
-            self._may_be_read = self._may_be_read or may_be_read
-            self._references -= 1
-            if self._references:
-                return
-            slab, self.slab = self.slab, None
-        self._free(slab, self._may_be_read)
 
 
 @dataclass(eq=False)
 class Sending:
     """A message to one receiver. begun, deadline: on the monotonic clock; future: of the send; number: of the message
     in its stream to this receiver, -1 before `queue`; kept: the receiver no longer needs this worker's bytes; settling:
-    the send waits up to `SETTLE_S` for a refusal, see `Contact.waits`."""
+    the send waits up to `SETTLE_S` for a refusal, see `Contact.waits`; transferring: the receiver was told to take the
+    values from a process group."""
 
     to: str
     stream: bytes
@@ -90,6 +44,7 @@ class Sending:
     number: int = -1
     kept: bool = False
     settling: bool = False
+    transferring: bool = False
 
     def complete(self) -> None:
         if not self.future.done():
@@ -203,6 +158,7 @@ class OutgoingMessages:
             serial=snapshot.serial,
             relay=relay,
             passes_on=passes_on,
+            offer=snapshot.offer,
         )
         self._transmit(peer, post, snapshot)
 
@@ -252,8 +208,8 @@ class OutgoingMessages:
             _log.error("%s was refused after its delivery: %s", sending.what, error)
             self._late[sending.to] = error
 
-    def message_to_pull(self, peer: str, pull: Pull) -> Sending | None:
-        """Return the message of which a receiver requests a chunk."""
+    def message_to_pull(self, peer: str, pull: Pull | Ready | WantHost | Sending) -> Sending | None:
+        """Return the message whose values a receiver requests, None if it was received or refused."""
         return self._find_sent(peer, pull.stream, pull.number)
 
     def _find_sent(self, peer: str, stream: bytes, number: int) -> Sending | None:
@@ -274,9 +230,9 @@ class OutgoingMessages:
             what = f"{sending.what} (no such worker is registered; check that its group was launched under this name)"
             sending.fail(MessageTimeoutError(what=what, waited_s=now - sending.begun))
         # Sent messages are kept after their send has failed: their receivers may still take them.
-        for sending in [sending for sending in self._all_sent() if sending.deadline <= now]:
+        for sending in [sending for sending in self.sent() if sending.deadline <= now]:
             sending.fail(MessageTimeoutError(what=sending.what, waited_s=now - sending.begun))
-        waiting = itertools.chain(self._all_sent(), *self._queued.values())
+        waiting = itertools.chain(self.sent(), *self._queued.values())
         return min((sending.deadline for sending in waiting if not sending.future.done()), default=math.inf)
 
     def lose(self, peer: str, error: Exception) -> bool:
@@ -315,13 +271,14 @@ class OutgoingMessages:
     @property
     def settled(self) -> bool:
         """Whether no receiver needs this worker for the messages it sent."""
-        return not any(self._queued.values()) and all(sending.kept for sending in self._all_sent())
+        return not any(self._queued.values()) and all(sending.kept for sending in self.sent())
 
     def idle(self, peer: str) -> bool:
         """Whether no message to that peer is queued, in transit or waiting for its receive."""
         return peer not in self._sent and not self._queued.get(peer)
 
-    def _all_sent(self) -> Iterator[Sending]:
+    def sent(self) -> Iterator[Sending]:
+        """Yield the messages that were sent and neither received nor refused."""
         for sent in self._sent.values():
             yield from sent.values()
 

@@ -10,6 +10,8 @@ A sender's messages go over its connection to the receiver's port; the answers r
     <-------------  MessageReceived                 taken by a receive
     <-------------  RefusedMessage                  matched with a receive that expected something else
 
+Tensors on a device may travel by its collectives (see `workers.messages.transfers`).
+
 Values of a broadcast to many receivers may be pulled from another receiver (see `workers.messages.relays`):
 
     receiver                                        receiver that forwards (relay)
@@ -74,6 +76,14 @@ class Slab(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """A device. device: its name in its process, such as "cpu"; uuid: the same in all processes for one device, empty
+    if it is not known and for the CPU."""
+
+    device: str
+    uuid: str
+
+
 class Relay(msgspec.Struct, frozen=True, array_like=True):
     """A receiver that forwards values. depth: number of receivers on the way from the source, including this one."""
 
@@ -84,12 +94,13 @@ class Relay(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A message, whose bytes are in the last frame if `slab` is None.
+    """A message, whose bytes are in the last frame if `slab` is None. With an `offer` that frame has only the skeleton.
 
     stream: empty between a pair, otherwise the name of the broadcast group; number: of this message from this sender
     in this stream to this receiver; serial: of its values, the same for all receivers of a broadcast; receiver: its
     incarnation, because another process may have its port by now; settling: the sender waits for more than Held;
-    relay: the receiver to pull from, None for the sender; passes_on: others may pull from this receiver.
+    relay: the receiver to pull from, None for the sender; passes_on: others may pull from this receiver; offer: the
+    device from which the tensors may travel by its collectives.
     """
 
     stream: bytes
@@ -105,6 +116,7 @@ class PostMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     serial: int
     relay: Relay | None
     passes_on: bool
+    offer: Place | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError if the layout names bytes beyond those of the message, or if the slab is too small."""
@@ -204,13 +216,73 @@ class Absent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     number: int
 
 
-Request = PostMessage | Data | ForgetMessage | WantMessage
-Answer = Held | Settled | MessageReceived | RefusedMessage | Pull | Data | Absent
+class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A receive took a message with an offer. place: the device on which it receives."""
+
+    stream: bytes
+    number: int
+    place: Place
+
+
+class WantHost(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Send the values of a message with an offer through host memory. group: the process group that failed, if any."""
+
+    stream: bytes
+    number: int
+    group: str
+    why: str
+
+
+class Transfer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to Ready: take part in a broadcast of a process group. store: address at which its members meet; device:
+    on which the receiver receives; source, incarnation, receiver: as in Data."""
+
+    stream: bytes
+    number: int
+    source: str
+    incarnation: int
+    receiver: int
+    group: str
+    store: str
+    rank: Annotated[int, msgspec.Meta(gt=0)]
+    size: Annotated[int, msgspec.Meta(gt=1)]
+    device: str
+    options: CollectiveGroupOptions
+    nbytes: Annotated[int, msgspec.Meta(gt=0)]
+
+
+class HostValues(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The values of a message with an offer are in this slab now; source, incarnation, receiver: as in Data."""
+
+    stream: bytes
+    number: int
+    source: str
+    incarnation: int
+    receiver: int
+    slab: Slab
+
+
+class EndGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A process group failed: end it."""
+
+    source: str
+    incarnation: int
+    receiver: int
+    group: str
+
+
+Request = PostMessage | Data | ForgetMessage | WantMessage | Transfer | HostValues | EndGroup
+Answer = Held | Settled | MessageReceived | RefusedMessage | Pull | Data | Absent | Ready | WantHost
 FOLLOWED = (PostMessage, Data)
 """A frame of bytes follows the header of these messages."""
 
 decode_request: Callable[[Any], Request] = decoder(Request)
 decode_answer: Callable[[Any], Answer] = decoder(Answer)
+
+
+def incarnations(message: PostMessage | Data | Transfer | HostValues) -> tuple[int, int]:
+    """Return the incarnations of the source and of the receiver."""
+    return message.incarnation, message.receiver
 
 
 def refused(post: PostMessage, error: DataPlaneError) -> RefusedMessage:

@@ -91,6 +91,14 @@ class Packed:
             else:
                 np.copyto(run, np.frombuffer(part, np.uint8))
 
+    def write_tensors(self, flat: Tensor) -> None:
+        """Copy the parts, which are tensors, into `flat`, uint8 [at least skeleton_from], on their device. Does not
+        wait for the device."""
+        for segment, part in zip(self.layout.segments, self.parts, strict=True):
+            assert isinstance(part, Tensor), segment
+            if segment.nbytes:
+                _copy_values(part, flat[segment.start : segment.start + segment.nbytes])
+
     def runs(self) -> list[memoryview]:
         """Return the same bytes as consecutive buffers. Only tensors that are not contiguous or not on the CPU
         are copied."""
@@ -200,15 +208,29 @@ def unpack(
     return unpacked
 
 
+def tensors_of(layout: Layout, flat: Tensor) -> list[Tensor]:
+    """Return the tensors that `Packed.write_tensors` wrote into `flat`, without a copy."""
+    return [
+        flat[segment.start : segment.start + segment.nbytes].view(_DTYPES[segment.dtype]).view(segment.shape)
+        for segment in layout.segments
+    ]
+
+
+def copy_tensor(target: Tensor, tensor: Tensor) -> None:
+    """Copy a tensor to `target`, of the same shape and dtype, on any device and with any strides. Blocks until it is
+    copied."""
+    with torch.no_grad():
+        target.copy_(tensor)
+    _synchronize([target])
+
+
 def copy_into(target: Tensor, layout: Layout, memory: Bytes) -> None:
     """Copy the single tensor that `Packed.write` wrote into `memory` to `target`, of the same shape and dtype, on any
     device and with any strides. Blocks until it is copied."""
     (segment,) = layout.segments
     if segment.nbytes:
         flat = torch.from_numpy(_segment_bytes(memory, segment))
-        with torch.no_grad():
-            target.copy_(flat.view(_DTYPES[segment.dtype]).view(segment.shape))
-        _synchronize([target])
+        copy_tensor(target, flat.view(_DTYPES[segment.dtype]).view(segment.shape))
 
 
 def fresh(nbytes: int, pool: BufferPool) -> Bytes:

@@ -15,6 +15,8 @@ from tests.children import START_S
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient
 from workers.directory.address import WorkerAddress
 from workers.messages import Messenger, outgoing
+from workers.messages.collectives import Road
+from workers.messages.transfers import Groups
 from workers.messages.wire import WantMessage
 
 WAIT_S = 60.0
@@ -45,11 +47,17 @@ def want_of(source: str, **facts: Any) -> WantMessage:
     return WantMessage(source=source, start=0, **(usual | facts))
 
 
-class Here:
-    """Workers of this process, and threads to use them from."""
+def no_groups() -> Groups:
+    """Of a worker whose messages all travel through host memory."""
+    return Groups("127.0.0.1", Road("never", "g:1"), WAIT_S, schedule=lambda *_: None, call=lambda work: work())
 
-    def __init__(self, shared_memory: bool) -> None:
+
+class Here:
+    """Workers of this process, and threads to use them from. collectives: whether tensors travel by collectives."""
+
+    def __init__(self, shared_memory: bool, *, collectives: bool = False) -> None:
         self.shared_memory = shared_memory
+        self.collectives = collectives
         self._stack = contextlib.ExitStack()
         self.directory = self._stack.enter_context(Directory.serve())
         self._pool = self._stack.enter_context(ThreadPoolExecutor(16))
@@ -58,7 +66,8 @@ class Here:
         return self._stack.enter_context(DirectoryClient(self.directory.address))
 
     def worker(self, name: WorkerAddress, **options: Any) -> Messenger:
-        options = {"timeout_s": WAIT_S, "shared_memory": self.shared_memory, **options}
+        usual = {"timeout_s": WAIT_S, "shared_memory": self.shared_memory, "collectives": _mode(self.collectives)}
+        options = {**usual, **options}
         return self._stack.enter_context(Messenger(name, self.client(), **options))
 
     def workers(self, count: int) -> list[Messenger]:
@@ -74,9 +83,11 @@ class Here:
 class Elsewhere:
     """A process that is a worker: `work(messenger, pipe)` is called in it, once it is registered."""
 
-    def __init__(self, directory: Directory, name: WorkerAddress, work: Callable[..., None], host: str) -> None:
+    def __init__(
+        self, directory: Directory, name: WorkerAddress, work: Callable[..., None], host: str, collectives: bool
+    ) -> None:
         self.pipe, theirs = _spawn.Pipe()
-        arguments = (directory.address, name.get_name(), theirs, work, host)
+        arguments = (directory.address, name.get_name(), theirs, work, host, _mode(collectives))
         self._process = _spawn.Process(target=_be, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -102,11 +113,17 @@ class Elsewhere:
         self.pipe.close()
 
 
-def _be(directory: str, name: str, pipe: Any, work: Callable[..., None], host: str) -> None:
+def _mode(collectives: bool) -> str:
+    return "always" if collectives else "auto"
+
+
+def _be(directory: str, name: str, pipe: Any, work: Callable[..., None], host: str, collectives: str) -> None:
     os.environ[DIRECTORY_VARIABLE] = directory
     with (
         DirectoryClient.from_environment() as client,
-        Messenger(WorkerAddress.from_name(name), client, timeout_s=WAIT_S, host=host) as messenger,
+        Messenger(
+            WorkerAddress.from_name(name), client, timeout_s=WAIT_S, host=host, collectives=collectives
+        ) as messenger,
     ):
         pipe.send("registered")
         work(messenger, pipe)
@@ -114,18 +131,23 @@ def _be(directory: str, name: str, pipe: Any, work: Callable[..., None], host: s
 
 @contextlib.contextmanager
 def elsewhere(
-    directory: Directory, name: WorkerAddress, work: Callable[..., None], host: str = "127.0.0.1"
+    directory: Directory,
+    name: WorkerAddress,
+    work: Callable[..., None],
+    host: str = "127.0.0.1",
+    *,
+    collectives: bool = False,
 ) -> Iterator[Elsewhere]:
-    process = Elsewhere(directory, name, work, host)
+    process = Elsewhere(directory, name, work, host, collectives)
     try:
         yield process
     finally:
         process.close()
 
 
-@pytest.fixture(params=[True, False], ids=["memory", "frames"])
+@pytest.fixture(params=["memory", "frames", "collectives"])
 def here(request: pytest.FixtureRequest) -> Iterator[Here]:
-    workers = Here(request.param)
+    workers = Here(request.param != "frames", collectives=request.param == "collectives")
     yield workers
     workers.close()
 

@@ -14,7 +14,7 @@ import torch
 
 from dataplane.core.buffer_pool import BufferPool
 from tests.restarts import wait_until
-from tests.workers.messages.messengers import WAIT_S, Here, address, here, one_connection, until_it_fails
+from tests.workers.messages.messengers import WAIT_S, Here, address, here, no_groups, one_connection, until_it_fails
 from tests.workers.messages.test_late import Dam, far
 from workers.errors import (
     MessageBacklogError,
@@ -27,9 +27,10 @@ from workers.messages import Messenger
 from workers.messages.backlog import Backlog
 from workers.messages.deliveries import Posting
 from workers.messages.incoming import Incoming
-from workers.messages.outgoing import OutgoingMessages, Sending, ValueSnapshot
+from workers.messages.outgoing import OutgoingMessages, Sending
 from workers.messages.relays import Relays
 from workers.messages.shared_buffers import Mappings
+from workers.messages.snapshots import ValueSnapshot
 from workers.messages.wire import ObjectForm, PostMessage
 from workers.transport import pickling
 
@@ -228,6 +229,7 @@ class Ends:
             Mappings("here"),
             BufferPool(1 << 20),
             nobody,
+            no_groups(),
             reply=lambda _, answer: self.outgoing.handle_answer("g:1", answer),  # type: ignore[arg-type]
             ask_relay=lambda *_: False,
             schedule=lambda *_: None,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from dataplane.core.buffer_pool import BufferPool
-from tests.workers.messages.messengers import want_of
+from tests.workers.messages.messengers import no_groups, want_of
 from workers.messages.backlog import Backlog
 from workers.messages.deliveries import Posting
 from workers.messages.incoming import Incoming
@@ -55,6 +55,7 @@ class Engine:
             Mappings("here"),
             BufferPool(0),
             Relays(Backlog(1 << 20), reply, lambda seconds, work: None),
+            no_groups(),
             reply=reply,
             ask_relay=self._ask,
             schedule=later,

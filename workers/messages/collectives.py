@@ -1,0 +1,355 @@
+"""Process groups of torch.distributed that carry the tensors of messages between devices, each with its own thread.
+
+The user's process groups, the default one included, are not used. The backend is that of the device
+(`torch.distributed.get_default_backend_for_device`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from dataplane.core.addresses import join_address, split_address
+from workers.directory.address import WorkerAddress
+from workers.messages.options import CollectiveGroupOptions
+from workers.messages.wire import Place
+from workers.transport.pickling import Packed
+
+AUTO, ALWAYS, NEVER = MODES = ("auto", "always", "never")
+CONNECT_S = 60.0
+"""How long the members of a new process group wait for each other."""
+
+_UNUSED_TAG = 2**31 - 1
+_TEARDOWN_VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
+"""By default these backends end the process if an operation fails. 0 makes them only report the failure."""
+_making = threading.Lock()
+_log = logging.getLogger(__name__)
+
+
+def checked_mode(mode: str) -> str:
+    """Return `mode` if it is one of `MODES`, otherwise raise ValueError."""
+    if mode not in MODES:
+        raise ValueError(f"collectives={mode!r}: expected one of {', '.join(MODES)}")
+    return mode
+
+
+def place_of(device: torch.device) -> Place:
+    """Return the name and the identity of a device. The identity is empty for the CPU, and if it is not known."""
+    if device.type == "cpu":
+        return Place("cpu", "")
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    properties = torch.get_device_module(device).get_device_properties(index)
+    return Place(f"{device.type}:{index}", str(getattr(properties, "uuid", "")))
+
+
+class Road:
+    """Chooses how the tensors of `worker`'s messages travel. mode: "auto": those on an accelerator by its collectives;
+    "always": those on the CPU, too; "never": all through host memory. host_only: names of the workers to which only
+    host memory leads. Thread-safe."""
+
+    def __init__(self, mode: str, worker: str) -> None:
+        self._mode = checked_mode(mode)
+        self._worker = worker
+        self.host_only: set[str] = set()
+
+    def device_of(self, packed: Packed, receivers: Sequence[WorkerAddress]) -> torch.device | None:
+        """Return the device of a message's tensors if they are to travel by its collectives: if it has values, all of
+        them are tensors on one device, and no receiver is in `host_only`."""
+        devices = {part.device if isinstance(part, Tensor) else None for part in packed.parts}
+        device = devices.pop() if len(devices) == 1 else None
+        if device is None or not packed.layout.skeleton_from or not self._uses(device.type):
+            return None
+        names = {receiver.get_name() for receiver in receivers}
+        return device if names.isdisjoint(self.host_only) and self._worker not in names else None
+
+    def receiving_device(
+        self, sender: Place, target: Tensor | None, current: torch.device | None
+    ) -> torch.device | None:
+        """Return the device on which to receive from a device: one of the same type, that of `target` or `current` if
+        possible. None if this process has no such device."""
+        kind = sender.device.split(":")[0]
+        if self._mode == NEVER or kind == "cpu":
+            return None if self._mode == NEVER else torch.device(kind)
+        for device in (None if target is None else target.device, current):
+            if device is not None and device.type == kind:
+                return device
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None or accelerator.type != kind:
+            return None
+        return torch.device(kind, torch.accelerator.current_device_index())
+
+    def _uses(self, kind: str) -> bool:
+        """Whether tensors on this type of device travel by collectives."""
+        if self._mode == NEVER or (kind == "cpu" and self._mode != ALWAYS):
+            return False
+        backend = dist.Backend.default_device_backend_map.get(kind)
+        # Gloo has no other tensors than those on the CPU.
+        return (
+            backend is not None
+            and (kind == "cpu" or backend != dist.Backend.GLOO)
+            and dist.is_backend_available(backend)
+        )
+
+
+@dataclass(frozen=True)
+class DeviceValues:
+    """The tensors of a message in one uint8 tensor on their device, at the offsets of its layout. ready: an event after
+    which they are there, None on the CPU."""
+
+    flat: Tensor
+    ready: torch.Event | None
+
+    @classmethod
+    def copy_of(cls, packed: Packed, device: torch.device) -> DeviceValues:
+        """Copy the tensors, on the device's current stream. `torch.OutOfMemoryError`."""
+        values = cls.empty(packed.layout.skeleton_from, device)
+        packed.write_tensors(values.flat)
+        return cls(values.flat, _recorded(device))
+
+    @property
+    def place(self) -> Place:
+        return place_of(self.flat.device)
+
+    def copy_to(self, host: Tensor) -> None:
+        """Copy the bytes into host memory. Blocks for the device."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        host.copy_(self.flat)
+
+    @classmethod
+    def empty(cls, nbytes: int, device: torch.device) -> DeviceValues:
+        return cls(torch.empty(nbytes, dtype=torch.uint8, device=device), _recorded(device))
+
+
+def _recorded(device: torch.device) -> torch.Event | None:
+    """Return an event of the device's current stream, None on the CPU."""
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+class StoreServer:
+    """The store at which the members of this worker's groups find each other, started by the first use of `address`."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._store: Any = None
+
+    @property
+    def address(self) -> str:
+        if self._store is None:
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            listener = socket.create_server((self._host, 0), family=family)
+            port = listener.getsockname()[1]
+            self._store = TCPStore(
+                self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        return join_address(self._host, self._store.port)
+
+    def close(self) -> None:
+        self._store = None
+
+
+Outcome = Tensor | Exception
+Done = Callable[[Outcome], None]
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a member knows of a group. store: address of the store; rank 0 sends, the others receive; host: address at
+    which the others reach this member; peers: names of the other members that this one knows."""
+
+    name: str
+    store: str
+    rank: int
+    size: int
+    device: torch.device
+    options: CollectiveGroupOptions
+    host: str
+    peers: frozenset[str]
+
+
+class CollectiveGroup:
+    """One sender and its receivers. Broadcasts run one after another, in the order of `submit` at each member, in the
+    group's own thread, which first makes the process group. The first failure ends the group: this broadcast and all
+    later ones fail. `close` fails them as well. timeout_s: of each broadcast."""
+
+    def __init__(self, membership: Membership, timeout_s: float) -> None:
+        self.membership = membership
+        self._timeout = timedelta(seconds=timeout_s)
+        self._jobs: queue.SimpleQueue[tuple[DeviceValues | int, Done] | None] = queue.SimpleQueue()
+        self._guard = threading.Lock()
+        self._group: Any = None
+        self._error: Exception | None = None
+        self._closed = False
+        self.submitted = self.finished = 0
+        threading.Thread(target=self._run, name=f"tq-collective-{membership.name}", daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        return self.membership.name
+
+    def submit(self, values: DeviceValues | int, done: Done) -> None:
+        """Send these values, or receive so many bytes. `done` gets the tensor or the error, in the group's thread, or
+        in this one after `close`."""
+        with self._guard:
+            if not self._closed:
+                self.submitted += 1
+                self._jobs.put((values, done))
+                return
+        done(ConnectionError(f"process group {self.name} was closed"))
+
+    def close(self) -> None:
+        """End the group. Does not wait. Idempotent."""
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True
+            self._error = self._error or ConnectionError(f"process group {self.name} was closed")
+            group = self._group
+        self._jobs.put(None)
+        if group is not None:  # aborting may block
+            threading.Thread(target=self._abort, args=(group,), name=f"tq-abort-{self.name}", daemon=True).start()
+
+    def _run(self) -> None:
+        if self.membership.device.type != "cpu":
+            torch.accelerator.set_device_index(self.membership.device)
+        while (job := self._jobs.get()) is not None:
+            values, done = job
+            outcome = self._outcome(values)
+            self.finished += 1
+            done(outcome)
+            del job, values, outcome  # this thread keeps no values while it waits
+        self._group = None
+
+    def _outcome(self, values: DeviceValues | int) -> Outcome:
+        if self._error is None:
+            try:
+                self._connect()
+                return self._broadcast(values)
+            except Exception as error:
+                self._error = self._error or error
+        return self._error
+
+    def _connect(self) -> None:
+        """Make the process group if there is none yet. Blocks for its other members, at most `CONNECT_S`."""
+        if self._group is not None:
+            return
+        group = make_group(self.membership, self._timeout)
+        with self._guard:
+            self._group = group
+            if self._closed:
+                raise ConnectionError(f"process group {self.name} was closed")
+
+    def _broadcast(self, values: DeviceValues | int) -> Tensor:
+        """Take part in a broadcast, and block until it is done on the device."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0  # the index of the tensor in the list below
+        options.timeout = self._timeout
+        device = self.membership.device
+        values = DeviceValues.empty(values, device) if isinstance(values, int) else values
+        if values.ready is None:
+            self._group.broadcast([values.flat], options).wait(self._timeout)
+            return values.flat
+        stream = torch.Stream(device)  # not the thread's default one, for which the user's operations would wait
+        stream.wait_event(values.ready)
+        with stream:
+            self._group.broadcast([values.flat], options).wait()
+        stream.synchronize()
+        return values.flat
+
+    def _abort(self, group: Any) -> None:
+        """End operations under way. Gloo has no call for that, but closes all connections if an operation times out:
+        receive what no member sends."""
+        with contextlib.suppress(RuntimeError):
+            if _backend(self.membership.device) != dist.Backend.GLOO:
+                group.abort()
+                return
+        for rank in range(self.membership.size):
+            if rank != self.membership.rank:
+                with contextlib.suppress(RuntimeError):
+                    group.recv([torch.empty(1, dtype=torch.uint8)], rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+def _backend(device: torch.device) -> str:
+    return dist.get_default_backend_for_device(device)
+
+
+def make_group(membership: Membership, timeout: timedelta) -> Any:
+    """Return a new process group of the device's backend, which needs no default group. Blocks for the other members.
+    RuntimeError if they do not connect; other errors of the backend."""
+    host, port = split_address(membership.store)
+    # A connection of its own, because one that waits for a member blocks all users of the connection.
+    connection = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))
+    store = PrefixStore(membership.name, connection)
+    name = _backend(membership.device)
+    if name == dist.Backend.GLOO:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=membership.host)]
+        options._timeout = timedelta(seconds=CONNECT_S)
+        return dist.ProcessGroupGloo(store, membership.rank, membership.size, options)
+    kind = getattr(dist, f"ProcessGroup{name.upper()}", None)
+    with _failures_reported():
+        if kind is not None:
+            return kind(store, membership.rank, membership.size, _backend_options(kind, membership.options, timeout))
+        return _plugin_group(name, store, membership, timeout)
+
+
+def _backend_options(kind: Any, options: CollectiveGroupOptions, timeout: timedelta) -> Any:
+    """Return the options of a backend that is part of torch. Settings that it does not have are ignored."""
+    backend_options = kind.Options()
+    backend_options._timeout = timeout
+    if hasattr(backend_options, "is_high_priority_stream"):
+        backend_options.is_high_priority_stream = options.is_high_priority_stream
+    config = getattr(backend_options, "config", None)
+    for name, value in (
+        ("cga_cluster_size", options.accel_cluster_size),
+        ("max_ctas", options.accel_max_ctas),
+        ("min_ctas", options.accel_min_ctas),
+    ):
+        if value is not None and hasattr(config, name):
+            setattr(config, name, value)
+    return backend_options
+
+
+def _plugin_group(name: str, store: Any, membership: Membership, timeout: timedelta) -> Any:
+    """Return a process group of a backend that a package registered with `torch.distributed`."""
+    plugin = dist.Backend._plugins[name.upper()]
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, membership.rank, membership.size, timeout)
+    facts = dist.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
+    facts.store, facts.group_id, facts.timeout = store, membership.name, timeout
+    facts.group_rank, facts.group_size = membership.rank, membership.size
+    facts.global_ranks_in_group = list(range(membership.size))
+    return plugin.creator_fn(facts, None)
+
+
+@contextlib.contextmanager
+def _failures_reported() -> Iterator[None]:
+    """Meanwhile new process groups report a failed operation, and do not end the process."""
+    with _making:
+        before = {name: os.environ.get(name) for name in _TEARDOWN_VARIABLES}
+        os.environ.update(dict.fromkeys(_TEARDOWN_VARIABLES, "0"))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

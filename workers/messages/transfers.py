@@ -1,0 +1,371 @@
+"""The protocol of messages whose tensors travel by process groups of their devices. For the I/O thread only.
+
+    sender                                          receiver
+    PostMessage with `offer`  ------------------->  queued, or matched with a waiting receive
+    <-------------  Ready                           a receive took the message, and names its device
+    Transfer        ------------->                  both ends take part in a broadcast of the process group
+    <-------------  WantHost                        no such device, or the process group failed
+    HostValues      ------------->                  the values are in host memory now, as without `offer`
+
+The sender decides the order of the transfers of a group, and posts one only when its receivers are ready. So nobody
+waits in a collective for a message that is not received, whichever end sends first. A group has one sender, and both
+directions of a pair are two groups. If a group fails, its messages travel through host memory, and so do all later
+ones of these workers until one of them restarts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from workers.messages.collectives import (
+    CollectiveGroup,
+    DeviceValues,
+    Done,
+    Membership,
+    Outcome,
+    Road,
+    StoreServer,
+    place_of,
+)
+from workers.messages.deliveries import MessageId
+from workers.messages.fetches import Fetch, Reply
+from workers.messages.outgoing import OutgoingMessages, Sending
+from workers.messages.relays import Schedule
+from workers.messages.shared_buffers import OwnSlab, Slabs
+from workers.messages.snapshots import ValueSnapshot
+from workers.messages.wire import EndGroup, HostValues, Place, Ready, Transfer, WantHost, incarnations
+from workers.transport.pickling import Unpacked, tensors_of
+
+GATHER_S = 1.0
+"""The receivers of a broadcast that are ready within this time of the first one get it together, if all are."""
+
+Tell = Callable[..., None]
+"""Sends a message to a peer: its name, the class of the message, and its fields besides those of both ends."""
+_log = logging.getLogger(__name__)
+
+
+class Groups:
+    """The process groups of this worker, of both directions. host: at which other members reach this one; timeout_s: of
+    a transfer; schedule, call: call a function in the I/O thread, after some seconds or now. `_ended`: names of groups
+    that ended; `_watched`: names of the groups for which a timer runs."""
+
+    def __init__(
+        self,
+        host: str,
+        road: Road,
+        timeout_s: float,
+        *,
+        schedule: Schedule,
+        call: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.host = host
+        self.road = road
+        self.store = StoreServer(host)
+        self._timeout_s = timeout_s
+        self.schedule = schedule
+        self.call = call
+        self._groups: dict[str, CollectiveGroup] = {}
+        self._ended: set[str] = set()
+        self._watched: set[str] = set()
+
+    def get(self, name: str) -> CollectiveGroup | None:
+        return self._groups.get(name)
+
+    def has_ended(self, name: str) -> bool:
+        return name in self._ended
+
+    def open(self, membership: Membership) -> CollectiveGroup:
+        group = self._groups[membership.name] = CollectiveGroup(membership, self._timeout_s)
+        return group
+
+    def run(self, group: CollectiveGroup, values: DeviceValues | int, done: Done) -> None:
+        """Send values to the group, or receive so many bytes from it. `done` gets the outcome, in the I/O thread."""
+        group.submit(values, lambda outcome: self.call(partial(done, outcome)))
+        if group.name not in self._watched:
+            self._watched.add(group.name)
+            self._watch(group)
+
+    def _watch(self, group: CollectiveGroup) -> None:
+        """Close the group if a transfer takes longer than the timeout, while there are transfers."""
+        self.schedule(self._timeout_s, partial(self._check_progress, group, group.finished))
+
+    def _check_progress(self, group: CollectiveGroup, finished: int) -> None:
+        if group.finished == group.submitted or self.get(group.name) is not group:
+            self._watched.discard(group.name)
+        elif group.finished == finished:
+            self._watched.discard(group.name)
+            group.close()  # its transfers fail
+        else:
+            self._watch(group)
+
+    def end(self, name: str) -> CollectiveGroup | None:
+        """Close a group, and return it. None if it has ended before. Its transfers fail."""
+        group = self._groups.pop(name, None)
+        if group is not None:
+            self._ended.add(name)
+            group.close()
+        return group
+
+    def end_with(self, peer: str) -> None:
+        """End all groups with a peer that is lost or restarted."""
+        self.road.host_only.discard(peer)
+        for group in [group for group in self._groups.values() if peer in group.membership.peers]:
+            self.end(group.name)
+
+    def close(self) -> None:
+        for name in list(self._groups):
+            self.end(name)
+        self.store.close()
+
+
+class TransferSource:
+    """The messages with `offer` that this worker sends. worker: its name. `_by_key`: the groups by their members in the
+    order of ranks, device and options; `_numbers`: for the names of groups."""
+
+    def __init__(
+        self,
+        worker: str,
+        outgoing: OutgoingMessages,
+        slabs: Slabs,
+        groups: Groups,
+        tell: Tell,
+    ) -> None:
+        self._worker = worker
+        self._outgoing = outgoing
+        self._slabs = slabs
+        self._groups = groups
+        self._tell = tell
+        self._by_key: dict[Any, str] = {}
+        # Names differ from those of an earlier process of this worker, to which a receiver may still belong.
+        self._prefix = f"{worker}/{threading.get_native_id()}/{id(self):x}"
+        self._numbers = itertools.count(1)
+
+    # --- collectives ------------------------------------------------------------------------------------------------
+
+    def handle_ready(self, peer: str, ready: Ready) -> None:
+        """Begin the transfer to a receiver. A broadcast waits until all its receivers are ready, at most `GATHER_S`."""
+        sending = self._outgoing.message_to_pull(peer, ready)
+        if sending is None or sending.snapshot.on_device is None:
+            return
+        snapshot, ours = sending.snapshot, sending.snapshot.on_device.place
+        if ready.place.uuid and ready.place.uuid == ours.uuid:  # collectives do not connect workers that share a device
+            self._groups.road.host_only.add(peer)
+        if peer in self._groups.road.host_only:
+            self._send_host(sending)
+        elif snapshot.receivers == 1 or snapshot.ready is None:
+            self._begin([(sending, ready.place)])
+        else:
+            snapshot.ready.append((sending, ready.place))
+            if len(snapshot.ready) == snapshot.receivers:
+                self._begin_gathered(snapshot)
+            elif len(snapshot.ready) == 1:
+                self._groups.schedule(GATHER_S, partial(self._begin_gathered, snapshot))
+
+    def _begin_gathered(self, snapshot: ValueSnapshot) -> None:
+        """Begin the transfer to the receivers that are ready: to all together, or to each if some are missing or share
+        a device."""
+        ready, snapshot.ready = snapshot.ready or [], None
+        devices = [place.uuid or each.to for each, place in ready]
+        if len(set(devices)) == snapshot.receivers:
+            self._begin(sorted(ready, key=lambda each: each[0].to))
+            return
+        for each in ready:
+            if self._is_pending(each[0]):
+                self._begin([each])
+
+    def _begin(self, ready: list[tuple[Sending, Place]]) -> None:
+        """Begin one transfer to these receivers."""
+        values = ready[0][0].snapshot.on_device
+        if values is None:  # the receivers are lost
+            return
+        group = self._group_of(ready, values.flat.device)
+        for rank, (sending, place) in enumerate(ready, 1):
+            sending.transferring = True
+            self._tell(
+                sending.to,
+                Transfer,
+                stream=sending.stream,
+                number=sending.number,
+                group=group.name,
+                store=group.membership.store,
+                rank=rank,
+                size=group.membership.size,
+                device=place.device,
+                options=group.membership.options,
+                nbytes=values.flat.numel(),
+            )
+        self._groups.run(group, values, partial(self._done, group.name))
+
+    def _group_of(self, ready: list[tuple[Sending, Place]], device: torch.device) -> CollectiveGroup:
+        """Return the group of this worker and these receivers, made on first contact."""
+        first = ready[0][0]
+        options = self._outgoing.contact(first.to, first.stream, first.options).options
+        key = (tuple((each.to, place) for each, place in ready), device, options)
+        group = self._groups.get(self._by_key.get(key, ""))
+        if group is None:
+            name = self._by_key[key] = f"{self._prefix}/{next(self._numbers)}"
+            membership = Membership(
+                name=name,
+                store=self._groups.store.address,
+                rank=0,
+                size=1 + len(ready),
+                device=device,
+                options=options,
+                host=self._groups.host,
+                peers=frozenset(each.to for each, _ in ready),
+            )
+            group = self._groups.open(membership)
+        return group
+
+    def _done(self, name: str, outcome: Outcome) -> None:
+        if isinstance(outcome, Exception):
+            self._fail_group(name, outcome)
+
+    def _fail_group(self, name: str, why: object) -> None:
+        """End a group that failed, at all of its members. Their messages travel through host memory."""
+        group = self._groups.end(name)
+        if group is None:  # it has ended before
+            return
+        peers = sorted(group.membership.peers)
+        _log.warning(
+            "Worker %s: tensors for %s travel through host memory from now on, because their process group failed: %s",
+            self._worker,
+            ", ".join(peers),
+            why,
+        )
+        self._groups.road.host_only.update(peers)
+        for peer in peers:
+            self._tell(peer, EndGroup, group=name)
+
+    # --- host memory ------------------------------------------------------------------------------------------------
+
+    def handle_want_host(self, peer: str, want: WantHost) -> None:
+        """Send the values of a message through host memory. All later messages to that peer travel in this way."""
+        self._fail_group(want.group, f"{peer} reports: {want.why}")
+        self._groups.road.host_only.add(peer)
+        sending = self._outgoing.message_to_pull(peer, want)
+        if sending is not None:
+            self._send_host(sending)
+
+    def send_all_host(self) -> None:
+        """Copy the values that no receiver has asked for to host memory, where receivers on this host can read them
+        after this worker's end."""
+        for sending in self._outgoing.sent():
+            if not (sending.kept or sending.transferring):
+                self._send_host(sending)
+
+    def _send_host(self, sending: Sending) -> None:
+        """Tell the receiver where in host memory the values are, after copying them if needed."""
+        snapshot = sending.snapshot
+        if snapshot.slab is not None:
+            self._tell_slab(sending, snapshot.slab)
+        elif snapshot.on_device is not None:
+            snapshot.want_host.append(sending)
+            if len(snapshot.want_host) == 1:
+                name, values = f"tq-to-host-{self._worker}", snapshot.on_device
+                threading.Thread(target=self._copy_to_host, args=(snapshot, values), name=name, daemon=True).start()
+
+    def _copy_to_host(self, snapshot: ValueSnapshot, values: DeviceValues) -> None:
+        """Copy values into a slab. In a thread of its own."""
+        try:
+            slab = self._slabs.take(snapshot.layout.nbytes)
+            skeleton_from = snapshot.layout.skeleton_from
+            values.copy_to(torch.from_numpy(slab.memory[:skeleton_from]))
+            slab.memory[skeleton_from : snapshot.layout.nbytes] = np.frombuffer(snapshot.inline.buffer, np.uint8)
+        except Exception:
+            _log.exception(
+                "Worker %s: cannot copy a message of %d bytes to host memory", self._worker, values.flat.numel()
+            )
+        else:
+            self._groups.call(partial(self._tell_waiting, snapshot, slab))
+
+    def _tell_waiting(self, snapshot: ValueSnapshot, slab: OwnSlab) -> None:
+        if not snapshot.add_slab(slab):
+            self._slabs.give_back(slab)
+            return
+        for sending in snapshot.want_host:
+            if self._is_pending(sending):
+                self._tell_slab(sending, slab)
+        snapshot.want_host.clear()
+
+    def _tell_slab(self, sending: Sending, slab: OwnSlab) -> None:
+        self._tell(sending.to, HostValues, stream=sending.stream, number=sending.number, slab=slab.name)
+
+    def _is_pending(self, sending: Sending) -> bool:
+        """Whether the receiver is alive and has neither received nor refused the message."""
+        return self._outgoing.message_to_pull(sending.to, sending) is sending
+
+
+class TransferReceiver:
+    """The messages with `offer` that this worker receives. reply: sends an answer along a message's route; find:
+    returns the fetch of a message; finish: called with a fetch whose message is complete."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        reply: Reply,
+        find: Callable[[MessageId], Fetch | None],
+        finish: Callable[[Fetch], None],
+    ) -> None:
+        self._groups = groups
+        self._reply = reply
+        self._find = find
+        self._finish = finish
+
+    def request(self, fetch: Fetch) -> None:
+        """Tell the sender that a receive has taken its message."""
+        arrival, posting = fetch.arrival, fetch.posting
+        post = arrival.post
+        assert post.offer is not None, arrival.id
+        assert posting is not None, arrival.id
+        device = self._groups.road.receiving_device(post.offer, posting.target, posting.device)
+        if device is None:
+            why = f"it has no device for tensors of {post.offer.device}"
+            self._reply(arrival.route, WantHost(stream=post.stream, number=post.number, group="", why=why))
+        else:
+            self._reply(arrival.route, Ready(stream=post.stream, number=post.number, place=place_of(device)))
+
+    def begin(self, route: bytes, transfer: Transfer) -> None:
+        """Take part in a transfer, also if the receive has given up: the other members wait for this one."""
+        group = self._groups.get(transfer.group)
+        if self._groups.has_ended(transfer.group):
+            self._want_host(route, transfer, "the process group has ended")
+            return
+        if group is None:
+            group = self._groups.open(
+                Membership(
+                    name=transfer.group,
+                    store=transfer.store,
+                    rank=transfer.rank,
+                    size=transfer.size,
+                    device=torch.device(transfer.device),
+                    options=transfer.options,
+                    host=self._groups.host,
+                    peers=frozenset([transfer.source]),
+                )
+            )
+        self._groups.run(group, transfer.nbytes, partial(self._done, route, transfer))
+
+    def _done(self, route: bytes, transfer: Transfer, outcome: Outcome) -> None:
+        """Complete a fetch with the received bytes, or request them through host memory."""
+        if isinstance(outcome, Exception):
+            self._groups.end(transfer.group)
+            self._want_host(route, transfer, f"{type(outcome).__name__}: {outcome}")
+            return
+        fetch = self._find((transfer.source, transfer.stream, transfer.number))
+        if fetch is None or incarnations(fetch.arrival.post) != incarnations(transfer):
+            return
+        arrival = fetch.arrival
+        arrival.unpacked = Unpacked(arrival.skeleton, tensors_of(arrival.post.layout, outcome))
+        self._finish(fetch)
+
+    def _want_host(self, route: bytes, transfer: Transfer, why: str) -> None:
+        self._reply(route, WantHost(stream=transfer.stream, number=transfer.number, group=transfer.group, why=why))
