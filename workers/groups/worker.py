@@ -32,6 +32,8 @@ from workers.placement.ports import HIGHEST, PortKeeper
 
 LOG_LEVEL_VARIABLE = "RLINF_LOG_LEVEL"
 _HOST_VARIABLE = "TQ_HOST"
+COLLECTIVES_VARIABLE = "TQ_COLLECTIVES"
+"""Which tensors of messages travel by the collectives of their device: "auto" (the default), "always" or "never"."""
 _WRAPPERS = (SERVING_FILE, f"{Path(ray.__file__).parent}{os.sep}")
 """Beginnings of the names of source files whose functions call the methods of a worker, but are not the user's code."""
 _LOG_FORMAT = "[%(levelname)s %(asctime)s {name}] %(message)s"
@@ -112,6 +114,7 @@ class Worker:
                 self._directory,
                 host=os.environ[_HOST_VARIABLE],
                 facts={"rank": self._rank, "world_size": self._world_size, "node": self._cluster_node_rank},
+                collectives=os.environ.get(COLLECTIVES_VARIABLE, "auto"),
             )
         except BaseException:
             self._directory.close()

@@ -169,6 +169,14 @@ Outcome = Tensor | Exception
 Done = Callable[[Outcome], None]
 
 
+@dataclass(eq=False)
+class _Job:
+    """A broadcast. values: to send, or the number of bytes to receive; done: gets the outcome."""
+
+    values: DeviceValues | int
+    done: Done
+
+
 @dataclass(frozen=True)
 class Membership:
     """What a member knows of a group. store: address of the store; rank 0 sends, the others receive; host: address at
@@ -187,17 +195,19 @@ class Membership:
 class CollectiveGroup:
     """One sender and its receivers. Broadcasts run one after another, in the order of `submit` at each member, in the
     group's own thread, which first makes the process group. The first failure ends the group: this broadcast and all
-    later ones fail. `close` fails them as well. timeout_s: of each broadcast."""
+    later ones fail. timeout_s: of each broadcast. submitted, finished: numbers of broadcasts. `_pending`: those that
+    have no outcome yet."""
 
     def __init__(self, membership: Membership, timeout_s: float) -> None:
         self.membership = membership
+        self.submitted = self.finished = 0
         self._timeout = timedelta(seconds=timeout_s)
-        self._jobs: queue.SimpleQueue[tuple[DeviceValues | int, Done] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._pending: set[_Job] = set()
         self._guard = threading.Lock()
         self._group: Any = None
         self._error: Exception | None = None
         self._closed = False
-        self.submitted = self.finished = 0
         threading.Thread(target=self._run, name=f"tq-collective-{membership.name}", daemon=True).start()
 
     @property
@@ -205,37 +215,50 @@ class CollectiveGroup:
         return self.membership.name
 
     def submit(self, values: DeviceValues | int, done: Done) -> None:
-        """Send these values, or receive so many bytes. `done` gets the tensor or the error, in the group's thread, or
-        in this one after `close`."""
+        """Send these values, or receive so many bytes. `done` gets the tensor or the error, in the group's thread or in
+        that of `close`; in this one after `close`."""
+        job = _Job(values, done)
         with self._guard:
             if not self._closed:
                 self.submitted += 1
-                self._jobs.put((values, done))
+                self._pending.add(job)
+                self._jobs.put(job)
                 return
-        done(ConnectionError(f"process group {self.name} was closed"))
+        done(self._closed_error())
 
     def close(self) -> None:
-        """End the group. Does not wait. Idempotent."""
+        """End the group: its broadcasts fail at once. Does not wait. Idempotent."""
         with self._guard:
             if self._closed:
                 return
             self._closed = True
-            self._error = self._error or ConnectionError(f"process group {self.name} was closed")
-            group = self._group
+            self._error = error = self._error or self._closed_error()
+            group, pending = self._group, list(self._pending)
         self._jobs.put(None)
         if group is not None:  # aborting may block
             threading.Thread(target=self._abort, args=(group,), name=f"tq-abort-{self.name}", daemon=True).start()
+        for job in pending:
+            self._finish(job, error)
+
+    def _closed_error(self) -> Exception:
+        return ConnectionError(f"process group {self.name} was closed")
 
     def _run(self) -> None:
         if self.membership.device.type != "cpu":
             torch.accelerator.set_device_index(self.membership.device)
         while (job := self._jobs.get()) is not None:
-            values, done = job
-            outcome = self._outcome(values)
-            self.finished += 1
-            done(outcome)
-            del job, values, outcome  # this thread keeps no values while it waits
+            self._finish(job, self._outcome(job.values))
+            del job  # this thread keeps no values while it waits
         self._group = None
+
+    def _finish(self, job: _Job, outcome: Outcome) -> None:
+        """Report the outcome of a broadcast, unless `close` has reported its failure."""
+        with self._guard:
+            if job not in self._pending:
+                return
+            self._pending.remove(job)
+            self.finished += 1
+        job.done(outcome)
 
     def _outcome(self, values: DeviceValues | int) -> Outcome:
         if self._error is None:
@@ -254,7 +277,7 @@ class CollectiveGroup:
         with self._guard:
             self._group = group
             if self._closed:
-                raise ConnectionError(f"process group {self.name} was closed")
+                raise self._closed_error()
 
     def _broadcast(self, values: DeviceValues | int) -> Tensor:
         """Take part in a broadcast, and block until it is done on the device."""

@@ -300,6 +300,8 @@ class Incoming:
         arrival = next((each for each in queued if each.id == id), None)
         if arrival is None or arrival.complete or incarnations(arrival.post) != incarnations(values):
             return
+        if arrival.post.offer is None:  # told before
+            return
         arrival.post = msgspec.structs.replace(arrival.post, slab=values.slab, offer=None)
         arrival.memory, arrival.own = self._mappings.open(values.slab), False
         if fetch is None:

@@ -111,7 +111,7 @@ class IoThread:
             call=self.call,
             contact=self.outgoing.contact,
             forget=self.outgoing.forget,
-            busy=self._has_waiting,
+            busy=lambda: self.incoming.waiting or self.outgoing.waiting,
             is_alive=lambda name: self._peer(name).state is PeerState.ALIVE,
             outdated=self._outdated,
         )
@@ -181,8 +181,10 @@ class IoThread:
         self._receive_requests()
         self._receive_answers()
         self._run_timers()
-        if self._settle_futures and self.outgoing.settled:
-            self._complete_settled()
+        if self._settle_futures:
+            self.transfers.send_all_host()
+            if self.outgoing.settled:
+                self._complete_settled()
 
     def _thread_ended(self, defect: BaseException | None) -> None:
         """Fail everything that is pending, and free the resources. defect: the error that ended the thread, or None."""
@@ -241,9 +243,6 @@ class IoThread:
     def _schedule(self, seconds: float, work: Callable[[], None]) -> None:
         """Call `work` in this thread after that time."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._timer_numbers), work))
-
-    def _has_waiting(self) -> bool:
-        return self.incoming.waiting or self.outgoing.waiting
 
     # --- operations -----------------------------------------------------------------------------------------------
 
@@ -386,7 +385,7 @@ class IoThread:
     def _disconnect(self, name: str, peer: Peer) -> None:
         """Close the connection to a peer. The next operation looks the peer up again."""
         peer.state = PeerState.UNKNOWN
-        self._groups.end_with(name)
+        self.transfers.end_with(name)
         self._links.cut(name)
 
     def _fail_messages(self, name: str, error: Exception) -> None:

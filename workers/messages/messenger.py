@@ -329,7 +329,6 @@ class Messenger:
             return
         # Before the directory entry is ended: that fails the receives of messages whose values are incomplete.
         with contextlib.suppress(FutureTimeout):
-            self._io_thread.call(self._io_thread.transfers.send_all_host)
             self._io_thread.settled().result(LINGER_S)
         with contextlib.suppress(DirectoryLostError):
             self._directory.end(Kind.WORKER, self._name, self._io_thread.incarnation, why="it was closed")

@@ -30,8 +30,8 @@ _DEFAULT = CollectiveGroupOptions()
 class Sending:
     """A message to one receiver. begun, deadline: on the monotonic clock; future: of the send; number: of the message
     in its stream to this receiver, -1 before `queue`; kept: the receiver no longer needs this worker's bytes; settling:
-    the send waits up to `SETTLE_S` for a refusal, see `Contact.waits`; transferring: the receiver was told to take the
-    values from a process group."""
+    the send waits up to `SETTLE_S` for a refusal, see `Contact.waits`; told: the receiver was told where to take the
+    values on a device from."""
 
     to: str
     stream: bytes
@@ -44,7 +44,7 @@ class Sending:
     number: int = -1
     kept: bool = False
     settling: bool = False
-    transferring: bool = False
+    told: bool = False
 
     def complete(self) -> None:
         if not self.future.done():

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import uuid
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -114,11 +115,13 @@ class Groups:
             group.close()
         return group
 
-    def end_with(self, peer: str) -> None:
-        """End all groups with a peer that is lost or restarted."""
+    def end_with(self, peer: str) -> list[CollectiveGroup]:
+        """End and return all groups with a peer that is lost or restarted."""
         self.road.host_only.discard(peer)
-        for group in [group for group in self._groups.values() if peer in group.membership.peers]:
+        groups = [group for group in self._groups.values() if peer in group.membership.peers]
+        for group in groups:
             self.end(group.name)
+        return groups
 
     def close(self) -> None:
         for name in list(self._groups):
@@ -144,8 +147,7 @@ class TransferSource:
         self._groups = groups
         self._tell = tell
         self._by_key: dict[Any, str] = {}
-        # Names differ from those of an earlier process of this worker, to which a receiver may still belong.
-        self._prefix = f"{worker}/{threading.get_native_id()}/{id(self):x}"
+        self._prefix = f"{worker}/{uuid.uuid4().hex}"  # unlike that of an earlier process of this worker
         self._numbers = itertools.count(1)
 
     # --- collectives ------------------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ class TransferSource:
         a device."""
         ready, snapshot.ready = snapshot.ready or [], None
         devices = [place.uuid or each.to for each, place in ready]
-        if len(set(devices)) == snapshot.receivers:
+        if len(set(devices)) == snapshot.receivers and all(self._is_pending(each) for each, _ in ready):
             self._begin(sorted(ready, key=lambda each: each[0].to))
             return
         for each in ready:
@@ -188,7 +190,7 @@ class TransferSource:
             return
         group = self._group_of(ready, values.flat.device)
         for rank, (sending, place) in enumerate(ready, 1):
-            sending.transferring = True
+            sending.told = True
             self._tell(
                 sending.to,
                 Transfer,
@@ -229,6 +231,14 @@ class TransferSource:
         if isinstance(outcome, Exception):
             self._fail_group(name, outcome)
 
+    def end_with(self, peer: str) -> None:
+        """End all groups with a peer that is lost or restarted, also at their other members, whose messages of these
+        groups travel through host memory."""
+        for group in self._groups.end_with(peer):
+            if group.membership.rank == 0:
+                for other in group.membership.peers - {peer}:
+                    self._tell(other, EndGroup, group=group.name)
+
     def _fail_group(self, name: str, why: object) -> None:
         """End a group that failed, at all of its members. Their messages travel through host memory."""
         group = self._groups.end(name)
@@ -259,7 +269,8 @@ class TransferSource:
         """Copy the values that no receiver has asked for to host memory, where receivers on this host can read them
         after this worker's end."""
         for sending in self._outgoing.sent():
-            if not (sending.kept or sending.transferring):
+            if sending.snapshot.on_device is not None and not (sending.kept or sending.told):
+                sending.told = True
                 self._send_host(sending)
 
     def _send_host(self, sending: Sending) -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests.children import START_S
 from workers.directory import DIRECTORY_VARIABLE, Directory, DirectoryClient
 from workers.directory.address import WorkerAddress
+from workers.groups.worker import COLLECTIVES_VARIABLE
 from workers.messages import Messenger, outgoing
 from workers.messages.collectives import Road
 from workers.messages.transfers import Groups
@@ -53,9 +54,9 @@ def no_groups() -> Groups:
 
 
 class Here:
-    """Workers of this process, and threads to use them from. collectives: whether tensors travel by collectives."""
+    """Workers of this process, and threads to use them from."""
 
-    def __init__(self, shared_memory: bool, *, collectives: bool = False) -> None:
+    def __init__(self, shared_memory: bool, *, collectives: str = "auto") -> None:
         self.shared_memory = shared_memory
         self.collectives = collectives
         self._stack = contextlib.ExitStack()
@@ -66,7 +67,7 @@ class Here:
         return self._stack.enter_context(DirectoryClient(self.directory.address))
 
     def worker(self, name: WorkerAddress, **options: Any) -> Messenger:
-        usual = {"timeout_s": WAIT_S, "shared_memory": self.shared_memory, "collectives": _mode(self.collectives)}
+        usual = {"timeout_s": WAIT_S, "shared_memory": self.shared_memory, "collectives": self.collectives}
         options = {**usual, **options}
         return self._stack.enter_context(Messenger(name, self.client(), **options))
 
@@ -83,11 +84,9 @@ class Here:
 class Elsewhere:
     """A process that is a worker: `work(messenger, pipe)` is called in it, once it is registered."""
 
-    def __init__(
-        self, directory: Directory, name: WorkerAddress, work: Callable[..., None], host: str, collectives: bool
-    ) -> None:
+    def __init__(self, directory: Directory, name: WorkerAddress, work: Callable[..., None], host: str) -> None:
         self.pipe, theirs = _spawn.Pipe()
-        arguments = (directory.address, name.get_name(), theirs, work, host, _mode(collectives))
+        arguments = (directory.address, name.get_name(), theirs, work, host)
         self._process = _spawn.Process(target=_be, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -113,17 +112,12 @@ class Elsewhere:
         self.pipe.close()
 
 
-def _mode(collectives: bool) -> str:
-    return "always" if collectives else "auto"
-
-
-def _be(directory: str, name: str, pipe: Any, work: Callable[..., None], host: str, collectives: str) -> None:
+def _be(directory: str, name: str, pipe: Any, work: Callable[..., None], host: str) -> None:
     os.environ[DIRECTORY_VARIABLE] = directory
+    options = {"timeout_s": WAIT_S, "host": host, "collectives": os.environ.get(COLLECTIVES_VARIABLE, "auto")}
     with (
         DirectoryClient.from_environment() as client,
-        Messenger(
-            WorkerAddress.from_name(name), client, timeout_s=WAIT_S, host=host, collectives=collectives
-        ) as messenger,
+        Messenger(WorkerAddress.from_name(name), client, **options) as messenger,
     ):
         pipe.send("registered")
         work(messenger, pipe)
@@ -131,29 +125,36 @@ def _be(directory: str, name: str, pipe: Any, work: Callable[..., None], host: s
 
 @contextlib.contextmanager
 def elsewhere(
-    directory: Directory,
-    name: WorkerAddress,
-    work: Callable[..., None],
-    host: str = "127.0.0.1",
-    *,
-    collectives: bool = False,
+    directory: Directory, name: WorkerAddress, work: Callable[..., None], host: str = "127.0.0.1"
 ) -> Iterator[Elsewhere]:
-    process = Elsewhere(directory, name, work, host, collectives)
+    process = Elsewhere(directory, name, work, host)
     try:
         yield process
     finally:
         process.close()
 
 
-@pytest.fixture(params=["memory", "frames", "collectives"])
-def here(request: pytest.FixtureRequest) -> Iterator[Here]:
-    workers = Here(request.param != "frames", collectives=request.param == "collectives")
+def _here(road: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
+    """Workers of this process and of others whose tensors travel on this road."""
+    mode = "always" if road == "collectives" else "auto"
+    monkeypatch.setenv(COLLECTIVES_VARIABLE, mode)
+    workers = Here(road != "frames", collectives=mode)
     yield workers
     workers.close()
+
+
+@pytest.fixture(params=["memory", "frames", "collectives"])
+def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
+    yield from _here(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["memory", pytest.param("collectives", marks=pytest.mark.slow)])
+def one_connection(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
+    """As `here`, for tests whose values never travel in frames."""
+    yield from _here(request.param, monkeypatch)
 
 
 @pytest.fixture
-def one_connection() -> Iterator[Here]:
-    workers = Here(True)
-    yield workers
-    workers.close()
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
+    """As `here`, for tests of shared memory itself."""
+    yield from _here("memory", monkeypatch)

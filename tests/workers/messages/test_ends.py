@@ -13,7 +13,15 @@ import torch
 
 from tests.alone import alone, leaves_nothing_open
 from tests.restarts import Proxy, wait_until
-from tests.workers.messages.messengers import Here, address, elsewhere, here, one_connection, until_it_fails
+from tests.workers.messages.messengers import (
+    Here,
+    address,
+    elsewhere,
+    here,
+    one_connection,
+    shared_memory,
+    until_it_fails,
+)
 from workers.directory import Directory, DirectoryClient, Kind
 from workers.directory import client as client_module
 from workers.errors import (
@@ -80,9 +88,9 @@ def test_a_peer_that_dies_after_first_contact(here: Here) -> None:
             a.send(torch.ones(BIG), B)
 
 
-def test_what_a_peer_sent_before_it_died_is_received(one_connection: Here) -> None:
-    (a,) = one_connection.workers(1)
-    with elsewhere(one_connection.directory, B, _send_then_wait) as peer:
+def test_what_a_peer_sent_before_it_died_is_received(shared_memory: Here) -> None:
+    (a,) = shared_memory.workers(1)
+    with elsewhere(shared_memory.directory, B, _send_then_wait) as peer:
         first = a.recv(B)
         a.send("got", B)
         assert peer.hear() == "said"
@@ -317,11 +325,11 @@ def test_a_message_may_come_before_its_receiver_knows_that_it_is_registered_anew
 
 
 def test_what_a_given_up_worker_is_reading_is_not_written_over(
-    one_connection: Here, monkeypatch: pytest.MonkeyPatch
+    shared_memory: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stood still in the middle of a receive from memory that its sender had back meanwhile."""
-    a, c = one_connection.worker(A), one_connection.worker(address(2))
-    proxy = Proxy(int(one_connection.directory.address.rpartition(":")[2]))
+    a, c = shared_memory.worker(A), shared_memory.worker(address(2))
+    proxy = Proxy(int(shared_memory.directory.address.rpartition(":")[2]))
     reads, go_on, real = threading.Event(), threading.Event(), deliveries.unpack
 
     def stand_still(*args: Any, **kwargs: Any) -> Any:

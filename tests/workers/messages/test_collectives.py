@@ -1,0 +1,500 @@
+"""Tensors that travel by process groups: on the CPU here, with Gloo."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.restarts import wait_until
+from tests.workers.messages.messengers import WAIT_S, Here, address, elsewhere, until_it_fails
+from tests.workers.messages.test_messenger import Batch, _same
+from workers.errors import GroupOptionsError, MessageMismatchError, MessageTimeoutError, WorkerLostError
+from workers.groups.worker import COLLECTIVES_VARIABLE
+from workers.messages import CollectiveGroupOptions, Messenger, collectives, transfers
+from workers.messages.collectives import CollectiveGroup, Membership, Road
+from workers.messages.wire import Place
+
+pytestmark = pytest.mark.integration
+
+A, B, C = address(0), address(1), address(2)
+NAMES = [A, B, C]
+BIG = 3 << 20
+
+
+@pytest.fixture
+def switched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
+    monkeypatch.setenv(COLLECTIVES_VARIABLE, "always")
+    workers = Here(True, collectives="always")
+    yield workers
+    workers.close()
+
+
+def _groups(messenger: Messenger) -> list[CollectiveGroup]:
+    return list(messenger._io_thread._groups._groups.values())
+
+
+def _sent_by_groups(messenger: Messenger) -> int:
+    return sum(group.submitted for group in _groups(messenger) if group.membership.rank == 0)
+
+
+def _host_only(messenger: Messenger) -> set[str]:
+    return messenger._io_thread._groups.road.host_only
+
+
+# --- the choice of the road -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(7),
+        [torch.ones(2), torch.zeros(BIG)],
+        {"a": torch.arange(3), "b": torch.ones(2, dtype=torch.bfloat16)},
+        Batch(torch.arange(9), [torch.ones(1)], "n"),
+    ],
+    ids=["tensor", "list", "dict", "dataclass"],
+)
+def test_tensors_travel_by_a_process_group(switched: Here, value: Any) -> None:
+    a, b = switched.workers(2)
+    a.send(value, B)
+    _same(b.recv(A), value)
+    assert _sent_by_groups(a) == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, "text", {"deep": [1]}, torch.empty(0, 3), np.arange(BIG), {"a": torch.ones(3), "b": np.arange(BIG)}],
+    ids=["none", "text", "objects", "empty", "array", "mixed"],
+)
+def test_other_values_travel_through_host_memory(switched: Here, value: Any) -> None:
+    a, b = switched.workers(2)
+    a.send(value, B)
+    _same(b.recv(A), value)
+    assert not _groups(a)
+
+
+def test_tensors_on_the_cpu_use_no_process_group_by_default() -> None:
+    workers = Here(True)
+    a, b = workers.workers(2)
+    a.send(torch.ones(BIG), B)
+    assert b.recv(A).sum() == BIG
+    assert not _groups(a)
+    workers.close()
+
+
+def test_an_unknown_mode_is_an_error(switched: Here) -> None:
+    with pytest.raises(ValueError, match=r"collectives='sometimes': expected one of auto, always, never"):
+        switched.worker(A, collectives="sometimes")
+
+
+def test_a_tensor_in_place(switched: Here) -> None:
+    a, b = switched.workers(2)
+    source, target = torch.randn(1200, 1000).t(), torch.zeros(1200, 1000).t()
+    a.send_tensor(source, B)
+    b.recv_tensor(target, A)
+    assert torch.equal(source, target)
+    a.send_tensor(source, B)
+    with pytest.raises(MessageMismatchError):
+        b.recv_tensor(torch.zeros(5), A)
+    with pytest.raises(MessageMismatchError):
+        until_it_fails(lambda: a.send(1, B))
+    assert _sent_by_groups(a) == 1
+
+
+def test_the_user_s_process_group_is_not_used(switched: Here) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        a, b = switched.workers(2)
+        a.send(torch.arange(5), B)
+        assert torch.equal(b.recv(A), torch.arange(5))
+        assert _sent_by_groups(a) == 1
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+# --- order ----------------------------------------------------------------------------------------------------------
+
+
+def _mixture(seed: int) -> list[tuple[bool, Any]]:
+    """Messages of both roads: whether with send_tensor, and the value."""
+    chance = random.Random(seed)
+    kinds = [
+        lambda n: (False, n),
+        lambda n: (False, torch.full((3,), n)),
+        lambda n: (True, torch.full((chance.choice([1, 1000, 100_000]),), n)),
+        lambda n: (False, {"a": torch.full((70_000,), n), "n": n}),
+        lambda n: (False, [np.full(2000, n), torch.full((2,), n)]),
+    ]
+    return [chance.choice(kinds)(number) for number in range(30)]
+
+
+def _exchange(messenger: Messenger, peer: Any, mine: int, theirs: int) -> None:
+    """Send a mixture, all before the first receive, and receive another."""
+    chance = random.Random(mine)
+    works = []
+    for in_place, value in _mixture(mine):
+        send = messenger.send_tensor if in_place else messenger.send
+        works.append(send(value, peer, async_op=chance.random() < 0.5))
+    received, expected = [], _mixture(theirs)
+    for in_place, value in expected:
+        async_op = chance.random() < 0.5
+        if in_place:
+            target = torch.zeros_like(value)
+            received.append((messenger.recv_tensor(target, peer, async_op=async_op), target))
+        else:
+            got = messenger.recv(peer, async_op=async_op)
+            received.append((got, None) if async_op else (None, got))
+    for (work, result), (_, value) in zip(received, expected, strict=True):
+        got = work.wait() if work is not None else result
+        _same(result if result is not None else got, value)
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _exchange_here(messenger: Messenger, pipe: Any) -> None:
+    _exchange(messenger, A, *pipe.recv())
+    pipe.send("done")
+    pipe.poll(120)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_order_holds_across_both_roads_and_directions(switched: Here, seed: int) -> None:
+    (a,) = switched.workers(1)
+    with elsewhere(switched.directory, B, _exchange_here) as peer:
+        peer.pipe.send((2 * seed + 1, 2 * seed))
+        _exchange(a, B, 2 * seed, 2 * seed + 1)
+        assert peer.hear() == "done"
+        assert _sent_by_groups(a)
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+OPTIONS = CollectiveGroupOptions(accel_cluster_size=2, accel_max_ctas=8, accel_min_ctas=4, is_high_priority_stream=True)
+
+
+def test_options_reach_the_group_of_both_ends(switched: Here) -> None:
+    a, b = switched.workers(2)
+    a.send(torch.ones(2), B, options=OPTIONS)
+    b.recv(A, options=OPTIONS)
+    assert [group.membership.options for each in (a, b) for group in _groups(each)] == [OPTIONS, OPTIONS]
+
+
+def test_different_options_are_an_error_at_both_ends(switched: Here) -> None:
+    a, b = switched.workers(2)
+    work = a.send(torch.ones(2), B, options=OPTIONS, async_op=True)
+    with pytest.raises(GroupOptionsError):
+        b.recv(A)
+    with pytest.raises(GroupOptionsError):
+        work.wait()
+    assert not _groups(a)
+
+
+@pytest.mark.parametrize("has_settings", [True, False])
+def test_options_are_those_of_the_backend(has_settings: bool) -> None:
+    class Options:
+        def __init__(self) -> None:
+            if has_settings:
+                self.is_high_priority_stream = False
+                self.config = SimpleNamespace(cga_cluster_size=0, max_ctas=0, min_ctas=0)
+
+    kind, timeout = SimpleNamespace(Options=Options), timedelta(seconds=5)
+    made = collectives._backend_options(kind, OPTIONS, timeout)
+    assert made._timeout == timeout
+    if has_settings:
+        assert made.is_high_priority_stream
+        assert vars(made.config) == {"cga_cluster_size": 2, "max_ctas": 8, "min_ctas": 4}
+    else:
+        assert vars(made) == {"_timeout": timeout}
+
+
+# --- broadcast ------------------------------------------------------------------------------------------------------
+
+
+def test_the_receivers_of_a_broadcast_are_one_group(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "GATHER_S", WAIT_S)
+    workers = switched.workers(3)
+    for number in range(3):
+        works = [each.broadcast(torch.full((BIG,), number), NAMES, async_op=True) for each in workers]
+        for work in works:
+            assert torch.equal(work.wait(), torch.full((BIG,), number))
+    (group,) = _groups(workers[0])
+    assert (group.membership.size, group.submitted) == (3, 3)
+
+
+def test_a_receiver_that_does_not_call_delays_no_other(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "GATHER_S", 0.01)
+    a, b, c = switched.workers(3)
+    work = a.broadcast(torch.arange(BIG), NAMES, async_op=True)
+    assert torch.equal(b.broadcast(None, NAMES), torch.arange(BIG))
+    assert torch.equal(c.broadcast(None, NAMES), torch.arange(BIG))
+    work.wait()
+    assert sorted(group.membership.size for group in _groups(a)) == [2, 2]
+
+
+def test_receivers_that_give_up_do_not_stop_a_group(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = switched.workers(2)
+    real, hold, held = CollectiveGroup._broadcast, threading.Event(), threading.Event()
+
+    def wait_first(self: CollectiveGroup, values: Any) -> Any:
+        held.set()
+        assert hold.wait(WAIT_S)
+        return real(self, values)
+
+    monkeypatch.setattr(CollectiveGroup, "_broadcast", wait_first)
+    a.send(torch.arange(5), B)
+    work = b.recv(A, async_op=True)
+    assert held.wait(WAIT_S)
+    del work
+    hold.set()
+    assert torch.equal(b.recv(A), torch.arange(5))
+
+
+# --- host memory instead --------------------------------------------------------------------------------------------
+
+
+def _through_host_memory(a: Messenger, b: Messenger) -> None:
+    for number in range(3):
+        works = [a.send(torch.full((size,), number), B, async_op=True) for size in (10, BIG)]
+        for size in (10, BIG):
+            assert torch.equal(b.recv(A), torch.full((size,), number))
+        for work in works:
+            work.wait()
+    target = torch.zeros(BIG)
+    a.send_tensor(torch.ones(BIG), B)
+    b.recv_tensor(target, A)
+    assert target.sum() == BIG
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_receiver_without_such_a_device(switched: Here, shared_memory: bool) -> None:
+    switched.shared_memory = shared_memory
+    a, b = switched.worker(A), switched.worker(B, collectives="never")
+    _through_host_memory(a, b)
+    assert _host_only(a) == {"g:1"}
+    assert not _groups(a)
+
+
+def test_workers_on_one_device(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives do not connect them."""
+    monkeypatch.setattr(transfers, "place_of", lambda _: Place("cpu", "the only one"))
+    monkeypatch.setattr(collectives, "place_of", lambda _: Place("cpu", "the only one"))
+    a, b = switched.workers(2)
+    _through_host_memory(a, b)
+    assert not _groups(a)
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_group_that_cannot_be_made(switched: Here, monkeypatch: pytest.MonkeyPatch, failing_rank: int) -> None:
+    real = collectives.make_group
+
+    def fail(membership: Membership, *args: Any) -> Any:
+        if membership.rank == failing_rank:
+            raise RuntimeError("no connection")
+        return real(membership, *args)
+
+    monkeypatch.setattr(collectives, "make_group", fail)
+    a, b = switched.workers(2)
+    _through_host_memory(a, b)
+    assert _host_only(a) == {"g:1"}
+    assert not _groups(a)
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1, 2])
+def test_a_broadcast_whose_group_fails(switched: Here, monkeypatch: pytest.MonkeyPatch, failing_rank: int) -> None:
+    monkeypatch.setattr(transfers, "GATHER_S", WAIT_S)
+    real = CollectiveGroup._broadcast
+
+    def fail(self: CollectiveGroup, values: Any) -> Any:
+        if self.membership.rank == failing_rank:
+            raise RuntimeError("broken")
+        return real(self, values)
+
+    monkeypatch.setattr(CollectiveGroup, "_broadcast", fail)
+    workers = switched.workers(3)
+    for number in range(3):
+        works = [each.broadcast(torch.full((BIG,), number), NAMES, async_op=True) for each in workers]
+        for work in works:
+            assert torch.equal(work.wait(), torch.full((BIG,), number))
+    assert _host_only(workers[0]) == {"g:1", "g:2"}
+
+
+def test_a_transfer_that_makes_no_progress_ends(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(self: CollectiveGroup, values: Any) -> Any:
+        threading.Event().wait(WAIT_S)
+
+    monkeypatch.setattr(CollectiveGroup, "_broadcast", hang)
+    a, b = switched.worker(A, timeout_s=0.5), switched.worker(B)
+    work = a.send(torch.arange(5), B, async_op=True, timeout_s=WAIT_S)
+    assert torch.equal(b.recv(A), torch.arange(5))
+    work.wait()
+
+
+# --- the ends -------------------------------------------------------------------------------------------------------
+
+
+def _send_and_hang(messenger: Messenger, pipe: Any) -> None:
+    """Send two tensors, and hang in the group of the second, or of the first."""
+    hangs_at, asked = pipe.recv(), threading.Event()
+    real = CollectiveGroup._outcome
+
+    def outcome(self: CollectiveGroup, values: Any) -> Any:
+        if self.finished == hangs_at:
+            asked.set()
+            threading.Event().wait()
+        return real(self, values)
+
+    CollectiveGroup._outcome = outcome  # type: ignore[method-assign]
+    for _ in range(2):
+        messenger.broadcast(torch.arange(BIG), NAMES, async_op=True)
+    asked.wait(120)
+    pipe.send("hangs")
+    pipe.poll(120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hangs_at", [0, 1])
+def test_a_source_that_dies_in_a_transfer(switched: Here, monkeypatch: pytest.MonkeyPatch, hangs_at: int) -> None:
+    b, c = switched.worker(B), switched.worker(C)
+    with elsewhere(switched.directory, A, _send_and_hang) as source:
+        source.pipe.send(hangs_at)
+        works = [each.broadcast(None, NAMES, async_op=True) for _ in range(2) for each in (b, c)]
+        assert source.hear() == "hangs"
+        source.kill()
+        for work in works[: 2 * hangs_at]:
+            assert torch.equal(work.wait(), torch.arange(BIG))
+        for work in works[2 * hangs_at :]:
+            with pytest.raises(WorkerLostError, match="g:0 is gone"):
+                work.wait()
+    assert not _groups(b)
+    a = switched.worker(A)
+    a.send(torch.arange(3), B)
+    assert torch.equal(b.recv(A), torch.arange(3))
+    assert _sent_by_groups(a) == 1
+
+
+def _receive_and_hang(messenger: Messenger, pipe: Any) -> None:
+    """Receive a tensor, and hang in the group of the next, or of the first."""
+    hangs_at, asked = pipe.recv(), threading.Event()
+    real = CollectiveGroup._outcome
+
+    def outcome(self: CollectiveGroup, values: Any) -> Any:
+        if self.finished == hangs_at:
+            asked.set()
+            threading.Event().wait()
+        return real(self, values)
+
+    CollectiveGroup._outcome = outcome  # type: ignore[method-assign]
+    works = [messenger.recv(A, async_op=True) for _ in range(2)]
+    asked.wait(120)
+    pipe.send("hangs")
+    pipe.poll(120)
+    del works
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hangs_at", [0, 1])
+def test_a_receiver_that_dies_in_a_transfer(switched: Here, hangs_at: int) -> None:
+    a = switched.worker(A)
+    with elsewhere(switched.directory, B, _receive_and_hang) as peer:
+        peer.pipe.send(hangs_at)
+        for _ in range(2):
+            a.send(torch.arange(BIG), B, async_op=True)
+        waiting = a.recv(B, async_op=True)
+        assert peer.hear() == "hangs"
+        peer.kill()
+        with pytest.raises(WorkerLostError, match="g:1 is gone"):
+            waiting.wait()
+    wait_until(lambda: not a._backlog.waiting_bytes, "nothing is kept for it")
+    assert not _groups(a)
+    b = switched.worker(B)
+    a.send(torch.arange(3), B)
+    assert torch.equal(b.recv(A), torch.arange(3))
+    assert _sent_by_groups(a) == 1
+
+
+def _receive_broadcast_and_hang(messenger: Messenger, pipe: Any) -> None:
+    asked = threading.Event()
+
+    def hang(self: CollectiveGroup, values: Any) -> Any:
+        asked.set()
+        threading.Event().wait()
+
+    CollectiveGroup._outcome = hang  # type: ignore[method-assign]
+    work = messenger.broadcast(None, NAMES, async_op=True)
+    asked.wait(120)
+    pipe.send("hangs")
+    pipe.poll(120)
+    del work
+
+
+@pytest.mark.slow
+def test_a_receiver_that_dies_in_a_broadcast(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "GATHER_S", WAIT_S)
+    a, c = switched.worker(A), switched.worker(C)
+    with elsewhere(switched.directory, B, _receive_broadcast_and_hang) as peer:
+        sent = a.broadcast(torch.arange(BIG), NAMES, async_op=True)
+        received = c.broadcast(None, NAMES, async_op=True)
+        assert peer.hear() == "hangs"
+        peer.kill()
+        assert torch.equal(received.wait(), torch.arange(BIG))
+        del sent
+
+
+def test_a_receive_that_times_out_in_a_transfer(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = switched.workers(2)
+    real, go_on = CollectiveGroup._broadcast, threading.Event()
+
+    def wait_first(self: CollectiveGroup, values: Any) -> Any:
+        assert go_on.wait(WAIT_S)
+        return real(self, values)
+
+    monkeypatch.setattr(CollectiveGroup, "_broadcast", wait_first)
+    a.send(torch.arange(5), B)
+    with pytest.raises(MessageTimeoutError):
+        b.recv(A, timeout_s=0.1)
+    go_on.set()
+    assert torch.equal(b.recv(A), torch.arange(5))
+    assert _sent_by_groups(a) == 1
+
+
+# --- accelerators ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_tensors_of_workers_that_share_an_accelerator() -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    workers = Here(True)
+    a, b = workers.workers(2)
+    for _ in range(2):
+        a.send({"x": torch.arange(BIG, device=device), "n": 1}, B)
+        got = b.recv(A)
+        assert got["x"].device.type == device.type
+        assert torch.equal(got["x"].cpu(), torch.arange(BIG))
+    target = torch.zeros(BIG, device=device)
+    a.send_tensor(torch.ones(BIG, device=device), B)
+    b.recv_tensor(target, A)
+    assert target.sum() == BIG
+    workers.close()
+
+
+def test_devices_on_which_tensors_are_received() -> None:
+    road, cpu = Road("auto", "g:0"), torch.device("cpu")
+    assert road.receiving_device(Place("cpu", ""), None, None) == cpu
+    assert Road("never", "g:0").receiving_device(Place("cpu", ""), None, None) is None
+    meta = torch.device("meta")
+    assert road.receiving_device(Place("meta:0", ""), torch.empty(1, device=meta), None) == meta
+    assert road.receiving_device(Place("meta:0", ""), None, meta) == meta
+    assert road.receiving_device(Place("meta:0", ""), torch.empty(1), None) is None
