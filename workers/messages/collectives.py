@@ -195,12 +195,14 @@ class Membership:
 class CollectiveGroup:
     """One sender and its receivers. Broadcasts run one after another, in the order of `submit` at each member, in the
     group's own thread, which first makes the process group. The first failure ends the group: this broadcast and all
-    later ones fail. timeout_s: of each broadcast. submitted, finished: numbers of broadcasts. `_pending`: those that
+    later ones fail. timeout_s: of each broadcast. submitted, finished: numbers of broadcasts; connected: whether the
+    process group is made. `_pending`: those that
     have no outcome yet."""
 
     def __init__(self, membership: Membership, timeout_s: float) -> None:
         self.membership = membership
         self.submitted = self.finished = 0
+        self.connected = False
         self._timeout = timedelta(seconds=timeout_s)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending: set[_Job] = set()
@@ -275,7 +277,7 @@ class CollectiveGroup:
             return
         group = make_group(self.membership, self._timeout)
         with self._guard:
-            self._group = group
+            self._group, self.connected = group, True
             if self._closed:
                 raise self._closed_error()
 
@@ -328,9 +330,14 @@ def make_group(membership: Membership, timeout: timedelta) -> Any:
         return dist.ProcessGroupGloo(store, membership.rank, membership.size, options)
     kind = getattr(dist, f"ProcessGroup{name.upper()}", None)
     with _failures_reported():
-        if kind is not None:
-            return kind(store, membership.rank, membership.size, _backend_options(kind, membership.options, timeout))
-        return _plugin_group(name, store, membership, timeout)
+        if kind is None:
+            group = _plugin_group(name, store, membership, timeout)
+        else:
+            group = kind(store, membership.rank, membership.size, _backend_options(kind, membership.options, timeout))
+    # These backends would otherwise connect in the first operation.
+    if hasattr(group, "eager_connect_single_device"):
+        group.eager_connect_single_device(membership.device)
+    return group
 
 
 def _backend_options(kind: Any, options: CollectiveGroupOptions, timeout: timedelta) -> Any:

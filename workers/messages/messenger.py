@@ -4,16 +4,19 @@ Transport. Each worker has a ZMQ port, and one socket from which it sends to the
 header, with its values if they are at most 64 KiB. Larger values, both tensors and pickles, are copied once, during
 the call, into anonymous shared memory. Receivers on the same host copy them from there: a broadcast to three
 receivers costs four copies and no system call that carries values. Receivers on other hosts fetch the values over
-ZMQ, in chunks, once they have called `recv`. Tensors on a GPU are copied to host memory and then sent in the same
-way. In a broadcast to many hosts the first receiver on each host forwards the values that it fetches
-(`workers.messages.relays`).
+ZMQ, in chunks, once they have called `recv`. In a broadcast to many hosts the first receiver on each host forwards the
+values that it fetches (`workers.messages.relays`).
 
-Why not process groups of torch.distributed. With Gloo and NCCL a send waits for its receive, so two workers that both
-send first deadlock. A receive whose shape differs from the send gets wrong bytes, or aborts the group. A dead peer is
-noticed only by a timeout. NCCL does not connect workers that share a GPU. Here a send copies its values and returns;
-both ends compare form, shape, dtype and options before a byte is written to the receiver's memory; and the job's
-directory reports which worker died. A broadcast within a host takes a fraction of Gloo's time
-(`benchmarks/probes/messages.py`).
+Tensors on an accelerator are copied on it during the call, and travel by a process group of its backend once the
+receive has the message's header (`workers.messages.transfers`). Where that is not possible, they are copied to host
+memory and travel as above.
+
+Why not process groups of torch.distributed for everything. With Gloo and NCCL a send waits for its receive, so two
+workers that both send first deadlock. A receive whose shape differs from the send gets wrong bytes, or aborts the
+group. A dead peer is noticed only by a timeout. NCCL does not connect workers that share a GPU. Here a send copies its
+values and returns; both ends compare form, shape, dtype and options before a byte is written to the receiver's memory
+or a process group is used; and the job's directory reports which worker died. A broadcast of host memory within a host
+takes a fraction of Gloo's time (`benchmarks/probes/messages.py`).
 
 When `send` returns. It waits until the receiver's process has the message's header, not until `recv` is called there,
 so both workers of a pair may send first. If the message then meets a receive with another form, shape, dtype or

@@ -1,4 +1,4 @@
-"""Options of operations between workers. They are validated and compared between peers, and have no other effect."""
+"""Options of the process groups between workers, validated and compared between peers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class CollectiveGroupOptions:
-    """NCCL settings that programs written for RLinf pass. They have no effect on messages, which never use NCCL, also
-    not for tensors on a GPU.
+    """Settings of the process groups that carry tensors on an accelerator. They have no effect on other messages.
 
-    accel_cluster_size, accel_max_ctas, accel_min_ctas, is_high_priority_stream: cluster size, maximum and minimum
-    number of blocks, and a high-priority stream of `ProcessGroupNCCL.Options`. use_ring_broadcast: RLinf's choice
-    between two broadcast algorithms; here the receivers of a large value always forward it to each other. None
-    means these defaults. The options that two workers of a pair or of a broadcast pass at first contact are compared;
-    `GroupOptionsError` is raised if they differ. Later options are ignored.
+    accel_cluster_size, accel_max_ctas, accel_min_ctas: cluster size (`cga_cluster_size`), maximum and minimum number of
+    blocks of `ProcessGroupNCCL.Options.config`; is_high_priority_stream: the same of `ProcessGroupNCCL.Options`. None
+    means the backend's default. A backend that does not have a setting ignores it. use_ring_broadcast: RLinf's choice
+    between two broadcast algorithms; here the backend chooses, so this has no effect. The options that two workers of a
+    pair or of a broadcast pass at first contact are compared; `GroupOptionsError` is raised if they differ. Later
+    options are ignored.
 
     TypeError for a number that is not an integer and for a flag that is not a bool, ValueError for a negative number.
     """

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from workers.messages.collectives import (
+    CONNECT_S,
     CollectiveGroup,
     DeviceValues,
     Done,
@@ -95,13 +96,14 @@ class Groups:
             self._watch(group)
 
     def _watch(self, group: CollectiveGroup) -> None:
-        """Close the group if a transfer takes longer than the timeout, while there are transfers."""
-        self.schedule(self._timeout_s, partial(self._check_progress, group, group.finished))
+        """Close the group if it does not connect within `CONNECT_S`, or a transfer takes longer than the timeout."""
+        limit_s = self._timeout_s if group.connected else min(CONNECT_S, self._timeout_s)
+        self.schedule(limit_s, partial(self._check_progress, group, (group.finished, group.connected)))
 
-    def _check_progress(self, group: CollectiveGroup, finished: int) -> None:
+    def _check_progress(self, group: CollectiveGroup, before: tuple[int, bool]) -> None:
         if group.finished == group.submitted or self.get(group.name) is not group:
             self._watched.discard(group.name)
-        elif group.finished == finished:
+        elif before == (group.finished, group.connected):
             self._watched.discard(group.name)
             group.close()  # its transfers fail
         else:

@@ -122,6 +122,16 @@ def test_the_user_s_process_group_is_not_used(switched: Here) -> None:
         dist.destroy_process_group()
 
 
+def test_devices_on_which_tensors_are_received() -> None:
+    road, cpu = Road("auto", "g:0"), torch.device("cpu")
+    assert road.receiving_device(Place("cpu", ""), None, None) == cpu
+    assert Road("never", "g:0").receiving_device(Place("cpu", ""), None, None) is None
+    meta = torch.device("meta")
+    assert road.receiving_device(Place("meta:0", ""), torch.empty(1, device=meta), None) == meta
+    assert road.receiving_device(Place("meta:0", ""), None, meta) == meta
+    assert road.receiving_device(Place("meta:0", ""), torch.empty(1), None) is None
+
+
 # --- order ----------------------------------------------------------------------------------------------------------
 
 
@@ -466,35 +476,3 @@ def test_a_receive_that_times_out_in_a_transfer(switched: Here, monkeypatch: pyt
     go_on.set()
     assert torch.equal(b.recv(A), torch.arange(5))
     assert _sent_by_groups(a) == 1
-
-
-# --- accelerators ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_tensors_of_workers_that_share_an_accelerator() -> None:
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    workers = Here(True)
-    a, b = workers.workers(2)
-    for _ in range(2):
-        a.send({"x": torch.arange(BIG, device=device), "n": 1}, B)
-        got = b.recv(A)
-        assert got["x"].device.type == device.type
-        assert torch.equal(got["x"].cpu(), torch.arange(BIG))
-    target = torch.zeros(BIG, device=device)
-    a.send_tensor(torch.ones(BIG, device=device), B)
-    b.recv_tensor(target, A)
-    assert target.sum() == BIG
-    workers.close()
-
-
-def test_devices_on_which_tensors_are_received() -> None:
-    road, cpu = Road("auto", "g:0"), torch.device("cpu")
-    assert road.receiving_device(Place("cpu", ""), None, None) == cpu
-    assert Road("never", "g:0").receiving_device(Place("cpu", ""), None, None) is None
-    meta = torch.device("meta")
-    assert road.receiving_device(Place("meta:0", ""), torch.empty(1, device=meta), None) == meta
-    assert road.receiving_device(Place("meta:0", ""), None, meta) == meta
-    assert road.receiving_device(Place("meta:0", ""), torch.empty(1), None) is None
