@@ -16,14 +16,17 @@ from tests.workers.messages.messengers import until_it_fails
 from workers import Channel, Cluster, CollectiveGroupOptions, NodePlacementStrategy, WorkerGroup
 from workers.directory import DIRECTORY_VARIABLE
 from workers.errors import GroupEndedError, GroupOptionsError, MessageMismatchError, WorkerLostError
+from workers.groups.worker import COLLECTIVES_VARIABLE
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def cluster(ray_cluster: None) -> Iterator[Cluster]:
-    with Cluster(num_nodes=1) as cluster:
-        yield cluster
+@pytest.fixture(scope="module", params=["auto", "always"])
+def cluster(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(COLLECTIVES_VARIABLE, request.param)
+        with Cluster(num_nodes=1) as cluster:
+            yield cluster
 
 
 @pytest.fixture(scope="module")

@@ -260,9 +260,12 @@ class TransferSource:
     # --- host memory ------------------------------------------------------------------------------------------------
 
     def handle_want_host(self, peer: str, want: WantHost) -> None:
-        """Send the values of a message through host memory. All later messages to that peer travel in this way."""
-        self._fail_group(want.group, f"{peer} reports: {want.why}")
-        self._groups.road.host_only.add(peer)
+        """Send the values of a message through host memory. So do all later ones to that peer, unless the group ended
+        because another member was lost."""
+        if want.group:
+            self._fail_group(want.group, f"{peer} reports: {want.why}")
+        else:
+            self._groups.road.host_only.add(peer)
         sending = self._outgoing.message_to_pull(peer, want)
         if sending is not None:
             self._send_host(sending)

@@ -459,6 +459,10 @@ def test_a_receiver_that_dies_in_a_broadcast(switched: Here, monkeypatch: pytest
         peer.kill()
         assert torch.equal(received.wait(), torch.arange(BIG))
         del sent
+    assert not _host_only(a)
+    a.send(torch.arange(3), C)
+    assert torch.equal(c.recv(A), torch.arange(3))
+    assert [group.membership.peers for group in _groups(a)] == [{"g:2"}]
 
 
 def test_a_receive_that_times_out_in_a_transfer(switched: Here, monkeypatch: pytest.MonkeyPatch) -> None:
