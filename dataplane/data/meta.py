@@ -248,9 +248,8 @@ class KVBatchMeta:
         that is equal in all metas that have it, but the global pad target only if every meta has it.
         """
         if isinstance(metas, KVBatchMeta):
-            raise UnsupportedValueError(
-                field="argument metas", row=None, got="one KVBatchMeta", hint="Pass a list of metas."
-            )
+            hint = "Pass a list of metas."
+            raise UnsupportedValueError(field="argument metas", row=None, got="one KVBatchMeta", hint=hint)
         given = list(metas)
         partitions = list(dict.fromkeys(meta.partition_id for meta in given))
         tasks = [task for task in dict.fromkeys(meta.task_name for meta in given) if task is not None]
