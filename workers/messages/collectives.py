@@ -6,15 +6,18 @@ The user's process groups, the default one included, are not used. The backend i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +34,8 @@ from workers.transport.pickling import Packed
 AUTO, ALWAYS, NEVER = MODES = ("auto", "always", "never")
 CONNECT_S = 60.0
 """How long the members of a new process group wait for each other."""
+JOIN_S = 2.0
+"""How long a worker that ends waits for the threads of its process groups."""
 
 _UNUSED_TAG = 2**31 - 1
 _TEARDOWN_VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
@@ -210,7 +215,8 @@ class CollectiveGroup:
         self._group: Any = None
         self._error: Exception | None = None
         self._closed = False
-        threading.Thread(target=self._run, name=f"tq-collective-{membership.name}", daemon=True).start()
+        self._threads = [self._start(f"tq-collective-{membership.name}", self._run)]
+        atexit.register(self._end)
 
     @property
     def name(self) -> str:
@@ -238,9 +244,26 @@ class CollectiveGroup:
             group, pending = self._group, list(self._pending)
         self._jobs.put(None)
         if group is not None:  # aborting may block
-            threading.Thread(target=self._abort, args=(group,), name=f"tq-abort-{self.name}", daemon=True).start()
+            self._threads.append(self._start(f"tq-abort-{self.name}", partial(self._abort, group)))
         for job in pending:
             self._finish(job, error)
+
+    def join(self, within_s: float) -> None:
+        """Wait for the threads of a closed group, at most so long. One that is in the backend's code when Python ends
+        would abort the process."""
+        until = time.monotonic() + within_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _end(self) -> None:
+        """Called at the exit of Python."""
+        self.close()
+        self.join(JOIN_S)
+
+    def _start(self, name: str, target: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread.start()
+        return thread
 
     def _closed_error(self) -> Exception:
         return ConnectionError(f"process group {self.name} was closed")
@@ -252,6 +275,7 @@ class CollectiveGroup:
             self._finish(job, self._outcome(job.values))
             del job  # this thread keeps no values while it waits
         self._group = None
+        atexit.unregister(self._end)
 
     def _finish(self, job: _Job, outcome: Outcome) -> None:
         """Report the outcome of a broadcast, unless `close` has reported its failure."""

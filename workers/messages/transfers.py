@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +29,7 @@ import torch
 
 from workers.messages.collectives import (
     CONNECT_S,
+    JOIN_S,
     CollectiveGroup,
     DeviceValues,
     Done,
@@ -126,8 +128,11 @@ class Groups:
         return groups
 
     def close(self) -> None:
-        for name in list(self._groups):
-            self.end(name)
+        """End all groups, and wait for their threads, at most `JOIN_S`."""
+        until = time.monotonic() + JOIN_S
+        for group in [self.end(name) for name in list(self._groups)]:
+            if group is not None:
+                group.join(until - time.monotonic())
         self.store.close()
 
 
@@ -287,7 +292,7 @@ class TransferSource:
             snapshot.want_host.append(sending)
             if len(snapshot.want_host) == 1:
                 name, values = f"tq-to-host-{self._worker}", snapshot.on_device
-                threading.Thread(target=self._copy_to_host, args=(snapshot, values), name=name, daemon=True).start()
+                threading.Thread(target=self._copy_to_host, args=(snapshot, values), name=name).start()
 
     def _copy_to_host(self, snapshot: ValueSnapshot, values: DeviceValues) -> None:
         """Copy values into a slab. In a thread of its own."""
