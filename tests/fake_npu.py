@@ -5,6 +5,7 @@ torch's device for backends written in Python. A tensor on it has its values in 
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -27,12 +28,33 @@ class Event:
         Event.synchronized += 1
 
 
+class Stream:
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "npu"
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Group(dist.ProcessGroupGloo):
+    """broadcasts: how many members have taken part in one, all groups together."""
+
+    broadcasts = 0
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
+        Group.broadcasts += 1
+        return super().broadcast([tensor.raw for tensor in tensors], options)  # type: ignore[attr-defined]
+
+
 class Platform:
     """What torch_npu has as `torch.npu`, as far as it is used."""
 
     initialized = False
     available = True
     Event = Event
+    Stream = Stream
+    stream = contextlib.nullcontext
 
     def is_initialized(self) -> bool:
         return self.initialized
@@ -86,4 +108,4 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
 
 
 def _make_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+    return Group(store, rank, size, timeout)

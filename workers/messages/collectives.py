@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from dataplane.core import devices
 from dataplane.core.addresses import join_address, split_address
 from workers.directory.address import WorkerAddress
 from workers.messages.options import CollectiveGroupOptions
@@ -40,7 +41,9 @@ JOIN_S = 2.0
 _UNUSED_TAG = 2**31 - 1
 _TEARDOWN_VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
 """By default these backends end the process if an operation fails. 0 makes them only report the failure."""
-_making = threading.Lock()
+_guard = threading.Lock()  # of the next two
+_making: list[None] = []  # one entry for each group that is being made
+_before: dict[str, str | None] = {}  # the values of these variables at other times
 _log = logging.getLogger(__name__)
 
 
@@ -56,7 +59,7 @@ def place_of(device: torch.device) -> Place:
     if device.type == "cpu":
         return Place("cpu", "")
     index = torch.accelerator.current_device_index() if device.index is None else device.index
-    properties = torch.get_device_module(device).get_device_properties(index)
+    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda index: None)(index)
     return Place(f"{device.type}:{index}", str(getattr(properties, "uuid", "")))
 
 
@@ -115,7 +118,7 @@ class DeviceValues:
     which they are there, None on the CPU."""
 
     flat: Tensor
-    ready: torch.Event | None
+    ready: Any
 
     @classmethod
     def copy_of(cls, packed: Packed, device: torch.device) -> DeviceValues:
@@ -139,13 +142,9 @@ class DeviceValues:
         return cls(torch.empty(nbytes, dtype=torch.uint8, device=device), _recorded(device))
 
 
-def _recorded(device: torch.device) -> torch.Event | None:
+def _recorded(device: torch.device) -> Any:
     """Return an event of the device's current stream, None on the CPU."""
-    if device.type == "cpu":
-        return None
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
+    return None if device.type == "cpu" else devices.record_event(device)
 
 
 class StoreServer:
@@ -315,9 +314,10 @@ class CollectiveGroup:
         if values.ready is None:
             self._group.broadcast([values.flat], options).wait(self._timeout)
             return values.flat
-        stream = torch.Stream(device)  # not the thread's default one, for which the user's operations would wait
+        module = torch.get_device_module(device)
+        stream = module.Stream(device)  # not the thread's default one, for which the user's operations would wait
         stream.wait_event(values.ready)
-        with stream:
+        with module.stream(stream):
             self._group.broadcast([values.flat], options).wait()
         stream.synchronize()
         return values.flat
@@ -396,13 +396,17 @@ def _plugin_group(name: str, store: Any, membership: Membership, timeout: timede
 @contextlib.contextmanager
 def _failures_reported() -> Iterator[None]:
     """Meanwhile new process groups report a failed operation, and do not end the process."""
-    with _making:
-        before = {name: os.environ.get(name) for name in _TEARDOWN_VARIABLES}
-        os.environ.update(dict.fromkeys(_TEARDOWN_VARIABLES, "0"))
-        try:
-            yield
-        finally:
-            for name, value in before.items():
+    with _guard:
+        if not _making:
+            _before.update({name: os.environ.get(name) for name in _TEARDOWN_VARIABLES})
+            os.environ.update(dict.fromkeys(_TEARDOWN_VARIABLES, "0"))
+        _making.append(None)
+    try:
+        yield  # without `_guard`, because a backend may block for the other members
+    finally:
+        with _guard:
+            _making.pop()
+            for name, value in _before.items() if not _making else ():
                 if value is None:
                     del os.environ[name]
                 else:
