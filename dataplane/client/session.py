@@ -140,12 +140,20 @@ class Connection:
     def __init__(self, config: DataPlaneConfig) -> None:
         check_pickles(config)
         lock = session_lock(config)  # held while the session may use shared memory; None if it uses none
+        channel: ControllerChannel | None = None
         try:
-            self._channel = ControllerChannel.open(config, "" if lock is None else str(lock.path))
+            channel = ControllerChannel.open(config, "" if lock is None else str(lock.path))
+            self._use(config, channel, lock)
         except BaseException:
+            if channel is not None:
+                channel.close()
             if lock is not None:
                 lock.close()
             raise
+
+    def _use(self, config: DataPlaneConfig, channel: ControllerChannel, lock: SessionLock | None) -> None:
+        """Set up the session of this channel. lock: see `SessionState`."""
+        self._channel = channel
         self._copies = InFlight()
         self._config = config
         self.session_state = SessionState(

@@ -36,3 +36,5 @@ class Waker:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+    __del__ = close

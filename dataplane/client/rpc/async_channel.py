@@ -89,9 +89,14 @@ class AsyncChannel(OpenChannel):
                 # After a cancellation, the thread still opens the session. After an error, only the context remains.
                 opening.add_done_callback(lambda done: _discard(done, context))
                 raise
+            channel: AsyncChannel | None = None
             try:
-                return cls(config, session, context, dealer)
+                channel = cls(config, session, context, dealer)
+                channel._heartbeat.start()
+                return channel
             except BaseException:
+                if channel is not None:
+                    channel._heartbeat.close(CLOSE_S)
                 context.destroy(linger=0)
                 raise
 

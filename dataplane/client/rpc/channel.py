@@ -108,14 +108,21 @@ class ControllerChannel(OpenChannel):
     def open(cls, config: DataPlaneConfig, lock_path: str = "") -> ControllerChannel:
         """Connect to `config.address` and open a session. Block for at most `config.connect_timeout_s`. Raise as
         `open_session`. lock_path: see `open_session`."""
-        with enough_for(config.address or "", least=OF_A_CONTEXT):
-            context: zmq.Context[Socket] = zmq.Context()
-            try:
+        context: zmq.Context[Socket] | None = None
+        channel: ControllerChannel | None = None
+        try:
+            with enough_for(config.address or "", least=OF_A_CONTEXT):
+                context = zmq.Context()
                 session, dealer = open_session(config, context, lock_path)
-                return cls(config, session, context, dealer)
-            except BaseException:
+                channel = cls(config, session, context, dealer)
+                channel._heartbeat.start()
+            return channel
+        except BaseException:
+            if channel is not None:
+                channel.close()
+            elif context is not None:
                 context.destroy(linger=0)
-                raise
+            raise
 
     # --- calls
 

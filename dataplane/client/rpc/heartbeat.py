@@ -45,8 +45,8 @@ class HeartbeatThread:
     It calls `moved` when the session was found or has ended, and when calls no longer wait for a lost service:
     waiting callers must check again.
 
-    The thread owns `dealer`. Its connection represents this process: when it breaks, the service checks immediately
-    whether the process has ended.
+    The thread, which `start` starts, owns `dealer`. Its connection represents this process: when it breaks, the service
+    checks immediately whether the process has ended. `_running` is held while the thread uses its sockets.
     """
 
     def __init__(
@@ -79,7 +79,11 @@ class HeartbeatThread:
         self._beat_at = self._last_response  # the time of the last heartbeat
         self._next_beat_at = self._last_response + calls.session.heartbeat_s
         self._thread = threading.Thread(target=self._run, name="tq-heartbeat", daemon=True)
+        self._running = threading.RLock()
         calls.on_doubt = self.check
+
+    def start(self) -> None:
+        """Start the thread. After any error, an interrupt included, call `close`."""
         self._thread.start()
 
     def check(self) -> None:
@@ -95,27 +99,34 @@ class HeartbeatThread:
             self._waker.wake()
 
     def close(self, timeout_s: float) -> bool:
-        """Stop the thread and close its socket. Return whether that finished in time. Idempotent."""
+        """Stop the thread, whether or not it has started, and close its sockets. Return whether that finished in time.
+        Idempotent; it can be repeated after an interrupt."""
         self._closing = True
         self._waker.wake()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not self._running.acquire(timeout=timeout_s):
             log.warning("Heartbeat thread for the service at %s did not stop in time", self._config.address)
             return False
+        try:
+            self._close_sockets()  # of a thread that has not run; it ends at once if it starts now
+        finally:
+            self._running.release()
+        if self._thread.is_alive():
+            self._thread.join()
         self._waker.close()
         return True
 
     def _run(self) -> None:
         """Run the thread until `close`, or until an unexpected error."""
-        try:
-            while not self._closing:
-                self._run_once()
-        except Exception as error:
-            # Without heartbeats the session expires soon: fail all calls with this error.
-            log.critical("Heartbeat thread of session %d failed", self._calls.session.number, exc_info=True)
-            self._end(InternalError(what=f"the heartbeat thread of the session failed: {error!r}"))
-        finally:
-            self._close_sockets()
+        with self._running:
+            try:
+                while not self._closing:
+                    self._run_once()
+            except Exception as error:
+                # Without heartbeats the session expires soon: fail all calls with this error.
+                log.critical("Heartbeat thread of session %d failed", self._calls.session.number, exc_info=True)
+                self._end(InternalError(what=f"the heartbeat thread of the session failed: {error!r}"))
+            finally:
+                self._close_sockets()
 
     def _run_once(self) -> None:
         """Wait for the next event or heartbeat and handle it."""
@@ -132,9 +143,10 @@ class HeartbeatThread:
             self._send_heartbeat()
 
     def _close_sockets(self) -> None:
-        self._dealer.disable_monitor()
-        self._monitor.close(linger=0)
-        self._dealer.close(linger=0)
+        if not self._dealer.closed:
+            self._dealer.disable_monitor()
+            self._monitor.close(linger=0)
+            self._dealer.close(linger=0)
 
     def _notice_disconnects(self) -> None:
         """Read the events of the socket's monitor, and request a check if the connection to a durable service broke or

@@ -1,0 +1,64 @@
+"""Interrupts, as of Ctrl-C, while a client opens or closes its session, and clients that a signal handler closes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dataplane import DataPlaneClient, connect, serve
+from dataplane.client import session as sessions
+from dataplane.client.rpc import heartbeat
+from tests.restarts import wait_until
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def observer() -> Iterator[DataPlaneClient]:
+    """A client of a service that no other client uses."""
+    with serve({"capacity_bytes": 16 << 20}) as server, connect(server.address) as made:
+        made.register_partition("p", ["x"], None, ["t"])
+        yield made
+
+
+def held(observer: DataPlaneClient) -> tuple[int, int, int]:
+    """Sessions at the service; threads of clients and open files of this process."""
+    gc.collect()
+    threads = [each for each in threading.enumerate() if each.name in ("tq-heartbeat", "tq-close")]
+    return len(observer.stats().sessions), len(threads), len(os.listdir("/proc/self/fd"))
+
+
+def interrupted(function: Callable[..., Any], *, before: bool = False) -> Callable[..., Any]:
+    """The function, which a Ctrl-C interrupts before its first statement or after its last."""
+
+    def replacement(*arguments: Any, **options: Any) -> Any:
+        if not before:
+            function(*arguments, **options)
+        raise KeyboardInterrupt
+
+    return replacement
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "before"),
+    [
+        (heartbeat.threading.Thread, "start", True),
+        (heartbeat.threading.Thread, "start", False),
+        (sessions, "session_states", True),
+        (sessions.weakref, "finalize", False),
+    ],
+)
+def test_an_interrupted_connect_leaves_nothing(
+    owner: Any, name: str, before: bool, observer: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_first = held(observer)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted(getattr(owner, name), before=before))
+        with pytest.raises(KeyboardInterrupt):
+            connect(observer.config.address)
+    wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")
