@@ -36,5 +36,3 @@ class Waker:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
-
-    __del__ = close

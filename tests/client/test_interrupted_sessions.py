@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import zmq
 
 from dataplane import DataPlaneClient, connect, serve
 from dataplane.client import session as sessions
@@ -44,11 +45,13 @@ def interrupted(function: Callable[..., Any], *, before: bool = False) -> Callab
     return replacement
 
 
+@pytest.mark.filterwarnings("ignore:Unclosed socket:ResourceWarning")
 @pytest.mark.parametrize(
     ("owner", "name", "before"),
     [
         (heartbeat.threading.Thread, "start", True),
         (heartbeat.threading.Thread, "start", False),
+        (zmq.Context, "_add_socket", True),
         (sessions, "session_states", True),
         (sessions.weakref, "finalize", False),
     ],

@@ -8,6 +8,7 @@ import os
 import select
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from itertools import chain
 from typing import cast
@@ -117,7 +118,9 @@ class ControllerChannel(OpenChannel):
                 channel = cls(config, session, context, dealer)
                 channel._heartbeat.start()
             return channel
-        except BaseException:
+        except BaseException as error:
+            # An interrupt in a constructor may have left a socket that only its frame knows, and the context waits for.
+            traceback.clear_frames(error.__traceback__)
             if channel is not None:
                 channel.close()
             elif context is not None:
