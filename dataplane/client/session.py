@@ -29,7 +29,7 @@ _RESOURCE_COMMANDS = frozenset({Allocate, Preallocate, Claim, Locate, Save, Find
 
 
 class Closable(Protocol):
-    """An object that `ForkLocal` can hold."""
+    """An object that `ForkLocal` can hold. `close` may be repeated after an interrupt or an error."""
 
     def close(self) -> None: ...
 
@@ -40,7 +40,8 @@ C = TypeVar("C", bound=Closable)
 class ForkLocal(Generic[C]):
     """Create one `C` per process on first use. A forked child creates its own and never touches its parent's.
 
-    `_instance` is the object of process `_pid`, `_inherited` are those of its parents.
+    `_instance` is the object of process `_pid`, `_inherited` are those of its parents. `_closing` is held by the call
+    of `close` that closes the object.
     """
 
     def __init__(self, make: Callable[[], C]) -> None:
@@ -48,7 +49,8 @@ class ForkLocal(Generic[C]):
         self._instance: C | None = None
         self._inherited: list[C] = []
         self._pid = os.getpid()
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
+        self._closing = threading.Lock()
         self._closed = False
 
     def get(self) -> C:
@@ -59,30 +61,38 @@ class ForkLocal(Generic[C]):
         if self._pid != os.getpid():
             self._reset_in_child()
         with self._guard:
-            if self._closed:
-                raise ClientClosedError()
-            if self._instance is None:
-                self._instance = self._make()
-            return self._instance
+            while not self._closed:
+                if self._instance is not None:
+                    return self._instance
+                made = self._make()
+                if self._closed or self._instance is not None:  # by a signal handler of this thread
+                    made.close()
+                else:
+                    self._instance = made
+        raise ClientClosedError()
 
     def _reset_in_child(self) -> None:
         """In a forked child, start without an object. Keep a reference to the parent's object: dropping it in the
         child would run clean-up that belongs to the parent."""
-        self._guard = threading.Lock()  # another thread of the parent may have held the old one
+        self._guard, self._closing = threading.RLock(), threading.Lock()  # another thread may have held the old ones
         self._pid = os.getpid()
         if self._instance is not None:
             self._inherited.append(self._instance)
             self._instance = None
 
     def close(self) -> None:
-        """Close this process's `C`, if any. Later `get()` calls fail."""
+        """Close this process's `C`, if any, unless another call does so now. Later `get()` calls fail."""
         if self._pid != os.getpid():
             self._reset_in_child()
-        with self._guard:
-            self._closed = True
-            instance, self._instance = self._instance, None
-        if instance is not None:
+        with (closing := threading.Lock()):
+            with self._guard:
+                self._closed = True
+                instance = self._instance
+                if instance is None or self._closing.locked():
+                    return
+                self._closing = closing
             instance.close()
+            self._instance = None
 
 
 def begin_copy(copies: InFlight, call: threading.Lock) -> None:
@@ -271,11 +281,11 @@ class Connection:
 
     def close(self) -> None:
         """See `DataPlaneClient.close`."""
-        self._finalizer.detach()
         end_copies(self._copies, self._config)  # first: the clean-up of these calls still needs the session
         with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
             self._post_leftovers()
         _close_session(self.session_state, self._channel)
+        self._finalizer.detach()
 
 
 def _close_session(session_state: SessionState, channel: ControllerChannel) -> None:

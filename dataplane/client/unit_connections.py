@@ -84,6 +84,8 @@ class UnitConnections:
         # Unit numbers only grow. A unit above the highest listed number is newer than the list, so it is kept.
         newest = max(listed, default=0)
         with self._guard:
+            if self._closed:
+                return
             removed = [unit for unit in self._infos if unit < newest and unit not in listed]
             stale = [self._connections.pop(unit) for unit in removed if unit in self._connections]
             for unit in removed:
@@ -388,13 +390,15 @@ class UnitConnections:
         return connection.arena if connection.local else None
 
     def close(self) -> None:
-        """Close every connection. Mappings that views need stay until the last view is deleted."""
+        """Close every connection. Mappings that views need stay until the last view is deleted. It can be repeated
+        after an interrupt."""
         with self._guard:
             self._closed = True
-            connections, self._connections = list(self._connections.values()), {}
             self._replaced.clear()
+            connections = list(self._connections.values())
         for connection in connections:
             connection.close()
+        self._connections.clear()
         self.together.close()
         if self._transport is not None:
             self._transport.close()

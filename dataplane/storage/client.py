@@ -23,6 +23,7 @@ from dataplane.core.buffer_pool import FROM_BYTES, BufferPool
 from dataplane.core.failpoints import hit
 from dataplane.core.in_flight import InFlight
 from dataplane.core.inner_slice import InnerSlice
+from dataplane.core.wakeup import Waker
 from dataplane.errors import CallTimeoutError, ClientClosedError, InvalidRequestError, StorageUnitError
 from dataplane.ledger.commands import UnitInfo
 from dataplane.protocol.fd_limits import enough_for
@@ -105,7 +106,7 @@ class UnitConnection:
         self._closed = False
         self._endpoint = info.endpoints[-1] if info.endpoints else "nowhere"  # until `_connect` selects one
         with enough_for(self._endpoint):
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable once calls must end
+            self._wake = Waker()  # its `fd` is readable once calls must end
         try:
             self._connect(None if force_remote else lock, timeout_s)
         except BaseException:
@@ -418,7 +419,7 @@ class UnitConnection:
                 curve_key = self.info.curve_key
                 with enough_for(self._endpoint):
                     wire = Wire(
-                        self._context, self._endpoint, wake=self._wake, ticket=self._ticket, curve_key=curve_key
+                        self._context, self._endpoint, wake=self._wake.fd, ticket=self._ticket, curve_key=curve_key
                     )
                 with self._guard:
                     self._wires.add(wire)
@@ -441,16 +442,14 @@ class UnitConnection:
     def close(self) -> None:
         """Reject new calls, end calls in flight with ClientClosedError, close the sockets, and release the arena's
         mappings (returned arrays keep theirs). Blocks until the calls have ended, for at most `CLOSE_WAIT_S`.
-        Idempotent. In a forked child, only mark the connection as closed."""
+        Idempotent; it can be repeated after an interrupt. In a forked child, only mark the connection as closed."""
         if os.getpid() != self._owner:
             self._closed = True
             return
         with self._guard:
-            if self._closed:
-                return
             self._closed = True
         self._in_flight.shut()
-        os.eventfd_write(self._wake, 1)
+        self._wake.wake()
         active = self._in_flight.wait(CLOSE_WAIT_S)  # the number of calls that have not ended
         with self._guard:
             # With no call in flight, sockets that an interrupt left behind are closed too.
@@ -462,7 +461,7 @@ class UnitConnection:
         if active:
             log.error("Calls to storage unit %d are still in flight; their sockets are left open", self.info.unit)
             return
-        os.close(self._wake)
+        self._wake.close()
         if self._owns_context:
             self._context.destroy()
 

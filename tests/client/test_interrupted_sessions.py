@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 import zmq
 
 from dataplane import DataPlaneClient, connect, serve
 from dataplane.client import session as sessions
-from dataplane.client.rpc import heartbeat
+from dataplane.client import session_state, unit_connections
+from dataplane.client.rpc import channel, heartbeat
+from dataplane.errors import CallTimeoutError
+from dataplane.storage import client as unit_client
 from tests.restarts import wait_until
 
 pytestmark = pytest.mark.integration
@@ -64,4 +68,49 @@ def test_an_interrupted_connect_leaves_nothing(
         patch.setattr(owner, name, interrupted(getattr(owner, name), before=before))
         with pytest.raises(KeyboardInterrupt):
             connect(observer.config.address)
+    wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "before"),
+    [
+        (sessions, "end_copies", False),
+        (sessions.Connection, "_post_leftovers", False),
+        (session_state.SessionState, "close", True),
+        (unit_connections.UnitConnections, "close", False),
+        (unit_client.UnitConnection, "close", True),
+        (unit_client.InFlight, "wait", True),
+        (channel.ControllerChannel, "close", True),
+        (channel.ControllerChannel, "_resend_all", True),
+        (channel.ControllerChannel, "_send_bye", True),
+        (channel.ControllerChannel, "_send_bye", False),
+        (heartbeat.HeartbeatThread, "close", True),
+        (heartbeat.HeartbeatThread, "close", False),
+        (zmq.Context, "destroy", True),
+    ],
+)
+def test_an_interrupted_close_can_be_repeated(
+    owner: Any, name: str, before: bool, observer: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_first = held(observer)
+    client = connect(observer.config.address)
+    client.put_samples(["a"], "p", {"x": torch.ones(1, 4)})
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted(getattr(owner, name), before=before))
+        with pytest.raises(KeyboardInterrupt):
+            client.close()
+    client.close()
+    client.close()
+    wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")
+
+
+def test_a_close_that_waited_in_vain_for_a_copy_can_be_repeated(observer: DataPlaneClient) -> None:
+    at_first = held(observer)
+    client = connect(observer.config.address, call_timeout_s=0.05, connect_timeout_s=0.05)
+    copies = client._connections.get()._copies
+    with (copy := threading.Lock()):
+        copies.enter(copy)
+        with pytest.raises(CallTimeoutError):
+            client.close()
+    client.close()
     wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")

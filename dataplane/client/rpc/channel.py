@@ -82,8 +82,8 @@ class ControllerChannel(OpenChannel):
 
     `_use` is held by the thread that uses `_socket`, without blocking operations; `_user` is its ident. A finalizer or
     a signal handler may interrupt this thread and make a call, which gets a socket of its own. `_poller` is the call
-    whose thread polls; one that is no longer active, after an interrupt, counts as none. `_guard` protects it and
-    `_closing`.
+    whose thread polls; one that is no longer active, after an interrupt, counts as none. `_guard` protects it,
+    `_closing` and `_owes_bye`: whether `close` has yet to report the end of the session to the service.
     """
 
     def __init__(
@@ -99,8 +99,9 @@ class ControllerChannel(OpenChannel):
         self._waker = Waker()
         self._poller: _Waiting | None = None
         self._in_flight = InFlight()
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # a signal handler may make a call, and close the channel
         self._closing = False
+        self._owes_bye = False
         self._heartbeat = HeartbeatThread(
             self._calls, config, context, dealer, maintain=self._maintain, moved=self._reconnect
         )
@@ -318,25 +319,25 @@ class ControllerChannel(OpenChannel):
 
     def close(self) -> None:
         """Close the session and free all resources. Block for a few seconds at most, even if the service does not
-        respond. Pending calls in other threads raise `ClientClosedError`. Idempotent; does nothing in a forked
-        child.
+        respond. Pending calls in other threads raise `ClientClosedError`. Idempotent; it can be repeated after an
+        interrupt. Does nothing in a forked child.
 
-        Call it only when no copy into or out of shared memory is in progress.
+        Call it only when no copy into or out of shared memory is in progress, and in one thread at a time.
         """
         if self._pid != os.getpid():
             return
         with self._guard:
-            if self._closing:
-                return
-            self._closing = True
-        unreachable = self._calls.unreachable  # read before `end`, after which it is always True
+            if not self._closing:
+                self._owes_bye = not self._calls.unreachable  # read before `end`, after which it is always True
+                self._closing = True
         self._calls.end(ClientClosedError())
         self._in_flight.shut()
         self._waker.wake()
         self._resend_all()  # they raise
         active = self._in_flight.wait(CLOSE_S)
-        if not unreachable:
+        if self._owes_bye:
             self._send_bye()
+            self._owes_bye = False
         thread_ended = self._heartbeat.close(CLOSE_S)
         if active:
             log.error("Channel closed with %d pending calls that did not end within %.1f s", active, CLOSE_S)
