@@ -453,7 +453,11 @@ class DataPlaneClient:
     def close(self) -> None:
         """Reject new calls, wait for copies in flight, release everything that the session holds, and close it. A
         service that this client was bootstrapped with stops too. Idempotent. Calls waiting in other threads raise
-        `ClientClosedError`. Views from `copy=False` stay valid. Garbage collection of a client closes it as well."""
+        `ClientClosedError`. Views from `copy=False` stay valid. Garbage collection of a client closes it as well.
+
+        It can be repeated after an interrupt or an error. A signal handler may call it while it interrupts a call of
+        this client: the session ends, and the interrupted call raises `ClientClosedError` when it continues. What that
+        call uses is freed by a later `close`, or with the process."""
         self._connections.close()
         if self._owns is not None:
             self._owns.close()

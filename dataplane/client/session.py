@@ -29,9 +29,10 @@ _RESOURCE_COMMANDS = frozenset({Allocate, Preallocate, Claim, Locate, Save, Find
 
 
 class Closable(Protocol):
-    """An object that `ForkLocal` can hold. `close` may be repeated after an interrupt or an error."""
+    """An object that `ForkLocal` can hold. `close` returns whether it is complete; otherwise, or after an
+    interrupt or an error, it can be repeated."""
 
-    def close(self) -> None: ...
+    def close(self) -> bool: ...
 
 
 C = TypeVar("C", bound=Closable)
@@ -91,8 +92,8 @@ class ForkLocal(Generic[C]):
                 if instance is None or self._closing.locked():
                     return
                 self._closing = closing
-            instance.close()
-            self._instance = None
+            if instance.close():
+                self._instance = None
 
 
 def begin_copy(copies: InFlight, call: threading.Lock) -> None:
@@ -144,7 +145,8 @@ def session_lock(config: DataPlaneConfig) -> SessionLock | None:
 class Connection:
     """An open session and its session state. It executes operations in the calling thread. Thread-safe.
 
-    `_channel` sends the commands. `_copies` are the calls that have begun a copy, for which `close` waits.
+    `_channel` sends the commands. `_running` are the active calls, `_copies` are those that have begun a copy, for
+    which `close` waits.
     """
 
     def __init__(self, config: DataPlaneConfig) -> None:
@@ -164,6 +166,7 @@ class Connection:
     def _use(self, config: DataPlaneConfig, channel: ControllerChannel, lock: SessionLock | None) -> None:
         """Set up the session of this channel. lock: see `SessionState`."""
         self._channel = channel
+        self._running = InFlight()
         self._copies = InFlight()
         self._config = config
         self.session_state = SessionState(
@@ -186,16 +189,18 @@ class Connection:
     def run(self, operation: Operation[T]) -> T:
         """Execute the operation's steps until it returns. Errors, including a KeyboardInterrupt at any point, are
         passed through the operation's clean-up; resources that the operation never received are released."""
-        self._post_leftovers()
         acquired: list[tuple[int, Command]] = []  # see `_resume`
-        with (call := threading.Lock()):  # represents the call: see `begin_copy`
+        with (call := threading.Lock()):  # represents the call: see `InFlight`
+            self._running.enter(call)
             try:
+                self._post_leftovers()
                 return self._resume(operation, call, acquired)
             except BaseException as error:
                 self._clean_up(operation, call, acquired, error)
                 raise
             finally:
                 self._copies.leave(call)
+                self._running.leave(call)
 
     def _resume(
         self,
@@ -279,15 +284,22 @@ class Connection:
         for command in self.session_state.leftovers():
             self._channel.post(command)
 
-    def close(self) -> None:
-        """See `DataPlaneClient.close`."""
+    def close(self) -> bool:
+        """See `DataPlaneClient.close`. Return whether everything is free. In a signal handler that interrupts a call of
+        its thread, wait for no call, because it may wait for the interrupted one, and keep what the calls use: the
+        session lock, as long as it is held, keeps the service from reusing the space of their copies."""
+        if self._running.in_this_thread():
+            self._copies.shut()
+            self._channel.end()
+            return False
         end_copies(self._copies, self._config)  # first: the clean-up of these calls still needs the session
         with contextlib.suppress(DataPlaneError):  # the session has ended and holds nothing
             self._post_leftovers()
-        _close_session(self.session_state, self._channel)
+        done = _close_session(self.session_state, self._channel)
         self._finalizer.detach()
+        return done
 
 
-def _close_session(session_state: SessionState, channel: ControllerChannel) -> None:
+def _close_session(session_state: SessionState, channel: ControllerChannel) -> bool:
     session_state.close()
-    channel.close()
+    return channel.close()

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ import zmq
 from dataplane import DataPlaneClient, connect, serve
 from dataplane.client import session as sessions
 from dataplane.client import session_state, unit_connections
-from dataplane.client.rpc import channel, heartbeat
-from dataplane.errors import CallTimeoutError
+from dataplane.client.rpc import call_socket, channel, heartbeat
+from dataplane.errors import CallTimeoutError, ClientClosedError
 from dataplane.storage import client as unit_client
-from tests.restarts import wait_until
+from tests.controller.service import NEVER_S
+from tests.restarts import WAIT_S, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -113,4 +115,58 @@ def test_a_close_that_waited_in_vain_for_a_copy_can_be_repeated(observer: DataPl
         with pytest.raises(CallTimeoutError):
             client.close()
     client.close()
+    wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (channel._Waiting, "sleep"),  # while it waits for a reply
+        (call_socket, "send"),  # while it holds the socket of all threads
+        (unit_connections.UnitConnections, "write"),  # while it copies
+        (session_state.SessionState, "leftovers"),
+        (channel.ControllerChannel, "_leave"),
+    ],
+)
+def test_a_signal_handler_may_close_the_client_whose_call_it_interrupts(
+    owner: Any, name: str, observer: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_first = held(observer)
+    client = connect(observer.config.address)
+    mine, real = threading.get_ident(), getattr(owner, name)
+
+    def interrupted_once(*arguments: Any, **options: Any) -> Any:
+        if threading.get_ident() == mine and getattr(owner, name) is not real:
+            monkeypatch.setattr(owner, name, real)
+            client.close()
+        return real(*arguments, **options)
+
+    with ThreadPoolExecutor() as threads:
+        claim = threads.submit(client.claim_meta, "p", "t", ["x"], 1, timeout_s=NEVER_S)
+        waiting = client._connections.get()._channel._socket.waiting
+        wait_until(lambda: waiting, "the claim waits")
+        monkeypatch.setattr(channel, "CLOSE_S", NEVER_S)
+        monkeypatch.setattr(owner, name, interrupted_once)
+        with pytest.raises(ClientClosedError):
+            client.put_samples(["a"], "p", {"x": torch.ones(1, 40_000)})
+        assert isinstance(claim.exception(WAIT_S), ClientClosedError)
+    client.close()
+    wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")
+
+
+def test_a_signal_handler_may_close_the_client_that_connects(
+    observer: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_first = held(observer)
+    client = DataPlaneClient(observer.config)
+    finalize = sessions.weakref.finalize
+
+    def interrupted_once(*arguments: Any) -> Any:
+        monkeypatch.setattr(sessions.weakref, "finalize", finalize)
+        client.close()
+        return finalize(*arguments)
+
+    monkeypatch.setattr(sessions.weakref, "finalize", interrupted_once)
+    with pytest.raises(ClientClosedError):
+        client.stats()
     wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")

@@ -83,7 +83,7 @@ class ControllerChannel(OpenChannel):
     `_use` is held by the thread that uses `_socket`, without blocking operations; `_user` is its ident. A finalizer or
     a signal handler may interrupt this thread and make a call, which gets a socket of its own. `_poller` is the call
     whose thread polls; one that is no longer active, after an interrupt, counts as none. `_guard` protects it,
-    `_closing` and `_owes_bye`: whether `close` has yet to report the end of the session to the service.
+    `_closing` and `_owes_bye`: whether `end` has yet to report the end of the session to the service.
     """
 
     def __init__(
@@ -313,19 +313,13 @@ class ControllerChannel(OpenChannel):
 
     # --- closing
 
-    def end_in_background(self, end: Callable[[], None]) -> None:
+    def end_in_background(self, end: Callable[[], object]) -> None:
         """See `HeartbeatThread.end_in_background`."""
         self._heartbeat.end_in_background(end)
 
-    def close(self) -> None:
-        """Close the session and free all resources. Block for a few seconds at most, even if the service does not
-        respond. Pending calls in other threads raise `ClientClosedError`. Idempotent; it can be repeated after an
-        interrupt. Does nothing in a forked child.
-
-        Call it only when no copy into or out of shared memory is in progress, and in one thread at a time.
-        """
-        if self._pid != os.getpid():
-            return
+    def end(self) -> None:
+        """End the session: pending calls raise `ClientClosedError`. Wait only for the service's confirmation, for at
+        most `CLOSE_S`, and free nothing: a signal handler may call this while it interrupts a call of its thread."""
         with self._guard:
             if not self._closing:
                 self._owes_bye = not self._calls.unreachable  # read before `end`, after which it is always True
@@ -334,10 +328,23 @@ class ControllerChannel(OpenChannel):
         self._in_flight.shut()
         self._waker.wake()
         self._resend_all()  # they raise
-        active = self._in_flight.wait(CLOSE_S)
         if self._owes_bye:
             self._send_bye()
             self._owes_bye = False
+        self._heartbeat.stop()
+
+    def close(self) -> bool:
+        """End the session and free all resources. Return whether they are free: a pending call or the heartbeat thread
+        that does not end keeps them. Block for a few seconds at most, even if the service does not respond. Idempotent;
+        it can be repeated after an interrupt. Does nothing in a forked child.
+
+        Call it only when no copy into or out of shared memory is in progress, in one thread at a time that is not in a
+        call.
+        """
+        if self._pid != os.getpid():
+            return True
+        self.end()
+        active = self._in_flight.wait(CLOSE_S)
         thread_ended = self._heartbeat.close(CLOSE_S)
         if active:
             log.error("Channel closed with %d pending calls that did not end within %.1f s", active, CLOSE_S)
@@ -345,6 +352,8 @@ class ControllerChannel(OpenChannel):
             self._socket.close()
             self._waker.close()
             self._context.destroy()  # closes sockets that an interrupt left open, too
+            return True
+        return False
 
     def _send_bye(self) -> None:
         """Report the end of the session to the service. Wait up to `CLOSE_S` for its confirmation; log a failure."""

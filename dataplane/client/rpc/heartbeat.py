@@ -69,7 +69,7 @@ class HeartbeatThread:
         self._waker = Waker()
         self._pid = os.getpid()
         self._closing = False
-        self._end_callback: Callable[[], None] | None = None  # set by `end_in_background`
+        self._end_callback: Callable[[], object] | None = None  # set by `end_in_background`
         self._check_requested = False  # reconnect with the next heartbeat, which is sent at once
         self._missed = False  # the last reconnection attempt failed and no response has arrived since
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
@@ -91,18 +91,22 @@ class HeartbeatThread:
         self._check_requested = True
         self._waker.wake()
 
-    def end_in_background(self, end: Callable[[], None]) -> None:
+    def end_in_background(self, end: Callable[[], object]) -> None:
         """Run `end` in a new thread after the last reference to the client was dropped. Take no lock, because a
         finalizer may run at any point of any thread. Do nothing in a forked child."""
         if self._pid == os.getpid():
             self._end_callback = end
             self._waker.wake()
 
+    def stop(self) -> None:
+        """Let the thread end soon. Does not block."""
+        self._closing = True
+        self._waker.wake()
+
     def close(self, timeout_s: float) -> bool:
         """Stop the thread, whether or not it has started, and close its sockets. Return whether that finished in time.
         Idempotent; it can be repeated after an interrupt."""
-        self._closing = True
-        self._waker.wake()
+        self.stop()
         if not self._running.acquire(timeout=timeout_s):
             log.warning("Heartbeat thread for the service at %s did not stop in time", self._config.address)
             return False

@@ -60,7 +60,7 @@ class _BackgroundClient:
         """Start the operation on the loop. Return its `concurrent.futures.Future`."""
         return asyncio.run_coroutine_threadsafe(self._client.perform(operation, *args), self._loop)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Close the client, then stop the loop and the thread. TimeoutError if the client does not close within
         `CLOSE_TIMEOUT_S`."""
         try:
@@ -70,6 +70,7 @@ class _BackgroundClient:
             self._thread.join(CLOSE_TIMEOUT_S)
             if not self._thread.is_alive():  # a running loop cannot be closed
                 self._loop.close()
+        return True
 
 
 @contextlib.contextmanager
