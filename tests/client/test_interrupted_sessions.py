@@ -118,6 +118,31 @@ def test_a_close_that_waited_in_vain_for_a_copy_can_be_repeated(observer: DataPl
     wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")
 
 
+def close_in_a_put(
+    owner: Any, name: str, closes_again: bool, observer: DataPlaneClient, patch: pytest.MonkeyPatch
+) -> None:
+    client = connect(observer.config.address)
+    mine, real = threading.get_ident(), getattr(owner, name)
+
+    def interrupted_once(*arguments: Any, **options: Any) -> Any:
+        if threading.get_ident() == mine and getattr(owner, name) is not real:
+            patch.setattr(owner, name, real)
+            client.close()
+        return real(*arguments, **options)
+
+    with ThreadPoolExecutor() as threads:
+        claim = threads.submit(client.claim_meta, "p", "t", ["x"], 1, timeout_s=NEVER_S)
+        waiting = client._connections.get()._channel._socket.waiting
+        wait_until(lambda: waiting, "the claim waits")
+        patch.setattr(channel, "CLOSE_S", NEVER_S)
+        patch.setattr(owner, name, interrupted_once)
+        with pytest.raises(ClientClosedError):
+            client.put_samples(["a"], "p", {"x": torch.ones(1, 40_000)})
+        assert isinstance(claim.exception(WAIT_S), ClientClosedError)
+    if closes_again:
+        client.close()
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -128,29 +153,14 @@ def test_a_close_that_waited_in_vain_for_a_copy_can_be_repeated(observer: DataPl
         (channel.ControllerChannel, "_leave"),
     ],
 )
+@pytest.mark.parametrize("closes_again", [True, False])
 def test_a_signal_handler_may_close_the_client_whose_call_it_interrupts(
-    owner: Any, name: str, observer: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, closes_again: bool, observer: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_first = held(observer)
-    client = connect(observer.config.address)
-    mine, real = threading.get_ident(), getattr(owner, name)
-
-    def interrupted_once(*arguments: Any, **options: Any) -> Any:
-        if threading.get_ident() == mine and getattr(owner, name) is not real:
-            monkeypatch.setattr(owner, name, real)
-            client.close()
-        return real(*arguments, **options)
-
-    with ThreadPoolExecutor() as threads:
-        claim = threads.submit(client.claim_meta, "p", "t", ["x"], 1, timeout_s=NEVER_S)
-        waiting = client._connections.get()._channel._socket.waiting
-        wait_until(lambda: waiting, "the claim waits")
-        monkeypatch.setattr(channel, "CLOSE_S", NEVER_S)
-        monkeypatch.setattr(owner, name, interrupted_once)
-        with pytest.raises(ClientClosedError):
-            client.put_samples(["a"], "p", {"x": torch.ones(1, 40_000)})
-        assert isinstance(claim.exception(WAIT_S), ClientClosedError)
-    client.close()
+    with monkeypatch.context() as patch:  # whose replacement refers to the client
+        close_in_a_put(owner, name, closes_again, observer, patch)
+    gc.collect()
     wait_until(lambda: held(observer) == at_first, "the session, its thread and its files end")
 
 

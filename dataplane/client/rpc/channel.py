@@ -331,7 +331,6 @@ class ControllerChannel(OpenChannel):
         if self._owes_bye:
             self._send_bye()
             self._owes_bye = False
-        self._heartbeat.stop()
 
     def close(self) -> bool:
         """End the session and free all resources. Return whether they are free: a pending call or the heartbeat thread

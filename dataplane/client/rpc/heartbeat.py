@@ -98,15 +98,11 @@ class HeartbeatThread:
             self._end_callback = end
             self._waker.wake()
 
-    def stop(self) -> None:
-        """Let the thread end soon. Does not block."""
-        self._closing = True
-        self._waker.wake()
-
     def close(self, timeout_s: float) -> bool:
         """Stop the thread, whether or not it has started, and close its sockets. Return whether that finished in time.
         Idempotent; it can be repeated after an interrupt."""
-        self.stop()
+        self._closing = True
+        self._waker.wake()
         if not self._running.acquire(timeout=timeout_s):
             log.warning("Heartbeat thread for the service at %s did not stop in time", self._config.address)
             return False
@@ -178,6 +174,8 @@ class HeartbeatThread:
             log.exception("Heartbeat of session %d failed", self._calls.session.number)
 
     def _send_beat(self) -> None:
+        if self._calls.over:  # the thread only waits for `close` and `end_in_background`
+            return
         self._beat_at = time.monotonic()
         try:
             self._dealer.send_multipart(self._beat, zmq.NOBLOCK)
