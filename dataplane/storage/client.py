@@ -102,6 +102,7 @@ class UnitConnection:
         self._idle: list[Wire] = []  # sockets without a call, kept for later calls
         self._guard = threading.Lock()  # of `_idle`, `_wires` and `_closed`
         self._in_flight = InFlight()
+        self._closing = threading.RLock()
         self._wires: weakref.WeakSet[Wire] = weakref.WeakSet()  # all sockets, also those of calls in flight
         self._closed = False
         self._endpoint = info.endpoints[-1] if info.endpoints else "nowhere"  # until `_connect` selects one
@@ -446,6 +447,10 @@ class UnitConnection:
         if os.getpid() != self._owner:
             self._closed = True
             return
+        with self._closing:  # one thread frees it
+            self._close()
+
+    def _close(self) -> None:
         with self._guard:
             self._closed = True
         self._in_flight.shut()

@@ -4,6 +4,7 @@ polls for all."""
 from __future__ import annotations
 
 import errno
+import select
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -175,48 +176,55 @@ def test_after_an_interrupt_while_sending_all_calls_are_resent_on_a_new_socket(
 
 
 def test_a_thread_that_was_interrupted_while_it_polled_does_not_count_as_polling(
-    scripted: Controller,
-    open_channel: Open,
-    monkeypatch: pytest.MonkeyPatch,
+    scripted: Controller, open_channel: Open, ledger: LateLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel = open_channel(scripted, heartbeat_s=NEVER_S)
+    ledger.late = True  # so that the thread has to poll
 
-    def interrupted(timeout_s: float) -> int:
+    def interrupted() -> Any:
         raise KeyboardInterrupt
 
     def no_more(waiting: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(sync_channel, "poll_ms", interrupted)
+        patch.setattr(select, "poll", interrupted)
         patch.setattr(channel, "_leave", no_more)
         with pytest.raises(KeyboardInterrupt):
             seal(channel, "p")
     assert channel._poller is not None
+    ledger.late = False
     seal(channel, "p")
     assert not len(channel._in_flight)
 
 
 @pytest.mark.parametrize("where", ["sending", "polling"])
 def test_a_finalizer_or_signal_handler_may_call_while_its_thread_is_in_a_call(
-    where: str, scripted: Controller, open_channel: Open, monkeypatch: pytest.MonkeyPatch, unhurried: None
+    where: str,
+    scripted: Controller,
+    open_channel: Open,
+    ledger: LateLedger,
+    monkeypatch: pytest.MonkeyPatch,
+    unhurried: None,
 ) -> None:
     """It interrupts the thread while it holds the socket, and while it polls for all."""
     channel = open_channel(scripted, heartbeat_s=NEVER_S)
     seal(channel, "p")
-    owner, name = (call_socket, "send") if where == "sending" else (sync_channel, "poll_ms")
+    owner, name = (call_socket, "send") if where == "sending" else (select, "poll")
     interrupted = getattr(owner, name)
     inner: list[c.Result] = []
 
     def handler(*arguments: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupted)
-            channel.post(c.Release(located=1))
+            ledger.late = False
+            channel.post(c.Release(located=min(channel._socket.waiting)))  # answers the interrupted call, if it is late
             inner.append(seal(channel, "inner"))
         monkeypatch.setattr(owner, name, interrupted)
         return interrupted(*arguments)
 
     monkeypatch.setattr(owner, name, handler)
+    ledger.late = where == "polling"  # so that the thread has to poll
     seal(channel, "p")
     assert len(inner) == 1
     seal(channel, "p")

@@ -146,8 +146,7 @@ def close_in_a_put(
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (channel._Waiting, "sleep"),  # while it waits for a reply
-        (call_socket, "send"),  # while it holds the socket of all threads
+        (call_socket.CallSocket, "exchange"),  # while it holds the socket of all threads
         (unit_connections.UnitConnections, "write"),  # while it copies
         (session_state.SessionState, "leftovers"),
         (channel.ControllerChannel, "_leave"),

@@ -259,11 +259,12 @@ class ControllerChannel(OpenChannel):
         poll.register(self._waker.fd, select.POLLIN)
         if (fd := self._socket.fd) >= 0:
             poll.register(fd, select.POLLIN)
+        woken = False
         waiting.polling = True
         if waiting.outcome is None:  # read after `polling` was set: whoever ends the call now wakes this poll
-            poll.poll(poll_ms(timeout_s))
+            woken = any(source == self._waker.fd for source, _ in poll.poll(int(1000 * timeout_s) + 1))
         waiting.polling = False
-        if not self._closing:  # otherwise all threads must wake up
+        if woken and not self._closing:  # otherwise all threads must wake up
             self._waker.clear()
         self._use_socket()
 

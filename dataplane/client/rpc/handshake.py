@@ -94,11 +94,15 @@ def dealer_socket(context: zmq.Context[Socket], endpoint: str, keys: ConnectionK
 def _dealer(context: zmq.Context[Socket], endpoint: str, keys: ConnectionKeys) -> Socket:
     """Return a socket that is prepared for `endpoint`, not yet connected."""
     dealer = context.socket(zmq.DEALER)
-    dealer.linger = 0
-    dealer.set(zmq.MAXMSGSIZE, zmq_frames.MAX_FRAME_BYTES)
-    present(dealer, keys.ticket, keys.curve_key)
-    if "[" in endpoint:  # an IPv6 address
-        dealer.set(zmq.IPV6, 1)
+    try:
+        dealer.linger = 0
+        dealer.set(zmq.MAXMSGSIZE, zmq_frames.MAX_FRAME_BYTES)
+        present(dealer, keys.ticket, keys.curve_key)
+        if "[" in endpoint:  # an IPv6 address
+            dealer.set(zmq.IPV6, 1)
+    except BaseException:
+        dealer.close()
+        raise
     return dealer
 
 
