@@ -76,7 +76,7 @@ class Platform:
 
 
 def install() -> Platform:
-    """Add the device and the backend to torch. There is no way back, so call it in a process of its own."""
+    """Add the device and the backend to torch. They cannot be removed, so call it in a process of its own."""
     platform = Platform()
     backend_registration._setup_privateuseone_for_python_backend("npu", backend_module=platform)
     library = torch.library.Library("aten", "IMPL")

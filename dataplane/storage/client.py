@@ -451,6 +451,7 @@ class UnitConnection:
             self._close()
 
     def _close(self) -> None:
+        """See `close`."""
         with self._guard:
             self._closed = True
         self._in_flight.shut()

@@ -77,6 +77,12 @@ def ledger() -> LateLedger:
     return LateLedger()
 
 
+@pytest.fixture
+def channel(scripted: Controller, open_channel: Open, unhurried: None) -> ControllerChannel:
+    """A channel that sends no heartbeats, and resends nothing on its own."""
+    return open_channel(scripted, heartbeat_s=NEVER_S)
+
+
 def seal(channel: ControllerChannel, name: str) -> c.Result:
     return channel.call(c.Seal(partition=name))[1]
 
@@ -98,13 +104,8 @@ def poller(channel: ControllerChannel) -> Any:
 
 
 def test_requests_of_threads_that_send_at_one_moment_share_messages(
-    scripted: Controller,
-    open_channel: Open,
-    messages: list[int],
-    threads: ThreadPoolExecutor,
-    unhurried: None,
+    channel: ControllerChannel, messages: list[int], threads: ThreadPoolExecutor
 ) -> None:
-    channel = open_channel(scripted, heartbeat_s=NEVER_S)
     seal(channel, "p")
     assert messages == [1]
     with channel._use:  # as if another thread sent right now
@@ -118,13 +119,8 @@ def test_requests_of_threads_that_send_at_one_moment_share_messages(
 
 
 def test_another_thread_polls_when_the_reply_of_the_first_has_arrived(
-    scripted: Controller,
-    open_channel: Open,
-    ledger: LateLedger,
-    threads: ThreadPoolExecutor,
-    unhurried: None,
+    channel: ControllerChannel, ledger: LateLedger, threads: ThreadPoolExecutor
 ) -> None:
-    channel = open_channel(scripted, heartbeat_s=NEVER_S)
     ledger.late = True
     calls = sealing(channel, threads, 8)
     while calls:
@@ -135,9 +131,8 @@ def test_another_thread_polls_when_the_reply_of_the_first_has_arrived(
 
 
 def test_a_call_that_another_thread_ends_wakes_the_thread_that_polls(
-    scripted: Controller, open_channel: Open, ledger: LateLedger, threads: ThreadPoolExecutor, unhurried: None
+    channel: ControllerChannel, ledger: LateLedger, threads: ThreadPoolExecutor
 ) -> None:
-    channel = open_channel(scripted, heartbeat_s=NEVER_S)
     ledger.late = True
     [call] = sealing(channel, threads, 1).values()
     poller(channel).end(InternalError(what="ended"))
@@ -145,15 +140,9 @@ def test_a_call_that_another_thread_ends_wakes_the_thread_that_polls(
 
 
 def test_after_an_interrupt_while_sending_all_calls_are_resent_on_a_new_socket(
-    scripted: Controller,
-    open_channel: Open,
-    ledger: LateLedger,
-    threads: ThreadPoolExecutor,
-    monkeypatch: pytest.MonkeyPatch,
-    unhurried: None,
+    channel: ControllerChannel, ledger: LateLedger, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interrupted thread may have sent half a message."""
-    channel = open_channel(scripted, heartbeat_s=NEVER_S)
     ledger.late = True
     calls = sealing(channel, threads, 2).values()
     wait_until(lambda: len(ledger.of(c.Seal)) == 2, "both are sent")
@@ -176,9 +165,8 @@ def test_after_an_interrupt_while_sending_all_calls_are_resent_on_a_new_socket(
 
 
 def test_a_thread_that_was_interrupted_while_it_polled_does_not_count_as_polling(
-    scripted: Controller, open_channel: Open, ledger: LateLedger, monkeypatch: pytest.MonkeyPatch
+    channel: ControllerChannel, ledger: LateLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    channel = open_channel(scripted, heartbeat_s=NEVER_S)
     ledger.late = True  # so that the thread has to poll
 
     def interrupted() -> Any:
@@ -200,15 +188,9 @@ def test_a_thread_that_was_interrupted_while_it_polled_does_not_count_as_polling
 
 @pytest.mark.parametrize("where", ["sending", "polling"])
 def test_a_finalizer_or_signal_handler_may_call_while_its_thread_is_in_a_call(
-    where: str,
-    scripted: Controller,
-    open_channel: Open,
-    ledger: LateLedger,
-    monkeypatch: pytest.MonkeyPatch,
-    unhurried: None,
+    channel: ControllerChannel, where: str, ledger: LateLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It interrupts the thread while it holds the socket, and while it polls for all."""
-    channel = open_channel(scripted, heartbeat_s=NEVER_S)
     seal(channel, "p")
     owner, name = (call_socket, "send") if where == "sending" else (select, "poll")
     interrupted = getattr(owner, name)
@@ -233,14 +215,8 @@ def test_a_finalizer_or_signal_handler_may_call_while_its_thread_is_in_a_call(
 
 
 def test_a_malformed_reply_fails_all_calls_with_an_exception_for_each(
-    scripted: Controller,
-    open_channel: Open,
-    ledger: LateLedger,
-    threads: ThreadPoolExecutor,
-    monkeypatch: pytest.MonkeyPatch,
-    unhurried: None,
+    channel: ControllerChannel, ledger: LateLedger, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    channel = open_channel(scripted, heartbeat_s=NEVER_S)
     ledger.late = True
     calls = sealing(channel, threads, 2).values()
     arrived = call_socket.arrived_replies
@@ -259,13 +235,8 @@ def test_a_malformed_reply_fails_all_calls_with_an_exception_for_each(
 
 
 def test_closing_ends_all_waiting_threads(
-    scripted: Controller,
-    open_channel: Open,
-    ledger: LateLedger,
-    threads: ThreadPoolExecutor,
-    unhurried: None,
+    channel: ControllerChannel, ledger: LateLedger, threads: ThreadPoolExecutor
 ) -> None:
-    channel = open_channel(scripted, heartbeat_s=NEVER_S)
     ledger.late = True
     calls = sealing(channel, threads, 16).values()
     channel.close()
@@ -305,14 +276,8 @@ def test_too_few_open_files_are_a_named_error_and_lose_no_post(
 
 
 def test_too_few_open_files_when_the_session_moved_or_to_say_goodbye(
-    scripted: Controller,
-    open_channel: Open,
-    ledger: LateLedger,
-    threads: ThreadPoolExecutor,
-    monkeypatch: pytest.MonkeyPatch,
-    unhurried: None,
+    channel: ControllerChannel, ledger: LateLedger, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    channel = open_channel(scripted, heartbeat_s=NEVER_S)
     ledger.late = True
     calls = sealing(channel, threads, 2).values()
     with exhausted(monkeypatch, call_socket, "dealer_socket", zmq.ZMQError):

@@ -14,7 +14,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -41,9 +41,6 @@ JOIN_S = 2.0
 _UNUSED_TAG = 2**31 - 1
 _TEARDOWN_VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
 """By default these backends end the process if an operation fails. 0 makes them only report the failure."""
-_guard = threading.Lock()  # of the next two
-_making: list[None] = []  # one entry for each group that is being made
-_before: dict[str, str | None] = {}  # the values of these variables at other times
 _log = logging.getLogger(__name__)
 
 
@@ -222,8 +219,8 @@ class CollectiveGroup:
         return self.membership.name
 
     def submit(self, values: DeviceValues | int, done: Done) -> None:
-        """Send these values, or receive so many bytes. `done` gets the tensor or the error, in the group's thread or in
-        that of `close`; in this one after `close`."""
+        """Send these values, or receive this number of bytes. `done` gets the tensor or the error, in the thread of the
+        group or of `close`; in this one after `close`."""
         job = _Job(values, done)
         with self._guard:
             if not self._closed:
@@ -353,7 +350,7 @@ def make_group(membership: Membership, timeout: timedelta) -> Any:
         options._timeout = timedelta(seconds=CONNECT_S)
         return dist.ProcessGroupGloo(store, membership.rank, membership.size, options)
     kind = getattr(dist, f"ProcessGroup{name.upper()}", None)
-    with _failures_reported():
+    with _failures_reported:
         if kind is None:
             group = _plugin_group(name, store, membership, timeout)
         else:
@@ -393,21 +390,33 @@ def _plugin_group(name: str, store: Any, membership: Membership, timeout: timede
     return plugin.creator_fn(facts, None)
 
 
-@contextlib.contextmanager
-def _failures_reported() -> Iterator[None]:
-    """Meanwhile new process groups report a failed operation, and do not end the process."""
-    with _guard:
-        if not _making:
-            _before.update({name: os.environ.get(name) for name in _TEARDOWN_VARIABLES})
-            os.environ.update(dict.fromkeys(_TEARDOWN_VARIABLES, "0"))
-        _making.append(None)
-    try:
-        yield  # without `_guard`, because a backend may block for the other members
-    finally:
-        with _guard:
-            _making.pop()
-            for name, value in _before.items() if not _making else ():
+class _FailuresReported:
+    """While groups are made in this context, the backends are set to report a failed operation, and not to end the
+    process. Several threads may be in it, because a backend may block for the other members. `_makers`: their number;
+    `_before`: the values of the variables at other times."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._makers = 0
+        self._before: dict[str, str | None] = {}
+
+    def __enter__(self) -> None:
+        with self._guard:
+            if not self._makers:
+                self._before = {name: os.environ.get(name) for name in _TEARDOWN_VARIABLES}
+                os.environ.update(dict.fromkeys(_TEARDOWN_VARIABLES, "0"))
+            self._makers += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._guard:
+            self._makers -= 1
+            if self._makers:
+                return
+            for name, value in self._before.items():
                 if value is None:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+
+
+_failures_reported = _FailuresReported()

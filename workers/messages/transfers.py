@@ -91,7 +91,7 @@ class Groups:
         return group
 
     def run(self, group: CollectiveGroup, values: DeviceValues | int, done: Done) -> None:
-        """Send values to the group, or receive so many bytes from it. `done` gets the outcome, in the I/O thread."""
+        """Send values to the group, or receive this number of bytes. `done` gets the outcome, in the I/O thread."""
         group.submit(values, lambda outcome: self.call(partial(done, outcome)))
         if group.name not in self._watched:
             self._watched.add(group.name)

@@ -66,7 +66,7 @@ class AsyncChannel(OpenChannel):
         self._context = context
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
-        self._socket = CallSocket(context, self._calls)
+        self._socket: CallSocket[_Waiting] = CallSocket(context, self._calls)
         self._waiting = self._socket.waiting
         self._reads = -1
         self._none_pending = asyncio.Event()

@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 import zmq
 
@@ -34,16 +35,19 @@ class WaitingCall(ABC):
         """Pass the reply or the error to the caller. Does nothing if the call has ended."""
 
 
-class CallSocket:
+W = TypeVar("W", bound=WaitingCall)
+
+
+class CallSocket(Generic[W]):
     """One socket for all calls of a session. Requests that are added between two calls of `exchange` share messages.
     One thread at a time may use it; only `add` and `waiting` are free for all.
 
-    `waiting` are the pending calls by number; callers add and remove their own. fd: readable when `exchange` has
-    something to do, -1 while there is no socket. It is edge-triggered: `exchange` reads all that has arrived.
+    `waiting` are the pending calls by number; callers add and remove their own. `fd` is readable when replies have
+    arrived, and -1 while there is no socket. It is edge-triggered: `exchange` reads all replies.
     """
 
     def __init__(self, context: zmq.Context[Socket], calls: Calls) -> None:
-        self.waiting: dict[int, WaitingCall] = {}
+        self.waiting: dict[int, W] = {}
         self.fd = -1
         self._context = context
         self._calls = calls

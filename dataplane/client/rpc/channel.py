@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable
 from itertools import chain
-from typing import cast
 
 import zmq
 
@@ -82,8 +81,8 @@ class ControllerChannel(OpenChannel):
 
     `_use` is held by the thread that uses `_socket`, without blocking operations; `_user` is its ident. A finalizer or
     a signal handler may interrupt this thread and make a call, which gets a socket of its own. `_poller` is the call
-    whose thread polls; one that is no longer active, after an interrupt, counts as none. `_guard` protects it,
-    `_closing` and `_owes_bye`: whether `end` has yet to report the end of the session to the service.
+    whose thread polls. After an interrupt it may be a call that is no longer active, and then no thread polls. `_guard`
+    protects it, `_closing` and `_owes_bye`: whether `end` has yet to report the end of the session to the service.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class ControllerChannel(OpenChannel):
         super().__init__(session, config)
         self._context = context
         self._pid = os.getpid()
-        self._socket = CallSocket(context, self._calls)
+        self._socket: CallSocket[_Waiting] = CallSocket(context, self._calls)
         self._use = threading.Lock()
         self._user = 0
         self._waker = Waker()
@@ -261,7 +260,7 @@ class ControllerChannel(OpenChannel):
             poll.register(fd, select.POLLIN)
         woken = False
         waiting.polling = True
-        if waiting.outcome is None:  # read after `polling` was set: whoever ends the call now wakes this poll
+        if waiting.outcome is None:  # read after `polling` was set, which makes `end` wake this poll
             woken = any(source == self._waker.fd for source, _ in poll.poll(int(1000 * timeout_s) + 1))
         waiting.polling = False
         if woken and not self._closing:  # otherwise all threads must wake up
@@ -293,7 +292,7 @@ class ControllerChannel(OpenChannel):
                 break
 
     def _waiting(self) -> list[_Waiting]:
-        return cast("list[_Waiting]", list(self._socket.waiting.values()))
+        return list(self._socket.waiting.values())  # a copy, because other threads add and remove calls
 
     def _resend_all(self) -> None:
         """Wake all threads that wait for replies. They check whether calls are possible, and resend theirs."""

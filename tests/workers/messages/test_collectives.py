@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -482,29 +480,3 @@ def test_a_receive_that_times_out_in_a_transfer(switched: Here, monkeypatch: pyt
     go_on.set()
     assert torch.equal(b.recv(A), torch.arange(5))
     assert _sent_by_groups(a) == 1
-
-
-EXIT = """
-import torch
-from workers.directory import Directory, DirectoryClient
-from workers.directory.address import WorkerAddress
-from workers.messages import Messenger
-
-names = [WorkerAddress("g", rank) for rank in range(2)]
-with Directory.serve() as directory:
-    a, b = (Messenger(name, DirectoryClient(directory.address), collectives="always") for name in names)
-    for _ in range(3):
-        a.send(torch.ones(1 << 20), names[1], async_op=True)
-        assert b.recv(names[0]).sum() == 1 << 20
-    if CLOSES:
-        a.close()
-        b.close()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("closes", [True, False])
-def test_no_thread_of_a_group_aborts_the_exit_of_python(closes: bool) -> None:
-    script = EXIT.replace("CLOSES", str(closes))
-    for _ in range(3):
-        subprocess.run([sys.executable, "-c", script], timeout=100, check=True)
