@@ -16,6 +16,7 @@ from dataplane.client.operations.drain_unit import Drained, OnProgress
 from dataplane.client.operations.sample_names import Names
 from dataplane.client.operations.steps import Operation, T
 from dataplane.client.session_state import SessionState
+from dataplane.core import devices
 from dataplane.core.schema import Layout
 from dataplane.data.batch import BatchedDataDict
 from dataplane.data.meta import KVBatchMeta
@@ -76,9 +77,12 @@ class AsyncCalls:
         copy: bool = True,
         tokens: Tokens | None = None,
         inner: Inner | None = None,
+        device: torch.device | str | None = None,
     ) -> TensorDict:
         """See `DataPlaneClient.get_samples`."""
-        return await self.perform(get.get, sample_ids, partition_id, select_fields, copy, tokens, inner)
+        gpu = devices.gpu(device)
+        samples = await self.perform(get.get, sample_ids, partition_id, select_fields, copy, tokens, inner, gpu)
+        return samples if device is None or gpu is not None else samples.to(device)
 
     async def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """See `DataPlaneClient.get_data`."""
@@ -102,6 +106,7 @@ class AsyncCalls:
         inner: Inner | None = None,
     ) -> BatchedDataDict[Any]:
         """See `DataPlaneClient.get_batch`."""
+        gpu = devices.gpu(device)
         batch = await self.perform(
             get.get_batch,
             meta,
@@ -111,8 +116,9 @@ class AsyncCalls:
             pad_to_seqlen=pad_to_seqlen,
             tokens=tokens,
             inner=inner,
+            device=gpu,
         )
-        return batch if device is None else batch.to(device)
+        return batch if device is None or gpu is not None else batch.to(device)
 
     async def claim_meta(
         self,

@@ -20,6 +20,7 @@ from dataplane.client.operations.steps import Operation, T
 from dataplane.client.session import Connection, ForkLocal
 from dataplane.client.session_state import SessionState
 from dataplane.config import DataPlaneConfig
+from dataplane.core import devices
 from dataplane.core.schema import Layout
 from dataplane.data.batch import BatchedDataDict
 from dataplane.data.meta import KVBatchMeta
@@ -185,6 +186,7 @@ class DataPlaneClient:
         copy: bool = True,
         tokens: Tokens | None = None,
         inner: Inner | None = None,
+        device: torch.device | str | None = None,
     ) -> TensorDict:
         """Return the fields of exactly these samples, in this order, with `batch_size [N]`. Nothing is claimed.
 
@@ -199,8 +201,14 @@ class DataPlaneClient:
         one of `TOKEN_ALIGNED_FIELDS` in this read, or to all). `inner` maps names of dense and jagged fields to slices
         of their first inner dimensions, for example `{"routed_experts": slice(12, 24)}`. Parts are not compared with
         the checksums of their rows. ValueError for ranges and slices that do not fit.
+
+        device: device of the returned tensors, by default the CPU; objects stay Python values. A CUDA GPU reads rows
+        on this host from the shared memory itself, on a stream of its own; the call returns when they have arrived.
+        `copy=False` then has no effect. ValueError if this process sees no such GPU.
         """
-        return self.perform(get.get, sample_ids, partition_id, select_fields, copy, tokens, inner)
+        gpu = devices.gpu(device)
+        samples = self.perform(get.get, sample_ids, partition_id, select_fields, copy, tokens, inner, gpu)
+        return samples if device is None or gpu is not None else samples.to(device)
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """Return `get_samples` of the meta's samples. `select_fields` defaults to `meta.fields` (ValueError if both
@@ -234,10 +242,11 @@ class DataPlaneClient:
 
         layout: "padded" makes jagged fields `[N, S, *inner]`. S is the longest row or, for per-token fields (see
         `materialize`; `meta.sequence_lengths` are the token counts), `pad_to_seqlen` if that is larger (ValueError
-        if it is smaller). The padding is `pad_value_dict[field]` (default 0). "jagged" keeps them nested. device:
-        device of the returned tensors. tokens, inner: parts of the rows, as in `get_samples`. With a `ContextParallel`
-        that has `pad_to`, per-token fields have at least `pad_to / size` columns.
+        if it is smaller). The padding is `pad_value_dict[field]` (default 0). "jagged" keeps them nested. device,
+        tokens, inner: as in `get_samples`. With a `ContextParallel` that has `pad_to`, per-token fields have at least
+        `pad_to / size` columns.
         """
+        gpu = devices.gpu(device)
         batch = self.perform(
             get.get_batch,
             meta,
@@ -247,8 +256,9 @@ class DataPlaneClient:
             pad_to_seqlen=pad_to_seqlen,
             tokens=tokens,
             inner=inner,
+            device=gpu,
         )
-        return batch if device is None else batch.to(device)
+        return batch if device is None or gpu is not None else batch.to(device)
 
     def claim_meta(
         self,

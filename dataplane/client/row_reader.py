@@ -12,8 +12,8 @@ import numpy.typing as npt
 from dataplane.core.fan_out import Together
 from dataplane.data.columns import InnerPart, RowSource
 from dataplane.ledger import commands as c
-from dataplane.storage.arena import MappedArena
 from dataplane.storage.client import UnitConnection
+from dataplane.storage.mapped_arena import MappedArena
 from dataplane.storage.transport.read_plans import Received
 
 Bytes = npt.NDArray[np.uint8]
@@ -43,11 +43,13 @@ def gather(
     units: set[int],
     guard: object | None,
     parts: Mapping[str, InnerPart],
+    on_device: bool,
 ) -> dict[str, RowSource]:
     """See `UnitConnections.gather`."""
+    readable = MappedArena.device_buffer if on_device else partial(_readable, guard=guard)
     arena = connections.arena(min(units)) if len(units) == 1 else None  # `min`: the only unit
     if arena is not None:  # one arena holds all rows (`which` is None): their offsets are valid as they are
-        whole = [_readable(arena, guard)]
+        whole = [readable(arena)]
         return {
             field.name: _source(field, whole, None, field.offsets, parts.get(field.name), arenas=1) for field in located
         }
@@ -63,7 +65,7 @@ def gather(
         if arena is not None:
             for field, field_which in zip(located, which, strict=True):
                 field_which[field.units == unit] = len(buffers)
-            buffers.append(_readable(arena, guard))
+            buffers.append(readable(arena))
         else:
             remote.append(unit)
     arenas = len(buffers)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dataplane.client.locations import units_of
 from dataplane.client.row_reader import gather
@@ -23,8 +24,8 @@ from dataplane.data.columns import EncodedColumn, InnerPart, RowSource
 from dataplane.errors import ClientClosedError, ServiceRestartedError, SessionExpiredError, StorageUnitError
 from dataplane.ledger import commands as c
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
-from dataplane.storage.arena import MappedArena
 from dataplane.storage.client import UnitConnection
+from dataplane.storage.mapped_arena import MappedArena
 from dataplane.storage.session_lock import SessionLock
 from dataplane.storage.transport.registry import client_transport
 
@@ -224,7 +225,8 @@ class UnitConnections:
             if arena is not None:
                 size = column.bytes_of(placement.first, placement.last)
                 failpoints.hit("put.mid_copy")
-                column.write(placement.first, placement.last, arena.writable(placement.offset, size), later)
+                with _device_access(arena, placement.offset + size, column.values.device):
+                    column.write(placement.first, placement.last, arena.writable(placement.offset, size), later)
                 written.setdefault(placement.unit, []).append((placement.offset, size))
             else:
                 offsets, buffers = remote.setdefault(placement.unit, ([], []))
@@ -356,14 +358,16 @@ class UnitConnections:
         *,
         guard: object | None = None,
         parts: Mapping[str, InnerPart] = NO_PARTS,
+        on_device: bool = False,
     ) -> dict[str, RowSource]:
         """Return the location of each field's rows in this process's memory: mapped arenas or received buffers.
 
         units: `units_of(located)`. With `guard`, local buffers keep it alive while any view of them exists. parts: by
-        field, the part of each element to read, for fields that are not read whole. Raise as `write`.
+        field, the part of each element to read, for fields that are not read whole. on_device: local buffers are
+        `DeviceBuffer`s where possible. Raise as `write`.
         """
         with self._handling_errors(units):
-            return gather(self, located, units, guard, parts)
+            return gather(self, located, units, guard, parts, on_device)
 
     @contextlib.contextmanager
     def _handling_errors(self, units: set[int]) -> Iterator[None]:
@@ -402,6 +406,12 @@ class UnitConnections:
         self.together.close()
         if self._transport is not None:
             self._transport.close()
+
+
+def _device_access(arena: MappedArena, end: int, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context to copy from `device` to the first `end` bytes of the arena. A GPU copies there itself, on a
+    stream of its own after the current one, if CUDA can register the arena."""
+    return contextlib.nullcontext() if device.type != "cuda" else arena.device_writes(end, device)
 
 
 def _unlisted(unit: int) -> StorageUnitError:

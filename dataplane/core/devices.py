@@ -42,6 +42,16 @@ def current_device() -> torch.device | None:
     return torch.device(device.type, module.current_device())
 
 
+def gpu(device: torch.device | str | None) -> torch.device | None:
+    """Return the device if it is one of CUDA, else None. Raises ValueError if this process sees no such device."""
+    target = None if device is None else torch.device(device)
+    if target is None or target.type != "cuda" or (torch.version.cuda is None and torch.cuda.is_available()):
+        return None  # also for ROCm, which torch calls "cuda"
+    if (target.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={str(device)!r}: this process sees {torch.cuda.device_count()} CUDA devices")
+    return target
+
+
 def has_values(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is on the CPU or the accelerator, where it has values; not on "meta" and the like."""
     device = torch.accelerator.current_accelerator()

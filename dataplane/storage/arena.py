@@ -1,4 +1,4 @@
-"""The arena: one file of shared memory that holds every byte of a storage unit, and the clients' mapping of it.
+"""The arena: one file of shared memory that holds every byte of a storage unit. Clients map it: see `mapped_arena`.
 
 The file is `tq-arena-<random>` in a directory of shared memory (or any local directory), mode 0600, locked by the unit
 while it runs. It begins with a header (`HEADER_BYTES`): identity, epoch, capacity, and a few slots of random bytes by
@@ -39,14 +39,13 @@ from dataplane.core.file_locks import (
 )
 from dataplane.core.fsync import force_ranges, sync_path
 from dataplane.core.memory_limits import available_memory
-from dataplane.errors import ArenaSpaceError, ClientClosedError
+from dataplane.errors import ArenaSpaceError
 
 log = logging.getLogger(__name__)
 
 __all__ = [
     "Arena",
     "ArenaFormatError",
-    "MappedArena",
     "default_capacity",
     "sweep",
     "sweep_recorded",
@@ -64,14 +63,16 @@ GROW_STEP_BYTES = 32 * MIB
 SHARE_OF_FILE_SYSTEM = 0.3
 SHARE_OF_AVAILABLE = 0.5
 
-_HEADER = struct.Struct("<8sII16sQQQ")  # magic, format, header bytes, cookie, epoch, capacity, backed bytes
-_BACKED_AT = _HEADER.size - 8  # the last field, the backed bytes
+HEADER = struct.Struct("<8sII16sQQQQ")
+"""Magic, format, header bytes, cookie, epoch, capacity, backed bytes, and the number of shrinks."""
+BACKED_AT = HEADER.size - 16
+SHRINKS_AT = HEADER.size - 8
 _KEEPER_AT = 1024
 _KEEPER = struct.Struct("<QH")
 """The mount namespace in which the path of the arena's keeper is valid (see `_mounts`), and the path's length."""
 LAST_EPOCH = (1 << 63) - 1
 _MAGIC = b"TQARENA\0"
-FORMAT = 3
+FORMAT = 4
 _CHALLENGES_AT = PAGE_BYTES
 _CHALLENGE_BYTES = 32
 _CHALLENGE_SLOTS = (HEADER_BYTES - _CHALLENGES_AT) // _CHALLENGE_BYTES
@@ -114,6 +115,7 @@ class Arena:
         cookie: bytes,
         backed_bytes: int,
         fsynced: bool,
+        shrinks: int = 0,
     ) -> None:
         """Map `file`, the locked arena file at `path`, and write its header. Use `create` or `adopt` instead."""
         self.path = path
@@ -121,6 +123,7 @@ class Arena:
         self.capacity_bytes = capacity_bytes
         self.epoch = epoch
         self.backed_bytes = backed_bytes
+        self.shrinks = shrinks  # number of calls of `punch` that freed memory, over all epochs
         self.cookie = cookie  # the random identity of the arena; its later epochs keep it
         self._file = file
         self._owner = os.getpid()  # only this process unlinks the file
@@ -132,7 +135,7 @@ class Arena:
         finally:
             os.close(map_fd)
         self._map.madvise(mmap.MADV_DONTDUMP)
-        header = _HEADER.pack(_MAGIC, FORMAT, HEADER_BYTES, cookie, epoch, capacity_bytes, backed_bytes)
+        header = HEADER.pack(_MAGIC, FORMAT, HEADER_BYTES, cookie, epoch, capacity_bytes, backed_bytes, shrinks)
         self._map[: len(header)] = header
         self._whole: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)
         self._data: Bytes | None = self._whole[HEADER_BYTES:]
@@ -191,17 +194,17 @@ class Arena:
         if file is None:
             raise BlockingIOError(errno.EAGAIN, "another process holds the arena", str(path))
         try:
-            raw = os.pread(file.fd, _HEADER.size, 0)
-            capacity = _check_header(raw, path, cookie=None)
+            raw = os.pread(file.fd, HEADER.size, 0)
+            capacity = check_header(raw, path, cookie=None)
             if os.fstat(file.fd).st_size < HEADER_BYTES + capacity:
                 raise ValueError(f"{path}: the arena file is truncated")
-            *_, cookie, previous_epoch, _, backed = _HEADER.unpack(raw)
+            *_, cookie, previous_epoch, _, backed, shrinks = HEADER.unpack(raw)
             if previous_epoch >= LAST_EPOCH or backed > capacity:
                 raise ValueError(
                     f"{path}: corrupt header: epoch {previous_epoch} (must be below {LAST_EPOCH}), {backed:,} bytes "
                     f"backed (at most the capacity, {capacity:,})"
                 )
-            return cls(Path(path), file, capacity, max(epoch, previous_epoch + 1), cookie, backed, fsynced)
+            return cls(Path(path), file, capacity, max(epoch, previous_epoch + 1), cookie, backed, fsynced, shrinks)
         except BaseException:
             file.close()
             raise
@@ -218,13 +221,13 @@ class Arena:
         """Set `backed_bytes`, also in the header, where clients read it."""
         assert self._map is not None, "the arena is closed"
         self.backed_bytes = backed_bytes
-        self._map[_BACKED_AT : _HEADER.size] = backed_bytes.to_bytes(8, "little")
+        self._map[BACKED_AT:SHRINKS_AT] = backed_bytes.to_bytes(8, "little")
         self._force_header()
 
     def _force_header(self) -> None:
         """Fsync the page with the header and the keeper, if the arena is fsynced."""
         if self.fsynced and self._whole is not None:
-            force_ranges(self._whole, [0], [_HEADER.size])
+            force_ranges(self._whole, [0], [HEADER.size])
 
     def force(self, offsets: Iterable[int], sizes: Iterable[int]) -> None:
         """Fsync these ranges; return when they are on disk. Raises OSError."""
@@ -264,6 +267,9 @@ class Arena:
         start = min(self.backed_bytes, _round_down(above_bytes + PAGE_BYTES - 1, PAGE_BYTES))  # rounded up
         if start < self.backed_bytes:
             nbytes = self.backed_bytes - start
+            assert self._map is not None, "the arena is closed"
+            self.shrinks += 1
+            self._map[SHRINKS_AT : HEADER.size] = self.shrinks.to_bytes(8, "little")
             self._set_backed(start)  # before the memory is freed, so that `backed_bytes` never exceeds the memory
             _punch_hole(self._file.fd, HEADER_BYTES + start, nbytes)
         return self.backed_bytes
@@ -287,95 +293,6 @@ class Arena:
         self._file.close()
 
     def __enter__(self) -> Arena:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class MappedArena:
-    """A client's mappings of an arena: a writable one to fill reserved bytes, a read-only one for views given to users.
-    Both are None after `close`; the writable one also if `open` was called without `writable`.
-
-    Returned arrays keep their mapping alive, so `close` is safe while arrays exist; the last one unmaps the memory.
-    """
-
-    def __init__(self, writable: Bytes | None, readonly: Bytes, *, path: Path, capacity_bytes: int) -> None:
-        """Use `open`."""
-        self.path = path
-        self.capacity_bytes = capacity_bytes
-        self._writable = writable
-        self._readonly: Bytes | None = readonly
-
-    @classmethod
-    def open(cls, path: str | Path, *, cookie: bytes | None = None, writable: bool = True) -> MappedArena:
-        """Map the whole arena at `path`. cookie: the expected identity; None: any.
-        Raises OSError if the file is missing or not accessible for this user, ValueError if it is not an intact
-        arena or its cookie differs from `cookie`.
-        """
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(path, flags)
-        try:
-            size = HEADER_BYTES + _check_header(os.pread(fd, _HEADER.size, 0), path, cookie)
-            if os.fstat(fd).st_size < size:
-                raise ValueError(f"{path}: the arena file is truncated")
-            return cls(
-                _map_file(fd, size, mmap.PROT_READ | mmap.PROT_WRITE) if writable else None,
-                _map_file(fd, size, mmap.PROT_READ),
-                path=Path(path),
-                capacity_bytes=size - HEADER_BYTES,
-            )
-        finally:
-            os.close(fd)
-
-    @property
-    def backed_bytes(self) -> int:
-        """The backed bytes that the unit wrote last; bytes above have no memory."""
-        return int.from_bytes(self.header(_BACKED_AT, 8), "little")
-
-    def header(self, offset: int, nbytes: int) -> bytes:
-        """Return bytes of the file's header. `offset` counts from the first byte of the file."""
-        data = self._require_open(self._readonly)
-        if offset < 0 or nbytes < 0 or offset + nbytes > HEADER_BYTES:
-            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside the header of {HEADER_BYTES} bytes")
-        return data[offset : offset + nbytes].tobytes()
-
-    def writable(self, offset: int, nbytes: int) -> Bytes:
-        """Return bytes [offset, offset + nbytes) of the usable area. Write to them only while the session holds their
-        reservation."""
-        return self._slice(self._require_open(self._writable), offset, nbytes)
-
-    def force(self, offsets: Iterable[int], sizes: Iterable[int]) -> None:
-        """Fsync these ranges; return when they are on disk. Raises OSError."""
-        force_ranges(self._require_open(self._writable)[HEADER_BYTES:], offsets, sizes)
-
-    def readonly(self, offset: int, nbytes: int) -> Bytes:
-        """Return the same bytes from the read-only mapping. Any write to them, even past numpy's flag, faults."""
-        return self._slice(self._require_open(self._readonly), offset, nbytes)
-
-    @staticmethod
-    def _require_open(data: Bytes | None) -> Bytes:
-        """Return `data`. Raises ClientClosedError if it is None."""
-        if data is None:
-            raise ClientClosedError(why="the arena is unmapped, or was mapped read-only")
-        return data
-
-    def _slice(self, data: Bytes, offset: int, nbytes: int) -> Bytes:
-        """Return bytes of the usable area of the mapping `data`, without a copy."""
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.capacity_bytes:
-            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside the arena ({self.capacity_bytes} bytes)")
-        return data[HEADER_BYTES + offset : HEADER_BYTES + offset + nbytes]
-
-    @property
-    def closed(self) -> bool:
-        return self._readonly is None
-
-    def close(self) -> None:
-        """Release the mappings. Each one is unmapped when the last array returned from it is freed. Idempotent."""
-        self._writable = None
-        self._readonly = None
-
-    def __enter__(self) -> MappedArena:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -444,18 +361,12 @@ def _mounts() -> int:
     return os.stat("/proc/self/ns/mnt").st_ino
 
 
-def _map_file(fd: int, size: int, protection: int) -> Bytes:
-    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
-    mapping.madvise(mmap.MADV_DONTDUMP)
-    return np.frombuffer(mapping, dtype=np.uint8)
-
-
-def _check_header(raw: bytes, path: str | Path, cookie: bytes | None) -> int:
+def check_header(raw: bytes, path: str | Path, cookie: bytes | None) -> int:
     """Validate `raw`, the header of the arena at `path`, and return its capacity in bytes. cookie: the expected one;
     None: any. Raises ValueError, `ArenaFormatError` for another format."""
-    if len(raw) < _HEADER.size:
+    if len(raw) < HEADER.size:
         raise ValueError(f"{path}: not an arena")
-    magic, version, header_bytes, stored_cookie, _, capacity, _ = _HEADER.unpack(raw)
+    magic, version, header_bytes, stored_cookie, _, capacity, *_ = HEADER.unpack(raw)
     if magic != _MAGIC:
         raise ValueError(f"{path}: not an arena")
     if version != FORMAT or header_bytes != HEADER_BYTES:

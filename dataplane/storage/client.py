@@ -29,8 +29,8 @@ from dataplane.ledger.commands import UnitInfo
 from dataplane.protocol.fd_limits import enough_for
 from dataplane.protocol.pb import bulk_pb2 as pb
 from dataplane.protocol.proof import Ticket
-from dataplane.storage.arena import MappedArena
 from dataplane.storage.endpoints import candidates
+from dataplane.storage.mapped_arena import MappedArena
 from dataplane.storage.session_lock import SessionLock
 from dataplane.storage.transport.connection import Wire, WireLostError, WireSilentError
 from dataplane.storage.transport.interface import ArrivedPayload, ClientPayloads, ClientTransport, SentPayload

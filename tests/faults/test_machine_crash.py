@@ -20,8 +20,9 @@ import torch
 
 from dataplane import connect, serve
 from dataplane.core.file_locks import file_system
-from dataplane.storage.arena import Arena, MappedArena
+from dataplane.storage.arena import Arena
 from dataplane.storage.arena_record import discard
+from dataplane.storage.mapped_arena import MappedArena
 from tests.cli.service import Service, services
 from tests.conftest import litter, our_files
 from tests.restarts import wait_until

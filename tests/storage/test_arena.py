@@ -15,7 +15,8 @@ from dataplane.core.file_locks import new_arena_name
 from dataplane.core.memory_limits import AvailableMemory
 from dataplane.errors import ArenaSpaceError, ClientClosedError
 from dataplane.storage import arena as arena_module
-from dataplane.storage.arena import HEADER_BYTES, PAGE_BYTES, Arena, MappedArena, default_capacity, sweep
+from dataplane.storage.arena import HEADER_BYTES, PAGE_BYTES, Arena, default_capacity, sweep
+from dataplane.storage.mapped_arena import MappedArena
 
 SHM = Path("/dev/shm")
 

@@ -17,8 +17,9 @@ from dataplane.config import MIB
 from dataplane.errors import StateDirError
 from dataplane.storage import arena as arena_module
 from dataplane.storage import arena_record
-from dataplane.storage.arena import Arena, MappedArena, sweep, sweep_recorded
+from dataplane.storage.arena import Arena, sweep, sweep_recorded
 from dataplane.storage.arena_record import Adopted, UnitRecord, discard
+from dataplane.storage.mapped_arena import MappedArena
 
 
 @pytest.fixture

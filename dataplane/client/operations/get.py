@@ -18,6 +18,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from dataplane.client.locations import select_values, units_of
+from dataplane.client.operations.remembered import remembered_locations, unchanged
 from dataplane.client.operations.retry import ensure_known, with_retry
 from dataplane.client.operations.sample_names import Names, ids_of, name_tuple, samples_of, send_for_samples
 from dataplane.client.operations.steps import Operation, Post, Send, Work, never
@@ -25,9 +26,17 @@ from dataplane.client.preallocated import SMALL_BYTES
 from dataplane.client.session_state import SessionState
 from dataplane.core import failpoints
 from dataplane.core.schema import VARIANTS, Layout, field_of, variants_of
-from dataplane.core.types import FieldKind
 from dataplane.data.batch import BatchedDataDict
-from dataplane.data.columns import Column, RowSource, assemble, checked, decode_batch, decode_columns
+from dataplane.data.columns import (
+    Column,
+    RowSource,
+    as_tensordict,
+    assemble,
+    checked,
+    decode_batch,
+    decode_columns,
+    decode_on_device,
+)
 from dataplane.data.jagged import checked_width, not_per_token
 from dataplane.data.meta import CellPlaces, KVBatchMeta
 from dataplane.data.row_parts import Inner, RowParts, Tokens, jagged_lengths, row_parts
@@ -46,24 +55,28 @@ def get(
     copy: bool,
     tokens: Tokens | None = None,
     inner: Inner | None = None,
+    device: torch.device | None = None,
 ) -> Operation[TensorDict]:
     """Return the fields of the samples, or parts of them, as a TensorDict; with `copy=False`, as views where rows are
-    contiguous."""
+    contiguous. device: a CUDA device, to which the rows are copied."""
     select_fields = name_tuple("select_fields", select_fields)
     parts = row_parts(tokens, inner, len(ids_of(names)), select_fields)
-    if copy:
+    if not copy and device is None:
+        return (yield from _read_views(session_state, names, partition, select_fields, parts))
 
-        def build(sources: Mapping[str, RowSource], _: Sequence[c.FieldLocations]) -> TensorDict:
-            """Copy the rows out of the storage units' memory."""
-            return assemble(
-                sources,
-                empty=session_state.empty,
-                copier=session_state.copier.copy,
-                pickles=session_state.config.pickles,
-            )
+    def build(sources: Mapping[str, RowSource], _: Sequence[c.FieldLocations]) -> TensorDict:
+        """Copy the rows out of the storage units' memory."""
+        if device is not None:
+            columns = decode_on_device(sources, device, layout="jagged", **_decoding(session_state))
+            return as_tensordict(sources, columns)
+        return assemble(sources, empty=session_state.empty, **_decoding(session_state))
 
-        return (yield from _read(session_state, names, partition, select_fields, parts, build, unpadded=True))
-    return (yield from _read_views(session_state, names, partition, select_fields, parts))
+    there = device is not None
+    return (
+        yield from _read(
+            session_state, names, partition, select_fields, parts, build, unpadded=not there, on_device=there
+        )
+    )
 
 
 @with_retry
@@ -181,29 +194,40 @@ def get_batch(
     pad_to_seqlen: int,
     tokens: Tokens | None = None,
     inner: Inner | None = None,
+    device: torch.device | None = None,
 ) -> Operation[BatchedDataDict[Any]]:
-    """Gather the fields of the samples, or parts of them, directly into padded tensors."""
+    """Gather the fields of the samples, or parts of them, directly into padded tensors. device: a CUDA device for
+    them, by default the CPU."""
     width, parts = checked_width(pad_to_seqlen), row_parts(tokens, inner, meta.size, select_fields)
 
     def build(sources: Mapping[str, RowSource], located: Sequence[c.FieldLocations]) -> BatchedDataDict[Any]:
         """Copy the rows into a batch, which records which of its columns do not have one element per token."""
         others = not_per_token(jagged_lengths(located), meta.sequence_lengths)
-        columns = decode_batch(
+        if device is None:
+            decode: Any = partial(decode_batch, empty=session_state.empty)
+        else:
+            decode = partial(decode_on_device, device=device)
+        columns = decode(
             sources,
             layout=layout,
             pad_value_dict=pad_value_dict,
             pad_to_seqlen=width if parts is None else max(width, parts.width),
             others=others,
-            empty=session_state.empty,
-            copier=session_state.copier.copy,
-            pickles=session_state.config.pickles,
+            **_decoding(session_state),
         )
         batch: BatchedDataDict[Any] = BatchedDataDict(columns)
         batch.not_per_token = others
         return batch
 
-    batch: BatchedDataDict[Any] = yield from _read(session_state, meta, meta.partition_id, select_fields, parts, build)
+    batch: BatchedDataDict[Any] = yield from _read(
+        session_state, meta, meta.partition_id, select_fields, parts, build, on_device=device is not None
+    )
     return batch
+
+
+def _decoding(session_state: SessionState) -> dict[str, Any]:
+    """Return the arguments that all functions which decode rows take from the session."""
+    return {"copier": session_state.copier.copy, "pickles": session_state.config.pickles}
 
 
 def chosen_fields(meta: KVBatchMeta, select_fields: Sequence[str] | None) -> Sequence[str]:
@@ -261,57 +285,6 @@ def _locate(
     return (yield from send_for_samples(ids, locate, meanwhile))
 
 
-def _cached_locations(
-    session_state: SessionState, names: Names, select_fields: Sequence[str]
-) -> tuple[c.FieldLocations, ...] | None:
-    """Return the locations in the meta, if the fields may be copied from there before the service validates them; else
-    None. This requires that the client is connected to these units in the epochs recorded in the meta. Object fields
-    are excluded, because their decoder cannot handle bytes that change."""
-    if not isinstance(names, KVBatchMeta) or isinstance(select_fields, str) or not names.size:  # `_locate` rejects str
-        return None
-    if not select_fields or not all(name in names.places for name in select_fields):
-        return None
-    places = {name: names.places[name] for name in select_fields}
-    if any(
-        cells.spec.kind is FieldKind.OBJECT or not session_state.connections.connected(cells.epochs)
-        for cells in places.values()
-    ):
-        return None
-    return tuple(
-        c.FieldLocations(
-            name=name,
-            spec=cells.spec,
-            units=cells.units,
-            offsets=cells.offsets,
-            lengths=cells.lengths,
-            checksums=cells.checksums,
-            serials=cells.serials,
-        )
-        for name, cells in places.items()
-    )
-
-
-def _unchanged(remembered: Sequence[c.FieldLocations], found: Sequence[c.FieldLocations]) -> bool:
-    """Return whether the remembered locations are still valid, and therefore were valid all the time. Their checksums
-    are compared if the service returns some."""
-    return all(map(_is_same_location, remembered, found))
-
-
-def _is_same_location(before: c.FieldLocations, now: c.FieldLocations) -> bool:
-    """Return whether two lookups of a field found the same values at the same places. A lookup without serials is
-    never the same: only serials show that no value was replaced in between."""
-    pairs: list[tuple[np.ndarray[Any, Any] | None, np.ndarray[Any, Any] | None]] = [
-        (before.serials, now.serials),
-        (before.offsets, now.offsets),
-        (before.units, now.units),
-        (before.lengths, now.lengths),
-    ]
-    if now.checksums is not None:
-        pairs.append((before.checksums, now.checksums))
-    equal = all(one is not None and other is not None and np.array_equal(one, other) for one, other in pairs)
-    return equal and before.spec == now.spec
-
-
 def _read(
     session_state: SessionState,
     names: Names,
@@ -321,20 +294,24 @@ def _read(
     build: Callable[[Mapping[str, RowSource], Sequence[c.FieldLocations]], Any],
     *,
     unpadded: bool = False,
+    on_device: bool = False,
 ) -> Operation[Any]:
     """Locate and pin, copy, release; return what `build` makes of the located rows, or of these parts. unpadded: it
-    copies no more bytes than these have. If the meta has locations, copy from there while the lookup is pending. This
-    copy is used only if the lookup returns the same locations: then each cell was present from before the copy until
-    it was pinned. Otherwise the copy is discarded and the located rows are copied."""
+    copies no more bytes than these have. on_device: it copies to a GPU.
+
+    If the meta has locations, copy from there while the lookup is pending. This copy is used only if the lookup returns
+    the same locations: then each cell was present from before the copy until it was pinned. Otherwise the copy is
+    discarded and the located rows are copied."""
     ids = ids_of(names)
 
     def work(fields: tuple[c.FieldLocations, ...], units: set[int]) -> Any:
         failpoints.hit("get.mid_copy")
-        return build(_sources(session_state, names, partition, ids, fields, units, parts), fields)
+        sources = _sources(session_state, names, partition, ids, fields, units, parts, on_device=on_device)
+        return build(sources, fields)
 
     def attempt(failed: StorageUnitError | None) -> Operation[Any]:
         """Read once. failed: the error of the attempt before, see `_retry_relocated`."""
-        remembered = _cached_locations(session_state, names, select_fields) if failed is None else None
+        remembered = remembered_locations(session_state, names, select_fields) if failed is None else None
         if remembered is None:
             located = yield from _locate(session_state, names, ids, partition, select_fields)
         else:
@@ -345,7 +322,7 @@ def _read(
         try:
             fields: tuple[c.FieldLocations, ...] = located.result.fields
             # `located.meanwhile` is None if the early copy failed or was not made.
-            if remembered is not None and located.meanwhile is not None and _unchanged(remembered, fields):
+            if remembered is not None and located.meanwhile is not None and unchanged(remembered, fields):
                 built = located.meanwhile
             else:
                 units = _refuse_failed(units_of(fields), failed)
@@ -370,16 +347,17 @@ def _sources(
     units: set[int],
     parts: RowParts | None,
     guard: object | None = None,
+    on_device: bool = False,
 ) -> dict[str, RowSource]:
     """Return where the located rows, or these parts of them, are in this process's memory. Whole rows are compared with
-    their checksums, if they have any, when they are read. guard: see `UnitConnections.gather`."""
+    their checksums, if they have any, when they are read. guard, on_device: see `UnitConnections.gather`."""
+    gather = partial(session_state.connections.gather, guard=guard, on_device=on_device)
     if parts is None:
-        return checked(session_state.connections.gather(fields, units, guard=guard), fields, partition, ids)
+        return checked(gather(fields, units), fields, partition, ids)
     chosen = parts.of(fields, names.sequence_lengths if isinstance(names, KVBatchMeta) else None)
-    sources = session_state.connections.gather(
+    sources = gather(
         [part.entries for part in chosen],
         units,
-        guard=guard,
         parts={part.entries.name: part.inner for part in chosen if part.inner is not None},
     )
     return {part.entries.name: replace(sources[part.entries.name], pieces=part.pieces) for part in chosen}
@@ -453,13 +431,7 @@ def _read_views(
                 """Return views of mapped arenas; `pins[0]` lives as long as any of them."""
                 failpoints.hit("get.mid_copy")
                 sources = _sources(session_state, names, partition, ids, fields, units, parts, guard=pins[0])
-                return assemble(
-                    sources,
-                    copy=False,
-                    empty=session_state.empty,
-                    copier=session_state.copier.copy,
-                    pickles=session_state.config.pickles,
-                )
+                return assemble(sources, copy=False, empty=session_state.empty, **_decoding(session_state))
 
             views: TensorDict = yield Work(work)
             yield from _check_pins_lasted(session_state)

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from dataplane.client.preallocated import SMALL_BYTES, bytes_of
+from dataplane.core.devices import CPU
 from dataplane.data.columns import EncodedColumn
 from dataplane.data.columns.values import JoinedValues
 from dataplane.ledger import commands as c
@@ -41,7 +42,7 @@ def small_put(commit: c.Commit, ids: Sequence[str], encoded: Sequence[EncodedCol
     nbytes = bytes_of(encoded)
     if nbytes > PUT_BYTES:
         return None
-    if any(column.index is not None or not column.values.on_host for column in encoded):
+    if any(column.index is not None or column.values.device != CPU for column in encoded):
         return None
     if any(tag.positions is not None for tag in commit.tags):
         return None

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from msgspec.structs import replace
 from tensordict import TensorDict
 
@@ -29,6 +29,7 @@ from dataplane.client.operations.steps import Join, Operation, Post, Send, Wait,
 from dataplane.client.preallocated import PreallocatedPart, bytes_of
 from dataplane.client.session_state import Schema, SessionState
 from dataplane.core import failpoints
+from dataplane.core.devices import CPU, current_stream, record_event
 from dataplane.core.schema import EVICTED_SAMPLES
 from dataplane.core.turns import Turn
 from dataplane.core.types import FieldKind, Scalar
@@ -297,8 +298,8 @@ def store(
     try:
         placements: tuple[c.Placement, ...] = allocated.result.placements
         yield from ensure_known(session_state, {placement.unit for placement in placements})
-        write = partial(
-            _write, session_state, placements, encoded, allocated.number, unfinished, allocated.result.checksums
+        write = _writer(
+            session_state, placements, encoded, allocated.number, unfinished, checksums=allocated.result.checksums
         )
         written: Sequence[EncodedColumn] = yield Work(write)
         failpoints.hit("put.before_commit")
@@ -313,19 +314,33 @@ def _sizes(column: EncodedColumn) -> c.ColumnSizes:
     return c.ColumnSizes(name=column.name, sizes=column.sizes, by_schema=column.by_schema)
 
 
-def _write(
+def _writer(
     session_state: SessionState,
     placements: Sequence[c.Placement],
     encoded: Sequence[EncodedColumn],
     reservation: int,
     unfinished: set[int],
+    *,
     checksums: bool,
-) -> Sequence[EncodedColumn]:
-    """Copy the columns to their places, in a `Work` step. Return the copied columns; with `checksums`, they have
-    these. reservation, unfinished: see `UnitConnections.write`."""
-    columns = [column.with_checksums() for column in encoded] if checksums else encoded
-    session_state.connections.write(placements, columns, reservation, unfinished)
-    return columns
+) -> Callable[[], Sequence[EncodedColumn]]:
+    """Return the function that copies the columns to their places, for a `Work` step. It returns the copied columns;
+    with `checksums`, they have these. reservation, unfinished: see `UnitConnections.write`."""
+    # The step may run in another thread, whose current stream does not follow that of the caller.
+    ready = {device: record_event(device) for device in _devices(encoded)}
+
+    def write() -> Sequence[EncodedColumn]:
+        for device, event in ready.items():
+            current_stream(device).wait_event(event)
+        columns = [column.with_checksums() for column in encoded] if checksums else encoded
+        session_state.connections.write(placements, columns, reservation, unfinished)
+        return columns
+
+    return write
+
+
+def _devices(encoded: Sequence[EncodedColumn]) -> set[torch.device]:
+    """Return the accelerators that hold values of these columns."""
+    return {column.values.device for column in encoded} - {CPU}
 
 
 def _with_columns(
@@ -386,8 +401,7 @@ def _write_preallocated(
     """Copy the columns into the preallocated part, and return them as `_write` does. parts: see
     `PreallocatedPart.placements`."""
     space = part.space
-    write = partial(
-        _write,
+    write = _writer(
         session_state,
         part.placements(encoded, parts),
         encoded,
@@ -398,7 +412,7 @@ def _write_preallocated(
 
     # A small copy into a mapped arena does not block: the async client makes it on its event loop (see `Work`).
     def brief() -> bool:
-        return session_state.connections.mapped([space.unit]) and all(column.values.on_host for column in encoded)
+        return session_state.connections.mapped([space.unit]) and not _devices(encoded)
 
     return (yield Work(write, brief))  # type: ignore[no-any-return]
 

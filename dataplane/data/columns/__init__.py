@@ -5,6 +5,7 @@ from dataplane.data.columns.decode import (
     Column,
     Empty,
     SharedOffsets,
+    as_tensordict,
     assemble,
     decode,
     decode_batch,
@@ -14,6 +15,7 @@ from dataplane.data.columns.decode import (
     fresh,
     from_pool,
 )
+from dataplane.data.columns.device_decode import decode_on_device
 from dataplane.data.columns.encode import EncodedColumn, PerToken, Shared, encode_fields, require_fields
 from dataplane.data.columns.row_source import InnerPart, RowSource
 from dataplane.data.columns.specs import declared_specs
@@ -31,12 +33,14 @@ __all__ = [
     "Shared",
     "SharedOffsets",
     "appended",
+    "as_tensordict",
     "assemble",
     "checked",
     "declared_specs",
     "decode",
     "decode_batch",
     "decode_columns",
+    "decode_on_device",
     "decode_padded",
     "decode_views",
     "encode_fields",

@@ -65,10 +65,11 @@ class _Copies:
 
 
 class SharedOffsets:
-    """Cache of offsets tensors for one read. Columns with equal lengths share one, so that they can be combined.
-    _by_lengths: the bytes of the lengths -> the result of `of`."""
+    """Cache of offsets tensors on one device, for one read. Columns with equal lengths share one, so that they can be
+    combined. _by_lengths: the bytes of the lengths -> the result of `of`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self._by_lengths: dict[bytes, tuple[Tensor, tuple[int, int]]] = {}
 
     def of(self, lengths: Int64s) -> tuple[Tensor, tuple[int, int]]:
@@ -79,7 +80,7 @@ class SharedOffsets:
             offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
             np.cumsum(lengths, out=offsets[1:])
             span = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
-            cached = self._by_lengths[key] = (torch.from_numpy(offsets), span)
+            cached = self._by_lengths[key] = (torch.from_numpy(offsets).to(self._device), span)
         return cached
 
 
@@ -155,7 +156,11 @@ def assemble(
 ) -> TensorDict:
     """Return the columns as a TensorDict of batch size `[N]`; object and ragged columns become a NonTensorStack. Jagged
     columns of equal lengths share one offsets tensor. `copy=False` uses views where `decode_views` supports them."""
-    columns = decode_columns(sources, copy=copy, empty=empty, copier=copier, pickles=pickles)
+    return as_tensordict(sources, decode_columns(sources, copy=copy, empty=empty, copier=copier, pickles=pickles))
+
+
+def as_tensordict(sources: Mapping[str, RowSource], columns: Mapping[str, Column]) -> TensorDict:
+    """Return decoded columns as `assemble` does."""
     row_counts = {len(source) for source in sources.values()}
     assert len(row_counts) <= 1, f"columns of different row counts: {row_counts}"
     stacked = {

@@ -153,13 +153,17 @@ class RowSource:
         if self.part is None and self.pieces == 1:
             gather_padded(self.buffers, self.which, self.offsets, self.sizes, target, pad, later=later, checked=True)
             return
-        count, row_bytes = target.shape
-        sizes = self.sizes.reshape(count, self.pieces)
-        ends = np.cumsum(sizes, axis=1)  # of the entries, within their rows
-        starts = np.arange(count, dtype=np.int64)[:, None] * row_bytes
-        self._copy_entries(target.reshape(-1), (starts + ends - sizes).reshape(-1), later)
-        for row, end in zip(target, ends[:, -1].tolist(), strict=True):
+        self._copy_entries(target.reshape(-1), self.padded_positions(target.shape[1]), later)
+        ends = self.sizes.reshape(-1, self.pieces).sum(axis=1)
+        for row, end in zip(target, ends.tolist(), strict=True):
             row[end:].view(pad.dtype)[...] = pad
+
+    def padded_positions(self, row_bytes: int) -> Int64s:
+        """Return the position of each entry in a padded result whose rows have `row_bytes` bytes."""
+        sizes = self.sizes.reshape(len(self), self.pieces)
+        starts = np.arange(len(self), dtype=np.int64)[:, None] * row_bytes
+        positions: Int64s = (starts + np.cumsum(sizes, axis=1) - sizes).reshape(-1)
+        return positions
 
     def _copy_entries(self, target: UInt8s, positions: Int64s, later: list[Run]) -> None:
         """Copy the selected bytes of entry i to `target[positions[i]:]`."""

@@ -17,7 +17,7 @@ import bisect
 import itertools
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +26,7 @@ import xxhash
 from torch import Tensor
 
 from dataplane.core.checksums import UInt32s, checksums_of, settled
+from dataplane.core.devices import CPU
 from dataplane.core.row_copy import LONG_BYTES, Int64s, Run, UInt8s, address, gather, merge_runs
 from dataplane.data.tensor_memory import byte_view
 
@@ -42,8 +43,9 @@ class Values(Protocol):
     sizes: Int64s
 
     @property
-    def on_host(self) -> bool:
-        """Whether all values are in CPU memory, so that a copy does not wait for an accelerator."""
+    def device(self) -> torch.device:
+        """The CPU if all values are in its memory, so that a copy does not wait for an accelerator; otherwise the
+        device of the first value that is not."""
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None: ...
 
@@ -63,8 +65,8 @@ class FlatValues:
         self.sizes = sizes
 
     @property
-    def on_host(self) -> bool:
-        return True
+    def device(self) -> torch.device:
+        return CPU
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
         gather([self.memory], None, self.starts[first:last], self.sizes[first:last], target, later=later)
@@ -90,8 +92,8 @@ class JoinedValues:
         self._starts = list(itertools.accumulate((len(part.sizes) for part in parts), initial=0))
 
     @property
-    def on_host(self) -> bool:
-        return all(part.on_host for part in self._parts)
+    def device(self) -> torch.device:
+        return _first_accelerator(part.device for part in self._parts)
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
         end = 0
@@ -118,6 +120,11 @@ class JoinedValues:
             first, number = end, number + 1
 
 
+def _first_accelerator(devices: Iterable[torch.device]) -> torch.device:
+    """Return the first device that is not the CPU, or the CPU."""
+    return next((device for device in devices if device.type != "cpu"), CPU)
+
+
 def in_host_memory(values: Values) -> Values:
     """Return the same values, each contiguous in CPU memory. Copies them once unless they already are."""
     if isinstance(values, FlatValues):
@@ -141,8 +148,8 @@ class TensorValues:
         self.sizes: Int64s = counts * self.step_bytes
 
     @property
-    def on_host(self) -> bool:
-        return self.tensor.is_cpu
+    def device(self) -> torch.device:
+        return self.tensor.device
 
     def _pieces(self, first: int, last: int) -> Iterator[Tensor]:
         """Yield values [first, last) as slices of the tensor; values that are adjacent there are one slice."""
@@ -175,8 +182,8 @@ class ListValues:
         self.sizes: Int64s = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
 
     @property
-    def on_host(self) -> bool:
-        return all(tensor.is_cpu for tensor in self.tensors)
+    def device(self) -> torch.device:
+        return _first_accelerator(tensor.device for tensor in self.tensors)
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
         """Copy values [first, last) into `target`; see the module docstring."""
@@ -222,8 +229,8 @@ class RaggedValues:
         )
 
     @property
-    def on_host(self) -> bool:
-        return all(tensor.is_cpu for tensor in self.tensors)
+    def device(self) -> torch.device:
+        return _first_accelerator(tensor.device for tensor in self.tensors)
 
     def write(self, first: int, last: int, target: UInt8s, later: list[Run] | None = None) -> None:
         """Copy values [first, last) into `target`; see the module docstring."""

@@ -1,0 +1,214 @@
+"""Decodes stored rows to tensors on a CUDA device: the GPU itself reads them from registered shared memory.
+
+Rows in memory that the GPU cannot access (received from another host, or of an arena that CUDA cannot register) and
+parts of elements are copied to pinned memory first. One kernel for each alignment then copies the rows of all columns
+to their places, padded or jagged. Without Triton the CPU pads the rows, in pinned memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataplane.core import cuda_copy
+from dataplane.core.cuda_memory import DeviceBuffer, copying, pinned
+from dataplane.core.row_copy import CopyRuns, Int64s, UInt8s, address, copy_runs
+from dataplane.core.types import FieldKind
+from dataplane.data.columns.decode import Column, Empty, SharedOffsets, decode_batch
+from dataplane.data.columns.row_source import RowSource
+from dataplane.data.jagged import detached_values, is_jagged, jagged_from_values, pad_element, padded_width
+from dataplane.data.tensor_memory import TORCH_DTYPES, tensor_over
+from dataplane.errors import InvalidRequestError
+
+
+def decode_on_device(
+    sources: Mapping[str, RowSource],
+    device: torch.device,
+    *,
+    layout: str = "padded",
+    pad_value_dict: Mapping[str, Any] | None = None,
+    pad_to_seqlen: int = 0,
+    others: Collection[str] = (),
+    copier: CopyRuns = copy_runs,
+    pickles: bool = False,
+) -> dict[str, Column]:
+    """Return the result of `decode_batch` with its tensors on `device`, a CUDA device. Object columns stay on the CPU.
+
+    Blocks until the copies are complete. They run on a stream of their own, so kernels of other streams go on; the
+    tensors may be used on the current stream. Raises as `decode_batch`.
+    """
+    if layout not in ("padded", "jagged"):
+        raise InvalidRequestError(f"layout={layout!r}: expected 'padded' or 'jagged'")
+    tensors = {
+        name: source for name, source in sources.items() if source.spec.kind in (FieldKind.DENSE, FieldKind.JAGGED)
+    }
+    if cuda_copy.copy_kernel() is None:
+        tensors = {}
+    rest = {name: source for name, source in sources.items() if name not in tensors}
+    pads = pad_value_dict or {}
+    decoded = decode_batch(
+        rest,
+        layout=layout,
+        pad_value_dict=pads,
+        pad_to_seqlen=pad_to_seqlen,
+        others=others,
+        empty=_empty_pinned,
+        copier=copier,
+        pickles=pickles,
+    )
+    targets = [
+        _Target.of(
+            name,
+            source,
+            padded=layout == "padded",
+            pad_value=pads.get(name, 0),
+            width=0 if name in others else pad_to_seqlen,
+        )
+        for name, source in tensors.items()
+    ]
+    with copying(device) as used_by_caller:
+        moved = {name: _to_device(column, device) for name, column in decoded.items()}
+        outs = _fill(targets, device, copier)
+        offsets = SharedOffsets(device)
+        moved |= {target.name: target.column(out, offsets) for target, out in zip(targets, outs, strict=True)}
+        for tensor in itertools.chain.from_iterable(map(_tensors_of, moved.values())):
+            used_by_caller(tensor)
+    return {name: moved[name] for name in sources}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """The tensor to fill with the rows of a column. positions: `[entries]` of the entries of `source` in it, in bytes.
+    pad: the element in the rest, None if there is no rest."""
+
+    name: str
+    source: RowSource
+    shape: tuple[int, ...]
+    positions: Int64s
+    pad: np.ndarray[Any, Any] | None
+
+    @classmethod
+    def of(cls, name: str, source: RowSource, *, padded: bool, pad_value: Any, width: int) -> _Target:
+        """Check the rows and the arguments. `padded` applies to jagged columns."""
+        spec, sizes = source.spec, source.sizes  # `sizes` checks the rows
+        inner = spec.inner or ()
+        if not padded or spec.kind is FieldKind.DENSE:
+            shape = (int(source.lengths.sum()), *inner)
+            return cls(name, source, shape, np.cumsum(sizes) - sizes, None)
+        try:
+            width = padded_width(source.row_lengths, width)
+            pad = pad_element(pad_value, TORCH_DTYPES[spec.dtype or ""])
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"field {name!r}: {error}") from error
+        full = bool((source.row_lengths == width).all())
+        positions = source.padded_positions(width * spec.unit_bytes)
+        return cls(name, source, (len(source), width, *inner), positions, None if full else pad)
+
+    def allocate(self, device: torch.device) -> Tensor:
+        """Return the tensor, filled with padding if there is any."""
+        out = torch.empty(self.shape, dtype=TORCH_DTYPES[self.source.spec.dtype or ""], device=device)
+        if self.pad is not None:
+            out.view(_FILLED_AS[out.element_size()]).fill_(self.pad.view(_SIGNED[self.pad.itemsize]).item())
+        return out
+
+    def column(self, out: Tensor, offsets: SharedOffsets) -> Tensor:
+        """Return the filled tensor as the column: jagged if it is not padded."""
+        if self.source.spec.kind is FieldKind.DENSE or out.dim() == 2 + len(self.source.spec.inner or ()):
+            return out
+        row_offsets, span = offsets.of(self.source.row_lengths)
+        return jagged_from_values(out, row_offsets, span=span)
+
+
+_SIGNED = {1: "i1", 2: "i2", 4: "i4", 8: "i8", 16: "c16"}
+_FILLED_AS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""By element size, the dtype of numpy and of torch in which padding is written, which keep every bit pattern."""
+
+
+def _fill(targets: list[_Target], device: torch.device, copier: CopyRuns) -> list[Tensor]:
+    """Allocate the tensors and enqueue the copies of their rows. The caller waits for these within `copying`."""
+    sources = _staged([target.source for target in targets], copier)
+    outs = [target.allocate(device) for target in targets]
+    if targets:
+        cuda_copy.copy(
+            np.concatenate([_addresses(source) for source in sources]),
+            np.concatenate([target.positions + out.data_ptr() for target, out in zip(targets, outs, strict=True)]),
+            np.concatenate([source.sizes for source in sources]),
+            device,
+        )
+    return outs
+
+
+def _staged(sources: list[RowSource], copier: CopyRuns) -> list[RowSource]:
+    """Return sources that the GPU can read: unchanged, or with their rows copied to pinned memory. The rows are
+    verified if they have checksums."""
+    runs: list[Any] = []
+    readable = [source if _is_readable(source) else _copy_to_pinned(source, runs) for source in sources]
+    copier(runs)
+    for source in readable:
+        source.check_in_place()
+    return readable
+
+
+def _is_readable(source: RowSource) -> bool:
+    """Return whether the GPU can read the rows where they are; register their memory if needed."""
+    if source.part is not None or not len(source.sizes):
+        return source.part is None
+    ends = source.offsets + source.sizes
+    which = np.zeros(len(ends), np.int32) if source.which is None else source.which
+    for number, buffer in enumerate(source.buffers):
+        here = ends[(which == number) & (source.sizes > 0)]
+        if len(here) and not (isinstance(buffer, DeviceBuffer) and buffer.cover(int(here.max()))):
+            return False
+    return True
+
+
+def _copy_to_pinned(source: RowSource, runs: list[Any]) -> RowSource:
+    """Return the source with its rows in pinned memory. They are there after the copies added to `runs`."""
+    sizes = source.sizes
+    memory = pinned(int(sizes.sum()))
+    source.copy_to(memory, runs)
+    return dataclasses.replace(
+        source, buffers=[memory], which=None, offsets=np.cumsum(sizes) - sizes, part=None, arenas=0
+    )
+
+
+def _addresses(source: RowSource) -> Int64s:
+    """Return the address of each entry, as the GPU and this process see it."""
+    starts = np.array([address(buffer) for buffer in source.buffers], np.int64)
+    if source.which is None:
+        return source.offsets + (starts[0] if len(starts) else 0)
+    addresses: Int64s = source.offsets + starts[source.which]
+    return addresses
+
+
+def _empty_pinned(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, UInt8s]:
+    """Allocate pinned memory. An `Empty`."""
+    memory = pinned(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+    return tensor_over(memory, shape, dtype), memory
+
+
+_: Empty = _empty_pinned
+
+
+def _to_device(column: Column, device: torch.device) -> Column:
+    """Enqueue the copy of a decoded column. Object arrays are returned unchanged."""
+    if isinstance(column, Tensor):
+        return column.to(device, non_blocking=True)
+    if isinstance(column, list):
+        return [row.to(device, non_blocking=True) for row in column]
+    return column
+
+
+def _tensors_of(column: Column) -> list[Tensor]:
+    """Return the plain tensors of a column."""
+    if isinstance(column, list):
+        return column
+    if not isinstance(column, Tensor):
+        return []
+    return [detached_values(column), column.offsets()] if is_jagged(column) else [column]  # type: ignore[attr-defined]

@@ -1,0 +1,150 @@
+"""A client's mappings of the arena of a storage unit on the same host."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dataplane.core.cuda_memory import DeviceBuffer, RegisteredMemory, copying
+from dataplane.core.fsync import force_ranges
+from dataplane.errors import ClientClosedError
+from dataplane.storage.arena import BACKED_AT, HEADER, HEADER_BYTES, SHRINKS_AT, check_header
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class MappedArena:
+    """A client's mappings of an arena: a writable one to fill reserved bytes, a read-only one for views given to users.
+    Both are None after `close`; the writable one also if `open` was called without `writable`.
+
+    Returned arrays keep their mapping alive, so `close` is safe while arrays exist; the last one unmaps the memory.
+    """
+
+    def __init__(self, writable: Bytes | None, readonly: Bytes, *, path: Path, capacity_bytes: int) -> None:
+        """Use `open`."""
+        self.path = path
+        self.capacity_bytes = capacity_bytes
+        self._writable = writable
+        self._readonly: Bytes | None = readonly
+        # Without a writable mapping, GPUs cannot access the arena.
+        self._registered = None if writable is None else RegisteredMemory(writable, self._backed)
+
+    @classmethod
+    def open(cls, path: str | Path, *, cookie: bytes | None = None, writable: bool = True) -> MappedArena:
+        """Map the whole arena at `path`. cookie: the expected identity; None: any.
+        Raises OSError if the file is missing or not accessible for this user, ValueError if it is not an intact
+        arena or its cookie differs from `cookie`.
+        """
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path, flags)
+        try:
+            size = HEADER_BYTES + check_header(os.pread(fd, HEADER.size, 0), path, cookie)
+            if os.fstat(fd).st_size < size:
+                raise ValueError(f"{path}: the arena file is truncated")
+            return cls(
+                _map_file(fd, size, mmap.PROT_READ | mmap.PROT_WRITE) if writable else None,
+                _map_file(fd, size, mmap.PROT_READ),
+                path=Path(path),
+                capacity_bytes=size - HEADER_BYTES,
+            )
+        finally:
+            os.close(fd)
+
+    @property
+    def backed_bytes(self) -> int:
+        """The backed bytes that the unit wrote last; bytes above have no memory."""
+        return int.from_bytes(self.header(BACKED_AT, 8), "little")
+
+    @property
+    def shrinks(self) -> int:
+        """How many times the unit has freed memory of the arena. Pages that were mapped or registered before are then
+        no longer those of the file, where they were beyond the smaller `backed_bytes`."""
+        return int.from_bytes(self.header(SHRINKS_AT, 8), "little")
+
+    def header(self, offset: int, nbytes: int) -> bytes:
+        """Return bytes of the file's header. `offset` counts from the first byte of the file."""
+        data = self._require_open(self._readonly)
+        if offset < 0 or nbytes < 0 or offset + nbytes > HEADER_BYTES:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside the header of {HEADER_BYTES} bytes")
+        return data[offset : offset + nbytes].tobytes()
+
+    def writable(self, offset: int, nbytes: int) -> Bytes:
+        """Return bytes [offset, offset + nbytes) of the usable area. Write to them only while the session holds their
+        reservation."""
+        return self._slice(self._require_open(self._writable), offset, nbytes)
+
+    def force(self, offsets: Iterable[int], sizes: Iterable[int]) -> None:
+        """Fsync these ranges; return when they are on disk. Raises OSError."""
+        force_ranges(self._require_open(self._writable)[HEADER_BYTES:], offsets, sizes)
+
+    def readonly(self, offset: int, nbytes: int) -> Bytes:
+        """Return the same bytes from the read-only mapping. Any write to them, even past numpy's flag, faults."""
+        return self._slice(self._require_open(self._readonly), offset, nbytes)
+
+    def device_buffer(self) -> Bytes:
+        """Return the whole usable area for reads and writes of a GPU: a `DeviceBuffer` of the writable mapping, or the
+        read-only mapping if there is no writable one."""
+        if self._registered is None or self._writable is None:
+            return self.readonly(0, self.capacity_bytes)
+        buffer = self.writable(0, self.capacity_bytes).view(DeviceBuffer)
+        buffer.registration, buffer.before_bytes = self._registered, HEADER_BYTES
+        return buffer
+
+    @contextlib.contextmanager
+    def device_writes(self, end: int, device: torch.device) -> Iterator[None]:
+        """In the body, copies from a CUDA device to the first `end` bytes of the usable area need no staging, if CUDA
+        can register these. They run on a stream of their own, after the current stream; wait for them at the end."""
+        with copying(device, after_current=True):
+            if self._registered is not None:
+                self._registered.cover(HEADER_BYTES + end)
+            yield
+
+    def _backed(self) -> tuple[int, int]:
+        """Return the size of the part of the file that has memory, and a number that changes when pages are freed."""
+        if self.closed:
+            return 0, 0
+        return HEADER_BYTES + self.backed_bytes, self.shrinks
+
+    @staticmethod
+    def _require_open(data: Bytes | None) -> Bytes:
+        """Return `data`. Raises ClientClosedError if it is None."""
+        if data is None:
+            raise ClientClosedError(why="the arena is unmapped, or was mapped read-only")
+        return data
+
+    def _slice(self, data: Bytes, offset: int, nbytes: int) -> Bytes:
+        """Return bytes of the usable area of the mapping `data`, without a copy."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.capacity_bytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside the arena ({self.capacity_bytes} bytes)")
+        return data[HEADER_BYTES + offset : HEADER_BYTES + offset + nbytes]
+
+    @property
+    def closed(self) -> bool:
+        return self._readonly is None
+
+    def close(self) -> None:
+        """Release the mappings. Each one is unmapped when the last array returned from it is freed. Idempotent. Blocks
+        while a GPU copies from or to the arena."""
+        self._writable = None
+        self._readonly = None
+        if self._registered is not None:
+            self._registered.release()
+
+    def __enter__(self) -> MappedArena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _map_file(fd: int, size: int, protection: int) -> Bytes:
+    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
+    mapping.madvise(mmap.MADV_DONTDUMP)
+    return np.frombuffer(mapping, dtype=np.uint8)

@@ -1,0 +1,109 @@
+# ruff: noqa: F401
+"""Reads to a GPU and their registrations of arenas, with the CPU in the GPU's place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dataplane import DataPlaneClient, connect, serve
+from dataplane.core import cuda_memory
+from dataplane.storage.arena import PAGE_BYTES, Arena
+from dataplane.storage.mapped_arena import MappedArena
+from tests.fake_gpu import FakeGpu, fake_gpu
+
+pytestmark = pytest.mark.integration
+
+MIB = 1 << 20
+
+
+def _put(client: DataPlaneClient) -> Any:
+    client.register_partition("train", ["tokens", "reward", "text"], num_samples=4, consumer_tasks=["policy"])
+    fields = {
+        "tokens": [torch.arange(n) for n in (5, 70_000, 0, 3)],
+        "reward": torch.randn(4, dtype=torch.bfloat16),
+        "text": ["a", "b", "c", "d"],
+    }
+    client.put_samples(list("abcd"), "train", fields)
+    return client.claim_meta("train", "policy", ["tokens", "reward", "text"], batch_size=4)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("refuse", [False, True])
+def test_reads_to_a_gpu_equal_reads_to_the_cpu(fake_gpu: FakeGpu, remote: bool, refuse: bool) -> None:
+    fake_gpu.refuse = refuse
+    with serve({"capacity_bytes": 64 * MIB}) as server, connect(server.address, force_remote=remote) as client:
+        meta = _put(client)
+        for layout in ("padded", "jagged"):
+            here = client.get_batch(meta, layout=layout, pad_value_dict={"tokens": 9})
+            there = client.get_batch(meta, layout=layout, pad_value_dict={"tokens": 9}, device="cuda")
+            assert torch.equal(here["reward"], there["reward"])
+            assert list(here["text"]) == list(there["text"])
+            for one, other in zip(here["tokens"].unbind(), there["tokens"].unbind(), strict=True):
+                assert torch.equal(one, other)
+        assert fake_gpu.copied
+        options: Any = {"tokens": (1, 4), "inner": {}}
+        cut = client.get_samples(meta.sample_ids, "train", ["tokens"], device="cuda", **options)
+        expected = client.get_samples(meta.sample_ids, "train", ["tokens"], **options)
+        assert torch.equal(cut["tokens"].values(), expected["tokens"].values())
+        located = client.locate(meta)
+        assert torch.equal(
+            client.get_batch(located, ["tokens"], device="cuda")["tokens"], client.get_batch(meta)["tokens"]
+        )
+    assert bool(fake_gpu.registered) is not remote
+
+
+def test_memory_that_the_unit_has_freed_is_registered_again(
+    fake_gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A registration keeps the pages that the file had, also when the unit frees them and new ones take their place."""
+    ended: list[int] = []
+    monkeypatch.setattr(cuda_memory, "_unregister", ended.append)
+    arena = Arena.create(tmp_path, 64 * PAGE_BYTES, epoch=1)
+    arena.grow(32 * PAGE_BYTES)
+    mapped = MappedArena.open(arena.path)
+    buffer: Any = mapped.device_buffer()
+    assert buffer.cover(10)
+    assert buffer.cover(32 * PAGE_BYTES)
+    assert len(fake_gpu.registered) == 1
+    assert not buffer.cover(33 * PAGE_BYTES), "no memory there"
+    arena.punch(8 * PAGE_BYTES)
+    arena.grow(32 * PAGE_BYTES)
+    assert buffer.cover(10)
+    assert (len(fake_gpu.registered), len(ended)) == (2, 1)
+    arena.grow(64 * PAGE_BYTES)
+    assert buffer.cover(64 * PAGE_BYTES), "grown"
+    assert (len(fake_gpu.registered), len(ended)) == (3, 2)
+    arena.close(unlink=False)
+    adopted = Arena.adopt(arena.path, epoch=2)
+    assert mapped.shrinks == adopted.shrinks == 1, "kept over a restart of the unit"
+    adopted.close()
+    mapped.close()
+    assert len(ended) == 3
+    assert not buffer.cover(10), "closed"
+
+
+def test_a_refused_registration_is_not_repeated(fake_gpu: FakeGpu, tmp_path: Path) -> None:
+    fake_gpu.refuse = True
+    with Arena.create(tmp_path, 64 * PAGE_BYTES, epoch=1) as arena:
+        arena.grow(PAGE_BYTES)
+        with MappedArena.open(arena.path) as mapped:
+            buffer: Any = mapped.device_buffer()
+            assert not buffer.cover(10)
+            assert not buffer.cover(10)
+    assert len(fake_gpu.registered) == 1
+
+
+def test_a_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with serve({"capacity_bytes": 64 * MIB}) as server, connect(server.address) as client:
+        meta = _put(client)
+        with pytest.raises(ValueError, match="device='cuda': this process sees 0 CUDA devices"):
+            client.get_batch(meta, device="cuda")
+        assert client.get_batch(meta, device="cpu")["tokens"].shape == (4, 70_000)
+        assert client.get_samples(meta.sample_ids, "train", ["reward"], device="cpu")["reward"].shape == (4,)
