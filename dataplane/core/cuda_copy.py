@@ -5,19 +5,26 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections import defaultdict
+from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
 import torch
 
-from dataplane.core.row_copy import Int64s, merge_copies
+from dataplane.core.row_copy import Int64s
 
 log = logging.getLogger(__name__)
 
-_RANGE_BYTES = 32 << 10
-"""Longer copies are split, so that all multiprocessors take part in a copy of few rows."""
+Ranges = tuple[Int64s, Int64s, Int64s]
+"""Copies of n ranges: source addresses, target addresses and sizes in bytes. Targets do not overlap."""
+
+_PIECE_BYTES = 32 << 10
+"""What one program of the kernel copies."""
 _BLOCK_WORDS = 1024
-_MOST_WORD_BYTES = 8
+_WARPS = 8
+_LINE_BYTES = 128
+"""The unit of transfers over the bus; see `copy_kernel.copy_ranges`."""
 
 
 @functools.cache
@@ -30,45 +37,50 @@ def copy_kernel() -> ModuleType | None:
         return None
 
 
-def split_copies(sources: Int64s, targets: Int64s, sizes: Int64s) -> list[tuple[int, Int64s]]:
-    """Plan copies of `sizes[i]` bytes from address `sources[i]` to `targets[i]`, which do not overlap.
-
-    Return (word size in bytes, table `[3, M]` of source and target addresses and numbers of words), at most one for
-    each word size: the largest one (up to 8) to which a range is aligned. Adjacent copies are merged, long ones split.
-    """
-    filled = sizes > 0
-    if not filled.all():
-        sources, targets, sizes = sources[filled], targets[filled], sizes[filled]
-    if not len(sizes):
-        return []
-    sources, targets, sizes = merge_copies(sources, targets, sizes)
-    pieces = -(-sizes // _RANGE_BYTES)
-    starts = (np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * _RANGE_BYTES
-    sources, targets = np.repeat(sources, pieces) + starts, np.repeat(targets, pieces) + starts
-    sizes = np.minimum(np.repeat(sizes, pieces) - starts, _RANGE_BYTES)
-    bits = sources | targets | sizes | _MOST_WORD_BYTES
-    word_bytes = bits & -bits  # the lowest bit that is set
-    tables = []
-    for size in np.unique(word_bytes).tolist():
-        chosen = word_bytes == size
-        tables.append((size, np.stack([sources[chosen], targets[chosen], sizes[chosen] // size])))
+def plan(columns: Sequence[Ranges]) -> dict[int, Int64s]:
+    """Return the table of copies for each word size in bytes: the largest one, up to 8, to which all addresses and
+    sizes of a column are aligned. A table `[4, M]` has the source and target addresses, the numbers of words, and the
+    sums of the numbers of pieces, each with those of the ranges before it."""
+    by_word: defaultdict[int, list[Ranges]] = defaultdict(list)
+    for sources, targets, sizes in columns:
+        bits = 8 | int(np.bitwise_or.reduce(sources | targets | sizes)) if len(sizes) else 8
+        by_word[bits & -bits].append((sources, targets, sizes))  # the lowest bit that is set
+    tables = {}
+    for word_bytes, group in by_word.items():
+        table = np.empty((4, sum(len(sizes) for _, _, sizes in group)), np.int64)
+        for row in range(3):
+            np.concatenate([ranges[row] for ranges in group], out=table[row])
+        sources, _, sizes, ends = table
+        pieces = (sources % _LINE_BYTES + sizes + _PIECE_BYTES - 1) // _PIECE_BYTES
+        pieces[sizes == 0] = 0
+        np.cumsum(pieces, out=ends)
+        sizes //= word_bytes
+        if len(ends) and ends[-1]:
+            tables[word_bytes] = table
     return tables
 
 
-def copy(sources: Int64s, targets: Int64s, sizes: Int64s, device: torch.device) -> None:
-    """Enqueue copies of `sizes[i]` bytes from address `sources[i]` to `targets[i]` on the current stream of `device`,
-    with one kernel for each alignment. They must not overlap. Needs Triton (see `copy_kernel`)."""
-    for word_bytes, table in split_copies(sources, targets, sizes):
-        launch(word_bytes, _upload(table, device))
+def copy(columns: Sequence[Ranges], device: torch.device) -> None:
+    """Enqueue the copies on the current stream of `device`, with one kernel for each word size (see `plan`). Needs
+    Triton (see `copy_kernel`)."""
+    for word_bytes, table in plan(columns).items():
+        launch(word_bytes, _upload(table, device), int(table[3, -1]))
 
 
 def _upload(table: Int64s, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(table).pin_memory().to(device, non_blocking=True)
 
 
-def launch(word_bytes: int, table: torch.Tensor) -> None:
-    """Enqueue the copies of one table of `split_copies`, which is on the device."""
+def launch(word_bytes: int, table: torch.Tensor, pieces: int) -> None:
+    """Enqueue the copies of one table of `plan`, which is on the device and has `pieces` pieces."""
     kernel = copy_kernel()
     assert kernel is not None
-    word = getattr(kernel.tl, f"int{8 * word_bytes}")
-    kernel.copy_ranges[(table.shape[1],)](*table, WORD=word, BLOCK=_BLOCK_WORDS)
+    kernel.copy_ranges[(pieces,)](
+        *table,
+        table.shape[1],
+        WORD=getattr(kernel.tl, f"int{8 * word_bytes}"),
+        WORD_BYTES=word_bytes,
+        PIECE=_PIECE_BYTES // word_bytes,
+        BLOCK=_BLOCK_WORDS,
+        num_warps=_WARPS,
+    )

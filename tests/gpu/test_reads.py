@@ -129,13 +129,13 @@ def test_copies_in_a_cuda_graph() -> None:
     out = torch.zeros(1 << 16, dtype=torch.uint8, device="cuda")
     sizes = np.array([1000, 3000, 8])
     starts = np.array([0, 8192, 16384])
-    ((word, table),) = cuda_copy.split_copies(starts + address(source), starts + out.data_ptr(), sizes)
-    on_device = torch.from_numpy(table).cuda()
-    cuda_copy.launch(word, on_device)  # compiles the kernel
+    ((word, table),) = cuda_copy.plan([(starts + address(source), starts + out.data_ptr(), sizes)]).items()
+    on_device, pieces = torch.from_numpy(table).cuda(), int(table[3, -1])
+    cuda_copy.launch(word, on_device, pieces)  # compiles the kernel
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        cuda_copy.launch(word, on_device)
+        cuda_copy.launch(word, on_device, pieces)
     for fill in (1, 2):
         source[:] = fill
         out.zero_()

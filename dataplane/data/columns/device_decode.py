@@ -134,13 +134,11 @@ def _fill(targets: list[_Target], device: torch.device, copier: CopyRuns) -> lis
     """Allocate the tensors and enqueue the copies of their rows. The caller waits for these within `copying`."""
     sources = _staged([target.source for target in targets], copier)
     outs = [target.allocate(device) for target in targets]
-    if targets:
-        cuda_copy.copy(
-            np.concatenate([_addresses(source) for source in sources]),
-            np.concatenate([target.positions + out.data_ptr() for target, out in zip(targets, outs, strict=True)]),
-            np.concatenate([source.sizes for source in sources]),
-            device,
-        )
+    copies = [
+        (_addresses(source), target.positions + out.data_ptr(), source.sizes)
+        for source, target, out in zip(sources, targets, outs, strict=True)
+    ]
+    cuda_copy.copy(copies, device)
     return outs
 
 
