@@ -21,9 +21,10 @@ from torch.nested._internal.nested_tensor import (
     nested_view_from_values_offsets_lengths,  # its public wrapper loads torch.fx and logs a warning in each process
 )
 
+from dataplane.core import cuda_copy
 from dataplane.core.row_copy import WORD_TYPES, Int64s, gather_padded
 from dataplane.core.schema import TOKEN_ALIGNED_FIELDS
-from dataplane.data.tensor_memory import DTYPE_NAMES, byte_view, tensor_from_numpy
+from dataplane.data.tensor_memory import DTYPE_NAMES, byte_view, fill, tensor_from_numpy
 from dataplane.errors import InvalidRequestError
 
 MOST_TOKENS = 1 << 40
@@ -288,7 +289,10 @@ def pad_nested(nested: Tensor, pad_value: float | bool = 0, *, width: int = 0) -
     size = padded_width(lengths.numpy(), width)
     values = detached_values(nested)
     starts = row_starts(nested)
-    pad_with = _pad_on_cpu if values.is_cpu else _pad_by_mask
+    if values.is_cpu:
+        pad_with = _pad_on_cpu
+    else:
+        pad_with = _pad_by_kernel if values.is_cuda and cuda_copy.copy_kernel() is not None else _pad_by_mask
     return pad_with(values, starts, lengths, size, pad_value)
 
 
@@ -306,6 +310,19 @@ def _pad_on_cpu(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_
         byte_view(out).reshape(len(lengths), size * unit_bytes),
         pad_element(pad_value, values.dtype),
     )
+    return out
+
+
+def _pad_by_kernel(values: Tensor, starts: Tensor, lengths: Tensor, size: int, pad_value: Any) -> Tensor:
+    """Return the same as `_pad_on_cpu`, for tensors on a CUDA device, by one kernel after that for the padding."""
+    inner = values.shape[1:]
+    values = values.contiguous()
+    out = torch.empty((len(lengths), size, *inner), dtype=values.dtype, device=values.device)
+    fill(out, pad_element(pad_value, values.dtype))
+    unit_bytes = values.element_size() * inner.numel()
+    rows = np.arange(len(lengths), dtype=np.int64) * (size * unit_bytes)
+    sources = starts.cpu().numpy() * unit_bytes + values.data_ptr()
+    cuda_copy.copy([(sources, rows + out.data_ptr(), lengths.numpy() * unit_bytes)], values.device)
     return out
 
 

@@ -40,6 +40,16 @@ def byte_view(tensor: Tensor) -> UInt8s:
     return view
 
 
+_SIGNED = {1: "i1", 2: "i2", 4: "i4", 8: "i8", 16: "c16"}
+_FILLED_AS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""By element size, the dtypes of numpy and of torch in which elements are written, which keep every bit pattern."""
+
+
+def fill(tensor: Tensor, element: np.ndarray[Any, Any]) -> None:
+    """Set all elements of a contiguous tensor to the bits of `element` (0-d), which has the size of its elements."""
+    tensor.view(_FILLED_AS[element.itemsize]).fill_(element.view(_SIGNED[element.itemsize]).item())
+
+
 def tensor_over(memory: UInt8s, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Create a CPU tensor over writable `memory`, which must have exactly its size and element alignment."""
     return _as_dtype(memory.view(_CARRIERS[dtype]).reshape(shape), dtype)

@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, Unpack
 
@@ -55,6 +56,10 @@ class Replicas(Protocol):
     @property
     def leads(self) -> bool:
         """Whether this rank is the leader."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device to which the leader reads; None: the CPU."""
 
     def share(self, take: Take, form: Form) -> MicroBatch | None:
         """Return on every rank the micro-batch that `take` returns on the leader, with its jagged columns converted
@@ -139,7 +144,7 @@ class StreamingDataLoader(DataLoader[MicroBatch]):
             },
             lease_s=lease_s,
             # Replicas share the jagged columns, and each converts them by `form.convert`.
-            read=form.read if replicas is None else form.read_jagged,
+            read=form.read if replicas is None else partial(form.read_jagged, device=replicas.device),
             step=None if dp_world is None else first_step,
         )
         self._stream = _Stream(claims, form, replicas, prefetch=prefetch, timeout_s=timeout_s)
@@ -215,7 +220,7 @@ class _BatchForm:
         """Read the columns of the meta's samples in this form."""
         if self.layout == "padded" and self.pad_to_multiple > 1 and not meta.sequence_lengths:
             # The width, the longest row rounded up to a multiple, is known only after the rows were read.
-            return self.convert(self.read_jagged(client, meta), meta)
+            return self.convert(self.read_jagged(client, meta, device=self.device), meta)
         return client.get_batch(
             meta,
             self.fields,
@@ -225,8 +230,10 @@ class _BatchForm:
             device=self.device,
         )
 
-    def read_jagged(self, client: DataPlaneClient, meta: KVBatchMeta) -> BatchedDataDict[Any]:
-        return client.get_batch(meta, self.fields, layout="jagged")
+    def read_jagged(
+        self, client: DataPlaneClient, meta: KVBatchMeta, *, device: torch.device | str | None
+    ) -> BatchedDataDict[Any]:
+        return client.get_batch(meta, self.fields, layout="jagged", device=device)
 
     def convert(self, columns: Mapping[str, Any], meta: KVBatchMeta) -> BatchedDataDict[Any]:
         """Convert the result of `read_jagged` to that of `read`."""

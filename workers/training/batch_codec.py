@@ -19,6 +19,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack
 from torch import Tensor
 
+from dataplane.core.devices import CPU
 from dataplane.core.types import GRANULE_BYTES
 from dataplane.data.jagged import is_jagged, jagged_from_values, offsets_of, row_lengths
 from dataplane.data.object_codec import decode_object, encode_object, encode_rows, object_array
@@ -97,9 +98,9 @@ class PackedBatch:
     header: Header
     pieces: list[tuple[int, Tensor]]
 
-    def flat(self) -> Tensor:
-        """Copy the pieces into one payload, uint8 [payload_bytes] on the CPU."""
-        flat = torch.empty(self.header.payload_bytes, dtype=torch.uint8)
+    def flat(self, device: torch.device = CPU) -> Tensor:
+        """Copy the pieces, on any devices, into one payload, uint8 [payload_bytes] on `device`."""
+        flat = torch.empty(self.header.payload_bytes, dtype=torch.uint8, device=device)
         end = 0
         for start, piece in self.pieces:
             flat[end:start].zero_()  # the gap between two columns
@@ -163,7 +164,7 @@ class _Packer:
 
     def _add_dense(self, name: str, value: Tensor) -> _Dense:
         start = self._align()
-        self._append(as_bytes(value))
+        self._append(_elements(value))
         return _Dense(name, start, DTYPE_NAMES[value.dtype], tuple(value.shape))
 
     def _add_nested(self, name: str, value: Tensor) -> _Jagged:
@@ -171,7 +172,7 @@ class _Packer:
         # Columns with equal row lengths share one entry of the header's list.
         lengths_index = self.lengths.setdefault(lengths.numpy().tobytes(), len(self.lengths))
         start = self._align()
-        self._append(as_bytes(values))
+        self._append(_elements(values))
         return _Jagged(name, start, DTYPE_NAMES[values.dtype], tuple(values.shape[1:]), lengths_index)
 
     def _add_ragged(self, name: str, rows: Sequence[Tensor]) -> _Ragged:
@@ -180,7 +181,7 @@ class _Packer:
             raise TypeError(f"column {name!r}: all rows must have the same dtype, got {', '.join(map(str, dtypes))}")
         start = self._align()
         for row in rows:
-            self._append(as_bytes(row))
+            self._append(_elements(row))
         return _Ragged(name, start, DTYPE_NAMES[rows[0].dtype], tuple(tuple(row.shape) for row in rows))
 
     def _add_value(self, name: str, value: Any) -> _Value:
@@ -280,4 +281,9 @@ def values_and_lengths(nested: Tensor) -> tuple[Tensor, Tensor]:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the elements of `tensor` in row-major order as uint8 [nbytes] on the CPU, as a view if possible."""
-    return flat_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
+    return _elements(tensor).cpu()
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Return the elements of `tensor` in row-major order as uint8 [nbytes] on its device, as a view if possible."""
+    return flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())

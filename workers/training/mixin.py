@@ -227,6 +227,7 @@ class TQWorkerMixin:
         """
         if fetch_policy not in POLICIES:
             raise ValueError(f"fetch_policy must be one of {', '.join(POLICIES)}, got {fetch_policy!r}")
+        replicas = self._current_replica_group()
         fetch = RowFetch(
             client=self._require_dp_client,
             leads=self._is_replica_leader,
@@ -237,8 +238,8 @@ class TQWorkerMixin:
             preprocess=None if preprocess is None else partial(preprocess, self),
             tokens=tokens,
             inner=inner,
+            device=None if replicas is None else replicas.gpu,
         )
-        replicas = self._current_replica_group()
         if fetch_policy == "leader_broadcast" and self._get_replica_group() is None:
             raise ValueError("fetch_policy='leader_broadcast' needs a replica group; _get_replica_group() gave None")
         if replicas is not None and fetch_policy != "independent":

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dataplane.core import failpoints
+from dataplane.core import devices, failpoints
 from dataplane.data.batch import BatchedDataDict
 from workers.training.batch_codec import Header, pack, unpack
 from workers.training.replica_collectives import Deadline, Fault, ReplicaGroupError, Siblings
@@ -145,6 +145,11 @@ class ReplicaGroup:
     def size(self) -> int:
         return self.siblings.size
 
+    @property
+    def gpu(self) -> torch.device | None:
+        """The CUDA device of the group's backend, to which its leader reads; None: the leader reads to the CPU."""
+        return devices.gpu(self.siblings.device)
+
     def agree(self, part: FetchedPart, policy: str) -> None:
         """Check that the ranks agree on one leader and on `policy`. Skip the check if the last call had this policy
         and succeeded.
@@ -234,7 +239,7 @@ class ReplicaGroup:
             if not leads or part.read is None:
                 return _Offer(leads, digest, wanted)
             packed = pack(part.read(wanted))
-            return _Offer(leads, digest, wanted, message=packed.header.encode(), flat=packed.flat())
+            return _Offer(leads, digest, wanted, message=packed.header.encode(), flat=packed.flat(self.siblings.device))
         except Exception as error:
             return _Offer(message=Fault.of(error, self.siblings.rank).encode(), fault=error)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from dataplane import BatchedDataDict, ContextParallel, DataPlaneClient, KVBatchMeta, materialize
 from dataplane.core.schema import Layout
@@ -20,7 +21,7 @@ from workers.training.replica_fetch import FetchedPart
 class RowFetch:
     """A fetch of the fields of `meta`. client, leads, pad_values and pad_length are called when needed, because their
     errors are then raised on all siblings. pad_length: 0 pads to this rank's longest row. tokens, inner: see
-    `DataPlaneClient.get_batch`."""
+    `DataPlaneClient.get_batch`. device: of the columns that a leader reads for its siblings."""
 
     client: Callable[[], DataPlaneClient]
     leads: Callable[[], bool]
@@ -31,6 +32,7 @@ class RowFetch:
     preprocess: Callable[[BatchedDataDict[Any]], BatchedDataDict[Any]] | None
     tokens: Tokens | None
     inner: Inner | None
+    device: torch.device | None = None
 
     def part(self) -> FetchedPart:
         """Return this rank's part in a fetch through its replica group."""
@@ -67,7 +69,7 @@ class RowFetch:
 
     def _read(self, wanted: bytes) -> Mapping[str, Any]:
         """Return the jagged columns of the part that a sibling wants; each rank pads, see `finish`."""
-        return self.client().get_batch(self.meta, layout="jagged", **arguments(wanted))
+        return self.client().get_batch(self.meta, layout="jagged", device=self.device, **arguments(wanted))
 
     def _cut(self) -> Tokens | None:
         return cut_like_fetched(self.tokens, self.layout, self.pad_length)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from dataplane.data.batch import BatchedDataDict
 from dataplane.data.meta import KVBatchMeta
 from dataplane.training.data_loader import Form, MicroBatch, Take
@@ -29,6 +31,10 @@ class SharedStream:
     @property
     def leads(self) -> bool:
         return self._leads
+
+    @property
+    def device(self) -> torch.device | None:
+        return self._replicas.gpu
 
     def share(self, take: Take, form: Form) -> MicroBatch | None:
         """Return the next micro-batch on every rank, or None at the end of the stream. The leader calls `take`; every

@@ -23,7 +23,7 @@ from dataplane.core.types import FieldKind
 from dataplane.data.columns.decode import Column, Empty, SharedOffsets, decode_batch
 from dataplane.data.columns.row_source import RowSource
 from dataplane.data.jagged import detached_values, is_jagged, jagged_from_values, pad_element, padded_width
-from dataplane.data.tensor_memory import TORCH_DTYPES, tensor_over
+from dataplane.data.tensor_memory import TORCH_DTYPES, fill, tensor_over
 from dataplane.errors import InvalidRequestError
 
 
@@ -114,7 +114,7 @@ class _Target:
         """Return the tensor, filled with padding if there is any."""
         out = torch.empty(self.shape, dtype=TORCH_DTYPES[self.source.spec.dtype or ""], device=device)
         if self.pad is not None:
-            out.view(_FILLED_AS[out.element_size()]).fill_(self.pad.view(_SIGNED[self.pad.itemsize]).item())
+            fill(out, self.pad)
         return out
 
     def column(self, out: Tensor, offsets: SharedOffsets) -> Tensor:
@@ -123,11 +123,6 @@ class _Target:
             return out
         row_offsets, span = offsets.of(self.source.row_lengths)
         return jagged_from_values(out, row_offsets, span=span)
-
-
-_SIGNED = {1: "i1", 2: "i2", 4: "i4", 8: "i8", 16: "c16"}
-_FILLED_AS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""By element size, the dtype of numpy and of torch in which padding is written, which keep every bit pattern."""
 
 
 def _fill(targets: list[_Target], device: torch.device, copier: CopyRuns) -> list[Tensor]:
