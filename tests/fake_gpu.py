@@ -60,5 +60,5 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(cuda_copy, "_upload", lambda table, device: torch.from_numpy(table))
     monkeypatch.setattr(device_decode, "copying", _copying)
     monkeypatch.setattr(device_decode, "pinned", _pinned)
-    monkeypatch.setattr(devices, "gpu", lambda device: None if device is None else CPU)
+    monkeypatch.setattr(devices, "gpu", lambda device: CPU if device == "cuda" else None)
     return gpu

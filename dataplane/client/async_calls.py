@@ -80,7 +80,7 @@ class AsyncCalls:
         device: torch.device | str | None = None,
     ) -> TensorDict:
         """See `DataPlaneClient.get_samples`."""
-        gpu = devices.gpu(device)
+        gpu = None if device is None else devices.gpu(device)
         samples = await self.perform(get.get, sample_ids, partition_id, select_fields, copy, tokens, inner, gpu)
         return samples if device is None or gpu is not None else samples.to(device)
 
@@ -106,7 +106,7 @@ class AsyncCalls:
         inner: Inner | None = None,
     ) -> BatchedDataDict[Any]:
         """See `DataPlaneClient.get_batch`."""
-        gpu = devices.gpu(device)
+        gpu = None if device is None else devices.gpu(device)
         batch = await self.perform(
             get.get_batch,
             meta,

@@ -206,7 +206,7 @@ class DataPlaneClient:
         on this host from the shared memory itself, on a stream of its own; the call returns when they have arrived.
         `copy=False` then has no effect. ValueError if this process sees no such GPU.
         """
-        gpu = devices.gpu(device)
+        gpu = None if device is None else devices.gpu(device)
         samples = self.perform(get.get, sample_ids, partition_id, select_fields, copy, tokens, inner, gpu)
         return samples if device is None or gpu is not None else samples.to(device)
 
@@ -246,7 +246,7 @@ class DataPlaneClient:
         tokens, inner: as in `get_samples`. With a `ContextParallel` that has `pad_to`, per-token fields have at least
         `pad_to / size` columns.
         """
-        gpu = devices.gpu(device)
+        gpu = None if device is None else devices.gpu(device)
         batch = self.perform(
             get.get_batch,
             meta,

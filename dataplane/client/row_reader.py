@@ -9,9 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.core.cuda_memory import DeviceBuffer
 from dataplane.core.fan_out import Together
 from dataplane.data.columns import InnerPart, RowSource
 from dataplane.ledger import commands as c
+from dataplane.storage.arena import HEADER_BYTES
 from dataplane.storage.client import UnitConnection
 from dataplane.storage.mapped_arena import MappedArena
 from dataplane.storage.transport.read_plans import Received
@@ -46,7 +48,7 @@ def gather(
     on_device: bool,
 ) -> dict[str, RowSource]:
     """See `UnitConnections.gather`."""
-    readable = MappedArena.device_buffer if on_device else partial(_readable, guard=guard)
+    readable = _device_buffer if on_device else partial(_readable, guard=guard)
     arena = connections.arena(min(units)) if len(units) == 1 else None  # `min`: the only unit
     if arena is not None:  # one arena holds all rows (`which` is None): their offsets are valid as they are
         whole = [readable(arena)]
@@ -148,6 +150,16 @@ def _add_received(
         owned[column] = not received.shared and len(column_rows) == len(which[column])
         first = last
     buffers.extend(received.buffers)
+
+
+def _device_buffer(arena: MappedArena) -> Bytes:
+    """Return the whole arena for reads of a GPU."""
+    registration = arena.registration()
+    if registration is None:
+        return arena.readonly(0, arena.capacity_bytes)
+    buffer = arena.writable(0, arena.capacity_bytes).view(DeviceBuffer)
+    buffer.registration, buffer.before_bytes = registration, HEADER_BYTES
+    return buffer
 
 
 def _readable(arena: MappedArena, guard: object | None) -> Bytes:

@@ -16,14 +16,17 @@ import torch
 from dataplane.client.locations import units_of
 from dataplane.client.row_reader import gather
 from dataplane.config import DataPlaneConfig
-from dataplane.core import failpoints
+from dataplane.core import devices, failpoints
 from dataplane.core.buffer_pool import BufferPool
+from dataplane.core.cuda_memory import copying
+from dataplane.core.devices import CPU
 from dataplane.core.fan_out import Together
 from dataplane.core.row_copy import CopyRuns, Run, copy_runs
 from dataplane.data.columns import EncodedColumn, InnerPart, RowSource
 from dataplane.errors import ClientClosedError, ServiceRestartedError, SessionExpiredError, StorageUnitError
 from dataplane.ledger import commands as c
 from dataplane.protocol.fd_limits import OF_A_CONTEXT, enough_for
+from dataplane.storage.arena import HEADER_BYTES
 from dataplane.storage.client import UnitConnection
 from dataplane.storage.mapped_arena import MappedArena
 from dataplane.storage.session_lock import SessionLock
@@ -225,8 +228,9 @@ class UnitConnections:
             if arena is not None:
                 size = column.bytes_of(placement.first, placement.last)
                 failpoints.hit("put.mid_copy")
-                with _device_access(arena, placement.offset + size, column.values.device):
-                    column.write(placement.first, placement.last, arena.writable(placement.offset, size), later)
+                target, device = arena.writable(placement.offset, size), column.values.device
+                with contextlib.nullcontext() if device == CPU else _access(arena, placement.offset + size, device):
+                    column.write(placement.first, placement.last, target, later)
                 written.setdefault(placement.unit, []).append((placement.offset, size))
             else:
                 offsets, buffers = remote.setdefault(placement.unit, ([], []))
@@ -408,10 +412,19 @@ class UnitConnections:
             self._transport.close()
 
 
-def _device_access(arena: MappedArena, end: int, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context to copy from `device` to the first `end` bytes of the arena. A GPU copies there itself, on a
-    stream of its own after the current one, if CUDA can register the arena."""
-    return contextlib.nullcontext() if device.type != "cuda" else arena.device_writes(end, device)
+@contextlib.contextmanager
+def _access(arena: MappedArena, end: int, device: torch.device) -> Iterator[None]:
+    """In the body, copies from a CUDA device to the first `end` bytes of the arena need no staging, if CUDA can
+    register these. They run on a stream of their own, after the current stream; wait for them at the end."""
+    gpu = devices.gpu(device)
+    if gpu is None:
+        yield
+        return
+    with copying(gpu, after_current=True):
+        registration = arena.registration()
+        if registration is not None:
+            registration.cover(HEADER_BYTES + end)
+        yield
 
 
 def _unlisted(unit: int) -> StorageUnitError:

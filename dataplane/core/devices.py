@@ -42,10 +42,10 @@ def current_device() -> torch.device | None:
     return torch.device(device.type, module.current_device())
 
 
-def gpu(device: torch.device | str | None) -> torch.device | None:
+def gpu(device: torch.device | str) -> torch.device | None:
     """Return the device if it is one of CUDA, else None. Raises ValueError if this process sees no such device."""
-    target = None if device is None else torch.device(device)
-    if target is None or target.type != "cuda" or (torch.version.cuda is None and torch.cuda.is_available()):
+    target = torch.device(device)
+    if target.type != "cuda" or (torch.version.cuda is None and torch.cuda.is_available()):
         return None  # also for ROCm, which torch calls "cuda"
     if (target.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={str(device)!r}: this process sees {torch.cuda.device_count()} CUDA devices")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from dataplane.core.cuda_memory import DeviceBuffer, RegisteredMemory, copying
 from dataplane.core.fsync import force_ranges
 from dataplane.errors import ClientClosedError
 from dataplane.storage.arena import BACKED_AT, HEADER, HEADER_BYTES, SHRINKS_AT, check_header
+
+if TYPE_CHECKING:
+    from dataplane.core.cuda_memory import RegisteredMemory
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,8 +34,7 @@ class MappedArena:
         self.capacity_bytes = capacity_bytes
         self._writable = writable
         self._readonly: Bytes | None = readonly
-        # Without a writable mapping, GPUs cannot access the arena.
-        self._registered = None if writable is None else RegisteredMemory(writable, self._backed)
+        self._registered: RegisteredMemory | None = None
 
     @classmethod
     def open(cls, path: str | Path, *, cookie: bytes | None = None, writable: bool = True) -> MappedArena:
@@ -88,23 +88,15 @@ class MappedArena:
         """Return the same bytes from the read-only mapping. Any write to them, even past numpy's flag, faults."""
         return self._slice(self._require_open(self._readonly), offset, nbytes)
 
-    def device_buffer(self) -> Bytes:
-        """Return the whole usable area for reads and writes of a GPU: a `DeviceBuffer` of the writable mapping, or the
-        read-only mapping if there is no writable one."""
-        if self._registered is None or self._writable is None:
-            return self.readonly(0, self.capacity_bytes)
-        buffer = self.writable(0, self.capacity_bytes).view(DeviceBuffer)
-        buffer.registration, buffer.before_bytes = self._registered, HEADER_BYTES
-        return buffer
+    def registration(self) -> RegisteredMemory | None:
+        """Return the registration of the writable mapping with CUDA, by which GPUs access the arena; None without such
+        a mapping. The usable area begins at `HEADER_BYTES` of its memory."""
+        from dataplane.core import cuda_memory  # noqa: PLC0415  # imports torch, without which units start sooner
 
-    @contextlib.contextmanager
-    def device_writes(self, end: int, device: torch.device) -> Iterator[None]:
-        """In the body, copies from a CUDA device to the first `end` bytes of the usable area need no staging, if CUDA
-        can register these. They run on a stream of their own, after the current stream; wait for them at the end."""
-        with copying(device, after_current=True):
-            if self._registered is not None:
-                self._registered.cover(HEADER_BYTES + end)
-            yield
+        with cuda_memory.lock:
+            if self._registered is None and self._writable is not None:
+                self._registered = cuda_memory.RegisteredMemory(self._writable, self._backed)
+            return self._registered
 
     def _backed(self) -> tuple[int, int]:
         """Return the size of the part of the file that has memory, and a number that changes when pages are freed."""
@@ -134,8 +126,9 @@ class MappedArena:
         while a GPU copies from or to the arena."""
         self._writable = None
         self._readonly = None
-        if self._registered is not None:
-            self._registered.release()
+        registered, self._registered = self._registered, None
+        if registered is not None:
+            registered.release()
 
     def __enter__(self) -> MappedArena:
         return self

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dataplane import DataPlaneClient, connect, serve
+from dataplane.client.row_reader import _device_buffer
 from dataplane.core import cuda_memory
 from dataplane.storage.arena import PAGE_BYTES, Arena
 from dataplane.storage.mapped_arena import MappedArena
@@ -66,7 +67,7 @@ def test_memory_that_the_unit_has_freed_is_registered_again(
     arena = Arena.create(tmp_path, 64 * PAGE_BYTES, epoch=1)
     arena.grow(32 * PAGE_BYTES)
     mapped = MappedArena.open(arena.path)
-    buffer: Any = mapped.device_buffer()
+    buffer: Any = _device_buffer(mapped)
     assert buffer.cover(10)
     assert buffer.cover(32 * PAGE_BYTES)
     assert len(fake_gpu.registered) == 1
@@ -92,7 +93,7 @@ def test_a_refused_registration_is_not_repeated(fake_gpu: FakeGpu, tmp_path: Pat
     with Arena.create(tmp_path, 64 * PAGE_BYTES, epoch=1) as arena:
         arena.grow(PAGE_BYTES)
         with MappedArena.open(arena.path) as mapped:
-            buffer: Any = mapped.device_buffer()
+            buffer: Any = _device_buffer(mapped)
             assert not buffer.cover(10)
             assert not buffer.cover(10)
     assert len(fake_gpu.registered) == 1

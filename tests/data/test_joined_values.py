@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from dataplane.core.devices import CPU
 from dataplane.data.columns.values import FlatValues, JoinedValues, ListValues, TensorValues
 
 ROWS = [[1, 2, 3], [], [4], [5, 6], [], [7, 8, 9, 10]]
@@ -51,4 +52,4 @@ def test_values_are_taken_and_checked(joined: JoinedValues) -> None:
     assert target.tobytes() == bytes_of([ROWS[5], ROWS[0], ROWS[3]])
     alone = ListValues([torch.tensor(row, dtype=torch.int16) for row in ROWS])
     assert joined.checksums().tolist() == alone.checksums().tolist()
-    assert joined.on_host
+    assert joined.device == CPU
