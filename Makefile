@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where Python writes no byte code, each of them compiles the product again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: async-client demo demo-async demo-verl test test-fast test-slow test-floors test-python coverage soak faults fuzz bench dist docs lint format proto clean setup
+.PHONY: async-client demo demo-async demo-verl test test-fast test-slow test-floors test-python coverage soak faults fuzz bench bench-gpu dist docs lint format proto clean setup
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -126,6 +126,9 @@ $(VENV)/.fuzz: $(VENV)/.ready
 
 bench: $(BENCH_VENV)/.ready ## what it costs, beside its peers; ARGS=--quick takes two minutes
 	@$(BENCH_VENV)/bin/python -m benchmarks $(ARGS)
+
+bench-gpu: ## reads to and puts from a CUDA GPU, beside copies of pinned memory; with the Python and torch that are there
+	@$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 $(BENCH_VENV)/.ready: pyproject.toml constraints.txt benchmarks/constraints.txt
 	@echo "setting up $(BENCH_VENV) (first time: a few minutes)"

@@ -13,13 +13,15 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from dataplane import DataPlaneClient, KVBatchMeta, StreamingDataLoader, connect, serve
+from benchmarks.systems.service import Service
+from dataplane import DataPlaneClient, KVBatchMeta, StreamingDataLoader, connect
 
 MB = 1_000_000
 SIZES = ((1, 64), (16, 64), (16, 1024), (128, 64), (128, 1024), (128, 8192), (1024, 64), (1024, 1024), (1024, 8192))
@@ -125,7 +127,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; GB/s of row bytes")
     names = ["padded", "jagged", "pinned", "padded cpu", "jagged cpu", "put", "pinned back", "put cpu"]
     print("| MB | rows | " + " | ".join(names) + " |\n|" + "---|" * (len(names) + 2))
-    with serve({"capacity_bytes": 6 << 30}) as server, connect(server.address) as client:
+    with closing(Service({"capacity_bytes": 6 << 30})) as service, connect(service.address) as client:
         for megabytes, count in SIZES:
             if megabytes <= arguments.most_megabytes:
                 rates = measure(client, megabytes, count)
