@@ -192,8 +192,9 @@ def _slices(name: str, value: Any) -> tuple[slice, ...]:
 
 
 def _index(value: Any) -> int | None:
-    """Return a bound or step of a slice as an int; TypeError if it is not an integer."""
-    return None if value is None else operator.index(value)
+    """Return a bound or step of a slice as an int of at most `MOST_TOKENS`, which is beyond the end of any dimension;
+    TypeError if it is not an integer."""
+    return None if value is None else max(-MOST_TOKENS, min(operator.index(value), MOST_TOKENS))
 
 
 def _inner_part(name: str, spec: FieldSpec, slices: tuple[slice, ...]) -> InnerPart:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ class PlacedPart:
         elif part.lengths:
             lengths = np.frombuffer(part.lengths, np.int64)
         else:
-            lengths = np.array(meta.sequence_lengths, np.int64)
+            lengths = np.array(meta.sequence_lengths or [], np.int64)
         given = arguments(part.part)
         rows = row_parts(given.get("tokens"), given.get("inner"), meta.size, [part.name]) or RowParts(None, {})
         starts, stops = rows.bounds(lengths)
@@ -78,14 +79,16 @@ class PlacedPart:
     def nbytes(self) -> int:
         return int(self.elements.sum()) * math.prod(self.part.inner) * TORCH_DTYPES[self.part.dtype].itemsize
 
-    def end(self, dimension: int) -> int:
-        """Return the smallest size of an inner dimension that this part fits in."""
+    def sizes(self, dimension: int) -> tuple[int, int, int]:
+        """Return the smallest size of an inner dimension that this part fits in, the size up to the end of its slice,
+        and the largest size."""
         taken = self.part.inner[dimension]
         each = self.slices[dimension] if dimension < len(self.slices) else slice(None)
         start, step = each.start or 0, each.step or 1
-        if each.stop is not None and taken == len(range(start, each.stop, step)):
-            return each.stop if taken else 0
-        return start + (taken - 1) * step + 1 if taken else 0
+        smallest, following = start + (taken - 1) * step + 1 if taken else 0, start + taken * step
+        if each.stop is None or following < each.stop:  # a larger dimension has another value for the slice
+            return smallest, smallest, following
+        return smallest, each.stop if taken else 0, sys.maxsize
 
     def indices(self, sizes: Sequence[int]) -> list[range]:
         """Return the selected indices of each inner dimension, of these sizes."""
@@ -169,7 +172,7 @@ def _check_alike(placed: PlacedPart, equal: PlacedPart, first: PlacedPart, meta:
 
 def _joined(name: str, parts: list[PlacedPart], meta: KVBatchMeta) -> JoinedField:
     first = parts[0]
-    inner = tuple(max(part.end(number) for part in parts) for number in range(len(first.part.inner)))
+    inner = tuple(_inner_size([part.sizes(number) for part in parts]) for number in range(len(first.part.inner)))
     for part in parts:
         expected = [len(indices) for indices in part.indices(inner)]
         if expected != list(part.part.inner):
@@ -186,21 +189,27 @@ def _joined(name: str, parts: list[PlacedPart], meta: KVBatchMeta) -> JoinedFiel
     return joined
 
 
+def _inner_size(sizes: Sequence[tuple[int, int, int]]) -> int:
+    """Return the size of an inner dimension from the `PlacedPart.sizes` of all parts: up to the end of the last slice,
+    or less if a slice ends beyond the dimension."""
+    ends = max(end for _, end, _ in sizes)
+    return max(max(smallest for smallest, _, _ in sizes), min(ends, min(largest for _, _, largest in sizes)))
+
+
 def _check_disjoint(field: JoinedField, meta: KVBatchMeta) -> None:
     indexed = [(part, part.indices(field.inner)) for part in field.parts]
     for (one, of_one), (other, of_other) in itertools.combinations(indexed, 2):
         common = _first_common(of_one, of_other)
         if common is None:
             continue
-        starts = np.maximum(one.starts[:, :, None], other.starts[:, None, :]).reshape(len(field.lengths), -1)
-        stops = np.minimum(one.stops[:, :, None], other.stops[:, None, :]).reshape(len(field.lengths), -1)
-        both = np.argwhere(starts < stops)
+        starts = np.maximum(one.starts[:, :, None], other.starts[:, None, :])  # [N, ranges of one, ranges of other]
+        both = np.argwhere(starts < np.minimum(one.stops[:, :, None], other.stops[:, None, :]))
         if len(both):
-            sample, number = both[0]
+            where = tuple(both[0])
             raise _error(
                 field.name,
-                f"ranks {one.rank} and {other.rank} both have {_place(field, int(starts[sample, number]), common)} of "
-                f"sample {meta.sample_ids[sample]!r}; parts of ranks must be equal or disjoint",
+                f"ranks {one.rank} and {other.rank} both have {_place(field, int(starts[where]), common)} of "
+                f"sample {meta.sample_ids[where[0]]!r}; parts of ranks must be equal or disjoint",
             )
 
 
@@ -212,10 +221,12 @@ def _first_common(one: Sequence[range], other: Sequence[range]) -> tuple[int, ..
 
 def _check_complete(field: JoinedField, meta: KVBatchMeta) -> None:
     """Check that the disjoint parts of a field have as many elements as its rows."""
-    covered = sum(part.elements * math.prod(part.part.inner) for part in field.parts)
-    short = np.flatnonzero(covered < field.lengths * math.prod(field.inner))
-    if len(short):
-        sample = int(short[0])
+    covered = np.sum([part.elements * math.prod(part.part.inner) for part in field.parts], axis=0).tolist()
+    size = math.prod(field.inner)  # can exceed int64, because bounds of slices can be large
+    rows = zip(covered, field.lengths.tolist(), strict=True)
+    short = [number for number, (has, length) in enumerate(rows) if has < length * size]
+    if short:
+        sample = short[0]
         missing = _first_missing(field, sample)
         raise _error(
             field.name,
@@ -226,7 +237,10 @@ def _check_complete(field: JoinedField, meta: KVBatchMeta) -> None:
 
 def _first_missing(field: JoinedField, sample: int) -> tuple[int, ...]:
     """Return the first element of a sample that no part has, and the index in it."""
-    has = np.zeros((int(field.lengths[sample]), *field.inner), np.bool_)
+    # The first missing index is among the first n + 1 of a dimension in which the parts have n indices.
+    had = [sum(part.part.inner[number] for part in field.parts) for number in range(len(field.inner))]
+    inner = [min(size, count + 1) for size, count in zip(field.inner, had, strict=True)]
+    has = np.zeros((int(field.lengths[sample]), *inner), np.bool_)
     for part in field.parts:
         for start, stop in zip(part.starts[sample].tolist(), part.stops[sample].tolist(), strict=True):
             has[(slice(start, stop), *part.slices)] = True
